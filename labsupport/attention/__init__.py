@@ -1,0 +1,43 @@
+"""What is computed: textbook attention, FlashAttention, and one front door over every implementation.
+
+    reference       textbook attention, and the float64 oracle
+    online_softmax  the running softmax, and the merge of two partial results
+    flash_torch     FlashAttention, forward and backward, in plain PyTorch
+    backends        `attention(...)` over every implementation that can run here
+    accuracy        how far a result is from the oracle, and how far it may be
+
+The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes (..., seqlen, head_dim);
+what faces a model (`attention`, `flash_attention`, `attention_varlen`) takes flash-attn's layout.
+"""
+
+from labsupport.attention.accuracy import ErrorReport, compare_with_oracle
+from labsupport.attention.backends import (
+    BackendUnavailableError,
+    attention,
+    attention_varlen,
+    available_backends,
+    flash_attention,
+    last_call,
+)
+from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
+from labsupport.attention.inputs import AttentionInputError
+from labsupport.attention.online_softmax import merge_attention, online_softmax
+from labsupport.attention.reference import oracle_attention, standard_attention
+
+__all__ = [
+    "AttentionInputError",
+    "BackendUnavailableError",
+    "ErrorReport",
+    "FlashAttentionFunction",
+    "attention",
+    "attention_varlen",
+    "available_backends",
+    "compare_with_oracle",
+    "flash_attention",
+    "flash_attention_forward",
+    "last_call",
+    "merge_attention",
+    "online_softmax",
+    "oracle_attention",
+    "standard_attention",
+]

@@ -1,0 +1,85 @@
+"""How far a result is from the truth, and how far it may be.
+
+Two correct implementations of attention differ, because floating-point addition is not associative. A
+fixed tolerance ("1e-5") fits one dtype, one length and one head_dim by luck. flash-attn's tests use a
+rule that needs no luck: the truth is a float64 oracle, and an implementation may err by at most twice what
+textbook attention errs in the same dtype on the same inputs (three times for gradients), plus 1e-5.
+
+Source: the tests of Dao-AILab/flash-attention, tests/test_flash_attn.py (there with a float32 oracle).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUT_FACTOR, GRADIENT_FACTOR, FLOOR = 2.0, 3.0, 1e-5
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """Errors of a result against the oracle, beside those of textbook attention in the same dtype."""
+
+    max_error: float
+    textbook_max_error: float
+    relative_error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Within the rule; NaN never is."""
+        return self.max_error <= self.allowed
+
+    def __str__(self) -> str:
+        verdict = "within" if self.ok else "NOT within"
+        return (
+            f"maximum error {self.max_error:.1e}, {verdict} the allowed {self.allowed:.1e} "
+            f"(textbook attention in this dtype: {self.textbook_max_error:.1e}); "
+            f"relative error {self.relative_error:.1e}"
+        )
+
+
+def compare_with_oracle(
+    result: Tensor, textbook: Tensor, oracle: Tensor, *, gradient: bool = False
+) -> ErrorReport:
+    """Judge `result` by flash-attn's rule.
+
+    Args:
+        result: what is judged, any shape and dtype.
+        textbook: the same quantity by textbook attention in the same dtype.
+        oracle: the same quantity in float64.
+        gradient: allow three times the textbook's error, not twice.
+
+    Returns:
+        maximum errors, the relative error ||result - oracle|| / ||oracle||, and what is allowed.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if not result.shape == textbook.shape == oracle.shape:
+        raise ValueError(
+            "result, textbook and oracle must have one shape, but "
+            f"{tuple(result.shape)}, {tuple(textbook.shape)}, {tuple(oracle.shape)} were given."
+        )
+    oracle = oracle.double()
+    textbook_max = max_error(textbook, oracle)
+    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+    return ErrorReport(
+        max_error=max_error(result, oracle),
+        textbook_max_error=textbook_max,
+        relative_error=relative_error(result, oracle),
+        allowed=factor * textbook_max + FLOOR,
+    )
+
+
+def max_error(result: Tensor, oracle: Tensor) -> float:
+    """Largest absolute difference; NaN if either holds one."""
+    return (result.double() - oracle.double()).abs().max().item()
+
+
+def relative_error(result: Tensor, oracle: Tensor) -> float:
+    """||result - oracle|| / ||oracle|| (Frobenius norms)."""
+    difference = torch.linalg.vector_norm(result.double() - oracle.double())
+    return (difference / torch.linalg.vector_norm(oracle.double())).item()

@@ -1,0 +1,283 @@
+"""Adapters to what comes with PyTorch: the lab's own code, SDPA's four backends, FlexAttention.
+
+Each takes an `AttentionCall` that the registry has found runnable and returns (out, lse or None):
+out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q), natural log.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from labsupport.attention.band import Band, alibi_bias
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
+from labsupport.attention.reference import banded_attention
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def run_standard(call: AttentionCall) -> Result:
+    out, lse = banded_attention(
+        *call.math_layout(),
+        causal=call.causal,
+        softmax_scale=call.softmax_scale,
+        window_size=call.window_size,
+        alibi_slopes=call.alibi_slopes,
+        return_lse=call.return_lse,
+    )
+    return out.transpose(1, 2), lse
+
+
+def run_flash_torch(call: AttentionCall) -> Result:
+    q, k, v = call.math_layout()
+    options = call.softmax_scale, call.window_size, call.alibi_slopes
+    if call.return_lse and not call.needs_grad:
+        out, lse = flash_attention_forward(
+            q,
+            k,
+            v,
+            call.causal,
+            softmax_scale=call.softmax_scale,
+            window_size=call.window_size,
+            alibi_slopes=call.alibi_slopes,
+        )
+        return out.transpose(1, 2), lse
+    out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
+    lse = out.grad_fn.saved_tensors[-1] if call.return_lse else None
+    return out.transpose(1, 2), lse
+
+
+# --- SDPA -----------------------------------------------------------------------------------------
+
+
+def run_sdpa(backend: SDPBackend) -> Callable[[AttentionCall], Result]:
+    """An adapter to `F.scaled_dot_product_attention`, pinned to one of its backends."""
+
+    def run(call: AttentionCall) -> Result:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+        if call.return_lse:
+            out, lse = _LSE_OPERATORS[backend, q.device.type](call, q, k, v)
+            return out.transpose(1, 2), lse
+        mask, is_causal = _sdpa_mask(call)
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=is_causal,
+                scale=call.scale,
+                enable_gqa=call.heads != call.kv_heads,
+            )
+        return out.transpose(1, 2), None
+
+    return run
+
+
+def sdpa_kernel_name(backend: SDPBackend) -> Callable[[AttentionCall], str]:
+    """The operator that PyTorch's profiler shows for a pinned SDPA call."""
+
+    def name(call: AttentionCall) -> str:
+        if backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu":
+            quadratic = not call.packed and _needs_mask_tensor(call)
+            note = " (with a stored seqlen_q x seqlen_k mask)" if quadratic else ""
+            return "aten::_scaled_dot_product_flash_attention_for_cpu" + note
+        return {
+            SDPBackend.FLASH_ATTENTION: "aten::_scaled_dot_product_flash_attention",
+            SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
+            SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
+            SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
+        }[backend]
+
+    return name
+
+
+def sdpa_reasons(backend: SDPBackend) -> Callable[[AttentionCall], list[str]]:
+    """PyTorch's own reasons against a backend on a GPU, asked with the very tensors."""
+    can_use = {
+        SDPBackend.FLASH_ATTENTION: can_use_flash_attention,
+        SDPBackend.EFFICIENT_ATTENTION: can_use_efficient_attention,
+        SDPBackend.CUDNN_ATTENTION: can_use_cudnn_attention,
+    }[backend]
+
+    def reasons(call: AttentionCall) -> list[str]:
+        if call.packed:  # each document is asked when its turn comes
+            return []
+        if call.q.device.type == "cpu":
+            unit = all(tensor.stride(-1) == 1 for tensor in (call.q, call.k, call.v))
+            return [] if unit else ["needs the last dimension to be contiguous (stride 1)"]
+        q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+        is_causal = call.band.plain_causal and call.band.offset == 0
+        params = SDPAParams(q, k, v, None, 0.0, is_causal, call.heads != call.kv_heads)
+        if can_use(params, False):
+            return []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            can_use(params, True)
+        said = [str(w.message).split(" (Triggered internally")[0].strip() for w in caught]
+        return said or ["PyTorch refuses these inputs without a reason"]
+
+    return reasons
+
+
+def _needs_mask_tensor(call: AttentionCall) -> bool:
+    band = call.band
+    return not band.unlimited and not (band.plain_causal and band.offset == 0)
+
+
+def _sdpa_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
+    """SDPA's (attn_mask, is_causal). Its `is_causal` is aligned top-left: only square masks may use it."""
+    band = call.band
+    if call.alibi_slopes is not None:
+        return _float_mask(call), False
+    if not _needs_mask_tensor(call):
+        return None, not band.unlimited
+    if band.plain_causal:
+        # A tensor subclass that keeps CUDA's flash kernel (bottom-right inside) and is stored elsewhere.
+        return causal_lower_right(band.seqlen_q, band.seqlen_k), False
+    return band.full_mask(call.q.device), False
+
+
+def _float_mask(call: AttentionCall) -> Tensor | None:
+    """The band and ALiBi as one additive mask in q's dtype, for operators that take nothing else."""
+    band = call.band
+    visible = band.full_mask(call.q.device)
+    rows, cols = slice(0, band.seqlen_q), slice(0, band.seqlen_k)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes
+        mask = alibi_bias(slopes, rows, cols, band.offset).to(call.q.dtype)
+        mask = mask[None] if slopes.ndim == 1 else mask
+    elif visible is not None:
+        mask = torch.zeros(visible.shape, dtype=call.q.dtype, device=call.q.device)
+    else:
+        return None
+    return mask if visible is None else mask.masked_fill(~visible, -torch.inf)
+
+
+def _flash_cpu_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    stored = _needs_mask_tensor(call)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q,
+        k,
+        v,
+        0.0,
+        not stored and not call.band.unlimited,
+        attn_mask=_float_mask(call) if stored else None,
+        scale=call.scale,
+    )
+    return out, lse
+
+
+def _flash_cuda_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    # The operator behind SDPA wants head_dim in multiples of 8; SDPA itself pads and cuts as here.
+    q, k, v = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, not call.band.unlimited, False, scale=call.scale
+    )
+    return out[..., : call.head_dim], lse
+
+
+def _efficient_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    stored = _needs_mask_tensor(call) or call.alibi_slopes is not None
+    bias = _float_mask(call) if stored else None
+    if bias is not None:
+        # The kernel reads the bias in aligned rows: give it rows of a multiple of 16, cut to length.
+        bias = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
+        bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, not stored and not call.band.unlimited, scale=call.scale
+    )
+    return out, lse[..., : q.shape[-2]]
+
+
+def _cudnn_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, not call.band.unlimited, False, scale=call.scale
+    )
+    return out, lse.reshape(q.shape[:-1])
+
+
+_LSE_OPERATORS = {
+    (SDPBackend.FLASH_ATTENTION, "cpu"): _flash_cpu_with_lse,
+    (SDPBackend.FLASH_ATTENTION, "cuda"): _flash_cuda_with_lse,
+    (SDPBackend.EFFICIENT_ATTENTION, "cuda"): _efficient_with_lse,
+    (SDPBackend.CUDNN_ATTENTION, "cuda"): _cudnn_with_lse,
+}
+
+
+# --- FlexAttention --------------------------------------------------------------------------------
+
+
+def flex_reasons(call: AttentionCall) -> list[str]:
+    """FlexAttention is compiled: on a CPU by a C++ compiler."""
+    if call.q.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return ["needs a C++ compiler on a CPU: install g++ (Linux) or Xcode's tools (macOS)"]
+    return []
+
+
+def run_flex(call: AttentionCall) -> Result:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+    band = call.band
+    result = _compiled_flex()(
+        q,
+        k,
+        v,
+        score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
+        block_mask=None if band.unlimited else _block_mask(band, q.device),
+        scale=call.scale,
+        enable_gqa=call.heads != call.kv_heads,
+        return_aux=AuxRequest(lse=True) if call.return_lse else None,
+    )
+    out, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
+    return out.transpose(1, 2), lse
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@lru_cache(maxsize=64)
+def _block_mask(band: Band, device: torch.device) -> Any:
+    """FlexAttention's list of visible tiles; kept, because a new one compiles the kernel anew."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    left = band.seqlen_q + band.seqlen_k if band.left is None else band.left
+    right = band.seqlen_q + band.seqlen_k if band.right is None else band.right
+    offset = band.offset
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= i + offset - left) & (j <= i + offset + right)
+
+    return create_block_mask(visible, None, None, band.seqlen_q, band.seqlen_k, device=str(device))
+
+
+def _alibi_score_mod(call: AttentionCall) -> Callable[..., Tensor]:
+    slopes, offset = call.alibi_slopes, call.band.offset
+    assert slopes is not None
+    slopes = slopes.expand(call.q.shape[0], -1)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - slopes[b, h] * (i + offset - j).abs()
+
+    return biased

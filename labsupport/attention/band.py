@@ -1,0 +1,153 @@
+"""Which keys a query may look at: causal masks and sliding windows, as one band.
+
+Query i and key j of two sequences that END together (bottom-right alignment, as in flash-attn >= 2.1)
+meet when
+
+    i + offset - left  <=  j  <=  i + offset + right          offset = seqlen_k - seqlen_q
+
+`left` and `right` are flash-attn's `window_size`; -1 means "no limit", and causal means right = 0:
+
+    seqlen_q = 3, seqlen_k = 5, causal          seqlen_q = 5, seqlen_k = 3, causal
+        k 0 1 2 3 4                                 k 0 1 2
+    q 0   x x x . .                             q 0   . . .    <- sees no key at all:
+    q 1   x x x x .                             q 1   . . .       output 0, log-sum-exp -inf
+    q 2   x x x x x                             q 2   x . .
+                                                q 3   x x .
+                                                q 4   x x x
+
+A tiled algorithm asks the band which tiles it may skip, which need a mask, and which need none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Band:
+    """The visible (query, key) pairs of a `seqlen_q` by `seqlen_k` score matrix."""
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int | None = None
+    right: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Band:
+        """Build the band of flash-attn's options `causal` and `window_size`.
+
+        Raises:
+            ValueError: `window_size` is not a pair of integers that are -1 (no limit) or more.
+        """
+        if len(window_size) != 2 or any(int(side) != side or side < -1 for side in window_size):
+            raise ValueError(
+                f"window_size is (left, right) with -1 for 'no limit', but {window_size!r} was given."
+            )
+        left, right = (None if side < 0 else int(side) for side in window_size)
+        return cls(seqlen_q, seqlen_k, left, 0 if causal else right)
+
+    @property
+    def offset(self) -> int:
+        """Position of query 0 on the keys' axis: the two sequences end together."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def unlimited(self) -> bool:
+        """True when every query sees every key, whatever `left` and `right` say."""
+        left_open = self.left is None or self.left >= self.seqlen_k - 1
+        right_open = self.right is None or self.right >= self.seqlen_k - 1 - self.offset
+        return left_open and right_open
+
+    @property
+    def plain_causal(self) -> bool:
+        """True when the band is exactly the causal mask, without a window on the left."""
+        return self.right == 0 and (self.left is None or self.left >= self.seqlen_k - 1)
+
+    def keys_seen(self, start: int, stop: int) -> tuple[int, int]:
+        """Range of keys that at least one of the queries `start:stop` sees (may be empty)."""
+        first = 0 if self.left is None else max(0, start + self.offset - self.left)
+        last = self.seqlen_k
+        if self.right is not None:
+            last = min(last, stop - 1 + self.offset + self.right + 1)
+        return min(first, self.seqlen_k), max(min(first, self.seqlen_k), last)
+
+    def queries_seeing(self, start: int, stop: int) -> tuple[int, int]:
+        """Range of queries that see at least one of the keys `start:stop` (may be empty)."""
+        first = 0 if self.right is None else max(0, start - self.offset - self.right)
+        last = self.seqlen_q
+        if self.left is not None:
+            last = min(last, stop - 1 - self.offset + self.left + 1)
+        return min(first, self.seqlen_q), max(min(first, self.seqlen_q), last)
+
+    def mask(self, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor | None:
+        """Boolean mask (rows, cols) of one tile, True where visible; None if all of it is visible."""
+        low = rows.start + self.offset
+        high = rows.stop - 1 + self.offset
+        inside_left = self.left is None or cols.start >= high - self.left
+        inside_right = self.right is None or cols.stop - 1 <= low + self.right
+        if inside_left and inside_right:
+            return None
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
+        j = torch.arange(cols.start, cols.stop, device=device)[None, :]
+        visible = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
+        if self.left is not None:
+            visible &= j >= i - self.left
+        if self.right is not None:
+            visible &= j <= i + self.right
+        return visible
+
+    def full_mask(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Boolean mask (seqlen_q, seqlen_k): quadratic memory, for the textbook and for SDPA."""
+        return self.mask(slice(0, self.seqlen_q), slice(0, self.seqlen_k), device)
+
+    @property
+    def leading_empty_rows(self) -> int:
+        """How many queries see no key at all; because the band rises, they are always the first ones."""
+        if self.right is None:
+            return 0
+        return min(self.seqlen_q, max(0, -self.offset - self.right))
+
+    def visible_pairs(self) -> int:
+        """Number of visible (query, key) pairs: what a kernel that skips the rest must compute."""
+        first, last = self._row_limits("cpu")
+        return int((last - first + 1).clamp(min=0).sum())
+
+    def _row_limits(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        position = torch.arange(self.seqlen_q, device=device) + self.offset
+        first = torch.zeros_like(position)
+        last = torch.full_like(position, self.seqlen_k - 1)
+        if self.left is not None:
+            first = torch.maximum(first, position - self.left)
+        if self.right is not None:
+            last = torch.minimum(last, position + self.right)
+        return first, last
+
+
+def alibi_bias(
+    slopes: Tensor, rows: slice, cols: slice, offset: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """ALiBi's penalty for distance on one tile: -slope * |i + offset - j|.
+
+    Args:
+        slopes: (...), one positive slope per head.
+        rows, cols: the tile's queries and keys.
+        offset: `seqlen_k - seqlen_q` (bottom-right alignment, as flash-attn has it).
+
+    Returns:
+        (..., rows, cols) in `dtype`, to be added to the scaled scores.
+
+    Source: Press et al., "Train Short, Test Long" (2022), section 3.
+    """
+    i = torch.arange(rows.start, rows.stop, device=slopes.device, dtype=dtype)[:, None] + offset
+    j = torch.arange(cols.start, cols.stop, device=slopes.device, dtype=dtype)[None, :]
+    return -slopes.to(dtype)[..., None, None] * (i - j).abs()

@@ -1,0 +1,236 @@
+"""FlashAttention, forward and backward, in plain PyTorch: the algorithm to read beside the paper.
+
+The score matrix S = Q K^T has seqlen_q x seqlen_k entries, and textbook attention stores it. Here it is
+cut into tiles of Br x Bc entries, and only one tile exists at a time:
+
+                 K_1     K_2     K_3                 forward   for each Q block i:         (outer loop)
+               +-------+-------+-------+                         for each K/V block j:     (inner loop)
+         Q_1   | S_11  |  skip |  skip |                           S_ij = Q_i K_j^T
+               +-------+-------+-------+                           fold S_ij, V_j into m_i, l_i, O_i
+         Q_2   | S_21  | S_22  |  skip |                         O_i = O_i / l_i,  L_i = m_i + log l_i
+               +-------+-------+-------+
+         Q_3   | S_31  | S_32  | S_33  |             backward  for each K/V block j:       (outer loop)
+               +-------+-------+-------+                         for each Q block i:       (inner loop)
+                    (causal)                                       P_ij = exp(S_ij - L_i)  recomputed!
+                                                                   add to dV_j, dK_j, dQ_i
+
+The backward needs P again. Instead of storing it (seqlen_q x seqlen_k), it recomputes each tile from Q,
+K and the log-sum-exp L, one number a row. With D = rowsum(dO * O):
+
+    dV = P^T dO        dP = dO V^T        dS = P * (dP - D)        dQ = dS K        dK = dS^T Q
+
+(D is rowsum(P * dP), because O = P V; it too would need all of P, and dO * O does not.)
+
+Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Dao et al., "FlashAttention" (2022),
+appendix B for the derivation of the backward. Half-precision inputs are multiplied and accumulated in
+float32, as the tensor cores do. The loops run in Python: this is the algorithm with the kernels'
+memory, not with their speed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from labsupport.attention.band import Band, alibi_bias
+from labsupport.attention.inputs import check_math_layout
+from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
+
+# Entries of one tile over all heads, and the longest side of one head's tile. Large tiles hide the cost of
+# Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory. On a CPU every
+# size from 256 to 1024 runs within 15% of the best for one head, and 64 is two to five times slower.
+TILE_ENTRIES = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
+LARGEST_BLOCK = {"cpu": 512, "cuda": 2048}
+SMALLEST_BLOCK = 64
+
+
+def flash_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention's forward pass, tile by tile, with the online softmax.
+
+    Args:
+        q: (..., seqlen_q, head_dim), float64, float32, float16 or bfloat16.
+        k, v: (..., seqlen_k, head_dim), same dtype, device and leading dimensions.
+        is_causal: hide the future, aligned bottom-right when the lengths differ.
+        softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
+        window_size: (left, right) neighbours a query may see; -1 means no limit.
+        alibi_slopes: broadcastable to the leading dimensions.
+        block_q, block_k: rows and columns of a tile (Br and Bc); chosen by device unless given.
+
+    Returns:
+        out (..., seqlen_q, head_dim) in the inputs' dtype, and the natural log-sum-exp
+        lse (..., seqlen_q) in float32 (float64 for float64 inputs). A query that sees no key gets
+        output 0 and lse -inf.
+
+    Raises:
+        AttentionInputError: the tensors do not fit together.
+        ValueError: a block size below 1, or a bad window.
+
+    Source: FlashAttention-2, algorithm 1.
+    """
+    check_math_layout(q, k, v)
+    band = Band.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
+    block_q, block_k = _block_sizes(q, k, block_q, block_k)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    acc = _accumulation_dtype(q)
+
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=acc)
+    for rows in _blocks(0, band.seqlen_q, block_q):
+        q_i = q[..., rows, :].to(acc) * scale
+        o_i = torch.zeros_like(q_i)
+        m_i = q_i.new_full(q_i.shape[:-1], -torch.inf)
+        l_i = torch.zeros_like(m_i)
+        for cols in _blocks(*band.keys_seen(rows.start, rows.stop), block_k):
+            s_ij = _scores(q_i, k[..., cols, :].to(acc), rows, cols, band, alibi_slopes)
+            m_i, l_i, o_i = accumulate_block(m_i, l_i, o_i, s_ij, v[..., cols, :].to(acc))
+        out[..., rows, :] = o_i.div_(nonzero(l_i)[..., None])
+        lse[..., rows] = finite_or_zero(m_i) + l_i.log()
+    return out, lse
+
+
+def flash_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool = False,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashAttention's backward pass: tiles of P are recomputed from q, k and lse, never stored.
+
+    Args: `dout` like `out`; `out` and `lse` from `flash_attention_forward`; the rest as there.
+
+    Returns:
+        dq, dk, dv in the shapes and dtype of q, k, v. A query that sees no key contributes nothing.
+
+    Source: FlashAttention-2, algorithm 2.
+    """
+    band = Band.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
+    block_q, block_k = _block_sizes(q, k, block_q, block_k)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    acc = _accumulation_dtype(q)
+
+    delta = (dout.to(acc) * out.to(acc)).sum(dim=-1)  # the paper's D, (..., seqlen_q)
+    # exp(S - L) must be 0, not NaN, in a row that saw no key (L = -inf).
+    row_lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    dq = torch.zeros_like(q, dtype=acc)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for cols in _blocks(0, band.seqlen_k, block_k):
+        k_j, v_j = k[..., cols, :].to(acc), v[..., cols, :].to(acc)
+        dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
+        for rows in _blocks(*band.queries_seeing(cols.start, cols.stop), block_q):
+            q_i, dout_i = q[..., rows, :].to(acc) * scale, dout[..., rows, :].to(acc)
+            p_ij = _scores(q_i, k_j, rows, cols, band, alibi_slopes)
+            p_ij.sub_(row_lse[..., rows, None]).exp_()
+            dv_j += p_ij.mT @ dout_i
+            ds_ij = (dout_i @ v_j.mT).sub_(delta[..., rows, None]).mul_(p_ij)
+            dq[..., rows, :] += ds_ij @ k_j
+            dk_j += ds_ij.mT @ q_i  # q_i carries the scale already
+        dk[..., cols, :] = dk_j
+        dv[..., cols, :] = dv_j
+    return dq.mul_(scale).to(q.dtype), dk, dv
+
+
+class FlashAttentionFunction(torch.autograd.Function):
+    """FlashAttention with its own backward: `FlashAttentionFunction.apply(q, k, v, is_causal)`.
+
+    Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), returns the output in q's shape
+    and dtype. Between forward and backward it keeps q, k, v, out and one tensor of shape
+    (..., seqlen_q), the log-sum-exp: memory linear in the sequence length. The options of
+    `flash_attention_forward` may follow by position: softmax_scale, window_size, alibi_slopes, block_q,
+    block_k.
+
+    Raises:
+        AttentionInputError: the tensors do not fit together.
+        RuntimeError: on a second derivative, which is not implemented.
+
+    >>> q = k = v = torch.randn(2, 5, 8, requires_grad=True)
+    >>> FlashAttentionFunction.apply(q, k, v, True).shape
+    torch.Size([2, 5, 8])
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        block_q: int | None = None,
+        block_k: int | None = None,
+    ) -> Tensor:
+        ctx.options = {
+            "is_causal": is_causal,
+            "softmax_scale": softmax_scale,
+            "window_size": window_size,
+            "alibi_slopes": alibi_slopes,
+            "block_q": block_q,
+            "block_k": block_k,
+        }
+        out, lse = flash_attention_forward(q, k, v, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, **ctx.options)
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+def _scores(
+    q_i: Tensor, k_j: Tensor, rows: slice, cols: slice, band: Band, alibi_slopes: Tensor | None
+) -> Tensor:
+    """One tile of scaled, biased and masked scores (..., rows, cols); q_i carries the scale."""
+    s_ij = q_i @ k_j.mT
+    if alibi_slopes is not None:
+        s_ij += alibi_bias(alibi_slopes, rows, cols, band.offset, s_ij.dtype)
+    visible = band.mask(rows, cols, s_ij.device)
+    return s_ij if visible is None else s_ij.masked_fill_(~visible, -torch.inf)
+
+
+def _blocks(start: int, stop: int, size: int) -> list[slice]:
+    """Cut start:stop into slices of `size`; the last one may be shorter."""
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]
+
+
+def _accumulation_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _block_sizes(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
+    """Square tiles of about TILE_ENTRIES over all leading dimensions, unless sizes are given."""
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, but {size} was given.")
+    heads = max(1, q[..., 0, 0].numel())
+    device = q.device.type if q.device.type in TILE_ENTRIES else "cuda"
+    side = 2 ** round(math.log2(max(1, TILE_ENTRIES[device] // heads)) / 2)
+    side = min(LARGEST_BLOCK[device], max(SMALLEST_BLOCK, side))
+    return block_q or side, block_k or side

@@ -1,0 +1,140 @@
+"""Textbook attention, and the float64 oracle that every other implementation is judged by.
+
+    S = Q K^T * softmax_scale        (seqlen_q, seqlen_k)
+    P = softmax(S), row by row       (seqlen_q, seqlen_k)
+    O = P V                          (seqlen_q, head_dim)
+
+Both functions hold S and P whole: memory grows with seqlen_q * seqlen_k. That is their purpose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from labsupport.attention.band import Band, alibi_bias
+from labsupport.attention.inputs import check_math_layout
+
+
+def standard_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention as the textbook writes it, in the dtype of its inputs.
+
+    Args:
+        q: (..., seqlen_q, head_dim), any floating dtype.
+        k, v: (..., seqlen_k, head_dim), same dtype, device and leading dimensions as `q`.
+        mask: broadcastable to (..., seqlen_q, seqlen_k). Boolean: True where a query may look.
+            Floating: added to the scaled scores (0 to keep, -inf to hide).
+        causal: hide the future; for unequal lengths aligned bottom-right (the sequences end together).
+        softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
+
+    Returns:
+        output (..., seqlen_q, head_dim) and weights (..., seqlen_q, seqlen_k). A query that may look
+        at no key gets weights and output 0 (a plain softmax would give NaN).
+
+    Raises:
+        AttentionInputError: ranks, shapes, dtypes or devices do not fit together.
+
+    Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
+
+    >>> q = k = v = torch.eye(3)
+    >>> standard_attention(q, k, v, causal=True)[1][0]
+    tensor([1., 0., 0.])
+    """
+    check_math_layout(q, k, v)
+    band = Band.of(q.shape[-2], k.shape[-2], causal=causal)
+    return _attention(q, k, v, mask, band, softmax_scale, None)[:2]
+
+
+def banded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Textbook attention with flash-attn's options: (output, log-sum-exp (..., seqlen_q) or None).
+
+    The yardstick in the inputs' own dtype for windows and ALiBi, and the registry's `standard`.
+    """
+    check_math_layout(q, k, v)
+    band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
+    output, _, scores = _attention(q, k, v, None, band, softmax_scale, alibi_slopes)
+    return output, _log_sum_exp(scores) if return_lse else None
+
+
+def oracle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same mathematics computed in float64, whatever the inputs' dtype.
+
+    Args: as `standard_attention`; `window_size` and `alibi_slopes` (broadcastable to the leading
+        dimensions) as in `labsupport.attention.attention`.
+
+    Returns:
+        output (..., seqlen_q, head_dim) in float64, and the natural-log log-sum-exp of each row of
+        scaled, masked scores, lse (..., seqlen_q) in float64: -inf for a row without any key.
+    """
+    check_math_layout(q, k, v)
+    band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    slopes = None if alibi_slopes is None else alibi_slopes.double()
+    output, _, scores = _attention(
+        q.double(), k.double(), v.double(), mask, band, softmax_scale, slopes
+    )
+    return output, _log_sum_exp(scores)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    band: Band,
+    softmax_scale: float | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = q @ k.mT * scale
+    if alibi_slopes is not None:
+        everything = slice(0, band.seqlen_q), slice(0, band.seqlen_k)
+        scores = scores + alibi_bias(alibi_slopes, *everything, band.offset, scores.dtype)
+    visible = band.full_mask(q.device)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+
+    # A fully masked row is -inf throughout, and softmax of it is NaN: define it as 0, as flash-attn does.
+    weights = torch.softmax(scores, dim=-1)
+    if visible is not None or mask is not None:
+        weights = weights.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
+    return weights @ v, weights, scores
+
+
+def _log_sum_exp(scores: Tensor) -> Tensor:
+    return torch.logsumexp(scores.float() if scores.dtype.itemsize < 4 else scores, dim=-1)

@@ -1,0 +1,69 @@
+"""Shared inputs and judgements for the tests of labsupport.attention."""
+
+import pytest
+import torch
+
+from labsupport.attention import compare_with_oracle, oracle_attention
+from labsupport.attention.reference import banded_attention
+
+# Odd lengths, lengths below and above a tile, and one query or key: flash-attn's own grid, cut short.
+LENGTHS = [(1, 1), (1, 239), (3, 199), (113, 203), (128, 217), (108, 256), (127, 133), (203, 113), (256, 64)]
+HEAD_DIMS = [16, 32, 40, 64, 96, 111, 128, 256]
+HALF = [torch.float16, torch.bfloat16]
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def make_qkv(*leading, seqlen_q, seqlen_k, head_dim=32, dtype=torch.float32, device="cpu", seed=0):
+    """q, k, v in math layout (*leading, seqlen, head_dim), unit normal, with gradients wanted."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(*leading, n, head_dim) for n in (seqlen_q, seqlen_k, seqlen_k)]
+    return tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(device=device, dtype=dtype)
+        .requires_grad_()
+        for shape in shapes
+    )
+
+
+def make_model_qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, **options):
+    """q, k, v in flash-attn's layout (batch, seqlen, heads, head_dim)."""
+    q, _, _ = make_qkv(batch, heads, seqlen_q=seqlen_q, seqlen_k=1, head_dim=head_dim, **options)
+    _, k, v = make_qkv(batch, kv_heads, seqlen_q=1, seqlen_k=seqlen_k, head_dim=head_dim, **options)
+    return tuple(t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
+
+
+def to_math_layout(q, k, v):
+    """(batch, seqlen, heads, head_dim) to (batch, heads, seqlen, head_dim), keys repeated for each head."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    return tuple(t.transpose(1, 2) for t in (q, k, v))
+
+
+def gradients(out, inputs, dout):
+    """Gradients of <out, dout> with respect to the inputs, in the inputs' dtypes."""
+    return torch.autograd.grad(out, inputs, dout.to(out.dtype))
+
+
+def assert_obeys_error_rule(function, inputs, *, math_layout=lambda *qkv: qkv, back=lambda t: t, **options):
+    """Output and gradients of `function(*inputs)` err at most 2 (3) times as much as the textbook.
+
+    `math_layout` brings the inputs to (..., seqlen, head_dim) for textbook and oracle; `back` brings
+    their output to the layout of `function`'s.
+    """
+    textbook_out = back(banded_attention(*math_layout(*inputs), **options)[0])
+    exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
+    oracle_out = back(oracle_attention(*math_layout(*exact_inputs), **options)[0])
+    out = function(*inputs)
+    assert out.dtype == inputs[0].dtype
+    dout = torch.randn_like(oracle_out)
+
+    report = compare_with_oracle(out, textbook_out, oracle_out)
+    assert report.ok, f"output: {report}"
+    got = gradients(out, inputs, dout)
+    textbook = gradients(textbook_out, inputs, dout)
+    exact = gradients(oracle_out, exact_inputs, dout)
+    for name, *triple in zip(("dq", "dk", "dv"), got, textbook, exact, strict=True):
+        report = compare_with_oracle(*triple, gradient=True)
+        assert report.ok, f"{name}: {report}"

@@ -1,0 +1,266 @@
+import threading
+
+import pytest
+import torch
+from tests.attention.cases import (
+    DEVICES,
+    HALF,
+    assert_obeys_error_rule,
+    make_model_qkv,
+    to_math_layout,
+)
+from torch.profiler import ProfilerActivity, profile
+
+from labsupport.attention import (
+    AttentionInputError,
+    BackendUnavailableError,
+    attention,
+    attention_varlen,
+    available_backends,
+    flash_attention,
+    last_call,
+    oracle_attention,
+)
+from labsupport.attention.backends import BACKENDS
+
+NAMES = [entry.name for entry in BACKENDS]
+# FlexAttention compiles for many seconds per shape; its cases are in test_flex.py.
+RUNNABLE = [
+    (device, status.name)
+    for device in DEVICES
+    for status in available_backends(device=device)
+    if status.runs and status.name != "flex"
+]
+on_every_backend = pytest.mark.parametrize(("device", "name"), RUNNABLE)
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (9, 4)},
+    "causal window": {"causal": True, "window_size": (9, -1)},
+    "scale": {"softmax_scale": 0.5, "causal": True},
+    "alibi": {"causal": True, "alibi": True},
+}
+SHAPES = {  # batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim
+    "square": (2, 64, 64, 4, 4, 32),
+    "grouped": (2, 61, 61, 6, 2, 40),
+    "more keys": (1, 33, 71, 4, 1, 64),
+    "more queries": (1, 71, 33, 2, 2, 16),
+    "one query": (2, 1, 50, 4, 2, 32),
+}
+
+
+def unpack(options, heads, device):
+    options = dict(options)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.linspace(0.1, 0.6, heads, device=device)
+    return options
+
+
+def skip_unless_it_runs(name, inputs, **options):
+    status = available_backends(*inputs, **options)[name]
+    if not status.runs:
+        assert status.reasons
+        pytest.skip("; ".join(status.reasons))
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_backend_that_says_it_runs_obeys_the_error_rule(name, shape, options, dtype, device):
+    inputs = make_model_qkv(*shape, dtype=dtype, device=device)
+    options = unpack(options, shape[3], device)
+    skip_unless_it_runs(name, inputs, **options)
+
+    def run(q, k, v):
+        return attention(q, k, v, backend=name, **options)
+
+    assert_obeys_error_rule(
+        run, inputs, math_layout=to_math_layout, back=lambda t: t.transpose(1, 2), **options
+    )
+    assert last_call().backend == name
+
+
+@on_every_backend
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_log_sum_exps_follow_one_convention(name, shape, options, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = [t.detach() for t in make_model_qkv(*shape, dtype=dtype, device=device)]
+    options = unpack(options, shape[3], device)
+    skip_unless_it_runs(name, inputs, return_lse=True, **options)
+    _, lse = attention(*inputs, backend=name, return_lse=True, **options)
+    _, expected = oracle_attention(*to_math_layout(*inputs), **options)
+    assert lse.dtype == torch.float32
+    assert lse.shape == expected.shape
+    empty = expected == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    relative = 2e-6 if device == "cpu" else 2e-3
+    torch.testing.assert_close(lse.double()[~empty], expected[~empty], atol=1e-5, rtol=relative)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["sdpa_flash", "flash_torch", "standard"])
+def test_half_precision_on_a_cpu_obeys_the_error_rule(name, dtype):
+    inputs = make_model_qkv(2, 113, 203, 4, 2, 64, dtype=dtype)
+
+    def run(q, k, v):
+        return attention(q, k, v, causal=True, backend=name)
+
+    assert_obeys_error_rule(
+        run, inputs, math_layout=to_math_layout, back=lambda t: t.transpose(1, 2), causal=True
+    )
+
+
+# --- packed sequences -----------------------------------------------------------------------------
+
+LENGTHS_Q, LENGTHS_K = [5, 0, 17, 3, 8], [5, 4, 20, 0, 2]
+
+
+def offsets(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+@on_every_backend
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_size": (3, -1)}])
+def test_packed_sequences_never_see_each_other(name, options, device):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q, _, _ = make_model_qkv(1, sum(LENGTHS_Q), 1, 4, 4, 16, dtype=dtype, device=device)
+    _, k, v = make_model_qkv(1, 1, sum(LENGTHS_K), 2, 2, 16, dtype=dtype, device=device)
+    q, k, v = (t[0].detach() for t in (q, k, v))
+    packed = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
+    skip_unless_it_runs(name, (q, k, v), **packed, **options)
+    try:
+        out = attention_varlen(q, k, v, **packed, **options, backend=name)
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+
+    for n_q, n_k, start_q, start_k in zip(
+        LENGTHS_Q, LENGTHS_K, packed["cu_seqlens_q"], packed["cu_seqlens_k"], strict=False
+    ):
+        rows, cols = slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
+        if n_q and n_k:
+            alone = attention(
+                *(t.unsqueeze(0) for t in (q[rows], k[cols], v[cols])), backend="standard", **options
+            )[0]
+            torch.testing.assert_close(out[rows], alone, atol=2e-3, rtol=2e-3)
+        else:
+            assert (out[rows] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["flash_torch", "sdpa_flash", "standard"])
+def test_packed_log_sum_exps_are_heads_by_tokens(name):
+    lengths = [4, 9]
+    q, k, v = (t[0].detach() for t in make_model_qkv(1, 13, 13, 4, 2, 16))
+    _, lse = attention_varlen(
+        q, k, v, offsets(lengths), offsets(lengths), causal=True, backend=name, return_lse=True
+    )
+    first = oracle_attention(*to_math_layout(*(t[None, :4] for t in (q, k, v))), causal=True)[1][0]
+    assert lse.shape == (4, 13)
+    torch.testing.assert_close(lse[:, :4].double(), first, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["flash_torch", "sdpa_flash"])
+def test_gradients_of_packed_sequences_stay_inside_each_sequence(name):
+    q, k, v = (t[0].detach().requires_grad_() for t in make_model_qkv(1, 10, 10, 2, 2, 8))
+    out = attention_varlen(q, k, v, offsets([4, 6]), offsets([4, 6]), backend=name)
+    out[:4].sum().backward()
+    assert (k.grad[4:] == 0).all()
+    assert (v.grad[:4] != 0).any()
+
+
+# --- who runs, who ran, and why not ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "name"), [pair for pair in RUNNABLE if "sdpa" in pair[1]])
+@pytest.mark.parametrize("shape", [SHAPES["square"], SHAPES["more keys"]])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_kernel_named_is_the_kernel_that_the_profiler_sees(name, shape, return_lse, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = make_model_qkv(*shape, dtype=dtype, device=device)
+    skip_unless_it_runs(name, inputs, causal=True, return_lse=return_lse)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        attention(*inputs, causal=True, backend=name, return_lse=return_lse)
+    seen = {event.key for event in trace.key_averages()}
+    named = last_call().kernel.split(" ")[0]
+    # Bottom-right masks go to the kernels of SDPA's memory-efficient path one operator lower.
+    lower = named.replace("_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
+    assert named in seen or lower in seen
+
+
+def test_a_refusal_lists_every_reason_at_once():
+    inputs = make_model_qkv(1, 8, 8, 4, 2, 300)
+    with pytest.raises(BackendUnavailableError) as caught:
+        attention(*inputs, backend="xformers", alibi_slopes=torch.ones(4), window_size=(2, 2))
+    if not torch.cuda.is_available():
+        assert "not installed" in str(caught.value)
+        assert "runs on cuda, not on cpu" in str(caught.value)
+    for option in ("multiple of 8", "windows", "alibi", "grouped"):
+        assert option in str(caught.value)
+    assert "flash_torch" in str(caught.value)
+    assert len(caught.value.reasons["xformers"]) >= 4
+
+
+def test_auto_prefers_pytorchs_flash_kernel_on_a_cpu():
+    attention(*make_model_qkv(1, 8, 8, 2, 2, 16))
+    report = last_call()
+    assert report.backend == "sdpa_flash"
+    assert report.requested == "auto"
+    assert "fa2" in report.refused
+
+
+def test_auto_goes_on_to_the_next_backend_that_takes_the_options():
+    attention(*make_model_qkv(1, 8, 8, 2, 2, 16), alibi_slopes=torch.ones(2))
+    assert last_call().backend == "flash_torch"
+    assert any("alibi" in reason for reason in last_call().refused["sdpa_flash"])
+
+
+@pytest.mark.parametrize("name", ["standard", "sdpa_math"])
+def test_flash_attention_never_falls_back_to_the_textbook(name):
+    with pytest.raises(BackendUnavailableError, match="not FlashAttention"):
+        flash_attention(*make_model_qkv(1, 8, 8, 2, 2, 16), backend=name)
+
+
+def test_flash_attention_reports_an_io_aware_backend():
+    flash_attention(*make_model_qkv(1, 8, 8, 2, 2, 16), causal=True)
+    assert last_call().io_aware
+
+
+def test_each_thread_has_its_own_last_call():
+    attention(*make_model_qkv(1, 8, 8, 2, 2, 16), backend="standard")
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(last_call()))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    assert last_call().backend == "standard"
+
+
+def test_the_table_of_backends_prints_and_renders():
+    table = available_backends(device="cpu")
+    assert [status.name for status in table] == NAMES
+    assert table["standard"].runs
+    assert "runs on cuda, not on cpu" in str(table)
+    assert "<table>" in table._repr_html_()
+    with pytest.raises(AttentionInputError):
+        table["nonsense"]
+
+
+def test_the_table_answers_for_the_very_inputs():
+    q, k, v = make_model_qkv(1, 8, 8, 2, 2, 16)
+    assert available_backends(q, k, v)["sdpa_flash"].runs
+    assert not available_backends(q, k, v, alibi_slopes=torch.ones(2))["sdpa_flash"].runs
+
+
+def test_a_last_dimension_with_gaps_is_refused_by_the_cpu_kernel_and_taken_by_others():
+    q, k, v = (t.detach().mT.contiguous().mT for t in make_model_qkv(1, 8, 8, 2, 2, 16))
+    assert not available_backends(q, k, v)["sdpa_flash"].runs
+    attention(q, k, v)
+    assert last_call().backend == "flash_torch"
+
+
+@pytest.mark.skipif("cuda" in DEVICES, reason="says what a CPU lacks")
+def test_gpu_backends_say_on_a_cpu_that_they_need_a_gpu():
+    for name in ("fa2", "fa4", "sdpa_cudnn", "sdpa_efficient", "xformers"):
+        assert "runs on cuda, not on cpu" in available_backends()[name].reasons
