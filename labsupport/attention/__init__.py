@@ -1,4 +1,4 @@
-"""What is computed: textbook attention, FlashAttention, and one front door over every implementation.
+"""What is computed: textbook attention, FlashAttention, and a front door to every implementation.
 
     reference       textbook attention, and the float64 oracle
     online_softmax  the running softmax, and the merge of two partial results
@@ -6,8 +6,9 @@
     backends        `attention(...)` over every implementation that can run here
     accuracy        how far a result is from the oracle, and how far it may be
 
-The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes (..., seqlen, head_dim);
-what faces a model (`attention`, `flash_attention`, `attention_varlen`) takes flash-attn's layout.
+The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
+(..., seqlen, head_dim); what faces a model (`attention`, `flash_attention`, `attention_varlen`)
+takes flash-attn's layout.
 """
 
 from labsupport.attention.accuracy import ErrorReport, compare_with_oracle

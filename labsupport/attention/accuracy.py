@@ -1,11 +1,12 @@
 """How far a result is from the truth, and how far it may be.
 
-Two correct implementations of attention differ, because floating-point addition is not associative. A
-fixed tolerance ("1e-5") fits one dtype, one length and one head_dim by luck. flash-attn's tests use a
-rule that needs no luck: the truth is a float64 oracle, and an implementation may err by at most twice what
-textbook attention errs in the same dtype on the same inputs (three times for gradients), plus 1e-5.
+Two correct implementations of attention differ, because floating-point addition is not associative.
+A fixed tolerance ("1e-5") fits one dtype, one length and one head_dim by luck. flash-attn's tests
+use a rule that needs no luck: the truth is a float64 oracle, and an implementation may err by at
+most twice what textbook attention errs in the same dtype on the same inputs (three times for
+gradients), plus 1e-5.
 
-Source: the tests of Dao-AILab/flash-attention, tests/test_flash_attn.py (there with a float32 oracle).
+Source: tests/test_flash_attn.py of Dao-AILab/flash-attention (there with a float32 oracle).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OUTPUT_FACTOR, GRADIENT_FACTOR, FLOOR = 2.0, 3.0, 1e-5
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Errors of a result against the oracle, beside those of textbook attention in the same dtype."""
+    """Errors of a result against the oracle, beside textbook attention's in the same dtype."""
 
     max_error: float
     textbook_max_error: float

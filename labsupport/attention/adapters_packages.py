@@ -1,7 +1,7 @@
 """Adapters to optional packages: flash-attn (2), flash-attn-4 and xFormers.
 
-Each package is imported here and nowhere else, when it is first used. Options are passed by keyword:
-their order differs from version to version.
+Each package is imported here and nowhere else, when it is first used. Options are passed by
+keyword: their order differs from version to version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Result = tuple[Tensor, Tensor | None]
 
 @cache
 def missing_fa2() -> str | None:
+    """Why flash-attn 2 cannot be used, or None if it can."""
     # flash-attn-4 installs into the same top-level folder, `flash_attn`, without this module.
     return _missing(
         "flash_attn.flash_attn_interface",
@@ -32,6 +33,7 @@ def missing_fa2() -> str | None:
 
 
 def run_fa2(call: AttentionCall) -> Result:
+    """Run flash-attn 2's `flash_attn_func`."""
     from flash_attn import flash_attn_func
 
     out, lse, _ = flash_attn_func(
@@ -41,6 +43,7 @@ def run_fa2(call: AttentionCall) -> Result:
 
 
 def run_fa2_packed(call: AttentionCall) -> Result:
+    """Run flash-attn 2's `flash_attn_varlen_func` on all sequences of a packed call at once."""
     from flash_attn import flash_attn_varlen_func
 
     out, lse, _ = flash_attn_varlen_func(
@@ -64,6 +67,7 @@ def _fa2_options(call: AttentionCall) -> dict[str, Any]:
 
 @cache
 def missing_fa4() -> str | None:
+    """Why flash-attn-4 cannot be used, or None if it can."""
     return _missing(
         "flash_attn.cute",
         "flash-attn-4 is not installed: pip install -e '.[hopper]' (Hopper and newer)",
@@ -71,12 +75,14 @@ def missing_fa4() -> str | None:
 
 
 def run_fa4(call: AttentionCall) -> Result:
+    """Run flash-attn-4's `flash_attn_func`."""
     from flash_attn.cute import flash_attn_func
 
     return flash_attn_func(call.q, call.k, call.v, **_fa4_options(call))
 
 
 def run_fa4_packed(call: AttentionCall) -> Result:
+    """Run flash-attn-4's `flash_attn_varlen_func` on all sequences of a packed call at once."""
     from flash_attn.cute import flash_attn_varlen_func
 
     return flash_attn_varlen_func(call.q, call.k, call.v, **_packed(call), **_fa4_options(call))
@@ -98,13 +104,15 @@ def _fa4_options(call: AttentionCall) -> dict[str, Any]:
 
 @cache
 def missing_xformers() -> str | None:
+    """Why xFormers cannot be used, or None if it can."""
     return _missing(
         "xformers.ops",
-        "xFormers is not installed: pip install xformers (it pins its own PyTorch version)",
+        "xFormers is not installed: pip install xformers (CUDA only)",
     )
 
 
 def run_xformers(call: AttentionCall) -> Result:
+    """Run xFormers; a call that wants the log-sum-exp goes to another of its functions."""
     from xformers import ops
     from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
 
@@ -121,7 +129,7 @@ def run_xformers(call: AttentionCall) -> Result:
 
 
 def _missing(module: str, how_to_install: str) -> str | None:
-    """Why `module` cannot be used, or None. On a machine without a GPU it is looked for, not imported."""
+    """Why `module` cannot be used, or None. Without a GPU it is only looked for, not imported."""
     if find_spec(module.partition(".")[0]) is None:
         return how_to_install
     if not torch.cuda.is_available():
@@ -138,7 +146,8 @@ def _missing(module: str, how_to_install: str) -> str | None:
 
 
 def _packed(call: AttentionCall) -> dict[str, Any]:
-    assert call.cu_seqlens_q is not None and call.cu_seqlens_k is not None
+    assert call.cu_seqlens_q is not None
+    assert call.cu_seqlens_k is not None
     return {
         "cu_seqlens_q": call.cu_seqlens_q.to(call.q.device, torch.int32),
         "cu_seqlens_k": call.cu_seqlens_k.to(call.q.device, torch.int32),

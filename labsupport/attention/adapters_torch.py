@@ -33,34 +33,43 @@ Result = tuple[Tensor, Tensor | None]
 
 
 def run_standard(call: AttentionCall) -> Result:
+    """Textbook attention of `reference`."""
+    q, k, v, slopes = call.math_layout()
     out, lse = banded_attention(
-        *call.math_layout(),
+        q,
+        k,
+        v,
         causal=call.causal,
         softmax_scale=call.softmax_scale,
         window_size=call.window_size,
-        alibi_slopes=call.alibi_slopes,
+        alibi_slopes=slopes,
         return_lse=call.return_lse,
     )
-    return out.transpose(1, 2), lse
+    return _from_math_layout(out, lse)
 
 
 def run_flash_torch(call: AttentionCall) -> Result:
-    q, k, v = call.math_layout()
-    options = call.softmax_scale, call.window_size, call.alibi_slopes
-    if call.return_lse and not call.needs_grad:
-        out, lse = flash_attention_forward(
-            q,
-            k,
-            v,
-            call.causal,
-            softmax_scale=call.softmax_scale,
-            window_size=call.window_size,
-            alibi_slopes=call.alibi_slopes,
-        )
-        return out.transpose(1, 2), lse
-    out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
-    lse = out.grad_fn.saved_tensors[-1] if call.return_lse else None
-    return out.transpose(1, 2), lse
+    """The lab's FlashAttention in plain PyTorch."""
+    q, k, v, slopes = call.math_layout()
+    if call.needs_grad:
+        options = call.softmax_scale, call.window_size, slopes
+        out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
+        return _from_math_layout(out, out.grad_fn.saved_tensors[-1])
+    out, lse = flash_attention_forward(
+        q,
+        k,
+        v,
+        call.causal,
+        softmax_scale=call.softmax_scale,
+        window_size=call.window_size,
+        alibi_slopes=slopes,
+    )
+    return _from_math_layout(out, lse)
+
+
+def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
+    out = out.flatten(1, 2).transpose(1, 2)
+    return out, None if lse is None else lse.flatten(1, 2)
 
 
 # --- SDPA -----------------------------------------------------------------------------------------
@@ -142,20 +151,20 @@ def _needs_mask_tensor(call: AttentionCall) -> bool:
 
 
 def _sdpa_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """SDPA's (attn_mask, is_causal). Its `is_causal` is aligned top-left: only square masks may use it."""
+    """SDPA's (attn_mask, is_causal); `is_causal` is aligned top-left, so for square masks only."""
     band = call.band
     if call.alibi_slopes is not None:
         return _float_mask(call), False
     if not _needs_mask_tensor(call):
         return None, not band.unlimited
     if band.plain_causal:
-        # A tensor subclass that keeps CUDA's flash kernel (bottom-right inside) and is stored elsewhere.
+        # Keeps CUDA's flash kernel (bottom-right inside); elsewhere it becomes a stored mask.
         return causal_lower_right(band.seqlen_q, band.seqlen_k), False
     return band.full_mask(call.q.device), False
 
 
 def _float_mask(call: AttentionCall) -> Tensor | None:
-    """The band and ALiBi as one additive mask in q's dtype, for operators that take nothing else."""
+    """The band and ALiBi as one additive mask in q's dtype, for operators that take only that."""
     band = call.band
     visible = band.full_mask(call.q.device)
     rows, cols = slice(0, band.seqlen_q), slice(0, band.seqlen_k)
@@ -197,7 +206,7 @@ def _efficient_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) ->
     stored = _needs_mask_tensor(call) or call.alibi_slopes is not None
     bias = _float_mask(call) if stored else None
     if bias is not None:
-        # The kernel reads the bias in aligned rows: give it rows of a multiple of 16, cut to length.
+        # The kernel reads aligned rows: pad each to a multiple of 16, then cut it to length.
         bias = F.pad(bias, (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
         bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -232,16 +241,19 @@ def flex_reasons(call: AttentionCall) -> list[str]:
 
 
 def run_flex(call: AttentionCall) -> Result:
+    """Run compiled FlexAttention: the band as a block mask, ALiBi as a change of each score."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
     band = call.band
+    hides, on_cpu = not band.unlimited, q.device.type == "cpu"
     result = _compiled_flex()(
         q,
         k,
         v,
         score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
-        block_mask=None if band.unlimited else _block_mask(band, q.device),
+        # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
+        block_mask=_block_mask(band, q.device) if hides or on_cpu else None,
         scale=call.scale,
         enable_gqa=call.heads != call.kv_heads,
         return_aux=AuxRequest(lse=True) if call.return_lse else None,

@@ -1,15 +1,15 @@
 """One front door over every implementation of attention that can run here.
 
-    attention(q, k, v, causal=True)                      the best backend that takes these inputs
-    attention(q, k, v, backend="sdpa_flash")             this one, or an error with all its reasons
-    flash_attention(q, k, v)                             IO-aware ones only: never the textbook
+    attention(q, k, v, causal=True)                        the best backend for these inputs
+    attention(q, k, v, backend="sdpa_flash")               this one, or an error with every reason
+    flash_attention(q, k, v)                               IO-aware ones only: never the textbook
     attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  packed sequences of different lengths
-    available_backends(q, k, v)                          who can run these inputs, and why others cannot
-    last_call()                                          which backend and which kernel ran
+    available_backends(q, k, v)                            who can run these inputs, who cannot, why
+    last_call()                                            which backend and which kernel ran
 
 Layout, names and conventions are flash-attn's: (batch, seqlen, heads, head_dim), `softmax_scale`,
-`causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, add an entry
-to `BACKENDS`.
+`causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, add an
+entry to `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from labsupport.attention.registry import (
 
 
 class BackendUnavailableError(RuntimeError):
-    """No asked-for backend can run this call here; `reasons` maps each backend to all of its reasons."""
+    """No backend asked for can run this call here; `reasons` maps each to all of its reasons."""
 
     def __init__(self, message: str, reasons: dict[str, tuple[str, ...]]) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ def _on_hopper_or_newer(call: AttentionCall) -> bool:
     return torch.cuda.get_device_capability(call.q.device) >= (9, 0)
 
 
-# In order of preference: `auto` takes the first that can run the call. cuDNN comes before flash-attn 2's
-# kernels on Hopper and newer only, as in PyTorch's own choice.
+# In order of preference: `auto` takes the first that can run the call. cuDNN comes before
+# flash-attn 2's kernels on Hopper and newer only, as in PyTorch's own choice.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="fa4",
@@ -103,7 +103,9 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         name="sdpa_flash",
-        description="PyTorch SDPA with FlashAttention (version 2 on GPUs; a kernel of its own on CPUs)",
+        description=(
+            "PyTorch SDPA with FlashAttention (version 2 on GPUs; a kernel of its own on CPUs)"
+        ),
         io_aware=True,
         limits=Limits(
             dtypes={"cpu": FLOAT_DTYPES, "cuda": HALF_DTYPES},
@@ -208,9 +210,11 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k, v: (batch, seqlen_k, kv_heads, head_dim), `heads` a multiple of `kv_heads`; same dtype and
-            device as `q`. Query heads g * i ... g * i + g - 1 share key/value head i, g = heads / kv_heads.
-        causal: hide the future, aligned bottom-right: query i sees keys up to i + seqlen_k - seqlen_q.
+        k, v: (batch, seqlen_k, kv_heads, head_dim), `heads` a multiple of `kv_heads`; same dtype
+            and device as `q`. With g = heads / kv_heads, query heads g * i ... g * i + g - 1 share
+            key/value head i.
+        causal: hide the future, aligned bottom-right: query i sees keys up to
+            i + seqlen_k - seqlen_q.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         window_size: (left, right) neighbours a query may see; -1 means no limit.
         alibi_slopes: (heads,) or (batch, heads); adds -slope * |i + seqlen_k - seqlen_q - j|.
@@ -220,8 +224,8 @@ def attention(
 
     Returns:
         out (batch, seqlen_q, heads, head_dim) in q's dtype; with `return_lse` also lse
-        (batch, heads, seqlen_q), natural log, float32 (float64 for float64 inputs). A query that sees no
-        key gets output 0 and lse -inf, whatever the backend's own convention.
+        (batch, heads, seqlen_q), natural log, float32 (float64 for float64 inputs). A query that
+        sees no key gets output 0 and lse -inf, whatever the backend's own convention.
 
     Raises:
         AttentionInputError: the inputs do not fit together, or the backend's name is unknown.
@@ -278,9 +282,9 @@ def attention_varlen(
     Args:
         q: (total_q, heads, head_dim), the sequences one after the other.
         k, v: (total_k, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) integers, the offsets at which each sequence starts,
-            and the total last: for lengths 3 and 5, [0, 3, 8].
-        alibi_slopes: (heads,) or (sequences, heads). The other options as in `attention`, for each sequence.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) integers, the offsets at which each sequence
+            starts, and the total last: for lengths 3 and 5, [0, 3, 8].
+        alibi_slopes: (heads,) or (sequences, heads). Other options as in `attention`, per sequence.
 
     Returns:
         out (total_q, heads, head_dim); with `return_lse` also lse (heads, total_q).
@@ -330,7 +334,8 @@ class BackendTable(list[BackendStatus]):
     def __str__(self) -> str:
         width = max(len(status.name) for status in self)
         return "\n".join(
-            f"{status.name:{width}}  {'runs' if status.runs else 'no: ' + '; '.join(status.reasons)}"
+            f"{status.name:{width}}  "
+            f"{'runs' if status.runs else 'no: ' + '; '.join(status.reasons)}"
             for status in self
         )
 
@@ -383,7 +388,7 @@ def available_backends(
 
 @dataclass(frozen=True)
 class CallReport:
-    """What the last call did: the backend that ran, its kernel, and why better ones were passed over."""
+    """What the last call did: which backend and kernel ran, and why better ones did not."""
 
     backend: str
     kernel: str

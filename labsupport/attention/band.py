@@ -1,7 +1,7 @@
 """Which keys a query may look at: causal masks and sliding windows, as one band.
 
-Query i and key j of two sequences that END together (bottom-right alignment, as in flash-attn >= 2.1)
-meet when
+Query i and key j of two sequences that END together (bottom-right alignment, as in flash-attn 2.1
+and newer) meet when
 
     i + offset - left  <=  j  <=  i + offset + right          offset = seqlen_k - seqlen_q
 
@@ -51,7 +51,8 @@ class Band:
         """
         if len(window_size) != 2 or any(int(side) != side or side < -1 for side in window_size):
             raise ValueError(
-                f"window_size is (left, right) with -1 for 'no limit', but {window_size!r} was given."
+                "window_size is (left, right) with -1 for 'no limit', "
+                f"but {window_size!r} was given."
             )
         left, right = (None if side < 0 else int(side) for side in window_size)
         return cls(seqlen_q, seqlen_k, left, 0 if causal else right)
@@ -90,7 +91,7 @@ class Band:
         return min(first, self.seqlen_q), max(min(first, self.seqlen_q), last)
 
     def mask(self, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor | None:
-        """Boolean mask (rows, cols) of one tile, True where visible; None if all of it is visible."""
+        """Boolean mask (rows, cols) of one tile, True where visible; None if all of it is."""
         low = rows.start + self.offset
         high = rows.stop - 1 + self.offset
         inside_left = self.left is None or cols.start >= high - self.left
@@ -112,7 +113,7 @@ class Band:
 
     @property
     def leading_empty_rows(self) -> int:
-        """How many queries see no key at all; because the band rises, they are always the first ones."""
+        """How many queries see no key at all: always the first ones, because the band rises."""
         if self.right is None:
             return 0
         return min(self.seqlen_q, max(0, -self.offset - self.right))

@@ -1,29 +1,29 @@
 """FlashAttention, forward and backward, in plain PyTorch: the algorithm to read beside the paper.
 
-The score matrix S = Q K^T has seqlen_q x seqlen_k entries, and textbook attention stores it. Here it is
-cut into tiles of Br x Bc entries, and only one tile exists at a time:
+The score matrix S = Q K^T has seqlen_q x seqlen_k entries, and textbook attention stores it. Here
+it is cut into tiles of Br x Bc entries, and only one tile exists at a time:
 
-                 K_1     K_2     K_3                 forward   for each Q block i:         (outer loop)
-               +-------+-------+-------+                         for each K/V block j:     (inner loop)
-         Q_1   | S_11  |  skip |  skip |                           S_ij = Q_i K_j^T
-               +-------+-------+-------+                           fold S_ij, V_j into m_i, l_i, O_i
-         Q_2   | S_21  | S_22  |  skip |                         O_i = O_i / l_i,  L_i = m_i + log l_i
-               +-------+-------+-------+
-         Q_3   | S_31  | S_32  | S_33  |             backward  for each K/V block j:       (outer loop)
-               +-------+-------+-------+                         for each Q block i:       (inner loop)
-                    (causal)                                       P_ij = exp(S_ij - L_i)  recomputed!
-                                                                   add to dV_j, dK_j, dQ_i
+            K_1     K_2     K_3             forward   for each Q block i:         (outer loop)
+          +-------+-------+-------+                     for each K/V block j:     (inner loop)
+    Q_1   | S_11  |  skip |  skip |                       S_ij = Q_i K_j^T
+          +-------+-------+-------+                       fold S_ij, V_j into m_i, l_i, O_i
+    Q_2   | S_21  | S_22  |  skip |                     O_i = O_i / l_i,  L_i = m_i + log l_i
+          +-------+-------+-------+
+    Q_3   | S_31  | S_32  | S_33  |         backward  for each K/V block j:       (outer loop)
+          +-------+-------+-------+                     for each Q block i:       (inner loop)
+                  (causal)                                P_ij = exp(S_ij - L_i)  recomputed!
+                                                          add to dV_j, dK_j, dQ_i
 
-The backward needs P again. Instead of storing it (seqlen_q x seqlen_k), it recomputes each tile from Q,
-K and the log-sum-exp L, one number a row. With D = rowsum(dO * O):
+The backward needs P again. Instead of storing it (seqlen_q x seqlen_k), it recomputes each tile
+from Q, K and the log-sum-exp L, one number a row. With D = rowsum(dO * O):
 
     dV = P^T dO        dP = dO V^T        dS = P * (dP - D)        dQ = dS K        dK = dS^T Q
 
 (D is rowsum(P * dP), because O = P V; it too would need all of P, and dO * O does not.)
 
 Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Dao et al., "FlashAttention" (2022),
-appendix B for the derivation of the backward. Half-precision inputs are multiplied and accumulated in
-float32, as the tensor cores do. The loops run in Python: this is the algorithm with the kernels'
+appendix B for the derivation of the backward. Half-precision inputs are multiplied and accumulated
+in float32, as the tensor cores do. The loops run in Python: this is the algorithm with the kernels'
 memory, not with their speed.
 """
 
@@ -40,9 +40,10 @@ from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_math_layout
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
-# Entries of one tile over all heads, and the longest side of one head's tile. Large tiles hide the cost of
-# Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory. On a CPU every
-# size from 256 to 1024 runs within 15% of the best for one head, and 64 is two to five times slower.
+# Entries of one tile over all heads, and the longest side of one head's tile. Large tiles hide the
+# cost of Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory.
+# On a CPU every size from 256 to 1024 runs within 15% of the best for one head, and 64 is two to
+# five times slower.
 TILE_ENTRIES = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
 LARGEST_BLOCK = {"cpu": 512, "cuda": 2048}
 SMALLEST_BLOCK = 64
@@ -156,11 +157,11 @@ def flash_attention_backward(
 class FlashAttentionFunction(torch.autograd.Function):
     """FlashAttention with its own backward: `FlashAttentionFunction.apply(q, k, v, is_causal)`.
 
-    Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), returns the output in q's shape
-    and dtype. Between forward and backward it keeps q, k, v, out and one tensor of shape
+    Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), returns the output in q's
+    shape and dtype. Between forward and backward it keeps q, k, v, out and one tensor of shape
     (..., seqlen_q), the log-sum-exp: memory linear in the sequence length. The options of
-    `flash_attention_forward` may follow by position: softmax_scale, window_size, alibi_slopes, block_q,
-    block_k.
+    `flash_attention_forward` may follow by position: softmax_scale, window_size, alibi_slopes,
+    block_q, block_k.
 
     Raises:
         AttentionInputError: the tensors do not fit together.
@@ -184,6 +185,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         block_q: int | None = None,
         block_k: int | None = None,
     ) -> Tensor:
+        """Run the tiled forward, and save what the backward recomputes P from."""
         ctx.options = {
             "is_causal": is_causal,
             "softmax_scale": softmax_scale,
@@ -199,6 +201,7 @@ class FlashAttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the tiled backward: dq, dk, dv, and None for each option."""
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, **ctx.options)
         return dq, dk, dv, None, None, None, None, None, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-# No published model has more heads than this; sequences shorter than their head count are rare beyond it.
+# No published model has more heads, and sequences shorter than so many heads are rare.
 MOST_HEADS_OF_A_REAL_MODEL = 128
 
 
@@ -35,9 +35,9 @@ def check_model_layout(q: Tensor, k: Tensor, v: Tensor, *, check_layout: bool = 
     """Check tensors in flash-attn's layout (batch, seqlen, heads, head_dim).
 
     Raises:
-        AttentionInputError: ranks, dtypes, devices, lengths, batch or heads do not fit, or heads and
-            seqlen look swapped (more than 128 heads, and more heads than keys); `check_layout=False`
-            skips only that last check.
+        AttentionInputError: ranks, dtypes, devices, lengths, batch or heads do not fit, or heads
+            and seqlen look swapped (more than 128 heads, and more heads than keys);
+            `check_layout=False` skips only that last check.
     """
     layout = "(batch, seqlen, heads, head_dim)"
     _check_common(q, k, v, least_rank=4, layout=layout, exact=True)
@@ -49,10 +49,10 @@ def check_model_layout(q: Tensor, k: Tensor, v: Tensor, *, check_layout: bool = 
     heads, seqlen_k = q.shape[2], k.shape[1]
     if check_layout and heads > MOST_HEADS_OF_A_REAL_MODEL and heads > seqlen_k:
         raise AttentionInputError(
-            f"q of shape {tuple(q.shape)} means {heads} heads and keys of length {seqlen_k}: heads and "
-            f"seqlen look swapped. This function takes {layout}; from (batch, heads, seqlen, head_dim) "
-            "pass q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2). If you really have "
-            f"{heads} heads, pass check_layout=False."
+            f"q of shape {tuple(q.shape)} means {heads} heads and keys of length {seqlen_k}: "
+            f"heads and seqlen look swapped. This function takes {layout}; from "
+            "(batch, heads, seqlen, head_dim) pass q.transpose(1, 2), k.transpose(1, 2), "
+            f"v.transpose(1, 2). If you really have {heads} heads, pass check_layout=False."
         )
     _check_heads(heads, k.shape[2], v.shape[2], q, k, v)
 
@@ -63,8 +63,8 @@ def check_packed_layout(
     """Check tensors in flash-attn's packed layout (total tokens, heads, head_dim).
 
     Raises:
-        AttentionInputError: shapes do not fit, or `cu_seqlens_*` are not rising offsets 0 .. total of
-            equally many sequences.
+        AttentionInputError: shapes do not fit, or `cu_seqlens_*` are not rising offsets 0 .. total
+            of equally many sequences.
     """
     _check_common(q, k, v, least_rank=3, layout="(total_tokens, heads, head_dim)", exact=True)
     _check_lengths(q.shape[0], k.shape[0], v.shape[0], "(total_tokens, heads, head_dim)", q, k, v)
@@ -107,15 +107,16 @@ def _check_common(
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, Tensor):
             raise AttentionInputError(
-                f"{name} must be a torch.Tensor of shape {layout}, but a {type(tensor).__name__} was "
-                "given: torch.as_tensor(...) converts lists and NumPy arrays."
+                f"{name} must be a torch.Tensor of shape {layout}, but a {type(tensor).__name__} "
+                "was given: torch.as_tensor(...) converts lists and NumPy arrays."
             )
         wrong_rank = tensor.ndim != least_rank if exact else tensor.ndim < least_rank
         if wrong_rank:
             wanted = f"{least_rank}" if exact else f"at least {least_rank}"
             raise AttentionInputError(
-                f"{name} must have {wanted} dimensions {layout}, but shape {tuple(tensor.shape)} was "
-                "given. Add a missing dimension with unsqueeze, e.g. x.unsqueeze(0) for a batch of one."
+                f"{name} must have {wanted} dimensions {layout}, but shape {tuple(tensor.shape)} "
+                "was given. Add a missing dimension with unsqueeze, e.g. x.unsqueeze(0) for a "
+                "batch of one."
             )
         if not tensor.is_floating_point():
             raise AttentionInputError(
@@ -159,7 +160,8 @@ def _check_lengths(
 def _check_heads(heads: int, kv_heads: int, v_heads: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     if kv_heads != v_heads:
         raise AttentionInputError(
-            f"k has {kv_heads} heads and v {v_heads}: they must match. {_shapes(q, k, v)} were given."
+            f"k has {kv_heads} heads and v {v_heads}: they must match. "
+            f"{_shapes(q, k, v)} were given."
         )
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise AttentionInputError(

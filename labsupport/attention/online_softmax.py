@@ -1,15 +1,15 @@
 """The running softmax: what lets attention work on one block of keys at a time.
 
 The softmax of a row needs its maximum m and its sum l = sum(exp(s - m)), and both seem to need the
-whole row. They do not. When a new block of scores arrives, the maximum may rise from m to m'; all that
-was summed under the old maximum is then too large by the factor exp(m - m'), and is simply rescaled:
+whole row. They do not. When a new block of scores arrives, the maximum may rise from m to m'. What
+was summed under the old maximum is then too large by the factor exp(m - m'), and is rescaled:
 
     m' = max(m, max of the new block)
     l' = exp(m - m') * l + sum(exp(s_new - m'))
     o' = exp(m - m') * o + exp(s_new - m') @ V_new
 
-The division by l happens once, at the end (FlashAttention-2, section 3.1). Leaving out the rescaling
-gives a wrong result as soon as a later block holds a larger score.
+The division by l happens once, at the end (FlashAttention-2, section 3.1). Leaving out the
+rescaling gives a wrong result as soon as a later block holds a larger score.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3;
 Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
@@ -85,7 +85,7 @@ def merge_attention(
         lse = log(exp(lse_a) + exp(lse_b))
         out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-    This is the online softmax between whole results: ring attention and split-KV decoding rest on it.
+    This is the online softmax between whole results; ring attention and split-KV decoding use it.
 
     Args:
         out_a, out_b: (..., rows, head_dim), two normalised outputs of the same queries.
@@ -100,14 +100,15 @@ def merge_attention(
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.shape[:-1] != lse_a.shape:
         raise ValueError(
-            "merge_attention needs two outputs (..., rows, head_dim) and two log-sum-exps (..., rows), "
-            f"but out {tuple(out_a.shape)} and {tuple(out_b.shape)}, lse {tuple(lse_a.shape)} and "
-            f"{tuple(lse_b.shape)} were given. From flash-attn's layout, transpose(1, 2) the outputs."
+            "merge_attention needs two outputs (..., rows, head_dim) and two log-sum-exps "
+            f"(..., rows), but out {tuple(out_a.shape)} and {tuple(out_b.shape)}, lse "
+            f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)} were given. From flash-attn's layout, "
+            "transpose(1, 2) the outputs."
         )
     m = finite_or_zero(torch.maximum(lse_a, lse_b)).detach()
     weight_a, weight_b = (lse_a - m).exp(), (lse_b - m).exp()
     total = weight_a + weight_b
-    # In float32 at least: the weights of two half-precision parts must not be rounded before they are used.
+    # In float32 at least: the weights of half-precision parts must not be rounded before use.
     share_a, share_b = weight_a / nonzero(total), weight_b / nonzero(total)
     out = share_a[..., None] * out_a.to(share_a.dtype) + share_b[..., None] * out_b.to(
         share_b.dtype
@@ -117,7 +118,7 @@ def merge_attention(
 
 
 def finite_or_zero(m: Tensor) -> Tensor:
-    """Replace -inf by 0, so that a row which has seen no key yet gives exp(-inf - 0) = 0, not NaN."""
+    """Replace -inf by 0, so that a row without a key so far gives exp(-inf - 0) = 0, not NaN."""
     return m.masked_fill(m == -torch.inf, 0.0)
 
 

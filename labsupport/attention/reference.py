@@ -34,12 +34,12 @@ def standard_attention(
         k, v: (..., seqlen_k, head_dim), same dtype, device and leading dimensions as `q`.
         mask: broadcastable to (..., seqlen_q, seqlen_k). Boolean: True where a query may look.
             Floating: added to the scaled scores (0 to keep, -inf to hide).
-        causal: hide the future; for unequal lengths aligned bottom-right (the sequences end together).
+        causal: hide the future; bottom-right for unequal lengths (the sequences end together).
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
 
     Returns:
-        output (..., seqlen_q, head_dim) and weights (..., seqlen_q, seqlen_k). A query that may look
-        at no key gets weights and output 0 (a plain softmax would give NaN).
+        output (..., seqlen_q, head_dim) and weights (..., seqlen_q, seqlen_k). A query that may
+        look at no key gets weights and output 0 (a plain softmax would give NaN).
 
     Raises:
         AttentionInputError: ranks, shapes, dtypes or devices do not fit together.
@@ -129,7 +129,7 @@ def _attention(
     elif mask is not None:
         scores = scores + mask
 
-    # A fully masked row is -inf throughout, and softmax of it is NaN: define it as 0, as flash-attn does.
+    # A fully masked row is -inf throughout, its softmax NaN: define it as 0, as flash-attn does.
     weights = torch.softmax(scores, dim=-1)
     if visible is not None or mask is not None:
         weights = weights.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)

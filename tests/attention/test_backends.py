@@ -2,13 +2,6 @@ import threading
 
 import pytest
 import torch
-from tests.attention.cases import (
-    DEVICES,
-    HALF,
-    assert_obeys_error_rule,
-    make_model_qkv,
-    to_math_layout,
-)
 from torch.profiler import ProfilerActivity, profile
 
 from labsupport.attention import (
@@ -22,6 +15,13 @@ from labsupport.attention import (
     oracle_attention,
 )
 from labsupport.attention.backends import BACKENDS
+from tests.attention.cases import (
+    DEVICES,
+    HALF,
+    assert_obeys_error_rule,
+    make_model_qkv,
+    to_math_layout,
+)
 
 NAMES = [entry.name for entry in BACKENDS]
 # FlexAttention compiles for many seconds per shape; its cases are in test_flex.py.
@@ -123,7 +123,9 @@ def offsets(lengths):
 
 
 @on_every_backend
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_size": (3, -1)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "window_size": (3, -1)}]
+)
 def test_packed_sequences_never_see_each_other(name, options, device):
     dtype = torch.float32 if device == "cpu" else torch.float16
     q, _, _ = make_model_qkv(1, sum(LENGTHS_Q), 1, 4, 4, 16, dtype=dtype, device=device)
@@ -142,7 +144,9 @@ def test_packed_sequences_never_see_each_other(name, options, device):
         rows, cols = slice(start_q, start_q + n_q), slice(start_k, start_k + n_k)
         if n_q and n_k:
             alone = attention(
-                *(t.unsqueeze(0) for t in (q[rows], k[cols], v[cols])), backend="standard", **options
+                *(t.unsqueeze(0) for t in (q[rows], k[cols], v[cols])),
+                backend="standard",
+                **options,
             )[0]
             torch.testing.assert_close(out[rows], alone, atol=2e-3, rtol=2e-3)
         else:

@@ -2,14 +2,6 @@ import itertools
 
 import pytest
 import torch
-from tests.attention.cases import (
-    HALF,
-    HEAD_DIMS,
-    LENGTHS,
-    assert_obeys_error_rule,
-    make_qkv,
-    on_each_device,
-)
 
 from labsupport.attention import (
     AttentionInputError,
@@ -18,6 +10,14 @@ from labsupport.attention import (
     oracle_attention,
 )
 from labsupport.profiling.memory import LargestTensor
+from tests.attention.cases import (
+    HALF,
+    HEAD_DIMS,
+    LENGTHS,
+    assert_obeys_error_rule,
+    make_qkv,
+    on_each_device,
+)
 
 
 def flash(is_causal=False, block_q=32, block_k=48, **options):
@@ -89,7 +89,9 @@ def test_any_leading_dimensions_are_taken(leading):
     assert_obeys_error_rule(flash(True, 8, 8), inputs, causal=True)
 
 
-@pytest.mark.parametrize(("block_q", "block_k"), [(1, 1), (7, 64), (64, 7), (500, 500), (None, None)])
+@pytest.mark.parametrize(
+    ("block_q", "block_k"), [(1, 1), (7, 64), (64, 7), (500, 500), (None, None)]
+)
 def test_the_block_sizes_do_not_change_the_result(block_q, block_k):
     q, k, v = make_qkv(2, seqlen_q=50, seqlen_k=61, dtype=torch.float64)
     out, lse = flash_attention_forward(q, k, v, True, block_q=block_q, block_k=block_k)
@@ -172,7 +174,9 @@ def test_tiles_that_the_causal_mask_empties_are_skipped(monkeypatch):
     monkeypatch.setattr(module, "_scores", counting)
     q, k, v = make_qkv(seqlen_q=64, seqlen_k=64)
     out = flash(True, 16, 16)(q, k, v)
-    assert sorted(tiles) == sorted(t for t in itertools.product(range(0, 64, 16), repeat=2) if t[1] <= t[0])
+    assert sorted(tiles) == sorted(
+        t for t in itertools.product(range(0, 64, 16), repeat=2) if t[1] <= t[0]
+    )
     tiles.clear()
     out.sum().backward()
     assert len(tiles) == 10

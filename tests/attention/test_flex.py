@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from tests.attention.cases import DEVICES, make_model_qkv, to_math_layout
 
-from labsupport.attention import attention, available_backends, compare_with_oracle, oracle_attention
+from labsupport.attention import (
+    attention,
+    available_backends,
+    compare_with_oracle,
+    oracle_attention,
+)
 from labsupport.attention.reference import banded_attention
+from tests.attention.cases import DEVICES, make_model_qkv, to_math_layout
 
 
 @pytest.mark.slow

@@ -104,5 +104,7 @@ def test_bad_cumulative_lengths_are_refused(offsets):
 
 
 def test_different_numbers_of_packed_sequences_are_refused():
-    message = refused(attention_varlen, *qkv(8, 2, 4), torch.tensor([0, 8]), torch.tensor([0, 3, 8]))
+    message = refused(
+        attention_varlen, *qkv(8, 2, 4), torch.tensor([0, 8]), torch.tensor([0, 3, 8])
+    )
     assert "same ones" in message

@@ -2,14 +2,16 @@ import math
 
 import pytest
 import torch
-from tests.attention.cases import make_qkv
 
 from labsupport.attention import merge_attention, online_softmax, oracle_attention
+from tests.attention.cases import make_qkv
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 37, 100])
 def test_blocks_of_any_size_give_the_softmax(block_size):
-    scores = torch.randn(4, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 20
+    scores = (
+        torch.randn(4, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 20
+    )
     probabilities, lse = online_softmax(scores, block_size)
     torch.testing.assert_close(probabilities, scores.softmax(-1))
     torch.testing.assert_close(lse, scores.logsumexp(-1))
@@ -86,7 +88,9 @@ def test_merging_is_differentiable():
 
 def test_half_precision_parts_are_weighed_in_float32():
     left, right, (out, _) = parts_and_whole()
-    merged, _ = merge_attention(left[0].bfloat16(), left[1].float(), right[0].bfloat16(), right[1].float())
+    merged, _ = merge_attention(
+        left[0].bfloat16(), left[1].float(), right[0].bfloat16(), right[1].float()
+    )
     assert merged.dtype == torch.bfloat16
     assert (merged.double() - out).abs().max() < 2**-8 * out.abs().max() * 2
 

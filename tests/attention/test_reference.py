@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention.cases import make_qkv
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
 from labsupport.attention.accuracy import max_error, relative_error
+from tests.attention.cases import make_qkv
 
 
 def test_agrees_with_pytorchs_own_attention():

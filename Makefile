@@ -1,0 +1,88 @@
+# The commands of the lab. `make` alone lists them. Needs GNU make (3.81 is enough), bash and a
+# Python >= 3.11; everything else is installed into .venv by scripts/setup.sh.
+#
+#   TORCH=cpu|cuda   which build of PyTorch (default: cuda where there is an NVIDIA driver)
+#   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH)
+#   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
+#   PY=python        use the active environment (conda, say) instead of .venv, as it is
+
+PY = .venv/bin/python
+VENV_PY = .venv/bin/python
+LABSUPPORT = $(PY) -m labsupport.cli
+
+# Variables that would let packages from outside .venv in.
+unexport PYTHONPATH PYTHONHOME
+export TORCH PYTHON
+# A kernel of the same name in the home directory must not stand in for the one of .venv.
+export JUPYTER_PREFER_ENV_PATH = 1
+
+# JupyterLab refuses to run as root, which is what one is in most containers and rented machines.
+AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
+# Quiet, so that the address to open stands out; no questions about news on the first start.
+LAB_OPTIONS = --log-level=WARN --LabApp.news_url=None \
+	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
+
+PYTEST = $(PY) -m pytest
+# Four workers pay off; more would only multiply the seconds that importing torch takes.
+WORKERS = -n auto --maxprocesses 4
+
+.PHONY: help lab test test-all static notebook-tests benchmark notebooks format constraints setup clean
+.NOTPARALLEL:
+
+help:
+	@echo "make lab          open the notebooks in JupyterLab (your copies, in work/)"
+	@echo "make test         everything that must hold before a change is handed in"
+	@echo "make test-all     the same, and the slow tests"
+	@echo "make benchmark    measure the attention implementations on this machine"
+	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
+	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
+	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
+	@echo "make clean        remove .venv and caches; work/ is kept"
+	@echo
+	@echo "The first run installs what is needed into .venv. Options: TORCH=cpu|cuda, PYTHON=..., ARGS=..."
+
+setup:
+	@[ "$(PY)" != "$(VENV_PY)" ] || scripts/setup.sh
+
+lab: setup
+	@$(LABSUPPORT) doctor --quick
+	@$(LABSUPPORT) start --to work
+	@echo "JupyterLab is starting (a few seconds); Control-C here, twice, stops it"
+	@PATH="$$PWD/.venv/bin:$$PATH" exec $(PY) -m jupyterlab $(AS_ROOT) $(LAB_OPTIONS) $(ARGS) work
+
+test: setup static
+	$(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
+	@$(MAKE) --no-print-directory notebook-tests
+
+test-all: setup static
+	$(PYTEST) $(WORKERS) $(ARGS)
+	@$(MAKE) --no-print-directory notebook-tests
+
+static:
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyrefly check --python-interpreter-path $(PY)
+
+notebook-tests:
+	$(PYTEST) --nbval-lax --nbval-current-env notebooks/
+
+benchmark: setup
+	$(PY) benchmarks/run.py $(ARGS)
+
+notebooks: setup
+	$(PY) scripts/notebooks.py run $(ARGS)
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) scripts/notebooks.py sync
+
+constraints: setup
+	scripts/constraints.sh $(PY)
+
+clean:
+	@if [ -e .venv ] && [ ! -e .venv/.made-by-setup ]; then \
+		echo ".venv was not made by make: left as it is"; else rm -rf .venv; fi
+	rm -rf .pytest_cache .ruff_cache dist build
+	find . -path ./work -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d \
+		-prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+"""Checks of exercise 1-3: the running maximum and sum of a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labsupport.attention.online_softmax import finite_or_zero
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+
+NAMES = ("m", "l")
+
+
+def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, 4, 40, generator=generator) * 3
+    scores[..., -1] += 4  # a later block holds a larger score than the first one
+    for block in (8, 40, 16, 1):
+        _judge(student, scores, block)
+    passed("m and l agree with the whole row, whatever the block size")
+
+
+def check_running_extremes(student: Callable[..., Any]) -> None:
+    """Exercise 1-3: scores whose exp overflows, blocks that are hidden throughout, and empty rows.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    inf = torch.inf
+    for what, scores in {
+        "scores of 1000 (exp overflows unless the maximum is subtracted first)": [
+            [1000.0, 999, 998, 1001]
+        ],
+        "a first block that is hidden throughout (-inf)": [[-inf, -inf, 1.0, 2.0]],
+        "a last block that is hidden throughout (-inf)": [[1.0, 2.0, -inf, -inf]],
+        "scores far below zero": [[-900.0, -1000, -950, -990]],
+    }.items():
+        _judge(student, torch.tensor(scores), 2, f"With {what}: ")
+    m, l = unpack(call(student, torch.full((2, 4), -inf), 2), NAMES)
+    if l.isnan().any() or not (l == 0).all() or not (m == -inf).all():
+        raise CheckFailed(
+            f"a row that is -inf throughout must keep m = -inf and l = 0, but m = {m.tolist()} and "
+            f"l = {l.tolist()} came back: exp(-inf - (-inf)) is NaN. "
+            "Subtract 0 while m is still -inf."
+        )
+    passed("no overflow, no NaN, and an empty row keeps m = -inf, l = 0")
+
+
+def check_running_streams(student: Callable[..., Any]) -> None:
+    """Exercise 1-3: no reduction may see more than one block at a time.
+
+    Raises:
+        CheckFailed: a maximum, sum or softmax was taken over a longer row.
+    """
+    scores = torch.randn(2, 60, generator=torch.Generator().manual_seed(3))
+    with _LongestReduction() as seen:
+        call(student, scores, 10)
+    if seen.length > 10:
+        raise CheckFailed(
+            f"{seen.operator} ran over {seen.length} scores at once, but a block has 10: look at "
+            "one block of scores at a time, and keep only m and l between blocks."
+        )
+    passed("only one block is looked at, at a time")
+
+
+def _judge(student: Callable[..., Any], scores: Tensor, block: int, context: str = "") -> None:
+    before = scores.clone()
+    m, l = unpack(call(student, scores, block), NAMES)
+    if not torch.equal(scores, before):
+        raise CheckFailed("the scores that were passed in have been changed: work on a copy.")
+    exact = scores.double()
+    m_right = exact.amax(-1)
+    l_right = (exact - m_right[..., None]).exp().sum(-1)
+    blocks = exact.split(block, dim=-1)
+
+    def without_rescaling() -> Tensor:
+        running, total = torch.full_like(m_right, -torch.inf), torch.zeros_like(m_right)
+        for b in blocks:
+            running = running.maximum(b.amax(-1))
+            total = total + (b - finite_or_zero(running)[..., None]).exp().sum(-1)
+        return total
+
+    def own_maxima() -> Tensor:
+        shifts = [finite_or_zero(b.amax(-1, keepdim=True)) for b in blocks]
+        return torch.stack(
+            [(b - shift).exp().sum(-1) for b, shift in zip(blocks, shifts, strict=True)]
+        ).sum(0)
+
+    def rescaled_upside_down() -> Tensor:
+        running, total = torch.full_like(m_right, -torch.inf), torch.zeros_like(m_right)
+        for b in blocks:
+            new = running.maximum(b.amax(-1))
+            factor = torch.where(running == -torch.inf, 1.0, (new - running).exp())
+            total = total * factor + (b - finite_or_zero(new)[..., None]).exp().sum(-1)
+            running = new
+        return total
+
+    judge(
+        context + "m",
+        m,
+        m_right,
+        allowed=0.0,
+        mistakes=[
+            Mistake("It is the maximum of the last block alone.", lambda: blocks[-1].amax(-1)),
+            Mistake("It is the maximum of the first block alone.", lambda: blocks[0].amax(-1)),
+            Mistake(
+                "m starts at 0, which is wrong when all scores are negative: start at -inf.",
+                lambda: m_right.clamp(min=0),
+            ),
+            Mistake(
+                "The last, shorter block is left out.",
+                lambda: exact[..., : exact.shape[-1] // block * block].amax(-1),
+            ),
+        ],
+    )
+    judge(
+        context + "l",
+        l,
+        l_right,
+        allowed=1e-5 * float(l_right.max()),
+        mistakes=[
+            Mistake(
+                "m is right, but l is not rescaled when m rises: "
+                "multiply the old l by exp(m - m_new).",
+                without_rescaling,
+            ),
+            Mistake(
+                "l is rescaled by exp(m_new - m); the old sum must shrink: exp(m - m_new).",
+                rescaled_upside_down,
+            ),
+            Mistake(
+                "It is the sum of the last block alone.",
+                lambda: (blocks[-1] - m_right[..., None]).exp().sum(-1),
+            ),
+            Mistake(
+                "Each block was summed under its own maximum, and the sums were added.",
+                own_maxima,
+            ),
+            Mistake(
+                "The maximum is never subtracted: this is sum(exp(s)), "
+                "which overflows for large scores.",
+                lambda: exact.exp().sum(-1),
+            ),
+        ],
+    )
+
+
+class _LongestReduction(TorchDispatchMode):
+    """Records the longest last dimension that a reduction or a softmax reads."""
+
+    REDUCTIONS = (
+        "amax",
+        "max",
+        "sum",
+        "softmax",
+        "logsumexp",
+        "mean",
+        "norm",
+        "cumsum",
+        "logcumsumexp",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.operator = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if (
+            name.lstrip("_") in self.REDUCTIONS
+            and args
+            and isinstance(args[0], Tensor)
+            and args[0].ndim
+        ):
+            length = args[0].shape[-1]
+            two_tensors = len(args) > 1 and isinstance(args[1], Tensor)
+            if length > self.length and not two_tensors:
+                self.length, self.operator = length, name.lstrip("_")
+        return func(*args, **(kwargs or {}))

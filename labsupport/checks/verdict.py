@@ -1,0 +1,160 @@
+"""How a check judges a student's result, and how it names the likely mistake.
+
+A typical mistake is written down as what it would return (`Mistake`). When a result is wrong, it is
+compared with each of them; the one that matches gives the diagnosis. To teach a check a new
+mistake, add one entry to its list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CheckFailed(AssertionError):
+    """A check found a mistake; the message says which one, as far as it can tell."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message alone in a notebook: the traceback through the checks helps nobody."""
+        return [f"Check failed: {self}"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A typical mistake: what to say of it, and what a solution that makes it returns."""
+
+    diagnosis: str
+    result: Callable[[], Tensor]
+
+
+def passed(what: str) -> None:
+    """Tell the student that a check passed."""
+    print(f"[ok] {what}")
+
+
+def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a student's function; a stub, a crash or a missing `return` becomes a clear failure.
+
+    Raises:
+        CheckFailed: the function is still a stub, raises, or returns None.
+    """
+    name = getattr(function, "__name__", "your function")
+    try:
+        result = function(*args, **options)
+    except NotImplementedError:
+        raise CheckFailed(
+            f"{name} is not written yet: replace `raise NotImplementedError`."
+        ) from None
+    except CheckFailed:
+        raise
+    except Exception as error:
+        raise CheckFailed(
+            f"{name} raised {type(error).__name__}: {error}\n"
+            f"It was called with {_describe(args, options)}."
+        ) from error
+    if result is None:
+        raise CheckFailed(f"{name} returned None: is a `return` missing?")
+    return result
+
+
+def unpack(result: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Check that a student returned as many tensors as `names` says.
+
+    Raises:
+        CheckFailed: it is not a tuple of that length, or holds something that is no tensor.
+    """
+    wanted = ", ".join(names)
+    if isinstance(result, Tensor) or not isinstance(result, tuple | list):
+        raise CheckFailed(
+            f"return {len(names)} values ({wanted}), not one {type(result).__name__}."
+        )
+    if len(result) != len(names):
+        raise CheckFailed(f"return {len(names)} values ({wanted}), not {len(result)}.")
+    for name, value in zip(names, result, strict=True):
+        if not isinstance(value, Tensor):
+            raise CheckFailed(f"{name} must be a tensor, not {type(value).__name__}.")
+    return tuple(result)
+
+
+def judge(
+    name: str,
+    result: Tensor,
+    expected: Tensor,
+    *,
+    allowed: float,
+    mistakes: Sequence[Mistake] = (),
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Compare a result with what is expected, and name the mistake if it is wrong.
+
+    Args:
+        name: what the student calls it.
+        result, expected: tensors; `expected` in float64 as a rule.
+        allowed: largest absolute error that still passes.
+        mistakes: typical mistakes, tried in this order.
+        dtype: the dtype the result must have, if that is part of the exercise.
+
+    Raises:
+        CheckFailed: wrong shape, dtype or values.
+    """
+    if result.shape != expected.shape:
+        raise CheckFailed(
+            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
+        )
+    if dtype is not None and result.dtype != dtype:
+        raise CheckFailed(f"{name} has dtype {result.dtype}, but {dtype} was expected.")
+    result, expected = result.detach().double(), expected.detach().double()
+    if _close(result, expected, allowed):
+        return
+    for mistake in mistakes:
+        wrong = mistake.result().detach().double()
+        if wrong.shape == result.shape and _close(result, wrong, max(allowed, 1e-4), relative=1e-4):
+            raise CheckFailed(f"{name} is wrong. {mistake.diagnosis}")
+    raise CheckFailed(f"{name} is wrong. {_where(result, expected, allowed)}")
+
+
+def _close(a: Tensor, b: Tensor, allowed: float, relative: float = 0.0) -> bool:
+    same_places = torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    infinities = torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
+    if not finite.any():
+        return same_places and infinities
+    limit = allowed + relative * float(b[finite].abs().max())
+    return same_places and infinities and float((a - b)[finite].abs().max()) <= limit
+
+
+def _where(result: Tensor, expected: Tensor, allowed: float) -> str:
+    """Say where a result goes wrong: NaN first, then infinities, then the first wrong row."""
+    if (nan := result.isnan() & ~expected.isnan()).any():
+        return (
+            f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
+            "0 / 0, or exp of a large positive number."
+        )
+    if (inf := result.isinf() & ~expected.isinf()).any():
+        return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."
+    error = (result - expected).abs().nan_to_num(torch.inf)
+    wrong = error > allowed
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} entries are wrong, "
+        f"the first at index {_first(wrong)}: "
+        f"{result[_first(wrong)].item():.4g} instead of {expected[_first(wrong)].item():.4g}. "
+        f"Maximum error {error.max().item():.2g}, allowed {allowed:.2g}."
+    )
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(where.nonzero()[0].tolist())
+
+
+def _describe(args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    def one(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
+        return repr(value)
+
+    parts = [one(value) for value in args] + [f"{k}={one(v)}" for k, v in options.items()]
+    return ", ".join(parts)

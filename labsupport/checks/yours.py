@@ -1,0 +1,50 @@
+"""What a notebook does with a student's own work besides checking it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+
+def yours_or_ours(
+    yours: Callable[..., Any],
+    ours: Callable[..., Any],
+    *checks: Callable[[Callable[..., Any]], None],
+) -> Callable[..., Any]:
+    """The student's function if it passes all `checks`, otherwise the lab's; says which.
+
+    So a notebook goes on after an exercise that is not solved yet, and measures the student's own
+    code as soon as it is right.
+    """
+    name = getattr(yours, "__name__", "your function")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for check in checks:
+                check(yours)
+    except AssertionError:
+        print(f"Using the lab's implementation: {name} does not pass its checks yet.")
+        return ours
+    print(f"Using your {name}.")
+    return yours
+
+
+def compare_prediction(what: str, predicted: float | None, measured: float, unit: str = "") -> None:
+    """Print a prediction beside the measurement, and by what factor they differ.
+
+    Args:
+        what: the predicted quantity.
+        predicted: the student's number; None if they made no prediction.
+        measured: the measurement, in the same unit.
+        unit: e.g. "MiB" or "times".
+    """
+    unit = f" {unit}" if unit else ""
+    if not isinstance(predicted, int | float) or predicted <= 0 or measured <= 0:
+        print(f"{what}: measured {measured:.3g}{unit}; you made no prediction.")
+        return
+    factor = max(predicted / measured, measured / predicted)
+    verdict = "close" if factor < 1.5 else f"off by a factor of {factor:.1f}"
+    print(
+        f"{what}: you predicted {predicted:.3g}{unit}, measured {measured:.3g}{unit} ({verdict})."
+    )

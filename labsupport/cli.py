@@ -1,0 +1,107 @@
+"""The `labsupport` program: a thin layer over the packages, which are imported when needed."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labsupport import __version__
+
+app = typer.Typer(
+    name="labsupport",
+    help="The FlashAttention lab: check this machine, get the notebooks, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"labsupport {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
+    ] = False,
+) -> None:
+    """Say what works on this machine, what does not, and how to mend it."""
+    from labsupport.profiling import environment
+
+    items = environment.diagnose(quick=quick)
+    if as_json:
+        typer.echo(environment.to_json(items))
+    else:
+        for item in items:
+            typer.echo(f"{f'[{item.status}]':6} {item.name}: {item.detail}")
+            if item.status != "ok" and item.remedy:
+                typer.echo(f"       to mend it: {item.remedy}")
+    if any(item.status == "fail" for item in items):
+        raise typer.Exit(1)
+
+
+@app.command()
+def start(
+    to: Annotated[
+        Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
+    ] = None,
+) -> None:
+    """Give you working copies of the notebooks. Never overwrites anything."""
+    from labsupport.grading.start import start_work
+
+    for line in start_work(to).lines():
+        typer.echo(line)
+
+
+@app.command()
+def release(
+    to: Annotated[Path, typer.Option(help="The folder to write the student edition to.")],
+    notebooks: Annotated[
+        Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")
+    ] = None,
+) -> None:
+    """Make the student edition: the notebooks without solutions and hidden tests (instructors)."""
+    from labsupport.grading.release import write_student_edition
+
+    for path in write_student_edition(to, notebooks):
+        typer.echo(f"written: {path}")
+
+
+def main() -> None:
+    """Run the program; an error is one line on stderr and exit status 1.
+
+    With LABSUPPORT_DEBUG=1 in the environment, errors keep their traceback.
+    """
+    try:
+        app()
+    except Exception as error:
+        if os.environ.get("LABSUPPORT_DEBUG", "0") not in ("", "0"):
+            raise
+        message = " ".join(str(error).split()) or "no further explanation"
+        # Our own errors say all that there is to say; of any other, the kind helps to search.
+        expected = isinstance(error, (ValueError, OSError, RuntimeError))
+        kind = "" if expected else f"{type(error).__name__}: "
+        hint = "" if expected else " (LABSUPPORT_DEBUG=1 shows where)"
+        sys.exit(f"labsupport: {kind}{message}{hint}")
+
+
+if __name__ == "__main__":
+    main()

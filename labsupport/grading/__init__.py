@@ -1,0 +1,1 @@
+"""The student edition of the notebooks, and students' working copies of it."""

@@ -1,0 +1,34 @@
+"""Charts from DataFrames and pictures of the algorithm, in one style.
+
+An implementation has the same colour and marker in every chart (colours of Okabe and Ito, and of
+Paul Tol, told apart by readers with any colour vision).
+
+    charts     time, memory, error and speed-up against sequence length
+    pictures   how the algorithm cuts the score matrix
+    drawing    the parts that charts are made of
+
+Every function returns a matplotlib Figure: let it be the last expression of a cell. Nothing else of
+the lab is imported here.
+"""
+
+from labsupport.plotting.charts import (
+    alt_text,
+    plot_error,
+    plot_memory,
+    plot_speedup,
+    plot_time,
+)
+from labsupport.plotting.drawing import STYLES, Reference, style
+from labsupport.plotting.pictures import plot_tiles
+
+__all__ = [
+    "STYLES",
+    "Reference",
+    "alt_text",
+    "plot_error",
+    "plot_memory",
+    "plot_speedup",
+    "plot_tiles",
+    "plot_time",
+    "style",
+]

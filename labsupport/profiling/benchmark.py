@@ -1,0 +1,280 @@
+"""Time, memory and error of attention over a grid of cases, as a table.
+
+Each row is one case: an implementation, a shape, a dtype, a direction.  A case that does not run is
+a row as well, and `status` and `reason` say why:
+
+    ok              measured
+    out of memory   it ran out, or (on a CPU, where that would take the whole machine down) its
+                    predicted need exceeds what is available
+    unsupported     the backend refuses these inputs here
+    failed          it raised something unexpected: a bug, worth reporting
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from labsupport.attention.backends import (
+    AttentionInputError,
+    BackendUnavailableError,
+    attention,
+    available_backends,
+    last_call,
+)
+from labsupport.profiling.accuracy import Oracle
+from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case, grid
+from labsupport.profiling.memory import format_bytes, measure_peak_memory
+from labsupport.profiling.provenance import provenance
+from labsupport.profiling.timing import measure_time, resolve_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# The cases' own names are part of what a caller needs here.
+__all__ = [
+    "COLUMNS", "DIRECTIONS", "DTYPES", "QUADRATIC_BACKENDS", "Case", "grid", "make_inputs",
+    "predicted_shortage", "readable", "run_case", "run_grid", "speedup",
+]  # fmt: skip
+
+Tensors = tuple[torch.Tensor, ...]
+
+QUADRATIC_BACKENDS = ("standard", "sdpa_math")  # these write the seqlen x seqlen matrices
+
+# How many seqlen x seqlen matrices exist at the peak, at most, over both quadratic backends and
+# all dtypes, in elements of at least 4 bytes (masks and float32 copies included).
+SQUARES_AT_PEAK = {"forward": 4, "forward+backward": 6}
+
+
+def run_grid(
+    cases: Iterable[Case],
+    *,
+    device: torch.device | str | None = None,
+    measure_error: bool = True,
+    oracle_seqlen: int = 4096,
+    max_seconds: float = 1.0,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure each case; one row each, with provenance in `.attrs["provenance"]`.
+
+    Cases of the same shape and dtype get the same inputs: unit normal, from `seed`.
+
+    Args:
+        cases: what to measure, in this order; see `grid`.
+        device: by default the current GPU if there is one, else the CPU.
+        measure_error: compare the output with the float64 oracle.
+        oracle_seqlen: up to this length; above it the error columns are empty.
+        max_seconds: time limit for the repeats of one case (at least three are made).
+        progress: show a tqdm bar.
+
+    Returns:
+        Columns: the fields of `Case`; status, reason, kernel; median_ms, q1_ms, q3_ms, min_ms,
+        mean_ms, max_ms, repeats; tflops (at the median); peak_memory_bytes (extra, see
+        `measure_peak_memory`); max_error and relative_error (norm of the difference over the norm
+        of the oracle) of the output.
+
+        Interrupted from the keyboard, the rows measured so far, with `interrupted: true` in the
+        provenance.
+
+    Raises:
+        ValueError: a backend that does not exist.
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    cases = list(cases)
+    where = resolve_device(device)
+    known = [status.name for status in available_backends(device=where)]
+    unknown = sorted({case.backend for case in cases} - set(known))
+    if unknown:
+        raise ValueError(f"unknown backend: {', '.join(unknown)}; known: {', '.join(known)}")
+
+    record = provenance(where, seed=seed, cases=len(cases))
+    oracle = Oracle(oracle_seqlen) if measure_error else None
+    rows: list[dict[str, Any]] = []
+    try:
+        for case in tqdm(cases, disable=not progress, unit="case", leave=False):
+            rows.append(run_case(case, where, oracle=oracle, max_seconds=max_seconds, seed=seed))
+    except KeyboardInterrupt:
+        record["interrupted"] = True
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    table.attrs["provenance"] = record
+    return table
+
+
+COLUMNS = [
+    *(field.name for field in fields(Case)),
+    *("status", "reason", "kernel"),
+    *("median_ms", "q1_ms", "q3_ms", "min_ms", "mean_ms", "max_ms", "repeats", "tflops"),
+    *("peak_memory_bytes", "max_error", "relative_error"),
+]
+
+
+def run_case(
+    case: Case,
+    device: torch.device,
+    *,
+    oracle: Oracle | None = None,
+    max_seconds: float = 1.0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Measure one case; a case that does not run is reported in `status` and `reason`."""
+    row: dict[str, Any] = asdict(case) | {"kernel": ""}
+    try:
+        if device.type == "cpu" and (reason := predicted_shortage(case)):
+            return row | {"status": "out of memory", "reason": reason}
+        row |= _measure(case, device, oracle, max_seconds, seed)
+        return row | {"status": "ok", "reason": ""}
+    except (BackendUnavailableError, AttentionInputError) as error:
+        return row | {"status": "unsupported", "reason": _one_line(error)}
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return row | {"status": "out of memory", "reason": _one_line(error)}
+    except Exception as error:
+        # The CPU allocator has no exception class of its own.
+        if "can't allocate memory" in str(error):
+            return row | {"status": "out of memory", "reason": _one_line(error)}
+        return row | {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
+    finally:
+        # What a failed case held must be gone before the next one is measured.
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def predicted_shortage(case: Case, available: int | None = None) -> str:
+    """Why the case would not fit into the memory of the CPU's machine; empty if it would.
+
+    Args:
+        available: bytes; by default what the operating system says is available now.
+    """
+    import psutil
+
+    available = psutil.virtual_memory().available if available is None else available
+    itemsize = getattr(torch, case.dtype).itemsize
+    tokens = case.batch * (case.seqlen * case.heads + case.kv_seqlen * case.kv_heads)
+    # Inputs, output, gradients and their float32 working copies.
+    needed = 8 * tokens * case.head_dim * max(4, itemsize)
+    if case.backend in QUADRATIC_BACKENDS:
+        pairs = case.batch * case.heads * case.seqlen * case.kv_seqlen
+        needed += SQUARES_AT_PEAK[case.direction] * pairs * max(4, itemsize)
+    if needed <= available:
+        return ""
+    return f"predicted: needs {format_bytes(needed)}, {format_bytes(available)} available"
+
+
+def speedup(table: pd.DataFrame, over: str = "standard") -> pd.DataFrame:
+    """The table with a column `speedup`: the median time of `over` divided by the row's own.
+
+    Rows are compared within the same shape, dtype, mask and direction; NaN where one of the two
+    has no time.
+
+    Raises:
+        ValueError: `over` is not a backend of the table, or has two rows for one shape.
+    """
+    if over not in set(table["backend"]):
+        raise ValueError(
+            f"no row of backend {over!r}; the table has {', '.join(sorted(set(table['backend'])))}"
+        )
+    key = [field.name for field in fields(Case) if field.name != "backend"]
+    base = table.loc[table["backend"] == over, [*key, "median_ms"]]
+    if base.duplicated(key).any():
+        raise ValueError(f"two rows of {over!r} for one shape: compare one run at a time")
+    base = base.rename(columns={"median_ms": "base_ms"})
+    merged = table.merge(base, on=key, how="left", validate="many_to_one")
+    merged["speedup"] = merged["base_ms"] / merged["median_ms"]
+    merged.attrs = dict(table.attrs)
+    return merged.drop(columns="base_ms")
+
+
+READABLE = {
+    "backend": "backend",
+    "seqlen": "tokens",
+    "status": "status",
+    "median_ms": "time, ms",
+    "tflops": "TFLOP/s",
+    "speedup": "speed-up",
+    "peak_memory_bytes": "extra memory, MiB",
+    "max_error": "max error",
+    "relative_error": "relative error",
+}
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns that a reader looks at, with units in their names; errors as text."""
+    shown = table[[name for name in READABLE if name in table]].copy()
+    shown["peak_memory_bytes"] = (shown["peak_memory_bytes"] / 2**20).round(1)
+    for name in ("max_error", "relative_error"):
+        if name in shown and shown[name].notna().any():
+            shown[name] = shown[name].map(lambda x: "" if x != x else f"{x:.1e}")
+        else:
+            shown = shown.drop(columns=name, errors="ignore")
+    digits = {"median_ms": 2, "tflops": 3, "speedup": 2}
+    return shown.round(digits).rename(columns=READABLE)
+
+
+def _measure(
+    case: Case, device: torch.device, oracle: Oracle | None, max_seconds: float, seed: int
+) -> dict[str, Any]:
+    q, k, v, gradient = make_inputs(case, device, seed)
+    with torch.set_grad_enabled(case.direction == "forward+backward"):
+
+        def forward() -> torch.Tensor:
+            # More heads than tokens is no mistake in a grid: do not guess at swapped dimensions.
+            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
+            return cast(torch.Tensor, out)  # a pair only with return_lse
+
+        def both() -> Tensors:
+            return torch.autograd.grad(forward(), (q, k, v), gradient)
+
+        call = forward if case.direction == "forward" else both
+        # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
+        warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
+        memory = measure_peak_memory(call, device=device, warmup=warmup)
+        report = last_call()
+        row: dict[str, Any] = {"kernel": report.kernel if report else ""}
+        row["peak_memory_bytes"] = memory.peak_bytes
+        timing = measure_time(
+            call,
+            device=device,
+            min_repeats=3,
+            min_seconds=min(0.1, max_seconds),
+            max_seconds=max_seconds,
+        )
+        row |= {
+            f"{name}_ms": getattr(timing, name)
+            for name in ("median", "q1", "q3", "min", "mean", "max")
+        }
+        row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
+        if oracle is not None and oracle.covers(case.seqlen, case.kv_seqlen):
+            with torch.no_grad():
+                row |= oracle.errors(case.shape_key, q, k, v, forward(), causal=case.causal)
+    return row
+
+
+def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:
+    """q, k, v and the output's gradient: unit normal, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    queries = (case.batch, case.seqlen, case.heads, case.head_dim)
+    keys = (case.batch, case.kv_seqlen, case.kv_heads, case.head_dim)
+    q, k, v, gradient = (
+        torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype))
+        for shape in (queries, keys, keys, queries)
+    )
+    for tensor in (q, k, v):
+        tensor.requires_grad_(case.direction == "forward+backward")
+    return q, k, v, gradient
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    from labsupport.profiling.benchmark_command import main
+
+    main()

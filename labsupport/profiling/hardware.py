@@ -1,0 +1,327 @@
+"""What can this device do at most: by its specification, and by measurement?
+
+`data/hardware.csv` holds the specified figures, each row with its source; rates are dense (never
+with sparsity), tensor-core rates accumulate in float32.  An empty cell means that the hardware
+cannot do it or that no source gives the figure; the row's notes say which.
+
+Specified peaks are never reached.  `measured_ceilings` says what this machine reaches with the two
+simplest programs there are: copying a large tensor, and multiplying two large matrices.  A kernel
+is judged against those.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import platform
+import re
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labsupport.paths import data_dir
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One row of data/hardware.csv.  Rates in TFLOP/s, dense; None where no figure applies."""
+
+    name: str
+    driver_names: str  # regular expression over the names that the driver reports
+    compute_capability: str
+    sms: int
+    memory_gib: float
+    bandwidth_gb_s: float
+    fp32_tflops: float | None
+    tf32_tflops: float | None
+    fp16_tflops: float | None
+    bf16_tflops: float | None
+    shared_kib_per_sm: float
+    l2_mib: float
+    notes: str
+    source: str
+    url: str
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        """The specified rate for 'float32', 'tf32', 'float16' or 'bfloat16'."""
+        columns = {"float32": "fp32", "tf32": "tf32", "float16": "fp16", "bfloat16": "bf16"}
+        if dtype not in columns:
+            raise ValueError(f"no peak rate for {dtype!r}; known: {', '.join(columns)}")
+        return getattr(self, f"{columns[dtype]}_tflops")
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device at hand.
+
+    spec is None when the table does not know it; `note` then says so, and what still works.
+    """
+
+    kind: str  # "cpu" or "cuda"
+    name: str
+    memory_bytes: int
+    compute_capability: str | None = None
+    sms: int | None = None
+    spec: HardwareSpec | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        capability = f", compute capability {self.compute_capability}" if self.sms else ""
+        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB{capability})"
+
+
+@dataclass(frozen=True)
+class OnChipMemory:
+    """The fast memory next to the arithmetic: what the FlashAttention paper calls SRAM.
+
+    kib_per_unit: shared memory of one multiprocessor, or the L2 cache of one CPU core.
+    units: multiprocessors, or cores.
+    last_level_mib: the cache that all units share (L2 of a GPU, L3 of a CPU); None if unknown.
+    """
+
+    kind: str
+    kib_per_unit: float
+    units: int
+    last_level_mib: float | None
+
+    @property
+    def total_kib(self) -> float:
+        """Of all units together."""
+        return self.kib_per_unit * self.units
+
+    def elements(self, bytes_per_element: int) -> int:
+        """How many numbers one unit holds: the M of the paper's theorem 2."""
+        return int(self.kib_per_unit * 1024) // bytes_per_element
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of one device.
+
+    copy_gb_s: bytes read plus bytes written, per second, in 10^9.
+    matmul_tflops: 2 n^3 / time by dtype name, in 10^12; 'tf32' is float32 on tensor cores.
+    matmul_size: the n that was used, by dtype name.
+    """
+
+    device: str
+    copy_gb_s: float
+    matmul_tflops: dict[str, float]
+    matmul_size: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.matmul_tflops.items())
+        return f"{self.device}: copy {self.copy_gb_s:.0f} GB/s; matmul TFLOP/s: {rates}"
+
+
+@functools.cache
+def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
+    """The rows of data/hardware.csv.
+
+    Raises:
+        ValueError: a row with a missing name, figure or source.
+    """
+    path = data_dir() / "hardware.csv" if path is None else path
+    with path.open(newline="", encoding="utf-8") as file:
+        return tuple(_read_row(row, path) for row in csv.DictReader(file))
+
+
+def hardware_table() -> pd.DataFrame:
+    """The table of specifications as a DataFrame, one row per GPU, missing figures as NaN."""
+    import pandas as pd
+
+    table = pd.DataFrame([vars(spec) for spec in read_specs()])
+    return table.drop(columns="driver_names")
+
+
+def find_spec(driver_name: str) -> HardwareSpec | None:
+    """The row for a device name as the driver reports it ('NVIDIA H100 PCIe'), or None.
+
+    The whole name must match: an 'RTX 4090 Laptop GPU' is not an 'RTX 4090', nor is one slice of a
+    partitioned GPU the whole.
+    """
+    for spec in read_specs():
+        if re.fullmatch(spec.driver_names, driver_name.strip()):
+            return spec
+    return None
+
+
+def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
+    """What the device is, with its row of the table if there is one."""
+    import torch
+
+    from labsupport.profiling.timing import resolve_device
+
+    where = resolve_device(device)
+    if where.type != "cuda":
+        import psutil
+
+        note = "CPUs are not in the table: use measured_ceilings('cpu')"
+        return DeviceInfo("cpu", cpu_name(), psutil.virtual_memory().total, note=note)
+    properties = torch.cuda.get_device_properties(where)
+    spec = find_spec(properties.name)
+    note = (
+        ""
+        if spec
+        else f"unknown device: {properties.name!r} is not in data/hardware.csv, so no specified "
+        "peak is shown; measured_ceilings() works all the same"
+    )
+    return DeviceInfo(
+        "cuda",
+        properties.name,
+        properties.total_memory,
+        f"{properties.major}.{properties.minor}",
+        properties.multi_processor_count,
+        spec,
+        note,
+    )
+
+
+def on_chip_memory(device: torch.device | str | None = None) -> OnChipMemory:
+    """Size of the fast memory of the device at hand, as driver or operating system report it."""
+    import torch
+
+    from labsupport.profiling.timing import resolve_device
+
+    where = resolve_device(device)
+    if where.type == "cuda":
+        properties = torch.cuda.get_device_properties(where)
+        return OnChipMemory(
+            "shared memory of a multiprocessor",
+            properties.shared_memory_per_multiprocessor / 1024,
+            properties.multi_processor_count,
+            properties.L2_cache_size / 2**20,
+        )
+    caches = _cpu_caches_kib()
+    last = caches.get(3)
+    # 1 MiB is a common size; it only stands in where the system does not tell (macOS).
+    return OnChipMemory(
+        "L2 cache of a core" if 2 in caches else "L2 cache of a core (size assumed)",
+        caches.get(2, 1024.0),
+        torch.get_num_threads(),
+        last / 1024 if last else None,
+    )
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def measured_ceilings(device: str | None = None) -> Ceilings:
+    """Copy bandwidth and matrix-multiplication rates of the device: under 2 s on two CPU cores.
+
+    Results are kept for the life of the process.  On a CPU copied tensors exceed the caches
+    (256 MiB), on a GPU they have 1 GiB; matrices grow until one multiplication takes about 50 ms.
+    """
+    import torch
+
+    from labsupport.profiling.timing import resolve_device
+
+    where = resolve_device(device)
+    matmul_tflops: dict[str, float] = {}
+    matmul_size: dict[str, int] = {}
+    for name in _matmul_dtypes(where):
+        matmul_size[name], matmul_tflops[name] = _matmul_rate(name, where)
+    copy_bytes = 2**30 if where.type == "cuda" else 2**28
+    info = detect_device(where)
+    try:
+        bandwidth = _copy_rate(copy_bytes, where)
+    except torch.OutOfMemoryError:
+        bandwidth = _copy_rate(copy_bytes // 8, where)
+    return Ceilings(info.name, bandwidth, matmul_tflops, matmul_size)
+
+
+def _matmul_dtypes(device: torch.device) -> list[str]:
+    import torch
+
+    if device.type != "cuda":
+        return ["float32", "bfloat16", "float16"]
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
+    return ["float32", "tf32", "float16", "bfloat16"] if ampere else ["float32", "float16"]
+
+
+def _copy_rate(nbytes: int, device: torch.device) -> float:
+    import torch
+
+    from labsupport.profiling.timing import measure_time
+
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = measure_time(
+        lambda: target.copy_(source), device=device, min_repeats=3, max_seconds=0.3
+    )
+    # The fastest copy: a ceiling is what the machine can do when nothing disturbs it.
+    return 2 * nbytes / (timing.min * 1e-3) / 1e9
+
+
+def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
+    """(n, TFLOP/s) of the largest square matrix whose product takes about 50 ms or less."""
+    import torch
+
+    from labsupport.profiling.timing import measure_time
+
+    dtype = torch.float32 if name == "tf32" else getattr(torch, name)
+    size, largest = (2048, 16384) if device.type == "cuda" else (256, 2048)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    try:
+        while True:
+            a = torch.randn(size, size, device=device).to(dtype)
+            a @ a
+            start = time.perf_counter()
+            a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            # Doubling n takes eight times as long.
+            if size == largest or 8 * (time.perf_counter() - start) > 0.05:
+                break
+            size *= 2
+        timing = measure_time(
+            lambda: a @ a, device=device, warmup=1, min_repeats=3, max_seconds=0.15
+        )
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return size, 2 * size**3 / (timing.min * 1e-3) / 1e12
+
+
+def _cpu_caches_kib() -> dict[int, float]:
+    """Size of core 0's data caches by level, in KiB; empty where the system does not tell."""
+    caches: dict[int, float] = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            kind = (index / "type").read_text().strip()
+            size = (index / "size").read_text().strip()
+            level = int((index / "level").read_text())
+        except (OSError, ValueError):
+            continue
+        if kind != "Instruction" and size.endswith("K"):
+            caches[level] = float(size[:-1])
+    return caches
+
+
+def _read_row(row: dict[str, str], path: Path) -> HardwareSpec:
+    values: dict[str, Any] = {}
+    for column in fields(HardwareSpec):
+        text = (row.get(column.name) or "").strip()
+        optional = column.type == "float | None" or column.name == "notes"
+        if not text and not optional:
+            raise ValueError(f"{path}: {row.get('name') or 'a row'} has no {column.name}")
+        if column.type == "str":
+            values[column.name] = text
+        elif column.type == "int":
+            values[column.name] = int(text)
+        else:
+            values[column.name] = float(text) if text else None
+    return HardwareSpec(**values)

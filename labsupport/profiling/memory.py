@@ -1,0 +1,294 @@
+"""How much memory does a call need, beyond what was there before it?
+
+`measure_peak_memory` counts every allocation that a call makes, views excluded and the scratch
+space inside a kernel included, on a CPU as well as on a GPU:
+
+* On a CPU, PyTorch's profiler reports each allocation (+bytes) and each release (-bytes) of the
+  tensor allocator in order.  The running sum from the start of the call is the extra memory; its
+  maximum is the peak.  It is exact to the byte and does not depend on what the operating system
+  keeps, which is why the resident set size is not used.  Buffers that a library takes from the
+  system itself (packed matrices inside a BLAS) are not tensors and are not counted.
+* On a GPU, the caching allocator keeps a peak of its own.  `requested_bytes` is what was asked
+  for, exactly; `allocated_bytes` is what was handed out, in blocks of 512 bytes.
+
+`LargestTensor` answers a different question: the largest single tensor made during a call, which
+tells whether an N x N matrix was ever written.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+# The profiler of PyTorch 2.13 writes lines to stderr at every start unless told so before the
+# first one; in a notebook, or in a graded check, they would be noise at best.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labsupport.profiling.timing import resolve_device
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Extra memory of one call, in bytes.
+
+    peak_bytes: the most that existed at any moment of the call beyond what existed before it.
+    kept_bytes: what still exists when it returns, its result included.  Negative when the
+        call releases more of what existed before than it keeps (on a CPU such a release is counted
+        only if an earlier measurement saw the allocation).
+    allocated_bytes: on a GPU, the peak as the allocator rounds it; on a CPU equal to peak_bytes.
+    allocations: the number of allocations; None on a GPU.
+    """
+
+    peak_bytes: int
+    kept_bytes: int
+    allocated_bytes: int
+    allocations: int | None
+    device: str
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.peak_bytes)} extra at the peak, "
+            f"{format_bytes(self.kept_bytes)} kept"
+        )
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes in the largest fitting binary unit: '5.2 MiB'."""
+    sign, size = ("-", -count) if count < 0 else ("", count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+
+
+def measure_peak_memory(
+    fn: Callable[[], Any],
+    *,
+    device: torch.device | str | None = None,
+    warmup: int | None = None,
+) -> MemoryUse:
+    """The extra memory of `fn()`, in bytes.
+
+    Args:
+        fn: the call.  Its result is kept alive until the measurement ends.
+        device: where it allocates; by default the current GPU if there is one, else the CPU.
+        warmup: calls before the measured one; by default 1 on a GPU, where the first call also
+            takes workspaces that stay (cuBLAS), and 0 on a CPU.
+
+    Raises:
+        RuntimeError: another profiler is active on the CPU.  Whatever `fn` raises passes through
+            (`torch.OutOfMemoryError` for one).
+
+    Example:
+        >>> measure_peak_memory(lambda: torch.empty(1000), device="cpu").peak_bytes
+        4000
+    """
+    where = resolve_device(device)
+    for _ in range((1 if where.type == "cuda" else 0) if warmup is None else warmup):
+        fn()
+    # A reference cycle that is collected during the call would look like memory given back by it.
+    gc.collect()
+    return _measure_cuda(fn, where) if where.type == "cuda" else _measure_cpu(fn)
+
+
+def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError(
+            "measure_peak_memory counts with torch.profiler on a CPU, and a profiler is already "
+            "active here: measure outside of it"
+        )
+    with (
+        _without_allocator_warning(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler,
+    ):
+        result = fn()
+    changes = _cpu_changes(profiler)
+    del result
+    running = peak = 0
+    for change in changes:
+        running += change
+        peak = max(peak, running)
+    return MemoryUse(peak, running, peak, sum(change > 0 for change in changes), "cpu")
+
+
+def _cpu_changes(profiler: torch.profiler.profile) -> list[int]:
+    """The allocations (+bytes) and releases (-bytes) of the CPU allocator, in order of time."""
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    # Stable: events of the same nanosecond stay in the order in which they were recorded.
+    events.sort(key=lambda event: event[0])
+    return [nbytes for _, nbytes in events]
+
+
+@contextmanager
+def _without_allocator_warning() -> Iterator[None]:
+    """Drop the allocator's warning that a block from before the profile is released.
+
+    It is true, harmless here (what existed before the call is not its extra memory), and written by
+    C++ straight to file descriptor 2.  Whatever else is written there is passed on at the end.
+    """
+    try:
+        sys.stderr.flush()
+        real = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # no stderr at all: nothing to keep clean
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            os.close(real)
+            caught.seek(0)
+            for line in caught:
+                if b"allocated before the profiling started" not in line:
+                    os.write(2, line)
+
+
+def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = fn()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
+    del result
+    allocated = _growth(before, after, "allocated_bytes", "peak")
+    kept = _growth(before, after, "allocated_bytes", "current")
+    peak = allocated
+    # Other allocators (cudaMallocAsync) do not report what was requested.
+    if after.get("requested_bytes.all.peak", 0) > 0:
+        peak = _growth(before, after, "requested_bytes", "peak")
+        kept = _growth(before, after, "requested_bytes", "current")
+    return MemoryUse(peak, kept, allocated, None, str(device))
+
+
+def _growth(before: dict[str, Any], after: dict[str, Any], what: str, when: str) -> int:
+    return int(after[f"{what}.all.{when}"] - before[f"{what}.all.current"])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches a block of code, its backward pass included, for the largest tensor it creates.
+
+    Tensors are told apart by their storage: views, transposes and `expand` create nothing, and
+    neither do tensors that existed before.  Space that a kernel takes internally is not seen; ask
+    `measure_peak_memory` for it.
+
+    Attributes (all zero or empty when nothing was created):
+        numel: elements that its storage holds.
+        nbytes: bytes of its storage.
+        shape: its shape when it was created.
+        op: the operation that created it, for example 'aten.bmm.default'.
+
+    Example:
+        >>> with LargestTensor() as largest:
+        ...     standard_attention(q, k, v)  # q, k, v: (4, 1024, 64)
+        >>> largest.shape
+        (4, 1024, 1024)
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.nbytes = 0
+        self.shape: tuple[int, ...] = ()
+        self.op = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        # An in-place operation may also enlarge a storage that it was given (`resize_`).
+        before = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in _tensors((args, kwargs or {}))
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > max(before.get(storage._cdata, 0), self.nbytes):
+                self.nbytes = storage.nbytes()
+                self.numel = self.nbytes // tensor.element_size()
+                self.shape = tuple(tensor.shape)
+                self.op = str(func)
+        return result
+
+    def __str__(self) -> str:
+        if not self.op:
+            return "no tensor was created"
+        return f"{self.shape} ({format_bytes(self.nbytes)}) from {self.op}"
+
+
+def largest_tensor(fn: Callable[[], Any]) -> LargestTensor:
+    """Call `fn()` and return the `LargestTensor` that it created (its backward included)."""
+    with LargestTensor() as largest:
+        fn()
+    return largest
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_storage(leaf)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+class cap_gpu_memory:  # lower case: it reads as a statement, `with cap_gpu_memory(8): ...`
+    """Let PyTorch use at most `gib` GiB of a GPU, as if the GPU were smaller.
+
+    The cap holds from the call on; `with` (or `release()`) restores what was allowed before.  It
+    counts what PyTorch's allocator reserves, not the CUDA context of some hundred MiB.
+
+    Raises:
+        RuntimeError: there is no GPU.
+        ValueError: `gib` is not positive, or the GPU has less.
+    """
+
+    def __init__(self, gib: float, device: torch.device | str | int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError("cap_gpu_memory caps a GPU's memory, and PyTorch finds no GPU here")
+        self.device = torch.device("cuda" if device is None else device)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if not 0 < gib * 2**30 <= total:
+            raise ValueError(f"cannot cap at {gib} GiB a GPU that has {total / 2**30:.1f} GiB")
+        # Blocks that are cached but unused count against the cap.
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, self.device)
+
+    def release(self) -> None:
+        """Allow again what was allowed before."""
+        torch.cuda.set_per_process_memory_fraction(self._before, self.device)
+
+    def __enter__(self) -> cap_gpu_memory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,317 @@
+"""How long does a call take?  Times in milliseconds, with their spread.
+
+Three things make a single stop-watch reading wrong, and each has its remedy here:
+
+* The first calls pay for compiling, caching and waking up: they are thrown away (warm-up).
+* One reading is noise: a call is repeated until its median is known well enough, or time is up.
+  "Well enough" means that the notch of a box plot, 1.57 * IQR / sqrt(n), is at most `precision`
+  of the median (McGill, Tukey and Larsen, "Variations of Box Plots", 1978).
+* A machine drifts while it works (clocks, other programs).  Two callables are therefore compared
+  by `measure_ratio`, which runs them in turns (A B A B ...) and takes the ratio of each pair.
+
+On a GPU the time is taken between two events on the GPU's own clock, because a call returns long
+before its kernels finish; and the L2 cache is overwritten between two calls, so that every call
+finds its inputs in the main memory, as it would inside a model (`triton.testing.do_bench` does
+the same).  On a CPU the clock is `time.perf_counter`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+WARMUP_SECONDS = 0.1  # as long as the first call has been paid for, this wakes up clocks and caches
+SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
+MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
+
+
+def quantile(values: tuple[float, ...], q: float) -> float:
+    """The q-quantile (0 <= q <= 1) of `values`, linearly interpolated."""
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated times of one call, in milliseconds."""
+
+    samples: tuple[float, ...]
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("a Timing needs at least one sample")
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def q1(self) -> float:
+        """First quartile."""
+        return quantile(self.samples, 0.25)
+
+    @property
+    def q3(self) -> float:
+        """Third quartile."""
+        return quantile(self.samples, 0.75)
+
+    @property
+    def min(self) -> float:
+        """Fastest sample."""
+        return min(self.samples)
+
+    @property
+    def max(self) -> float:
+        """Slowest sample."""
+        return max(self.samples)
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic mean."""
+        return statistics.fmean(self.samples)
+
+    @property
+    def repeats(self) -> int:
+        """Number of samples."""
+        return len(self.samples)
+
+    @property
+    def notch(self) -> float:
+        """Half width of an approximate 95% interval of the median, in milliseconds."""
+        return 1.57 * (self.q3 - self.q1) / self.repeats**0.5
+
+    def __str__(self) -> str:
+        return (
+            f"{format_ms(self.median)} ms "
+            f"(IQR {format_ms(self.q1)}-{format_ms(self.q3)}, n={self.repeats})"
+        )
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times longer `numerator` takes than `denominator`, pair by pair in one run."""
+
+    samples: tuple[float, ...]
+    numerator: Timing
+    denominator: Timing
+    names: tuple[str, str] = field(default=("a", "b"))
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def q1(self) -> float:
+        """First quartile."""
+        return quantile(self.samples, 0.25)
+
+    @property
+    def q3(self) -> float:
+        """Third quartile."""
+        return quantile(self.samples, 0.75)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.names[0]} / {self.names[1]} = {self.median:.2f} "
+            f"(IQR {self.q1:.2f}-{self.q3:.2f}, n={len(self.samples)})"
+        )
+
+
+def measure_time(
+    fn: Call,
+    *,
+    device: torch.device | str | None = None,
+    warmup: int | None = None,
+    min_repeats: int = 5,
+    max_repeats: int = 200,
+    min_seconds: float = 0.1,
+    max_seconds: float = 2.0,
+    precision: float = 0.02,
+) -> Timing:
+    """Time `fn()` until its median is known to `precision`, or the time or the repeats are used up.
+
+    Args:
+        fn: the call; takes no argument, its result is dropped.
+        device: where it runs; by default the current GPU if there is one, else the CPU.
+        warmup: number of calls before the first that counts; by default about 0.1 s of them.
+        min_repeats, max_repeats: bounds on the number of samples (min_repeats wins over time).
+        min_seconds, max_seconds: bounds on the time spent measuring, without the warm-up.
+        precision: stop when 1.57 * IQR / sqrt(n) is at most this fraction of the median.
+
+    Returns:
+        A `Timing` in milliseconds.
+
+    Raises:
+        ValueError: bounds that contradict each other.  Whatever `fn` raises passes through.
+    """
+    timings = measure_interleaved(
+        {"fn": fn},
+        device=device,
+        warmup=warmup,
+        min_repeats=min_repeats,
+        max_repeats=max_repeats,
+        min_seconds=min_seconds,
+        max_seconds=max_seconds,
+        precision=precision,
+    )
+    return timings["fn"]
+
+
+def measure_interleaved(
+    functions: Mapping[str, Call],
+    *,
+    device: torch.device | str | None = None,
+    warmup: int | None = None,
+    min_repeats: int = 5,
+    max_repeats: int = 200,
+    min_seconds: float = 0.1,
+    max_seconds: float = 10.0,
+    precision: float = 0.02,
+) -> dict[str, Timing]:
+    """Time several calls in turns (A B C A B C ...), so that drift meets all of them alike.
+
+    Same arguments as `measure_time`; the bounds on time hold for all functions together.  The
+    i-th samples of two functions were taken right after each other.
+    """
+    if not functions:
+        raise ValueError("nothing to time: `functions` is empty")
+    if not 1 <= min_repeats <= max_repeats:
+        raise ValueError(
+            f"need 1 <= min_repeats <= max_repeats, got {min_repeats} and {max_repeats}"
+        )
+    if min_seconds > max_seconds:
+        raise ValueError(f"min_seconds ({min_seconds}) is above max_seconds ({max_seconds})")
+    where = resolve_device(device)
+    for fn in functions.values():
+        _warm_up(fn, where, warmup)
+
+    clock = _cuda_clock(where) if where.type == "cuda" else _cpu_clock
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+    rounds = 0
+    while rounds < max_repeats:
+        for name, fn in functions.items():
+            samples[name].append(clock(fn))
+        rounds += 1
+        spent = time.perf_counter() - start
+        if rounds < min_repeats or spent < min_seconds:
+            continue
+        timings = {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
+        if spent >= max_seconds or all(t.notch <= precision * t.median for t in timings.values()):
+            break
+    return {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
+
+
+def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio:
+    """The pairwise ratio a / b of two timings that `measure_interleaved` took in one run.
+
+    Raises:
+        ValueError: the two have different numbers of samples, so they were not taken in turns.
+    """
+    if a.repeats != b.repeats:
+        raise ValueError(
+            f"{a.repeats} and {b.repeats} samples are not pairs: "
+            "take both timings with measure_interleaved"
+        )
+    pairs = tuple(x / y for x, y in zip(a.samples, b.samples, strict=True))
+    return Ratio(pairs, a, b, names)
+
+
+def measure_ratio(
+    a: Call,
+    b: Call,
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    device: torch.device | str | None = None,
+    **bounds: Any,
+) -> Ratio:
+    """How many times longer `a` takes than `b`, run in turns: the median of the pairs' ratios.
+
+    `bounds` are those of `measure_interleaved`.  A ratio above 1 means that `a` is slower.
+
+    Example:
+        >>> print(measure_ratio(textbook, flash, names=("textbook", "flash")))
+        textbook / flash = 2.31 (IQR 2.27-2.36, n=18)
+    """
+    timings = measure_interleaved({"a": a, "b": b}, device=device, **bounds)
+    return ratio_of(timings["a"], timings["b"], names)
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """The device itself; by default the current GPU if there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:
+    if calls is not None:
+        for _ in range(calls):
+            fn()
+        _synchronize(device)
+        return
+    start = time.perf_counter()
+    fn()
+    _synchronize(device)
+    if device.type == "cpu" and time.perf_counter() - start > SLOW_CALL_SECONDS:
+        return
+    # The first call may have compiled something for seconds: the clock starts after it.
+    start = time.perf_counter()
+    for _ in range(25):
+        fn()
+        _synchronize(device)
+        if time.perf_counter() - start > WARMUP_SECONDS:
+            return
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpu_clock(fn: Call) -> float:
+    start = time.perf_counter()
+    fn()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _cuda_clock(device: torch.device) -> Callable[[Call], float]:
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(max(MIN_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
+
+    def clock(fn: Call) -> float:
+        with torch.cuda.device(device):
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            # Overwriting the L2 cache also keeps the GPU busy while the CPU queues the call, so
+            # that the launch itself is not part of the measured time.
+            flush.zero_()
+            begin.record()
+            fn()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+    return clock
+
+
+def format_ms(ms: float) -> str:
+    """`ms` with three significant digits, without an exponent."""
+    if ms >= 100:
+        return f"{ms:.0f}"
+    if ms >= 10:
+        return f"{ms:.1f}"
+    return f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"

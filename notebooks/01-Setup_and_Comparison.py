@@ -1,0 +1,888 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1 · Attention's memory bottleneck, and how FlashAttention removes it
+#
+# **After this notebook you can**
+#
+# - write attention as the textbook does, with a mask, and say what it costs in memory;
+# - explain why that cost, not the arithmetic, makes it slow;
+# - write FlashAttention yourself: online softmax, tiled forward, backward by recomputation;
+# - call the fast implementations through one function, know which kernel ran, and compare them
+#   honestly: time, memory, error.
+#
+# **Time** 60–90 minutes. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
+# GPU: PyTorch has a real FlashAttention kernel for CPUs, and this notebook runs it. If you have a GPU,
+# the same cells use it, at larger sizes.
+#
+# **How to work.** Run the cells in order. Five exercises ask you to write code where it says
+# `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong. Before each
+# measurement, write down a guess: a wrong guess that you noticed is worth more than a right one that you
+# read.
+
+# %%
+import math
+
+import torch
+
+from labsupport import checks, plotting
+from labsupport.attention import attention, available_backends, last_call
+from labsupport.profiling import environment_card
+
+torch.manual_seed(0)
+environment_card()
+
+# %% [markdown]
+# The card above names your device and the attention implementations, called *backends*, that can run on
+# it. For the others it says why not. Nothing is missing that you need today: `flash_torch` runs anywhere
+# and `standard` is the textbook. A terminal command, `labsupport doctor`, says the same in more detail,
+# with the command that mends each problem.
+#
+# The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
+
+# %%
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+heads, head_dim = (16, 64) if device.type == "cuda" else (4, 64)
+lengths = [512, 1024, 2048, 4096]
+
+# %% [markdown]
+# ## 1.1 · Attention, as the textbook writes it
+#
+# For one head, with $N_q$ queries, $N_k$ keys and values, and head dimension $d$:
+#
+# $$
+# S = \frac{Q K^\top}{\sqrt d} \in \mathbb{R}^{N_q \times N_k}, \qquad
+# P = \operatorname{softmax}(S) \text{ row by row}, \qquad
+# O = P V \in \mathbb{R}^{N_q \times d}
+# $$
+#
+# Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
+# queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
+#
+# How do you hide a key? Its weight is $e^{s}/\sum e^{s}$, so its score $s$ must become $-\infty$. Two
+# shortcuts are popular. Watch both of them fail.
+
+# %%
+scores = torch.zeros(2, 3, dtype=torch.float16)
+hidden = torch.tensor([[False, True, False], [True, True, True]])  # query 1 may look nowhere
+
+try:
+    scores.masked_fill(hidden, -1e9)
+except RuntimeError as error:
+    print("-1e9 in float16:", error)
+
+print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).tolist())
+
+
+# %% [markdown]
+# The number $-10^9$ does not fit into float16, whose largest value is 65,504. And $-\infty$ is right, but
+# a row that is hidden completely becomes $0/0$ = NaN. Such rows are real: padding in a batch makes them.
+# FlashAttention and PyTorch's SDPA *define* their output as 0. So will you.
+
+# %% [markdown]
+# ### Exercise 1-1 · Textbook attention with a mask
+# ●○○ · 10 minutes · 4 points
+#
+# | | shape | |
+# | --- | --- | --- |
+# | `q` | `(..., seqlen_q, head_dim)` | queries |
+# | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
+# | `mask` | `(seqlen_q, seqlen_k)`, boolean, or `None` | `True` where a query may look |
+# | returns `output` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
+# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 where a query may look nowhere |
+#
+# <details><summary>Hint</summary>
+#
+# `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with
+# some entries replaced. `mask.any(dim=-1)` says which queries see anything.
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-1-textbook-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def textbook_attention(q, k, v, mask=None):
+    """Attention with the whole score matrix in memory; returns (output, weights)."""
+    ### BEGIN SOLUTION
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
+    if mask is not None:
+        weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    return weights @ v, weights
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-1-textbook-attention-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_textbook_values(textbook_attention)
+### BEGIN HIDDEN TESTS
+checks.check_textbook_values(textbook_attention, seed=11)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-1-textbook-attention-mask", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_textbook_mask(textbook_attention)
+### BEGIN HIDDEN TESTS
+checks.check_textbook_mask(textbook_attention, seed=12)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-1-textbook-attention-empty-rows", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_textbook_empty_rows(textbook_attention)
+### BEGIN HIDDEN TESTS
+checks.check_textbook_empty_rows(textbook_attention, seed=13)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### Where does the diagonal of a causal mask start?
+#
+# "Lower triangle" is clear only when there are as many queries as keys. During generation there is one new
+# query and a long cache of keys. That query is the *last* token: it must see everything. So the mask is
+# aligned at the bottom right. flash-attn (version 2.1 and later) does that, and so does this lab. PyTorch's
+# `is_causal=True` aligns at the top left:
+
+# %% tags=["nbval-check-output"]
+ones = torch.ones(2, 5, dtype=torch.bool)
+print("top-left (SDPA's is_causal)     ", ones.tril().int().tolist())
+print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist())
+
+
+# %% [markdown]
+# ## 1.2 · What it costs: N × N
+#
+# Textbook attention holds $S$ and $P$ at the same time, each with `seqlen` × `seqlen` entries, for every
+# head and every sequence of the batch.
+#
+# ### Exercise 1-2 · The memory of N × N
+# ●○○ · 5 minutes · 3 points
+#
+# Write two formulas. `score_bytes(batch, heads, seqlen, bytes_per_element)` is the memory of $S$ and $P$
+# together, in bytes. `longest_that_fits(memory, batch, heads, bytes_per_element)` is the longest
+# sequence, a whole number, for which they fit into `memory` bytes.
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def score_bytes(batch, heads, seqlen, bytes_per_element):
+    """Bytes of S and P together."""
+    ### BEGIN SOLUTION
+    return 2 * batch * heads * seqlen**2 * bytes_per_element
+    ### END SOLUTION
+
+
+def longest_that_fits(memory, batch, heads, bytes_per_element):
+    """Longest sequence whose S and P fit into `memory` bytes."""
+    ### BEGIN SOLUTION
+    return math.isqrt(memory // (2 * batch * heads * bytes_per_element))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-2-score-memory-bytes", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_score_bytes(score_bytes)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-2-score-memory-length", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_largest_length(longest_that_fits)
+
+# %% [markdown]
+# A formula is a claim. Measure it. `measure_peak_memory` counts every byte that a call allocates beyond
+# what was there before it. First your guess: what does the textbook need at 4,096 tokens on your device,
+# in MiB?
+
+# %%
+predicted_mib = 100  # change this to your own guess before you run the next cell
+
+# %%
+import pandas as pd
+
+from labsupport.attention import standard_attention
+from labsupport.profiling import measure_peak_memory
+
+own_attention = checks.yours_or_ours(
+    textbook_attention, standard_attention, checks.check_textbook_values
+)
+
+
+def formula_mib(seqlen):
+    return 2 * heads * seqlen**2 * 4 / 2**20
+
+
+rows = []
+for seqlen in lengths:
+    q, k, v = (torch.randn(1, heads, seqlen, head_dim, device=device) for _ in range(3))
+    use = measure_peak_memory(lambda q=q, k=k, v=v: own_attention(q, k, v))
+    rows.append((seqlen, use.peak_bytes / 2**20, formula_mib(seqlen)))
+memory = pd.DataFrame(rows, columns=["seqlen", "measured, MiB", "S and P by formula, MiB"])
+checks.compare_prediction(
+    "Memory at 4,096 tokens", predicted_mib, memory["measured, MiB"].iloc[-1], "MiB"
+)
+memory.round(1)
+
+# %% [markdown]
+# Each doubling of the length takes four times the memory, and the formula explains nearly all of it; the
+# small rest is the output. Follow it a little further: a model with 32 heads in float16, one sequence.
+
+# %% tags=["nbval-check-output"]
+for seqlen in (4096, 16_384, 65_536, 131_072):
+    gib = 2 * 32 * seqlen**2 * 2 / 2**30
+    print(f"{seqlen:>7,} tokens: {gib:8,.0f} GiB for S and P of one layer")
+
+# %% [markdown]
+# No GPU has 2,048 GiB. And training keeps $P$ of *every layer* for the backward pass.
+
+# %% [markdown]
+# ## 1.3 · Memory is slow, arithmetic is fast
+#
+# Big matrices would only be a problem of size if they cost no time. They do. A processor computes on
+# *registers and on-chip memory* (SRAM: a GPU's shared memory, a CPU's caches), which are small and fast. The large memory
+# (HBM on a data-centre GPU, DRAM on a laptop) is slow. Textbook attention sends $S$ and $P$ through the
+# slow one four times:
+#
+# | step | reads | writes |
+# | --- | --- | --- |
+# | $S = QK^\top$ | $Q, K$ | $S$ |
+# | $P = \operatorname{softmax}(S)$ | $S$ | $P$ |
+# | $O = PV$ | $P, V$ | $O$ |
+#
+# Below, the two limits of *your* device are measured: how fast it copies a large tensor, and how fast it
+# multiplies two large matrices. From them follow two lower bounds for the time of one forward pass: one
+# for moving the bytes, one for the arithmetic ($4N^2d$ floating-point operations, FLOPs, a head).
+
+# %%
+from labsupport.profiling import measured_ceilings
+
+ceilings = measured_ceilings(device)
+print(ceilings)
+
+# %%
+seqlen, itemsize = 4096, 4
+flops = 4 * heads * seqlen**2 * head_dim
+textbook_bytes = heads * (4 * seqlen**2 + 4 * seqlen * head_dim) * itemsize
+least_bytes = heads * 4 * seqlen * head_dim * itemsize  # read Q, K, V once, write O once
+
+pd.DataFrame(
+    [
+        ("arithmetic", f"{flops / 1e9:.1f} GFLOP", flops / ceilings.matmul_tflops["float32"] / 1e9),
+        (
+            "textbook's bytes",
+            f"{textbook_bytes / 1e6:.1f} MB",
+            textbook_bytes / ceilings.copy_gb_s / 1e6,
+        ),
+        (
+            "fewest possible bytes",
+            f"{least_bytes / 1e6:.1f} MB",
+            least_bytes / ceilings.copy_gb_s / 1e6,
+        ),
+    ],
+    columns=["what", "how much", "at least, ms"],
+).round(2)
+
+# %% [markdown]
+# The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times the bytes of Q, K, V and O. On a GPU in half
+# precision the contrast is sharper, because tensor cores make the arithmetic ten times faster again, while
+# the memory stays where it is.
+#
+# So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
+# there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
+#
+# 1. *Tiling*: cut $Q$, $K$, $V$ into blocks, so that a tile of $S$ fits on the chip.
+# 2. *Online softmax*: normalise a row without having seen all of it.
+# 3. *Recomputation*: in the backward pass compute the tiles again, instead of storing them.
+#
+# An implementation in one kernel (*fusion*) then keeps each tile on the chip from the first multiplication
+# to the last.
+#
+# > **A common error.** "FlashAttention's memory accesses are $O(N)$." Its extra *memory* is $O(N)$. Its
+# > accesses are $\Theta(N^2 d^2 / M)$ for an on-chip memory of $M$ elements, against
+# > $\Theta(Nd + N^2)$ for the textbook (Dao et al. 2022, theorem 2): less by a factor of about $M/d^2$, but
+# > still quadratic in $N$.
+
+# %% [markdown]
+# ## 1.4 · The obstacle: softmax wants the whole row
+#
+# To normalise a row you need its largest entry and the sum over all its entries. Why the largest entry?
+# Because $e^{s}$ overflows:
+
+# %% tags=["nbval-check-output"]
+row = torch.tensor([998.0, 1000.0, 999.0, 1001.0])
+print("exp(s) / sum(exp(s))        ", (row.exp() / row.exp().sum()).tolist())
+shifted = row - row.max()
+print(
+    "with the maximum subtracted ",
+    [f"{p:.4f}" for p in (shifted.exp() / shifted.exp().sum()).tolist()],
+)
+
+# %% [markdown]
+# Can we not just take the softmax of each block, and add up? This is a common piece of pseudo-code. It is
+# wrong, and not by rounding:
+
+# %% tags=["nbval-check-output"]
+values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+right = row.softmax(0) @ values
+blocks = sum(s.softmax(0) @ w for s, w in zip(row.split(2), values.split(2), strict=True))
+print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
+
+
+# %% [markdown]
+# Each block was normalised to 1 by itself, so the blocks lost their weight relative to each other. The
+# remedy is to postpone the division, and to carry two numbers for each row:
+#
+# - $m$, the largest score seen so far, and
+# - $\ell = \sum e^{s - m}$ over the scores seen so far.
+#
+# A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
+# computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, so we correct it by one
+# multiplication:
+#
+# $$
+# m' = \max\bigl(m, \max_j s'_j\bigr), \qquad
+# \ell' = e^{m - m'}\,\ell + \sum_j e^{s'_j - m'}
+# $$
+#
+# This holds because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$. No approximation is made anywhere.
+
+# %% [markdown]
+# ### Exercise 1-3 · The running maximum and sum
+# ●●○ · 10 minutes · 4 points
+#
+# | | shape | |
+# | --- | --- | --- |
+# | `scores` | `(..., cols)` | rows of scores; `-inf` hides an entry |
+# | `block_size` | integer | look at this many columns at a time; the last block may be shorter |
+# | returns `m` | `(...)` | the largest entry of each row |
+# | returns `l` | `(...)` | the sum of `exp(score - m)` of each row |
+#
+# A row that is `-inf` throughout keeps `m = -inf` and `l = 0`.
+#
+# <details><summary>Hint</summary>
+#
+# Start with `m` full of `-inf` and `l` full of 0. `scores.split(block_size, dim=-1)` cuts the blocks. While
+# `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: subtract
+# `shift = m_new.masked_fill(m_new == -torch.inf, 0.0)` instead of `m_new`.
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-3-online-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def running_max_and_sum(scores, block_size):
+    """The softmax statistics (m, l) of each row, seen one block at a time."""
+    ### BEGIN SOLUTION
+    m = torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype, device=scores.device)
+    l = torch.zeros_like(m)
+    for block in scores.split(block_size, dim=-1):
+        m_new = torch.maximum(m, block.amax(dim=-1))
+        shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        l = l * torch.exp(m - shift) + torch.exp(block - shift[..., None]).sum(dim=-1)
+        m = m_new
+    return m, l
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-3-online-softmax-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_running_values(running_max_and_sum)
+### BEGIN HIDDEN TESTS
+checks.check_running_values(running_max_and_sum, seed=31)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-3-online-softmax-extremes", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_running_extremes(running_max_and_sum)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-3-online-softmax-streams", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_running_streams(running_max_and_sum)
+
+# %% [markdown]
+# The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
+# $L = m + \ln \ell = \ln \sum e^{s}$. It has a pleasant property: two attention results over *different keys*
+# can be merged if you know the $L$ of each. The weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
+# $L = \ln(e^{L_a} + e^{L_b})$. Ring attention and split-KV decoding, in later notebooks, are built on this.
+
+# %% tags=["nbval-check-output"]
+from labsupport.attention import merge_attention, oracle_attention
+
+q, k, v = (torch.randn(6, 8, dtype=torch.float64) for _ in range(3))
+first, second = oracle_attention(q, k[:4], v[:4]), oracle_attention(q, k[4:], v[4:])
+merged, _ = merge_attention(*first, *second)
+whole, _ = oracle_attention(q, k, v)
+print("merged halves = whole:", torch.allclose(merged, whole))
+print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole))
+
+# %% [markdown]
+# ## 1.5 · FlashAttention, forward
+#
+# Now put both ideas together. $Q$ is cut into blocks of $B_r$ rows, $K$ and $V$ into blocks of $B_c$ rows. For
+# each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output
+# $O$ along. $O$ is a sum of $e^{s-m} v$, so it is corrected exactly like $\ell$:
+#
+# $$
+# O' = e^{m - m'}\, O + e^{S_{ij} - m'}\, V_j
+# \qquad\text{and after the last block}\qquad
+# O \leftarrow O / \ell, \quad L = m + \ln \ell .
+# $$
+#
+# (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
+# had the loops the other way round and normalised in each step.)
+#
+# The picture shows the tiles of a causal mask. Tiles above the diagonal need not be computed at all. Only
+# tiles on the diagonal need a mask.
+
+# %%
+plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
+
+
+# %% [markdown]
+# ### Exercise 1-4 · The tiled forward
+# ●●● · 20 minutes · 7 points
+#
+# | | shape | |
+# | --- | --- | --- |
+# | `q` | `(..., seqlen_q, head_dim)` | queries |
+# | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
+# | `is_causal` | bool | if true, query `i` sees keys up to `i + seqlen_k - seqlen_q` |
+# | `block_q`, `block_k` | integers | rows and columns of a tile; need not divide the lengths |
+# | returns `out` | `(..., seqlen_q, head_dim)` | |
+# | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
+#
+# No tensor of `seqlen_q` × `seqlen_k` may be created, not even a mask. A query that sees no key gets output 0.
+# You need not skip empty tiles.
+#
+# <details><summary>Hint 1: the frame</summary>
+#
+# ```python
+# out = torch.zeros_like(q)
+# lse = q.new_zeros(q.shape[:-1])
+# for i in range(0, seqlen_q, block_q):
+#     rows = slice(i, min(i + block_q, seqlen_q))
+#     # start m, l, o for these rows
+#     for j in range(0, seqlen_k, block_k):
+#         cols = slice(j, min(j + block_k, seqlen_k))
+#         # one tile: scores, mask, update m, l, o
+#     # divide, store
+# ```
+# </details>
+# <details><summary>Hint 2: the mask of one tile</summary>
+#
+# Compare positions: with `i` the row numbers (a column vector) and `j` the column numbers,
+# `j <= i + seqlen_k - seqlen_q` is the tile of the mask.
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-4-tiled-forward", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def my_flash_forward(q, k, v, is_causal, block_q, block_k):
+    """FlashAttention's forward pass; returns (out, lse)."""
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1])
+    ### BEGIN SOLUTION
+    out = torch.zeros_like(q)
+    lse = q.new_zeros(q.shape[:-1])
+    for i in range(0, seqlen_q, block_q):
+        rows = slice(i, min(i + block_q, seqlen_q))
+        m = q.new_full(q[..., rows, 0].shape, -torch.inf)
+        l = torch.zeros_like(m)
+        o = torch.zeros_like(q[..., rows, :])
+        for j in range(0, seqlen_k, block_k):
+            cols = slice(j, min(j + block_k, seqlen_k))
+            s = q[..., rows, :] @ k[..., cols, :].mT * scale
+            if is_causal:
+                query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                key = torch.arange(cols.start, cols.stop, device=q.device)
+                s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
+            m_new = torch.maximum(m, s.amax(dim=-1))
+            shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            p = torch.exp(s - shift[..., None])
+            alpha = torch.exp(m - shift)
+            l = l * alpha + p.sum(dim=-1)
+            o = o * alpha[..., None] + p @ v[..., cols, :]
+            m = m_new
+        out[..., rows, :] = o / l.masked_fill(l == 0, 1.0)[..., None]
+        lse[..., rows] = m + torch.log(l)
+    return out, lse
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-values", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_values(my_flash_forward)
+### BEGIN HIDDEN TESTS
+checks.check_forward_values(my_flash_forward, seed=41)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-lse", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_lse(my_flash_forward)
+### BEGIN HIDDEN TESTS
+checks.check_forward_lse(my_flash_forward, seed=42)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-edges", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_edges(my_flash_forward)
+### BEGIN HIDDEN TESTS
+checks.check_forward_edges(my_flash_forward, seed=43)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_memory(my_flash_forward)
+
+
+# %% [markdown]
+# You have just written FlashAttention's forward pass. What a GPU kernel adds is not another algorithm: it
+# keeps the tile, $m$, $\ell$ and $O$ in on-chip memory through the inner loop, and runs many blocks of $Q$ in
+# parallel. In PyTorch, each of the lines above is a kernel of its own that reads and writes main memory (or,
+# on a CPU, hopefully a cache).
+
+# %% [markdown]
+# ## 1.6 · FlashAttention, backward
+#
+# The backward pass needs $P$ again. The textbook keeps it from the forward pass. FlashAttention keeps only
+# $L$, one number a row, because any tile of $P$ follows from it:
+# $P_{ij} = e^{S_{ij} - L_i}$. With the gradient $dO$ of the output:
+#
+# $$
+# dV = P^\top dO, \qquad dP = dO\, V^\top, \qquad
+# dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
+# $$
+#
+# Where does $D$ come from? The derivative of a softmax row is
+# $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. The sum runs over the whole row again, which would spoil the
+# tiling. But $dp_k = dO \cdot v_k$, so
+# $\sum_k p_k\, dp_k = dO \cdot \sum_k p_k v_k = dO \cdot O$. Hence $D = \operatorname{rowsum}(dO \circ O)$: computed
+# once, from tensors of the inputs' size.
+#
+# > **A common error.** "The backward costs twice the forward." It does five matrix products where the forward
+# > does two ($QK^\top$ again, and four above): 2.5 times the FLOPs.
+
+# %% [markdown]
+# ### Exercise 1-5 · The backward, by recomputation
+# ●●● · 20 minutes · 6 points
+#
+# | | shape | |
+# | --- | --- | --- |
+# | `dout`, `out` | `(..., seqlen_q, head_dim)` | gradient of the output, and the output |
+# | `lse` | `(..., seqlen_q)` | from the forward pass |
+# | returns `dq`, `dk`, `dv` | as `q`, `k`, `v` | |
+#
+# The other arguments are those of exercise 1-4, and the same rule holds: no tensor of `seqlen_q` × `seqlen_k`. A
+# query that sees no key (`lse` is `-inf`) contributes nothing.
+#
+# <details><summary>Hint</summary>
+#
+# Let the outer loop run over the blocks of keys, as version 2 does: `dk` and `dv` of a block are then
+# finished when its inner loop ends, and `dq` is added up (`+=`) across the outer loop. For a query without
+# keys, replace its `lse` by `+inf`: then `exp(s - lse)` is 0.
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def my_flash_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):
+    """FlashAttention's backward pass; returns (dq, dk, dv)."""
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1])
+    ### BEGIN SOLUTION
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (dout * out).sum(dim=-1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    for j in range(0, seqlen_k, block_k):
+        cols = slice(j, min(j + block_k, seqlen_k))
+        for i in range(0, seqlen_q, block_q):
+            rows = slice(i, min(i + block_q, seqlen_q))
+            s = q[..., rows, :] @ k[..., cols, :].mT * scale
+            if is_causal:
+                query = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                key = torch.arange(cols.start, cols.stop, device=q.device)
+                s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
+            p = torch.exp(s - lse[..., rows, None])
+            dv[..., cols, :] += p.mT @ dout[..., rows, :]
+            dp = dout[..., rows, :] @ v[..., cols, :].mT
+            ds = p * (dp - delta[..., rows, None])
+            dq[..., rows, :] += ds @ k[..., cols, :] * scale
+            dk[..., cols, :] += ds.mT @ q[..., rows, :] * scale
+    return dq, dk, dv
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-values", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
+checks.check_backward_values(my_flash_backward)
+### BEGIN HIDDEN TESTS
+checks.check_backward_values(my_flash_backward, seed=51)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-edges", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_backward_edges(my_flash_backward)
+### BEGIN HIDDEN TESTS
+checks.check_backward_edges(my_flash_backward, seed=52)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_backward_memory(my_flash_backward)
+
+# %% [markdown]
+# Both halves together make a `torch.autograd.Function`. The lab has one, `FlashAttentionFunction`, written to
+# be read beside the paper (`labsupport/attention/flash_torch.py`). If your two functions pass, the next
+# cell builds the same from *yours*. It asks two questions. Are the gradients right, by finite
+# differences? And what is kept between forward and backward?
+
+# %%
+from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
+
+forward = checks.yours_or_ours(
+    my_flash_forward,
+    lambda q, k, v, c, bq, bk: flash_attention_forward(q, k, v, c, block_q=bq, block_k=bk),
+    checks.check_forward_values,
+    checks.check_forward_edges,
+)
+backward = checks.yours_or_ours(
+    my_flash_backward,
+    lambda *args: flash_attention_backward(*args[:7], block_q=args[7], block_k=args[8]),
+    checks.check_backward_values,
+    checks.check_backward_edges,
+)
+
+
+class MyFlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        out, lse = forward(q, k, v, is_causal, 16, 16)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        return *backward(dout, *ctx.saved_tensors, ctx.is_causal, 16, 16), None
+
+
+# %%
+inputs = [torch.randn(2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+for is_causal in (False, True):
+    right = torch.autograd.gradcheck(lambda *qkv: MyFlashAttention.apply(*qkv, is_causal), inputs)  # noqa: B023
+    print(f"causal {is_causal}: gradients equal finite differences: {right}")
+kept = MyFlashAttention.apply(*inputs, True).grad_fn.saved_tensors
+print("kept for the backward:", [tuple(t.shape) for t in kept])
+
+# %% [markdown]
+# Q, K, V, O and one vector. Nothing has two dimensions of length 20.
+
+# %% [markdown]
+# ## 1.7 · The fast ones, through one door
+#
+# Many libraries implement FlashAttention. They disagree about layout, option names, the alignment of causal
+# masks and even the log-sum-exp of an empty row. The lab puts one function in front of them, with the conventions of
+# flash-attn:
+#
+# ```python
+# attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
+# ```
+#
+# Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
+# stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
+# `(batch, heads, seqlen, head_dim)`. Mixing them up is the classic mistake: shapes still fit, and each token
+# then attends across heads. The lab's function looks for it:
+
+# %%
+q, k, v = (
+    torch.randn(2, 8, 1024, 64) for _ in range(3)
+)  # (batch, heads, seqlen, head_dim): wrong here
+try:
+    attention(q, k, v)
+except ValueError as error:
+    print(type(error).__name__, "-", error)
+
+# %%
+q, k, v = (t.transpose(1, 2).to(device) for t in (q, k, v))
+out = attention(q, k, v, causal=True)
+print(last_call())
+
+# %% [markdown]
+# `last_call()` says which backend ran, which kernel, and why others were passed over. Ask for a backend by name
+# and you get that one, or an error with every reason; you never get another one silently.
+# `flash_attention(...)` is the same door without the textbook implementations.
+#
+# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it takes its
+# > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
+# > generation; float32, or an explicit mask, is enough to lose FlashAttention. Look, do not assume.
+#
+# > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
+# > On older GPUs use `sdpa_efficient`. `available_backends()` says what is true on your machine:
+
+# %%
+available_backends(device=device)
+
+# %% [markdown]
+# ## 1.8 · The comparison
+#
+# We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), and PyTorch's
+# FlashAttention kernel (`sdpa_flash`). All compute the same function with a causal mask, on the same
+# inputs, in the same dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than
+# the textbook?
+
+# %%
+predicted_speedup = 2  # change this to your own guess before you run the next cell
+
+# %%
+from labsupport.profiling import grid, readable, run_grid, speedup
+
+dtype = "float32"
+if device.type == "cuda":
+    dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+here = [s.name for s in available_backends(device=device) if s.runs]
+chosen = [
+    name for name in ("standard", "flash_torch", "sdpa_flash", "sdpa_efficient") if name in here
+]
+table = run_grid(
+    grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype, causal=True),
+    device=device,
+    max_seconds=0.4,
+)
+table = speedup(table, over="standard")
+columns = [
+    "backend",
+    "seqlen",
+    "status",
+    "median_ms",
+    "speedup",
+    "peak_memory_bytes",
+    "max_error",
+    "relative_error",
+]
+table[columns].round({"median_ms": 2, "speedup": 1})
+
+# %%
+last = table[(table.seqlen == lengths[-1]) & table.backend.isin(["sdpa_flash", "sdpa_efficient"])]
+checks.compare_prediction(
+    "Speed-up at 4,096 tokens", predicted_speedup, last["speedup"].max(), "times"
+)
+plotting.plot_time(table, title="Time of one forward pass, by implementation")
+
+# %% [markdown]
+# Look at the left end before you look at the right end. At 512 tokens the gap is small, and on some machines the textbook
+# wins: there is little memory to save, and each kernel has fixed costs. "Flash is always faster" is not
+# true. The gain grows with the length.
+
+# %%
+plotting.plot_memory(table, title="Extra memory: N × N against N")
+
+# %% [markdown]
+# This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the others by a factor of 2
+# or less. (`flash_torch` holds tiles for all heads at once; below a few thousand tokens that floor dominates.)
+#
+# And the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes.
+
+# %%
+training = run_grid(
+    grid(
+        chosen,
+        lengths[:3],
+        heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=True,
+        direction="forward+backward",
+    ),
+    device=device,
+    max_seconds=0.4,
+    measure_error=False,
+)
+training = speedup(training, over="standard")
+readable(training)
+
+# %% [markdown]
+# ### Out of memory is a result
+#
+# At 65,536 tokens the textbook fails. On a CPU the lab predicts the failure instead of freezing your machine; on
+# a GPU it tries, and catches the error. Either way it is a row in the table, not a crash.
+
+# %%
+wall = run_grid(
+    grid(["standard"], [65_536], heads=heads, head_dim=head_dim, dtype="float32", causal=True),
+    device=device,
+    measure_error=False,
+    progress=False,
+)
+for row in wall.itertuples():
+    print(f"{row.backend} at {row.seqlen:,} tokens: {row.status} ({row.reason[:120]})")
+
+# %% [markdown]
+# ## 1.9 · Are they equal?
+#
+# In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
+# differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
+# nothing without a dtype and a measure. The table compares each implementation with a float64 oracle:
+
+# %%
+from labsupport.attention import compare_with_oracle
+
+rows = []
+for name in ("float32", "float16", "bfloat16"):
+    q, k, v = (torch.randn(1, 1024, 2, 64).to(device, getattr(torch, name)) for _ in range(3))
+    oracle, _ = attention(*(t.double() for t in (q, k, v)), backend="standard", return_lse=True)
+    textbook = attention(q, k, v, backend="standard")
+    for backend in ("standard", "flash_torch", "sdpa_flash"):
+        if not available_backends(q, k, v)[backend].runs:
+            continue
+        report = compare_with_oracle(attention(q, k, v, backend=backend), textbook, oracle)
+        rows.append(
+            (name, backend, report.max_error, report.relative_error, report.allowed, report.ok)
+        )
+errors = pd.DataFrame(
+    rows, columns=["dtype", "backend", "max error", "relative error", "allowed", "ok"]
+)
+errors.style.format(dict.fromkeys(("max error", "relative error", "allowed"), "{:.1e}"))
+
+# %% [markdown]
+# From float32 to bfloat16 the error grows by three orders of magnitude, for the textbook as well. So the yardstick is
+# the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
+# textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
+# is *closer* to the truth than the textbook, because it accumulates in float32 and rounds once.
+
+# %% [markdown]
+# ## 1.10 · On a data-centre GPU
+#
+# What follows was recorded on another machine with a command of this lab; the small print names device, date and
+# versions. If you have a GPU, compare it with your own numbers above.
+
+# %%
+from labsupport.profiling import load_run
+
+recorded = speedup(load_run("attention-h200"), over="standard")
+forward_run = recorded[(recorded.direction == "forward") & recorded.causal]
+forward_run.attrs = recorded.attrs
+plotting.plot_time(
+    forward_run,
+    title="NVIDIA H200, bfloat16: FlashAttention kernels pull away from 1,024 tokens on",
+    recorded=True,
+)
+
+# %%
+plotting.plot_memory(
+    forward_run, title="NVIDIA H200: only the textbook pays for N × N", recorded=True
+)
+
+# %% [markdown]
+# ## What you measured
+#
+# - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
+# - Softmax can be computed block by block, exactly, with a running maximum and sum.
+# - FlashAttention's forward and backward are two nested loops over tiles. They keep one number a row instead
+#   of one a pair.
+# - The gain depends on length, device and dtype. You have your own numbers for it.
+#
+# ### Three questions
+#
+# <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
+#
+# Recomputing $S$ costs one more matrix product, from five instead of four. But the textbook writes and reads
+# matrices of $N \times N$ several times, and waits for memory meanwhile. Arithmetic is the cheaper of the two.
+# </details>
+#
+# <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
+#
+# The backward needs $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$: only the combination matters. One number a row instead
+# of two, and results over different keys can be merged with it.
+# </details>
+#
+# <details><summary>3. Your running sum is right, but the output is wrong from the second block of keys on. What is the likely mistake?</summary>
+#
+# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block is right because there is
+# nothing to rescale yet.
+# </details>
+#
+# ### Read on
+#
+# - T. Dao, D. Fu, S. Ermon, A. Rudra, C. Ré: *FlashAttention: Fast and Memory-Efficient Exact Attention with
+#   IO-Awareness* (2022), arXiv:2205.14135. Sections 2 and 3; appendix B derives the backward.
+# - T. Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023),
+#   arXiv:2307.08691. Section 3 has the loop order that you wrote.
+# - M. Milakov, N. Gimelshein: *Online normalizer calculation for softmax* (2018), arXiv:1805.02867.
+# - `labsupport/attention/flash_torch.py`: your two exercises, with windows, ALiBi and half precision.

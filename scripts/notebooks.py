@@ -1,0 +1,221 @@
+"""Keep the notebooks and their text twins together, and run them.
+
+    python scripts/notebooks.py check        fail if a notebook and its twin differ
+    python scripts/notebooks.py sync         carry the newer of the two into the older
+    python scripts/notebooks.py run [NAME..] sync, run from top to bottom, store the outputs
+
+NAME is a notebook's file name or the beginning of it, such as 01; without it, all are run.
+"""
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from jupytext.combine import combine_inputs_with_outputs
+from jupytext.config import load_jupytext_config
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
+CELL_TIMEOUT = 600
+
+
+def read(path: Path) -> NotebookNode:
+    """Read a notebook or a twin, with the settings of the jupytext.toml beside it."""
+    return jupytext.read(path, config=load_jupytext_config(str(path)))
+
+
+def twin_text(notebook: NotebookNode, path: Path) -> str:
+    """The twin that belongs to a notebook, as text."""
+    return jupytext.writes(notebook, fmt="py:percent", config=load_jupytext_config(str(path)))
+
+
+def describe(notebook: NotebookNode) -> list[str]:
+    """What notebook and twin must agree on, line by line: types, sources, nbgrader and tags."""
+    lines = []
+    for cell in notebook.cells:
+        kept = {key: cell.metadata[key] for key in ("nbgrader", "tags") if cell.metadata.get(key)}
+        lines.append(f"[{cell.cell_type}] {json.dumps(kept, sort_keys=True)}")
+        lines += cell.source.rstrip().split("\n")
+    return lines
+
+
+def differences(folder: Path = NOTEBOOKS) -> list[str]:
+    """Say where notebooks and twins differ.
+
+    Args:
+        folder: the folder with both.
+
+    Returns:
+        a message for each pair that differs or lacks one of the two; empty if all is well.
+    """
+    out = []
+    for stem in stems(folder):
+        notebook, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
+        missing = [path.name for path in (notebook, twin) if not path.exists()]
+        if missing:
+            out.append(f"{stem}: {missing[0]} is missing")
+            continue
+        delta = difflib.unified_diff(
+            describe(read(notebook)),
+            describe(read(twin)),
+            notebook.name,
+            twin.name,
+            lineterm="",
+            n=1,
+        )
+        changed = list(delta)
+        if changed:
+            out.append("\n".join([f"{stem}: notebook and twin differ", *changed[:40]]))
+    return out
+
+
+def stems(folder: Path) -> list[str]:
+    """The names of the notebooks, without suffix, from whichever of the two files exists."""
+    return sorted({path.stem for path in folder.iterdir() if path.suffix in (".ipynb", ".py")})
+
+
+def write_pair(notebook: NotebookNode, path: Path) -> None:
+    """Write a notebook and its twin, normalised, so that only real changes show in a diff.
+
+    Args:
+        notebook: cells with their outputs; changed in place.
+        path: the .ipynb file.
+    """
+    notebook.metadata = NotebookNode(
+        kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
+        language_info={"name": "python"},
+    )
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    used: dict[str, int] = {}
+    for cell in notebook.cells:
+        cell.metadata = NotebookNode(
+            {key: cell.metadata[key] for key in ("nbgrader", "tags") if cell.metadata.get(key)}
+        )
+        # The twin does not carry ids: derive them from the text instead of drawing them.
+        name = hashlib.sha256(f"{cell.cell_type} {cell.source}".encode()).hexdigest()[:8]
+        used[name] = used.get(name, 0) + 1
+        cell.id = name if used[name] == 1 else f"{name}-{used[name]}"
+        if cell.cell_type == "code":
+            cell.outputs = [_normalised(output) for output in cell.outputs if not _volatile(output)]
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    twin = path.with_suffix(".py")
+    twin.write_text(twin_text(notebook, path), encoding="utf-8")
+    # Both get one time stamp, or an editor would think that one of them is newer.
+    now = time.time()
+    os.utime(path, (now, now))
+    os.utime(twin, (now, now))
+
+
+def _volatile(output: NotebookNode) -> bool:
+    """Whether an output is a progress bar: its speed and time are never the same twice."""
+    return output.output_type == "stream" and output.name == "stderr" and "\r" in output.text
+
+
+def _normalised(output: NotebookNode) -> NotebookNode:
+    """Take out of an output what belongs to this machine and this run."""
+    if "text" in output:
+        output.text = _anonymous(output.text)
+    data: Any = output.get("data", {})
+    data.pop("application/vnd.jupyter.widget-view+json", None)
+    for kind in ("text/plain", "text/html", "text/markdown"):
+        if kind in data:
+            data[kind] = _anonymous(data[kind])
+    return output
+
+
+def _anonymous(text: str) -> str:
+    text = text.replace(f"{ROOT}/", "").replace(str(ROOT), ".").replace(str(Path.home()), "~")
+    return re.sub(r"\S*/ipykernel_\d+/\d+\.py", "<cell>", text)
+
+
+def sync(folder: Path = NOTEBOOKS) -> None:
+    """Carry the newer of notebook and twin into the other; outputs of unchanged cells stay.
+
+    Args:
+        folder: the folder with both.
+    """
+    for stem in stems(folder):
+        path, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
+        if not twin.exists():
+            notebook, done = read(path), "twin made"
+        elif not path.exists():
+            notebook, done = read(twin), "notebook made from the twin"
+        elif describe(read(path)) == describe(read(twin)):
+            continue
+        elif twin.stat().st_mtime >= path.stat().st_mtime:
+            notebook = combine_inputs_with_outputs(read(twin), read(path))
+            done = "twin carried into the notebook"
+        else:
+            notebook, done = read(path), "notebook carried into the twin"
+        write_pair(notebook, path)
+        print(f"{stem}: {done}")
+
+
+def execute(path: Path) -> None:
+    """Run a notebook from top to bottom, in its folder, and store the outputs in it.
+
+    Args:
+        path: the .ipynb file.
+
+    Raises:
+        CellExecutionError: a cell failed; the file is left as it was.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute()
+    write_pair(notebook, path)
+
+
+def run(names: list[str], folder: Path = NOTEBOOKS) -> None:
+    """Sync, then execute the notebooks whose names begin with one of `names`; all if empty."""
+    sync(folder)
+    for path in sorted(folder.glob("*.ipynb")):
+        if names and not path.name.startswith(tuple(names)):
+            continue
+        began = time.perf_counter()
+        print(f"{path.stem}: running", flush=True)
+        execute(path)
+        print(f"{path.stem}: done in {time.perf_counter() - began:.0f} s")
+
+
+def main() -> None:
+    """Read the command line and do it; see the top of this file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["check", "sync", "run"])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    options = parser.parse_args()
+    if options.command == "check":
+        found = differences()
+        sys.exit("\n\n".join([*found, "`make format` carries the newer over"]) if found else 0)
+    elif options.command == "sync":
+        sync()
+    else:
+        try:
+            run(options.names)
+        except CellExecutionError as error:
+            sys.exit(f"a cell failed; nothing was stored\n{error}")
+
+
+if __name__ == "__main__":
+    main()

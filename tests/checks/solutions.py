@@ -1,0 +1,34 @@
+"""The notebooks' own solutions, as source text that tests can run, and break in one place."""
+
+import math
+from functools import cache
+
+import jupytext
+import torch
+
+from labsupport.paths import notebooks_dir
+
+
+@cache
+def solution_source(notebook: str, grade_id: str) -> str:
+    """Source of the solved cell with this grade_id in notebooks/<notebook>*.ipynb."""
+    (path,) = notebooks_dir().glob(f"{notebook}*.ipynb")
+    for cell in jupytext.read(path).cells:
+        if cell.metadata.get("nbgrader", {}).get("grade_id") == grade_id:
+            return cell.source
+    raise LookupError(f"{path.name} has no cell {grade_id}")
+
+
+def function(source: str, name: str):
+    """Run `source` and return the function `name` that it defines."""
+    namespace = {"torch": torch, "math": math}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def broken(source: str, name: str, *changes: tuple[str, str]):
+    """The function with each (old, new) replaced; fails when an old text is not there."""
+    for old, new in changes:
+        assert old in source, f"the solution no longer contains {old!r}"
+        source = source.replace(old, new)
+    return function(source, name)

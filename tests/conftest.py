@@ -1,0 +1,17 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: each worker takes its share of the cores. Workers that each use all of
+# them spend their time waiting for one another.
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+
+
+@pytest.fixture(scope="session")
+def project() -> Path:
+    """The project folder."""
+    return Path(__file__).resolve().parent.parent

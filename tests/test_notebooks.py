@@ -1,0 +1,152 @@
+"""The notebooks as files: their text twins, their stored outputs, and the tool that keeps both."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from labsupport.paths import notebooks_dir
+
+NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
+ROLES = '"grade": false, "locked": false, "solution": true'
+EXERCISE = f'{{"grade_id": "ex", "schema_version": 3, {ROLES}}}'
+TWIN = f"""\
+# %% [markdown]
+# # Squares
+
+# %% tags=["nbval-check-output"]
+print(3 * 3)
+
+# %% nbgrader={EXERCISE}
+import os
+
+print(os.getcwd())
+"""
+
+
+@pytest.fixture(scope="module")
+def tool(project):
+    spec = importlib.util.spec_from_file_location("notebooks", project / "scripts/notebooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(project, tmp_path, tool):
+    """A folder with one small notebook and its twin, in agreement."""
+    (tmp_path / "jupytext.toml").write_text((project / "notebooks/jupytext.toml").read_text())
+    (tmp_path / "01-Squares.py").write_text(TWIN)
+    tool.sync(tmp_path)
+    return tmp_path
+
+
+def edit_json(path, change):
+    notebook = json.loads(path.read_text())
+    change(notebook["cells"])
+    path.write_text(json.dumps(notebook))
+
+
+def test_every_notebook_agrees_with_its_text_twin(tool):
+    assert tool.differences() == []
+
+
+def test_a_pair_in_agreement_is_let_pass(tool, folder):
+    assert tool.differences(folder) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cells: cells[1].update(source="print(4 * 4)"),
+        lambda cells: cells[1].update(cell_type="markdown"),
+        lambda cells: cells[1]["metadata"].update(tags=[]),
+        lambda cells: cells[2]["metadata"]["nbgrader"].update(grade_id="other"),
+        lambda cells: cells.pop(),
+        lambda cells: cells.reverse(),
+    ],
+    ids=["source", "type", "tags", "nbgrader", "missing cell", "order"],
+)
+def test_a_difference_between_notebook_and_twin_is_found(tool, folder, change):
+    edit_json(folder / "01-Squares.ipynb", change)
+    assert "notebook and twin differ" in tool.differences(folder)[0]
+
+
+@pytest.mark.parametrize("suffix", [".py", ".ipynb"])
+def test_a_notebook_or_twin_on_its_own_is_found(tool, folder, suffix):
+    (folder / f"01-Squares{suffix}").unlink()
+    assert tool.differences(folder) == [f"01-Squares: 01-Squares{suffix} is missing"]
+
+
+@pytest.mark.parametrize("newer", [".py", ".ipynb"])
+def test_the_newer_of_the_two_is_carried_over(tool, folder, newer):
+    notebook, twin = folder / "01-Squares.ipynb", folder / "01-Squares.py"
+    path = folder / f"01-Squares{newer}"
+    path.write_text(path.read_text().replace("3 * 3", "5 * 5"))
+    for other in (notebook, twin):
+        os.utime(other, (1, 2 if other == path else 1))
+    tool.sync(folder)
+    assert "5 * 5" in notebook.read_text()
+    assert "5 * 5" in twin.read_text()
+    assert tool.differences(folder) == []
+
+
+def test_running_twice_stores_the_same_bytes_and_nothing_of_this_machine(tool, folder):
+    path = folder / "01-Squares.ipynb"
+    tool.run([], folder)
+    once = path.read_bytes()
+    tool.run([], folder)
+    assert path.read_bytes() == once
+    cells = json.loads(once)["cells"]
+    assert cells[1]["outputs"][0]["text"] == ["9\n"]
+    metadata = json.loads(once)["metadata"]
+    assert set(metadata) == {"kernelspec", "language_info"}
+    assert metadata["language_info"] == {"name": "python"}
+    assert tool.differences(folder) == []
+
+
+def test_paths_of_this_machine_are_not_stored(tool, project):
+    output = nbformat.v4.new_output(
+        "stream", text=f"{project}/data/a.csv\n/tmp/ipykernel_12/3.py:1: W"
+    )
+    assert tool._normalised(output).text == "data/a.csv\n<cell>:1: W"
+
+
+def test_a_failing_cell_leaves_the_file_as_it_was(tool, folder):
+    path = folder / "01-Squares.ipynb"
+    edit_json(path, lambda cells: cells[1].update(source="1 / 0"))
+    before = path.read_bytes()
+    with pytest.raises(tool.CellExecutionError, match="ZeroDivisionError"):
+        tool.execute(path)
+    assert path.read_bytes() == before
+
+
+def test_the_check_command_fails_when_a_twin_is_missing(tool, project, tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "notebooks.py"
+    script.write_text((project / "scripts/notebooks.py").read_text())
+    (tmp_path / "notebooks" / "01-Alone.py").write_text(TWIN)
+    done = subprocess.run([sys.executable, script, "check"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "01-Alone.ipynb is missing" in done.stderr
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_cell_whose_output_is_checked_has_a_stored_output(path):
+    # nbval lets a tagged cell without a stored output pass.
+    for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
+        if "nbval-check-output" in cell.metadata.get("tags", []):
+            assert cell.outputs, f"cell {index} is tagged, but `make notebooks` stored no output"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_as_run_from_top_to_bottom_without_errors(path):
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        assert not any(output.output_type == "error" for output in cell.outputs)

@@ -1,0 +1,158 @@
+import math
+
+import matplotlib
+import pandas as pd
+import pytest
+
+from labsupport import plotting
+
+BACKENDS = [
+    "standard", "flash_torch", "flash_triton", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn",
+    "sdpa_math", "flex", "fa2", "fa4", "xformers",
+]  # fmt: skip
+
+
+def make_table(directions=("forward",), recorded=False, **columns):
+    rows = [
+        {
+            "backend": backend,
+            "seqlen": seqlen,
+            "direction": direction,
+            "status": "out of memory" if lost else "ok",
+            "batch": 1,
+            "heads": 4,
+            "head_dim": 64,
+            "dtype": "float32",
+            "causal": False,
+            "median_ms": math.nan if lost else seqlen / 100,
+            "q1_ms": math.nan if lost else seqlen / 110,
+            "q3_ms": math.nan if lost else seqlen / 90,
+            "peak_memory_bytes": math.nan if lost else seqlen * 2**20,
+            "max_error": math.nan if lost else 1e-6,
+            "speedup": math.nan if lost else 2.0,
+            **columns,
+        }
+        for direction in directions
+        for backend in ("standard", "sdpa_flash")
+        for seqlen in (512, 1024, 2048)
+        for lost in [backend == "standard" and seqlen == 2048]
+    ]
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = {"device": "Some GPU", "date": "2026-02-03T04:05:06+00:00"}
+    if recorded:
+        table.attrs["provenance"] |= {"recorded": True, "run": "old"}
+    return table
+
+
+def lines(figure, gid=None):
+    return [line for line in figure.axes[0].get_lines() if line.get_gid() == gid]
+
+
+def test_every_implementation_has_its_own_colour_and_marker():
+    styles = [plotting.style(name) for name in BACKENDS]
+    assert set(BACKENDS) == set(plotting.STYLES)
+    assert len({colour for colour, _ in styles}) == len(BACKENDS)
+    assert len({marker for _, marker in styles}) == len(BACKENDS)
+
+
+def test_an_unknown_implementation_has_the_same_style_every_time():
+    assert plotting.style("mine") == plotting.style("mine")
+    assert plotting.style("mine")[0] not in {colour for colour, _ in plotting.STYLES.values()}
+
+
+@pytest.mark.parametrize(
+    ("plot", "scale", "unit"),
+    [
+        (plotting.plot_time, 1 / 100, "(ms)"),
+        (plotting.plot_memory, 1, "(MiB)"),
+        (plotting.plot_error, None, "error"),
+        (plotting.plot_speedup, None, "standard"),
+    ],
+)
+def test_a_chart_shows_the_numbers_of_the_table_in_its_unit(plot, scale, unit):
+    figure = plot(make_table(), title="A finding")
+    drawn = {line.get_label(): line for line in lines(figure)}
+    assert set(drawn) == {"standard", "sdpa_flash"}
+    assert list(drawn["standard"].get_xdata()) == [512, 1024]
+    if scale is not None:
+        assert list(drawn["sdpa_flash"].get_ydata()) == [n * scale for n in (512, 1024, 2048)]
+    assert unit in figure.axes[0].get_ylabel()
+    assert figure.get_suptitle() == "A finding"
+
+
+def test_a_lost_case_is_a_labelled_cross_at_its_length():
+    figure = plotting.plot_time(make_table(), title="A finding")
+    (cross,) = lines(figure, "out of memory")
+    assert list(cross.get_xdata()) == [2048]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["standard: out of memory"]
+
+
+def test_a_table_in_which_nothing_fits_is_still_a_chart():
+    table = make_table()
+    table["status"], table["median_ms"] = "out of memory", math.nan
+    figure = plotting.plot_time(table, title="Nothing fits")
+    assert len(lines(figure, "out of memory")) == 2
+    figure.canvas.draw()
+
+
+def test_recorded_runs_are_dashed_and_say_so():
+    figure = plotting.plot_time(make_table(), recorded=make_table(recorded=True), title="Both")
+    styles = {line.get_label(): line.get_linestyle() for line in lines(figure)}
+    assert styles["sdpa_flash"] == "-"
+    assert styles["sdpa_flash (recorded)"] == "--"
+    assert "recorded run old" in figure.get_supxlabel()
+    alone = plotting.plot_time(make_table(recorded=True), title="Recorded alone")
+    assert {line.get_label() for line in lines(alone)} == {
+        "standard (recorded)",
+        "sdpa_flash (recorded)",
+    }
+
+
+def test_the_small_print_names_device_and_date():
+    small = plotting.plot_time(make_table(), title="A finding").get_supxlabel()
+    assert "Some GPU" in small
+    assert "2026-02-03" in small
+    assert "float32" in small
+
+
+def test_reference_lines_may_depend_on_the_length():
+    references = [
+        plotting.Reference("limit", lambda n: 2.0 * n),
+        plotting.Reference("constant", 3.0),
+    ]
+    figure = plotting.plot_time(make_table(), references=references, title="A finding")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in lines(figure, "reference")}
+    assert drawn == {"limit": [1024.0, 2048.0, 4096.0], "constant": [3.0, 3.0, 3.0]}
+
+
+def test_directions_get_a_panel_each_with_one_axis_of_values():
+    table = make_table(directions=("forward", "forward+backward"))
+    figure = plotting.plot_time(table, title="Two")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["forward", "forward+backward"]
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+
+
+def test_mixed_shapes_and_double_rows_are_refused():
+    table = make_table()
+    with pytest.raises(ValueError, match="mixes dtype = bfloat16, float32"):
+        plotting.plot_time(pd.concat([table, table.assign(dtype="bfloat16")]), title="x")
+    with pytest.raises(ValueError, match="two rows"):
+        plotting.plot_time(pd.concat([table, table]), title="x")
+    with pytest.raises(ValueError, match="lacks median_ms"):
+        plotting.plot_time(table.drop(columns="median_ms"), title="x")
+
+
+def test_the_alt_text_tells_what_the_chart_shows():
+    figure = plotting.plot_time(make_table(), title="Flash wins")
+    text = plotting.alt_text(figure)
+    assert text.startswith("Flash wins. ")
+    assert "time (ms) against sequence length" in text
+    assert "sdpa_flash: 5.12 at 512, 20.5 at 2048." in text
+    assert "standard: out of memory at 2048." in text
+
+
+def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
+    before = matplotlib.get_backend()
+    plotting.plot_memory(make_table(), title="A finding").savefig(tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    assert matplotlib.get_backend() == before

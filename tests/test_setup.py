@@ -1,0 +1,303 @@
+"""The two commands, and the files that say which packages they install."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from itertools import product
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+# Everywhere the lab is meant to run.
+PYTHONS = ("3.11", "3.12", "3.13")
+SYSTEMS = ("linux", "darwin")
+EXTRAS = ("notebook", "dev", "triton")
+
+
+def disagreements(pyproject, constraints, environment):
+    """What the three files, given as text, say differently; empty if they agree."""
+    project = tomllib.loads(pyproject)["project"]
+    pins = [Requirement(ln) for ln in constraints.splitlines() if ln and not ln.startswith("#")]
+    conda = yaml.safe_load(environment)
+    out = []
+
+    wanted = list(project["dependencies"])
+    for extra in EXTRAS:
+        wanted += project["optional-dependencies"][extra]
+    for pin in pins:
+        if not re.fullmatch(r"==[^*+,]+", str(pin.specifier)):
+            out.append(f"constraints.txt: {pin} is not one public version")
+    for requirement in map(Requirement, wanted):
+        if requirement.name == project["name"]:
+            continue
+        for python, system in product(PYTHONS, SYSTEMS):
+            here = {
+                "python_version": python,
+                "python_full_version": f"{python}.5",
+                "sys_platform": system,
+            }
+            if requirement.marker and not requirement.marker.evaluate(here):
+                continue
+            versions = [
+                str(pin.specifier).removeprefix("==")
+                for pin in pins
+                if canonicalize_name(pin.name) == canonicalize_name(requirement.name)
+                and (pin.marker is None or pin.marker.evaluate(here))
+            ]
+            if len(versions) != 1 or not requirement.specifier.contains(versions[0], True):
+                out.append(f"{requirement} on Python {python}, {system}: pinned {versions}")
+
+    chosen = {Requirement(text).name: text for text in _uv_pins(pyproject)}
+    for name, text in chosen.items():
+        if not any(p.name == name and p.specifier == Requirement(text).specifier for p in pins):
+            out.append(f"constraints.txt does not hold {text}")
+
+    pip = next((d["pip"] for d in conda["dependencies"] if isinstance(d, dict)), [])
+    if pip != ["-c constraints.txt", chosen["torch"], "-e .[notebook,dev]"]:
+        out.append(f"environment.yml: pip installs {pip}")
+    python = [d for d in conda["dependencies"] if str(d).startswith("python>")]
+    accepted = Requirement(python[0]).specifier if python else None
+    required = Requirement(f"python{project['requires-python']}").specifier
+    for minor in range(8, 20):
+        version = Version(f"3.{minor}")
+        if accepted is None or accepted.contains(version) != (f"3.{minor}" in PYTHONS):
+            out.append(f"environment.yml: Python 3.{minor} does not fit the tested {PYTHONS}")
+        if f"3.{minor}" in PYTHONS and not required.contains(version):
+            out.append(f"pyproject.toml: requires-python leaves out the tested 3.{minor}")
+    return out
+
+
+def _uv_pins(pyproject):
+    return tomllib.loads(pyproject)["tool"]["uv"]["constraint-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def files(project):
+    names = ("pyproject.toml", "constraints.txt", "environment.yml")
+    return [(project / name).read_text(encoding="utf-8") for name in names]
+
+
+def test_pyproject_constraints_and_conda_environment_agree(files):
+    assert disagreements(*files) == []
+
+
+@pytest.mark.parametrize(
+    ("which", "old", "new"),
+    [
+        (0, '"torch>=2.11"', '"torch>=2.14"'),
+        (0, '"rich>=', '"einops>=0.8",\n    "rich>='),
+        (0, 'requires-python = ">=3.11"', 'requires-python = ">=3.12"'),
+        (0, '"torch==2.13.0"', '"torch==2.13.1"'),
+        (1, "torch==2.13.0", "torch==2.12.0"),
+        (1, "torch==2.13.0", "torch==2.13.0+cpu"),
+        (1, "triton==3.7.1 ; sys_platform == 'linux'", ""),
+        (1, "\nnumpy==", "\nnumpy>="),
+        (1, "\njupyterlab==", "\n# jupyterlab=="),
+        (1, "\nruff==", "\nruff==0.1.0 ; python_version < '3.12'\nruff=="),
+        (2, "torch==2.13.0", "torch==2.12.0"),
+        (2, "-c constraints.txt", "numpy"),
+        (2, "[notebook,dev]", "[notebook]"),
+        (2, "python>=3.11,<3.14", "python>=3.10,<3.14"),
+        (2, "python>=3.11,<3.14", "python>=3.11,<3.13"),
+    ],
+)
+def test_a_disagreement_is_found(files, which, old, new):
+    changed = list(files)
+    assert old in changed[which]
+    changed[which] = changed[which].replace(old, new)
+    assert disagreements(*changed) != []
+
+
+def test_installed_versions_are_the_pinned_ones(files):
+    """Holds in the .venv that make builds; elsewhere there is nothing to compare."""
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    if not (Path(sys.prefix) / ".ready").exists():
+        pytest.skip("this Python is not that of a .venv made by `make`")
+    for line in files[1].splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        try:
+            installed = version(pin.name)
+        except PackageNotFoundError:
+            continue
+        if pin.marker is None or pin.marker.evaluate():
+            assert pin.specifier.contains(installed, prereleases=True), f"{pin}: {installed}"
+
+
+# --- scripts/setup.sh -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(project, tmp_path):
+    """A copy of what setup.sh reads, in a folder whose name holds a space."""
+    copy = tmp_path / "a checkout"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "Makefile"):
+        shutil.copy(project / name, copy / name)
+    return copy
+
+
+def interpreter(folder, name, body):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def set_up(checkout, path=None, **environment):
+    """Run setup.sh with nothing of ours in the environment; `path` comes first on the PATH."""
+    tools = "/usr/bin:/bin"
+    return subprocess.run(
+        ["/bin/bash", "scripts/setup.sh"],
+        cwd=checkout,
+        env={"PATH": f"{path}:{tools}" if path else tools, "HOME": str(checkout), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def ready_venv(checkout, torch="cpu"):
+    """A .venv as setup.sh leaves it, as far as setup.sh can tell, without the packages."""
+    venv = checkout / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (venv / ".made-by-setup").touch()
+    (venv / ".torch").write_text(f"{torch}\n")
+    stamp = subprocess.run(
+        ["/bin/bash", "scripts/setup.sh", "fingerprint"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (venv / ".ready").write_text(stamp.stdout)
+    return venv
+
+
+def test_an_old_python_is_named_and_the_way_to_a_newer_one_is_shown(checkout, tmp_path):
+    bin_folder = tmp_path / "bin"
+    for name in ("python3", "python3.13", "python3.12", "python3.11", "python"):
+        interpreter(bin_folder, name, "echo 3.9")
+    done = set_up(checkout, bin_folder)
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer; found: python3 is 3.9;" in done.stderr
+    assert "sudo apt install" in done.stderr
+    assert "brew install" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_named_by_the_user_is_the_only_one_tried(checkout, tmp_path):
+    interpreter(tmp_path / "my bin", "python3.10", "echo 3.10")
+    done = set_up(checkout, PYTHON=str(tmp_path / "my bin" / "python3.10"))
+    assert "python3.10 is 3.10; " not in done.stdout
+    assert f"{tmp_path}/my bin/python3.10 is 3.10;" in done.stderr
+
+
+def test_a_missing_venv_module_names_the_debian_package(checkout, tmp_path):
+    # Says it is Python 3.12 and fails at `import ensurepip, venv`, as Debian's does.
+    interpreter(tmp_path / "bin", "python3", 'case "$2" in *ensurepip*) exit 1;; esac; echo 3.12')
+    done = set_up(checkout, tmp_path / "bin")
+    assert done.returncode == 1
+    assert "sudo apt install python3.12-venv" in done.stderr
+
+
+def test_an_unknown_build_of_pytorch_is_refused(checkout):
+    done = set_up(checkout, TORCH="rocm")
+    assert "TORCH=rocm is unknown" in done.stderr
+    assert "TORCH=cpu or TORCH=cuda" in done.stderr
+
+
+def test_an_environment_that_is_ready_is_used_at_once(checkout):
+    ready_venv(checkout)
+    for choice in ({}, {"TORCH": "cpu"}):
+        done = set_up(checkout, **choice)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Stops setup.sh where it would begin to install, so that what it decided can be seen.
+NO_PYTHON = {"PYTHON": "no-such-python"}
+
+
+def test_a_venv_made_by_somebody_else_is_left_alone(checkout):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "precious").touch()
+    done = set_up(checkout)
+    assert done.returncode == 1
+    assert "did not make it" in done.stderr
+    assert (checkout / ".venv" / "precious").exists()
+
+
+@pytest.mark.parametrize("damage", ["interrupted", "broken", "moved", "other build"])
+def test_an_environment_that_cannot_be_trusted_is_started_over(checkout, damage):
+    venv = ready_venv(checkout)
+    choice = dict(NO_PYTHON)
+    if damage == "interrupted":
+        (venv / ".ready").unlink()
+    elif damage == "broken":
+        (venv / "bin" / "python").unlink()
+    elif damage == "moved":
+        moved = checkout.with_name("elsewhere")
+        checkout.rename(moved)
+        checkout = moved
+    else:
+        choice["TORCH"] = "cuda"
+    done = set_up(checkout, **choice)
+    assert "starting .venv over" in done.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_changed_pins_update_the_environment_in_place(checkout):
+    venv = ready_venv(checkout)
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# newer\n")
+    done = set_up(checkout, **NO_PYTHON)
+    assert "starting .venv over" not in done.stdout
+    assert "needs Python" in done.stderr
+    assert venv.exists()
+
+
+# --- the Makefile -----------------------------------------------------------------------------
+
+
+def make(*arguments, cwd):
+    return subprocess.run(
+        ["make", *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_make_alone_lists_every_command(project):
+    listed = set(re.findall(r"^make ([\w-]+)", make(cwd=project).stdout, re.MULTILINE))
+    assert {"lab", "test", "test-all", "benchmark", "notebooks", "format", "clean"} <= listed
+
+
+def test_make_test_runs_every_check(project):
+    plan = make("-n", "test", f"PY={sys.executable}", cwd=project).stdout
+    steps = ["ruff check", "ruff format --check", "pyrefly check", '-m "not slow"', "--nbval-lax"]
+    positions = [plan.find(step) for step in steps]
+    assert -1 not in positions
+    assert positions == sorted(positions)
+
+
+def test_make_clean_keeps_the_students_work(checkout):
+    (checkout / "work").mkdir()
+    (checkout / "work" / "__pycache__").mkdir()
+    (checkout / "labsupport" / "__pycache__").mkdir(parents=True)
+    ready_venv(checkout)
+    make("clean", cwd=checkout)
+    assert (checkout / "work" / "__pycache__").exists()
+    assert not (checkout / ".venv").exists()
+    assert not (checkout / "labsupport" / "__pycache__").exists()
+
+
+def test_shell_scripts_are_sound(project):
+    for script in [*(project / "scripts").glob("*.sh"), project / ".ci" / "run"]:
+        subprocess.run(["/bin/bash", "-n", script], check=True)
+        assert script.stat().st_mode & 0o100, f"{script} is not executable"
