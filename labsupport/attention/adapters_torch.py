@@ -131,6 +131,8 @@ def sdpa_reasons(backend: SDPBackend) -> Callable[[AttentionCall], list[str]]:
         if call.q.device.type == "cpu":
             unit = all(tensor.stride(-1) == 1 for tensor in (call.q, call.k, call.v))
             return [] if unit else ["needs the last dimension to be contiguous (stride 1)"]
+        if call.windowed and backend == SDPBackend.FLASH_ATTENTION:
+            return ["cannot do sliding windows on a GPU: its kernel takes no mask there"]
         q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         is_causal = call.band.plain_causal and call.band.offset == 0
         params = SDPAParams(q, k, v, None, 0.0, is_causal, call.heads != call.kv_heads)
@@ -247,17 +249,20 @@ def run_flex(call: AttentionCall) -> Result:
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
     band = call.band
     hides, on_cpu = not band.unlimited, q.device.type == "cpu"
-    result = _compiled_flex()(
-        q,
-        k,
-        v,
-        score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
-        # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
-        block_mask=_block_mask(band, q.device) if hides or on_cpu else None,
-        scale=call.scale,
-        enable_gqa=call.heads != call.kv_heads,
-        return_aux=AuxRequest(lse=True) if call.return_lse else None,
-    )
+    # Each shape compiles a kernel of its own. Past a limit PyTorch would run uncompiled, which
+    # stores the scores: raise the limit, and fail rather than do that silently.
+    with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
+        result = _compiled_flex()(
+            q,
+            k,
+            v,
+            score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
+            # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
+            block_mask=_block_mask(band, q.device) if hides or on_cpu else None,
+            scale=call.scale,
+            enable_gqa=call.heads != call.kv_heads,
+            return_aux=AuxRequest(lse=True) if call.return_lse else None,
+        )
     out, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return out.transpose(1, 2), lse
 

@@ -113,7 +113,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
     with (
         _without_allocator_warning(),
         torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler,
     ):
         result = fn()
@@ -266,10 +266,11 @@ class cap_gpu_memory:  # lower case: it reads as a statement, `with cap_gpu_memo
         ValueError: `gib` is not positive, or the GPU has less.
     """
 
-    def __init__(self, gib: float, device: torch.device | str | int | None = None) -> None:
+    def __init__(self, gib: float, device: torch.device | int | None = None) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("cap_gpu_memory caps a GPU's memory, and PyTorch finds no GPU here")
-        self.device = torch.device("cuda" if device is None else device)
+        here = torch.cuda.current_device()
+        self.device = torch.device("cuda", here) if device is None else torch.device(device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         if not 0 < gib * 2**30 <= total:
             raise ValueError(f"cannot cap at {gib} GiB a GPU that has {total / 2**30:.1f} GiB")

@@ -14,6 +14,7 @@ from tests.attention.cases import DEVICES, make_model_qkv, to_math_layout
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options",

@@ -80,7 +80,11 @@ def test_the_backward_pass_is_counted():
 
 @pytest.mark.parametrize(
     ("backend", "at_least", "at_most"),
-    [(SDPBackend.FLASH_ATTENTION, 4, 7), (SDPBackend.MATH, 512, 700)],
+    # The flash kernel takes some 0.6 MiB of scratch for each thread.
+    [
+        (SDPBackend.FLASH_ATTENTION, 4, 5 + torch.get_num_threads()),
+        (SDPBackend.MATH, 512, 700),
+    ],
 )
 def test_scratch_space_inside_a_fused_kernel_is_counted(backend, at_least, at_most):
     q = torch.randn(1, 4, 4096, 64)
