@@ -74,6 +74,16 @@ def missing_fa4() -> str | None:
     )
 
 
+def fa4_reasons(call: AttentionCall) -> list[str]:
+    """What its release 4.0.0b36 computes wrongly, found by this lab's own tests on an H200."""
+    if call.needs_grad and call.head_dim % 32:
+        return [
+            f"returns wrong gradients for head_dim {call.head_dim} (found with 4.0.0b36): "
+            "right ones for multiples of 32"
+        ]
+    return []
+
+
 def run_fa4(call: AttentionCall) -> Result:
     """Run flash-attn-4's `flash_attn_func`."""
     from flash_attn.cute import flash_attn_func

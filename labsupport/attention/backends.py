@@ -71,6 +71,7 @@ BACKENDS: tuple[Backend, ...] = (
             can=EVERYTHING - {Can.ALIBI},
         ),
         missing=packages.missing_fa4,
+        further_reasons=packages.fa4_reasons,
         run=packages.run_fa4,
         run_packed=packages.run_fa4_packed,
         kernel=lambda call: "flash_attn.cute.flash_attn_func",

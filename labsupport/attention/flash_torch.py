@@ -40,15 +40,15 @@ from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_math_layout
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
-# Entries of one tile over all heads, and the longest side of one head's tile. Large tiles hide the
-# cost of Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory.
-# On a CPU every size from 256 to 1024 runs within 15% of the best for one head, and 64 is two to
-# five times slower.
-TILE_ENTRIES = {"cpu": 1024 * 1024, "cuda": 32 * 1024 * 1024}
-LARGEST_BLOCK = {"cpu": 512, "cuda": 2048}
+# Entries of one tile over all heads, and the largest block_q and block_k. Large tiles hide the cost
+# of Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory. Measured
+# on a CPU for one head of 8192 tokens: 1024 x 512 is fastest, 256 x 256 takes 1.4 times as long.
+TILE_ENTRIES = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
+LARGEST_BLOCKS = {"cpu": (1024, 512), "cuda": (2048, 2048)}
 SMALLEST_BLOCK = 64
 
 
+@torch.no_grad()
 def flash_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -62,6 +62,8 @@ def flash_attention_forward(
     block_k: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention's forward pass, tile by tile, with the online softmax.
+
+    Records no gradient: `FlashAttentionFunction` is the differentiable one.
 
     Args:
         q: (..., seqlen_q, head_dim), float64, float32, float16 or bfloat16.
@@ -91,19 +93,22 @@ def flash_attention_forward(
 
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=acc)
+    scratch = _Scratch(q, block_q, block_k, acc)  # all the scores that exist at any time
     for rows in _blocks(0, band.seqlen_q, block_q):
         q_i = q[..., rows, :].to(acc) * scale
         o_i = torch.zeros_like(q_i)
         m_i = q_i.new_full(q_i.shape[:-1], -torch.inf)
         l_i = torch.zeros_like(m_i)
         for cols in _blocks(*band.keys_seen(rows.start, rows.stop), block_k):
-            s_ij = _scores(q_i, k[..., cols, :].to(acc), rows, cols, band, alibi_slopes)
+            s_ij = torch.matmul(q_i, k[..., cols, :].to(acc).mT, out=scratch.tile(rows, cols))
+            s_ij = _hide(s_ij, rows, cols, band, alibi_slopes)
             m_i, l_i, o_i = accumulate_block(m_i, l_i, o_i, s_ij, v[..., cols, :].to(acc))
         out[..., rows, :] = o_i.div_(nonzero(l_i)[..., None])
         lse[..., rows] = finite_or_zero(m_i) + l_i.log()
     return out, lse
 
 
+@torch.no_grad()
 def flash_attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -138,15 +143,18 @@ def flash_attention_backward(
     row_lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     dq = torch.zeros_like(q, dtype=acc)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
+    scratch_p, scratch_ds = (_Scratch(q, block_q, block_k, acc) for _ in range(2))
     for cols in _blocks(0, band.seqlen_k, block_k):
         k_j, v_j = k[..., cols, :].to(acc), v[..., cols, :].to(acc)
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
         for rows in _blocks(*band.queries_seeing(cols.start, cols.stop), block_q):
             q_i, dout_i = q[..., rows, :].to(acc) * scale, dout[..., rows, :].to(acc)
-            p_ij = _scores(q_i, k_j, rows, cols, band, alibi_slopes)
-            p_ij.sub_(row_lse[..., rows, None]).exp_()
+            s_ij = torch.matmul(q_i, k_j.mT, out=scratch_p.tile(rows, cols))
+            s_ij = _hide(s_ij, rows, cols, band, alibi_slopes)
+            p_ij = s_ij.sub_(row_lse[..., rows, None]).exp_()
             dv_j += p_ij.mT @ dout_i
-            ds_ij = (dout_i @ v_j.mT).sub_(delta[..., rows, None]).mul_(p_ij)
+            dp_ij = torch.matmul(dout_i, v_j.mT, out=scratch_ds.tile(rows, cols))
+            ds_ij = dp_ij.sub_(delta[..., rows, None]).mul_(p_ij)
             dq[..., rows, :] += ds_ij @ k_j
             dk_j += ds_ij.mT @ q_i  # q_i carries the scale already
         dk[..., cols, :] = dk_j
@@ -207,11 +215,23 @@ class FlashAttentionFunction(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None, None
 
 
-def _scores(
-    q_i: Tensor, k_j: Tensor, rows: slice, cols: slice, band: Band, alibi_slopes: Tensor | None
+class _Scratch:
+    """Memory for one tile of scores over all heads, used again for every tile."""
+
+    def __init__(self, q: Tensor, block_q: int, block_k: int, dtype: torch.dtype) -> None:
+        self.leading = q.shape[:-2]
+        self.memory = q.new_empty(math.prod(self.leading) * block_q * block_k, dtype=dtype)
+
+    def tile(self, rows: slice, cols: slice) -> Tensor:
+        """A contiguous (..., rows, cols), uninitialised."""
+        shape = *self.leading, rows.stop - rows.start, cols.stop - cols.start
+        return self.memory[: math.prod(shape)].view(shape)
+
+
+def _hide(
+    s_ij: Tensor, rows: slice, cols: slice, band: Band, alibi_slopes: Tensor | None
 ) -> Tensor:
-    """One tile of scaled, biased and masked scores (..., rows, cols); q_i carries the scale."""
-    s_ij = q_i @ k_j.mT
+    """Bias and mask one tile of scaled scores, in place."""
     if alibi_slopes is not None:
         s_ij += alibi_bias(alibi_slopes, rows, cols, band.offset, s_ij.dtype)
     visible = band.mask(rows, cols, s_ij.device)
@@ -228,12 +248,16 @@ def _accumulation_dtype(q: Tensor) -> torch.dtype:
 
 
 def _block_sizes(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
-    """Square tiles of about TILE_ENTRIES over all leading dimensions, unless sizes are given."""
+    """Nearly square tiles of about TILE_ENTRIES over all heads, unless sizes are given."""
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size is not None and size < 1:
             raise ValueError(f"{name} must be at least 1, but {size} was given.")
     heads = max(1, q[..., 0, 0].numel())
     device = q.device.type if q.device.type in TILE_ENTRIES else "cuda"
-    side = 2 ** round(math.log2(max(1, TILE_ENTRIES[device] // heads)) / 2)
-    side = min(LARGEST_BLOCK[device], max(SMALLEST_BLOCK, side))
-    return block_q or side, block_k or side
+    exponent = round(math.log2(max(1, TILE_ENTRIES[device] // heads)))
+    sides = 2 ** (exponent - exponent // 2), 2 ** (exponent // 2)
+    chosen_q, chosen_k = (
+        min(largest, max(SMALLEST_BLOCK, side))
+        for side, largest in zip(sides, LARGEST_BLOCKS[device], strict=True)
+    )
+    return block_q or chosen_q, block_k or chosen_k

@@ -117,21 +117,22 @@ def _attention(
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    scores = q @ k.mT * scale
+    # In place where autograd allows it: a yardstick must not be slower or larger than it need be.
+    scores = (q @ k.mT).mul_(scale)
     if alibi_slopes is not None:
         everything = slice(0, band.seqlen_q), slice(0, band.seqlen_k)
-        scores = scores + alibi_bias(alibi_slopes, *everything, band.offset, scores.dtype)
+        scores += alibi_bias(alibi_slopes, *everything, band.offset, scores.dtype)
     visible = band.full_mask(q.device)
     if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+        scores.masked_fill_(~visible, -torch.inf)
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores.masked_fill_(~mask, -torch.inf)
     elif mask is not None:
-        scores = scores + mask
+        scores = scores + mask.to(scores.dtype)
 
-    # A fully masked row is -inf throughout, its softmax NaN: define it as 0, as flash-attn does.
     weights = torch.softmax(scores, dim=-1)
-    if visible is not None or mask is not None:
+    if mask is not None or band.leading_empty_rows:
+        # A fully masked row is all -inf, its softmax NaN: define it as 0, as flash-attn does.
         weights = weights.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
     return weights @ v, weights, scores
 

@@ -47,9 +47,9 @@ def provenance(device: Any = None, **extra: Any) -> dict[str, Any]:
         "device_memory_gib": round(info.memory_bytes / 2**30, 1),
         "versions": {name: v for name in PACKAGES if (v := package_version(name))},
         "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "commit": git_commit(),
-        "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+        "command": command_line(),
     }
     if where.type == "cuda":
         record["compute_capability"] = info.compute_capability
@@ -64,11 +64,21 @@ def provenance(device: Any = None, **extra: Any) -> dict[str, Any]:
     return record
 
 
+def command_line() -> str:
+    """The command that started this program, as one would type it in the project's folder."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    program = ["-m", spec.name] if spec is not None else [os.path.basename(sys.argv[0])]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
 def git_commit() -> str | None:
-    """The commit of the checkout, with '+changes' when files differ from it; None outside git."""
+    """The commit of the checkout, with '+changes' when files differ from it.
+
+    A copy without git says it in the variable LABSUPPORT_COMMIT; None if nobody says it.
+    """
     commit = _git("rev-parse", "HEAD")
     if commit is None:
-        return None
+        return os.environ.get("LABSUPPORT_COMMIT")
     return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 

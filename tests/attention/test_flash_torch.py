@@ -165,13 +165,13 @@ def test_tiles_that_the_causal_mask_empties_are_skipped(monkeypatch):
     import labsupport.attention.flash_torch as module
 
     tiles = []
-    original = module._scores
+    original = module._hide
 
-    def counting(q_i, k_j, rows, cols, *rest):
+    def counting(s_ij, rows, cols, *rest):
         tiles.append((rows.start, cols.start))
-        return original(q_i, k_j, rows, cols, *rest)
+        return original(s_ij, rows, cols, *rest)
 
-    monkeypatch.setattr(module, "_scores", counting)
+    monkeypatch.setattr(module, "_hide", counting)
     q, k, v = make_qkv(seqlen_q=64, seqlen_k=64)
     out = flash(True, 16, 16)(q, k, v)
     assert sorted(tiles) == sorted(
@@ -180,6 +180,13 @@ def test_tiles_that_the_causal_mask_empties_are_skipped(monkeypatch):
     tiles.clear()
     out.sum().backward()
     assert len(tiles) == 10
+
+
+def test_the_bare_forward_records_no_gradient():
+    q, k, v = make_qkv(seqlen_q=4, seqlen_k=4)
+    out, lse = flash_attention_forward(q, k, v)
+    assert not out.requires_grad
+    assert not lse.requires_grad
 
 
 def test_a_second_derivative_is_refused_not_wrong():
