@@ -26,7 +26,7 @@ PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 WORKERS = -n auto --maxprocesses 4
 
-.PHONY: help lab test test-all static notebook-tests benchmark notebooks format constraints setup clean
+.PHONY: help lab test test-all static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-all     the same, and the slow tests"
 	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
+	@echo "make pictures     draw the README's pictures from the recorded runs   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
 	@echo "make clean        remove .venv and caches; work/ is kept"
@@ -71,6 +72,9 @@ benchmark: setup
 
 notebooks: setup
 	$(PY) scripts/notebooks.py run $(ARGS)
+
+pictures: setup
+	$(PY) scripts/pictures.py
 
 format: setup
 	$(PY) -m ruff check --fix .

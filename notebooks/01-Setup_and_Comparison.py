@@ -103,6 +103,7 @@ print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=
 # some entries replaced. `mask.any(dim=-1)` says which queries see anything.
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-1-textbook-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def textbook_attention(q, k, v, mask=None):
     """Attention with the whole score matrix in memory; returns (output, weights)."""
@@ -162,6 +163,7 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # together, in bytes. `longest_that_fits(memory, batch, heads, bytes_per_element)` is the longest
 # sequence, a whole number, for which they fit into `memory` bytes.
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def score_bytes(batch, heads, seqlen, bytes_per_element):
     """Bytes of S and P together."""
@@ -202,19 +204,17 @@ own_attention = checks.yours_or_ours(
 )
 
 
-def formula_mib(seqlen):
-    return 2 * heads * seqlen**2 * 4 / 2**20
+def measured_mib(seqlen):
+    q, k, v = torch.randn(3, 1, heads, seqlen, head_dim, device=device)
+    return measure_peak_memory(lambda: own_attention(q, k, v)).peak_bytes / 2**20
 
 
-rows = []
-for seqlen in lengths:
-    q, k, v = (torch.randn(1, heads, seqlen, head_dim, device=device) for _ in range(3))
-    use = measure_peak_memory(lambda q=q, k=k, v=v: own_attention(q, k, v))
-    rows.append((seqlen, use.peak_bytes / 2**20, formula_mib(seqlen)))
-memory = pd.DataFrame(rows, columns=["seqlen", "measured, MiB", "S and P by formula, MiB"])
-checks.compare_prediction(
-    "Memory at 4,096 tokens", predicted_mib, memory["measured, MiB"].iloc[-1], "MiB"
-)
+# %%
+memory = pd.DataFrame({"tokens": lengths})
+memory["measured, MiB"] = [measured_mib(n) for n in lengths]
+memory["S and P by formula, MiB"] = [2 * heads * n**2 * 4 / 2**20 for n in lengths]
+most = memory["measured, MiB"].iloc[-1]
+checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
 memory.round(1)
 
 # %% [markdown]
@@ -232,10 +232,21 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 # %% [markdown]
 # ## 1.3 · Memory is slow, arithmetic is fast
 #
-# Big matrices would only be a problem of size if they cost no time. They do. A processor computes on
-# *registers and on-chip memory* (SRAM: a GPU's shared memory, a CPU's caches), which are small and fast. The large memory
-# (HBM on a data-centre GPU, DRAM on a laptop) is slow. Textbook attention sends $S$ and $P$ through the
-# slow one four times:
+# Big matrices would only be a problem of size if they cost no time. They do. A processor computes on small, fast
+# memory next to its arithmetic units (SRAM: a GPU's shared memory, a CPU's caches). The large memory (HBM on a
+# data-centre GPU, DRAM in a laptop) is far away and slow. How small, how large?
+
+# %%
+from labsupport.profiling import hardware_table, measured_ceilings
+
+gpus = hardware_table().set_index("name")
+gpus["SRAM of all multiprocessors, MiB"] = gpus.shared_kib_per_sm * gpus.sms / 1024
+gpus[["SRAM of all multiprocessors, MiB", "memory_gib", "bandwidth_gb_s", "bf16_tflops"]].round(1)
+
+# %% [markdown]
+# (These are specifications, from `data/hardware.csv`, where each row names its source.) The SRAM is a thousand times
+# smaller than the memory. The scores of one head at 4,096 tokens, 32 MiB in float16, do not fit into it. So textbook
+# attention sends $S$ and $P$ through the slow memory, four times:
 #
 # | step | reads | writes |
 # | --- | --- | --- |
@@ -243,43 +254,35 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 # | $P = \operatorname{softmax}(S)$ | $S$ | $P$ |
 # | $O = PV$ | $P, V$ | $O$ |
 #
-# Below, the two limits of *your* device are measured: how fast it copies a large tensor, and how fast it
-# multiplies two large matrices. From them follow two lower bounds for the time of one forward pass: one
-# for moving the bytes, one for the arithmetic ($4N^2d$ floating-point operations, FLOPs, a head).
+# Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
+# arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
+# *measures* both speeds on your device, and takes those of an H200 from the table.
 
 # %%
-from labsupport.profiling import measured_ceilings
-
 ceilings = measured_ceilings(device)
 print(ceilings)
 
 # %%
-seqlen, itemsize = 4096, 4
-flops = 4 * heads * seqlen**2 * head_dim
-textbook_bytes = heads * (4 * seqlen**2 + 4 * seqlen * head_dim) * itemsize
-least_bytes = heads * 4 * seqlen * head_dim * itemsize  # read Q, K, V once, write O once
-
-pd.DataFrame(
-    [
-        ("arithmetic", f"{flops / 1e9:.1f} GFLOP", flops / ceilings.matmul_tflops["float32"] / 1e9),
-        (
-            "textbook's bytes",
-            f"{textbook_bytes / 1e6:.1f} MB",
-            textbook_bytes / ceilings.copy_gb_s / 1e6,
-        ),
-        (
-            "fewest possible bytes",
-            f"{least_bytes / 1e6:.1f} MB",
-            least_bytes / ceilings.copy_gb_s / 1e6,
-        ),
-    ],
-    columns=["what", "how much", "at least, ms"],
-).round(2)
+half = torch.cuda.is_available() and "bfloat16" in ceilings.matmul_tflops
+yours = ("bfloat16", 2) if half else ("float32", 4)
+devices = {
+    f"your device, {yours[0]}": (ceilings.matmul_tflops[yours[0]], ceilings.copy_gb_s, yours[1]),
+    "H200, bfloat16": (gpus.bf16_tflops["H200"], gpus.bandwidth_gb_s["H200"], 2),
+}
+bounds = pd.DataFrame(index=devices)
+N, d = 4096, head_dim
+for name, (tflops, gb_s, itemsize) in devices.items():
+    scores, inputs = 4 * N**2 * itemsize, 4 * N * d * itemsize  # read + written, one head
+    bounds.loc[name, "arithmetic, ms"] = 4 * N**2 * d / tflops / 1e9
+    bounds.loc[name, "textbook's bytes, ms"] = (scores + inputs) / gb_s / 1e6
+    bounds.loc[name, "fewest bytes, ms"] = inputs / gb_s / 1e6
+bounds.round(4)
 
 # %% [markdown]
-# The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times the bytes of Q, K, V and O. On a GPU in half
-# precision the contrast is sharper, because tensor cores make the arithmetic ten times faster again, while
-# the memory stays where it is.
+# The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times those of Q, K, V and O together. On the H200, moving
+# them takes more than six times as long as the arithmetic: its multiplying units would wait most of the time. On a
+# CPU arithmetic is slow as well, so the two bounds lie closer together, or even the other way round. There, too, the
+# bytes cost time on top; section 1.8 measures how much.
 #
 # So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
 # there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
@@ -304,12 +307,9 @@ pd.DataFrame(
 
 # %% tags=["nbval-check-output"]
 row = torch.tensor([998.0, 1000.0, 999.0, 1001.0])
-print("exp(s) / sum(exp(s))        ", (row.exp() / row.exp().sum()).tolist())
 shifted = row - row.max()
-print(
-    "with the maximum subtracted ",
-    [f"{p:.4f}" for p in (shifted.exp() / shifted.exp().sum()).tolist()],
-)
+for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
+    print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
 # Can we not just take the softmax of each block, and add up? This is a common piece of pseudo-code. It is
@@ -359,6 +359,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: subtract
 # `shift = m_new.masked_fill(m_new == -torch.inf, 0.0)` instead of `m_new`.
 # </details>
+
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-3-online-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def running_max_and_sum(scores, block_size):
@@ -462,6 +463,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask.
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-4-tiled-forward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_forward(q, k, v, is_causal, block_q, block_k):
     """FlashAttention's forward pass; returns (out, lse)."""
@@ -564,6 +566,7 @@ checks.check_forward_memory(my_flash_forward)
 # keys, replace its `lse` by `+inf`: then `exp(s - lse)` is 0.
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):
     """FlashAttention's backward pass; returns (dq, dk, dv)."""
@@ -648,8 +651,8 @@ inputs = [torch.randn(2, 20, 8, dtype=torch.float64, requires_grad=True) for _ i
 for is_causal in (False, True):
     right = torch.autograd.gradcheck(lambda *qkv: MyFlashAttention.apply(*qkv, is_causal), inputs)  # noqa: B023
     print(f"causal {is_causal}: gradients equal finite differences: {right}")
-kept = MyFlashAttention.apply(*inputs, True).grad_fn.saved_tensors
-print("kept for the backward:", [tuple(t.shape) for t in kept])
+out = MyFlashAttention.apply(*inputs, True)
+print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])
 
 # %% [markdown]
 # Q, K, V, O and one vector. Nothing has two dimensions of length 20.
@@ -726,32 +729,37 @@ table = run_grid(
     max_seconds=0.4,
 )
 table = speedup(table, over="standard")
-columns = [
-    "backend",
-    "seqlen",
-    "status",
-    "median_ms",
-    "speedup",
-    "peak_memory_bytes",
-    "max_error",
-    "relative_error",
-]
-table[columns].round({"median_ms": 2, "speedup": 1})
+readable(table)
 
 # %%
-last = table[(table.seqlen == lengths[-1]) & table.backend.isin(["sdpa_flash", "sdpa_efficient"])]
-checks.compare_prediction(
-    "Speed-up at 4,096 tokens", predicted_speedup, last["speedup"].max(), "times"
+from labsupport.profiling import arithmetic_bound_ms, score_mib
+
+longest = table[table.seqlen == lengths[-1]].set_index("backend")
+fastest = longest.speedup.idxmax()
+gain = longest.speedup[fastest]
+checks.compare_prediction("Speed-up at 4,096 tokens", predicted_speedup, gain, "times")
+rate = ceilings.matmul_tflops[dtype]
+plotting.plot_time(
+    table,
+    title=f"At 4,096 tokens {fastest} is {gain:.1f} times as fast as the textbook",
+    references=[plotting.Reference("arithmetic alone", arithmetic_bound_ms(table, rate))],
 )
-plotting.plot_time(table, title="Time of one forward pass, by implementation")
 
 # %% [markdown]
+# The dotted line is what the arithmetic alone would take at the matrix-multiplication speed that you measured in
+# section 1.3: no implementation can be faster.
+#
 # Look at the left end before you look at the right end. At 512 tokens the gap is small, and on some machines the textbook
 # wins: there is little memory to save, and each kernel has fixed costs. "Flash is always faster" is not
 # true. The gain grows with the length.
 
 # %%
-plotting.plot_memory(table, title="Extra memory: N × N against N")
+saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fastest]
+plotting.plot_memory(
+    table,
+    title=f"At 4,096 tokens the textbook needs {saving:.0f} times the memory of {fastest}",
+    references=[plotting.Reference("S and P by formula", score_mib(table))],
+)
 
 # %% [markdown]
 # This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the others by a factor of 2
@@ -760,22 +768,10 @@ plotting.plot_memory(table, title="Extra memory: N × N against N")
 # And the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes.
 
 # %%
-training = run_grid(
-    grid(
-        chosen,
-        lengths[:3],
-        heads=heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=True,
-        direction="forward+backward",
-    ),
-    device=device,
-    max_seconds=0.4,
-    measure_error=False,
-)
-training = speedup(training, over="standard")
-readable(training)
+shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "causal": True}
+cases = grid(chosen, lengths[:3], **shape, direction="forward+backward")
+training = run_grid(cases, device=device, max_seconds=0.4, measure_error=False)
+readable(speedup(training, over="standard"))
 
 # %% [markdown]
 # ### Out of memory is a result
@@ -801,27 +797,12 @@ for row in wall.itertuples():
 # nothing without a dtype and a measure. The table compares each implementation with a float64 oracle:
 
 # %%
-from labsupport.attention import compare_with_oracle
+from labsupport.profiling import errors_by_dtype
 
-rows = []
-for name in ("float32", "float16", "bfloat16"):
-    q, k, v = (torch.randn(1, 1024, 2, 64).to(device, getattr(torch, name)) for _ in range(3))
-    oracle, _ = attention(*(t.double() for t in (q, k, v)), backend="standard", return_lse=True)
-    textbook = attention(q, k, v, backend="standard")
-    for backend in ("standard", "flash_torch", "sdpa_flash"):
-        if not available_backends(q, k, v)[backend].runs:
-            continue
-        report = compare_with_oracle(attention(q, k, v, backend=backend), textbook, oracle)
-        rows.append(
-            (name, backend, report.max_error, report.relative_error, report.allowed, report.ok)
-        )
-errors = pd.DataFrame(
-    rows, columns=["dtype", "backend", "max error", "relative error", "allowed", "ok"]
-)
-errors.style.format(dict.fromkeys(("max error", "relative error", "allowed"), "{:.1e}"))
+errors_by_dtype(["standard", "flash_torch", "sdpa_flash"], device=device)
 
 # %% [markdown]
-# From float32 to bfloat16 the error grows by three orders of magnitude, for the textbook as well. So the yardstick is
+# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So the yardstick is
 # the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
 # textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
 # is *closer* to the truth than the textbook, because it accumulates in float32 and rounds once.
@@ -837,12 +818,25 @@ from labsupport.profiling import load_run
 
 recorded = load_run("attention-h200")
 recorded = recorded[recorded.causal & (recorded.direction == "forward")]
-plotting.plot_time(recorded, title="On an H200 the textbook falls behind at every length")
+peak = gpus.bf16_tflops["H200"]
+plotting.plot_time(
+    recorded,
+    title="On an H200 every fused kernel beats the textbook, at every length",
+    references=[plotting.Reference("arithmetic at peak", arithmetic_bound_ms(recorded, peak))],
+)
 
 # %%
-plotting.plot_memory(recorded, title="On an H200, too, only the textbook pays for N × N")
+plotting.plot_memory(
+    recorded,
+    title="On an H200, too, only the textbook pays for N × N",
+    references=[plotting.Reference("S and P by formula", score_mib(recorded))],
+)
 
 # %% [markdown]
+# Two things to notice. `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its
+# small steps is a kernel of its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds. And the
+# lines of the fused kernels run parallel to the dotted one: they are bound by arithmetic, not by memory.
+#
 # The command that recorded this run is part of it, and repeats it on any GPU:
 
 # %%

@@ -120,7 +120,10 @@ def write_pair(notebook: NotebookNode, path: Path) -> None:
 
 def _volatile(output: NotebookNode) -> bool:
     """Whether an output is a progress bar: its speed and time are never the same twice."""
-    return output.output_type == "stream" and output.name == "stderr" and "\r" in output.text
+    if output.output_type == "stream":
+        return output.name == "stderr" and "\r" in output.text
+    text = output.get("data", {}).get("text/plain", "")
+    return bool(re.match(r"\s*\d+%\|", text))
 
 
 def _normalised(output: NotebookNode) -> NotebookNode:

@@ -1,3 +1,4 @@
+import base64
 import math
 
 import matplotlib
@@ -156,3 +157,18 @@ def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
     plotting.plot_memory(make_table(), title="A finding").savefig(tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
     assert matplotlib.get_backend() == before
+
+
+def test_a_chart_shows_itself_as_a_png_and_describes_itself_in_words():
+    bundle = plotting.plot_time(make_table(), title="A finding")._repr_mimebundle_()
+    assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+    assert bundle["text/plain"].startswith("A finding.")
+
+
+def test_the_picture_of_tiles_counts_what_the_causal_mask_leaves():
+    figure = plotting.plot_tiles(seqlen_q=4, seqlen_k=4, block_q=1, block_k=1)
+    assert "10 tiles computed" in figure.description
+    assert "6 tiles skipped" in figure.description
+    unmasked = plotting.plot_tiles(seqlen_q=4, seqlen_k=6, block_q=2, block_k=4, causal=False)
+    assert "4 tiles computed" in unmasked.description
+    assert "0 tiles skipped" in unmasked.description

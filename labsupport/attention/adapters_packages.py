@@ -114,11 +114,16 @@ def _fa4_options(call: AttentionCall) -> dict[str, Any]:
 
 @cache
 def missing_xformers() -> str | None:
-    """Why xFormers cannot be used, or None if it can."""
-    return _missing(
-        "xformers.ops",
-        "xFormers is not installed: pip install xformers (CUDA only)",
+    """Say why xFormers cannot be used, or None: its CUDA extensions may fail to load silently."""
+    missing = _missing(
+        "xformers.ops", "xFormers is not installed: pip install xformers (CUDA only)"
     )
+    if missing is None and torch.cuda.is_available():
+        error = import_module("xformers._cpp_lib")._cpp_library_load_exception
+        if error is not None:
+            first_line = str(error).strip().splitlines()[0]
+            return f"xFormers is installed, but its CUDA extensions do not load: {first_line}"
+    return missing
 
 
 def run_xformers(call: AttentionCall) -> Result:

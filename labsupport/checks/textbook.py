@@ -59,7 +59,7 @@ def check_textbook_values(student: Callable[..., Any], seed: int = 0) -> None:
                 ),
             ],
         )
-    passed("output and weights agree with the float64 oracle")
+    passed("output and weights agree with the float64 oracle", seed)
 
 
 def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
@@ -96,7 +96,7 @@ def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
     _judge_against_textbook("weights", weights, (q, k, v), mask, 1, mistakes)
     mistakes = [Mistake(said, lambda p=p: p @ v.double()) for said, p in wrong.items()]
     _judge_against_textbook("output", output, (q, k, v), mask, 0, mistakes)
-    passed("hidden keys get weight 0, and the others share 1")
+    passed("hidden keys get weight 0, and the others share 1", seed)
 
 
 def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> None:
@@ -124,7 +124,7 @@ def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> Non
         if output.dtype != dtype:
             raise CheckFailed(f"the inputs are {dtype}, the output {output.dtype}: keep the dtype.")
         _judge_against_textbook("output", output, (q, k, v), mask, 0, [])
-    passed("a query without keys gives 0, in float32 and in float16")
+    passed("a query without keys gives 0, in float32 and in float16", seed)
 
 
 def check_score_bytes(student: Callable[..., Any]) -> None:

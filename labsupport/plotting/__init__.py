@@ -6,23 +6,25 @@ Paul Tol, told apart by readers with any colour vision).
     charts     time, memory, error and speed-up against sequence length
     pictures   how the algorithm cuts the score matrix
     drawing    the parts that charts are made of
+    figure     a figure that shows and describes itself
 
 Every function returns a matplotlib Figure: let it be the last expression of a cell. Nothing else of
 the lab is imported here.
 """
 
 from labsupport.plotting.charts import (
-    alt_text,
     plot_error,
     plot_memory,
     plot_speedup,
     plot_time,
 )
 from labsupport.plotting.drawing import STYLES, Reference, style
+from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
 
 __all__ = [
     "STYLES",
+    "Chart",
     "Reference",
     "alt_text",
     "plot_error",

@@ -92,35 +92,11 @@ def plot_speedup(
 ) -> Figure:
     """Speed relative to `over` against sequence length; needs a column `speedup`.
 
-    The table is that of `labsupport.profiling.benchmark.speedup`.  Other arguments and errors as
+    The table is that of `labsupport.profiling.tables.speedup`.  Other arguments and errors as
     `plot_time`.
     """
     lines = [Reference(f"as fast as {over}", 1.0), *references]
     return _plot(table, recorded, "speedup", f"times as fast as {over}", title, lines)
-
-
-def alt_text(figure: Figure) -> str:
-    """A description of a chart for readers who cannot see it: title, axes, and each line's ends."""
-    parts = [figure.get_suptitle().replace("\n", " ").rstrip(".") + "."]
-    for axes in figure.axes:
-        if panel := axes.get_title(loc="left"):
-            parts.append(f"Panel: {panel}.")
-        if axes.get_ylabel():
-            parts.append(f"{axes.get_ylabel()} against {axes.get_xlabel()}, both logarithmic.")
-        for line in axes.get_lines():
-            x, y = list(line.get_xdata()), list(line.get_ydata())  # type: ignore[arg-type]
-            label = str(line.get_label())
-            if label.startswith("_") or not x:
-                continue
-            if line.get_gid() == "out of memory":
-                parts.append(f"{label} at {', '.join(f'{value:g}' for value in x)}.")
-            elif line.get_gid() == "reference":
-                parts.append(f"Reference line: {label}.")
-            elif len(x) == 1:
-                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}.")
-            else:
-                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}, {y[-1]:.3g} at {x[-1]:g}.")
-    return " ".join(parts)
 
 
 def _plot(
@@ -134,13 +110,13 @@ def _plot(
     scale: float = 1.0,
     band: bool = False,
 ) -> Figure:
-    from matplotlib.figure import Figure
+    from labsupport.plotting.figure import Chart
 
     runs = [table] if recorded is None else [table, recorded]
     for run in runs:
         _check(run, column)
     directions = list(dict.fromkeys(d for run in runs for d in run["direction"]))
-    figure = Figure(figsize=(2.8 + 5.0 * len(directions), 4.8), dpi=110, layout="constrained")
+    figure = Chart(figsize=(2.8 + 5.0 * len(directions), 4.8), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
     for axes, direction in zip(panels, directions, strict=True):
         lengths: set[float] = set()
@@ -160,7 +136,9 @@ def _plot(
     finish_y_axis(panels)
     add_legend(figure, panels)
     width = int(figure.get_size_inches()[0] * 9)
-    figure.suptitle(textwrap.fill(title, width), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.suptitle(
+        textwrap.fill(title, int(width * 0.7)), x=0.01, ha="left", fontsize=12, fontweight="bold"
+    )
     # supxlabel is the one text at the bottom that the layout keeps clear of the axes.
     small = "\n".join(textwrap.fill(_small_print(run), int(width * 1.6)) for run in runs)
     figure.supxlabel(small, x=0.01, ha="left", fontsize=8, color="#444444")

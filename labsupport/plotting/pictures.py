@@ -20,10 +20,11 @@ def plot_tiles(
         block_q, block_k: rows and columns of a tile; the last ones may be smaller.
         causal: hide the future, aligned bottom-right.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
 
-    figure = Figure(figsize=(7.2, 4.6), dpi=110, layout="constrained")
+    from labsupport.plotting.figure import Chart
+
+    figure = Chart(figsize=(7.2, 4.6), dpi=110, layout="constrained")
     axes = figure.subplots()
     counts = dict.fromkeys(COLOURS, 0)
     for top in range(0, seqlen_q, block_q):
@@ -47,6 +48,10 @@ def plot_tiles(
         f"{done} of {total} tiles are computed, one at a time",
         x=0.01, ha="left", fontsize=12, fontweight="bold",
     )  # fmt: skip
+    figure.description = (
+        f"Score matrix of {seqlen_q} queries and {seqlen_k} keys, cut into tiles of {block_q} x "
+        f"{block_k}: " + ", ".join(f"{count} tiles {kind}" for kind, count in counts.items()) + "."
+    )
     patches = [
         Patch(facecolor=COLOURS[kind], label=f"{kind} ({count})")
         for kind, count in counts.items()

@@ -6,8 +6,10 @@ hardware     this device's ceilings, specified and measured
 timing       how long a call takes, and how surely
 memory       how much extra memory a call needs, and its largest tensor
 provenance   where a number comes from
-cases        what is measured: a shape, a dtype, a direction, and its FLOPs
-benchmark    grids of cases, as a table
+cases        what is measured: a case, a grid of cases, their FLOPs
+benchmark    grids of cases, measured, as a table
+tables       ratios, readable columns, lines to judge by
+accuracy     how far outputs are from the oracle
 runs         tables kept under data/runs/
 
 Names are imported from these files when first used, so that importing the package stays light.
@@ -19,9 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labsupport.profiling.benchmark import readable as readable
+    from labsupport.profiling.accuracy import errors_by_dtype as errors_by_dtype
     from labsupport.profiling.benchmark import run_grid as run_grid
-    from labsupport.profiling.benchmark import speedup as speedup
     from labsupport.profiling.card import environment_card as environment_card
     from labsupport.profiling.cases import Case as Case
     from labsupport.profiling.cases import grid as grid
@@ -35,28 +36,35 @@ if TYPE_CHECKING:
     from labsupport.profiling.memory import measure_peak_memory as measure_peak_memory
     from labsupport.profiling.runs import load_run as load_run
     from labsupport.profiling.runs import save_run as save_run
+    from labsupport.profiling.tables import arithmetic_bound_ms as arithmetic_bound_ms
+    from labsupport.profiling.tables import readable as readable
+    from labsupport.profiling.tables import score_mib as score_mib
+    from labsupport.profiling.tables import speedup as speedup
     from labsupport.profiling.timing import measure_ratio as measure_ratio
     from labsupport.profiling.timing import measure_time as measure_time
 
 _HOME = {
     "Case": "cases",
-    "grid": "cases",
-    "readable": "benchmark",
-    "run_grid": "benchmark",
-    "speedup": "benchmark",
-    "environment_card": "card",
-    "diagnose": "environment",
-    "detect_device": "hardware",
-    "hardware_table": "hardware",
-    "measured_ceilings": "hardware",
     "LargestTensor": "memory",
+    "arithmetic_bound_ms": "tables",
     "cap_gpu_memory": "memory",
+    "detect_device": "hardware",
+    "diagnose": "environment",
+    "environment_card": "card",
+    "errors_by_dtype": "accuracy",
+    "grid": "cases",
+    "hardware_table": "hardware",
     "largest_tensor": "memory",
-    "measure_peak_memory": "memory",
     "load_run": "runs",
-    "save_run": "runs",
+    "measure_peak_memory": "memory",
     "measure_ratio": "timing",
     "measure_time": "timing",
+    "measured_ceilings": "hardware",
+    "readable": "tables",
+    "run_grid": "benchmark",
+    "save_run": "runs",
+    "score_mib": "tables",
+    "speedup": "tables",
 }
 
 __all__ = sorted(_HOME)

@@ -27,19 +27,13 @@ from labsupport.attention.backends import (
     last_call,
 )
 from labsupport.profiling.accuracy import Oracle
-from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case, grid
+from labsupport.profiling.cases import Case
 from labsupport.profiling.memory import format_bytes, measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import measure_time, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
-
-# The cases' own names are part of what a caller needs here.
-__all__ = [
-    "COLUMNS", "DIRECTIONS", "DTYPES", "QUADRATIC_BACKENDS", "Case", "grid", "make_inputs",
-    "predicted_shortage", "readable", "run_case", "run_grid", "speedup",
-]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -165,56 +159,6 @@ def predicted_shortage(case: Case, available: int | None = None) -> str:
     if needed <= available:
         return ""
     return f"predicted: needs {format_bytes(needed)}, {format_bytes(available)} available"
-
-
-def speedup(table: pd.DataFrame, over: str = "standard") -> pd.DataFrame:
-    """The table with a column `speedup`: the median time of `over` divided by the row's own.
-
-    Rows are compared within the same shape, dtype, mask and direction; NaN where one of the two
-    has no time.
-
-    Raises:
-        ValueError: `over` is not a backend of the table, or has two rows for one shape.
-    """
-    if over not in set(table["backend"]):
-        raise ValueError(
-            f"no row of backend {over!r}; the table has {', '.join(sorted(set(table['backend'])))}"
-        )
-    key = [field.name for field in fields(Case) if field.name != "backend"]
-    base = table.loc[table["backend"] == over, [*key, "median_ms"]]
-    if base.duplicated(key).any():
-        raise ValueError(f"two rows of {over!r} for one shape: compare one run at a time")
-    base = base.rename(columns={"median_ms": "base_ms"})
-    merged = table.merge(base, on=key, how="left", validate="many_to_one")
-    merged["speedup"] = merged["base_ms"] / merged["median_ms"]
-    merged.attrs = dict(table.attrs)
-    return merged.drop(columns="base_ms")
-
-
-READABLE = {
-    "backend": "backend",
-    "seqlen": "tokens",
-    "status": "status",
-    "median_ms": "time, ms",
-    "tflops": "TFLOP/s",
-    "speedup": "speed-up",
-    "peak_memory_bytes": "extra memory, MiB",
-    "max_error": "max error",
-    "relative_error": "relative error",
-}
-
-
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The columns that a reader looks at, with units in their names; errors as text."""
-    shown = table[[name for name in READABLE if name in table]].copy()
-    shown["peak_memory_bytes"] = (shown["peak_memory_bytes"] / 2**20).round(1)
-    for name in ("max_error", "relative_error"):
-        if name in shown and shown[name].notna().any():
-            shown[name] = shown[name].map(lambda x: "" if x != x else f"{x:.1e}")
-        else:
-            shown = shown.drop(columns=name, errors="ignore")
-    digits = {"median_ms": 2, "tflops": 3, "speedup": 2}
-    return shown.round(digits).rename(columns=READABLE)
 
 
 def _measure(

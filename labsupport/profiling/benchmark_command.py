@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from labsupport.profiling.benchmark import run_grid, speedup
+from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, grid
 from labsupport.profiling.memory import format_bytes
 from labsupport.profiling.runs import save_run
+from labsupport.profiling.tables import speedup
 from labsupport.profiling.timing import format_ms, resolve_device
 
 if TYPE_CHECKING:

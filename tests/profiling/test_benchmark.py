@@ -1,4 +1,5 @@
 import math
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -6,18 +7,17 @@ import torch
 
 from labsupport.attention.reference import standard_attention
 from labsupport.profiling import benchmark
-from labsupport.profiling.accuracy import Oracle
+from labsupport.profiling.accuracy import Oracle, errors_by_dtype
 from labsupport.profiling.benchmark import (
     COLUMNS,
     make_inputs,
     predicted_shortage,
-    readable,
     run_case,
     run_grid,
-    speedup,
 )
 from labsupport.profiling.benchmark_command import format_table, main
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
+from labsupport.profiling.tables import arithmetic_bound_ms, readable, score_mib, speedup
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "max_seconds": 0.0, "progress": False}
@@ -261,3 +261,20 @@ def test_a_readable_table_has_units_and_no_empty_error_columns():
     assert shown["extra memory, MiB"].iloc[0] == round(
         table["peak_memory_bytes"].iloc[0] / 2**20, 1
     )
+
+
+def test_errors_grow_as_the_dtype_narrows_and_the_textbook_obeys_its_own_rule():
+    table = errors_by_dtype(["standard", "sdpa_flash", "fa2"], seqlen=64, device="cpu")
+    assert set(table["backend"]) == {"standard", "sdpa_flash"}
+    assert table["ok"].all()
+    textbook = table[table["backend"] == "standard"].set_index("dtype")["max error"].astype(float)
+    assert textbook["float32"] < textbook["float16"] < textbook["bfloat16"]
+
+
+def test_reference_lines_follow_the_flops_and_the_formula_of_their_table():
+    table = pd.DataFrame([asdict(Case("standard", 64, heads=2, head_dim=8, dtype="float16"))])
+    flops = 4 * 2 * 8 * 128 * 128
+    assert arithmetic_bound_ms(table, tflops=1e-3)(128) == pytest.approx(flops / 1e9 * 1e3)
+    assert score_mib(table)(1024) == 2 * 2 * 2 * 1024**2 / 2**20
+    with pytest.raises(ValueError, match="mixes heads"):
+        score_mib(pd.concat([table, table.assign(heads=4)]))

@@ -1,0 +1,54 @@
+"""A figure that shows itself in a notebook, with a description for readers who cannot see it."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+from matplotlib.figure import Figure
+
+
+class Chart(Figure):
+    """A matplotlib Figure that needs no pyplot, no global state and no magic command.
+
+    As the last expression of a cell it becomes a PNG; its plain-text form is its description, which
+    screen readers and text-only viewers show instead.
+
+    Attributes:
+        description: what the figure shows, in words; if empty, `alt_text` puts it together.
+    """
+
+    description = ""
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=self.dpi)
+        png = base64.b64encode(image.getvalue()).decode("ascii")
+        return {"image/png": png, "text/plain": alt_text(self)}
+
+
+def alt_text(figure: Chart) -> str:
+    """A description of a chart for readers who cannot see it: title, axes, and each line's ends."""
+    if getattr(figure, "description", ""):
+        return figure.description
+    parts = [figure.get_suptitle().replace("\n", " ").rstrip(".") + "."]
+    for axes in figure.axes:
+        if panel := axes.get_title(loc="left"):
+            parts.append(f"Panel: {panel}.")
+        if axes.get_ylabel():
+            parts.append(f"{axes.get_ylabel()} against {axes.get_xlabel()}, both logarithmic.")
+        for line in axes.get_lines():
+            x, y = list(line.get_xdata()), list(line.get_ydata())  # type: ignore[arg-type]
+            label = str(line.get_label())
+            if label.startswith("_") or not x:
+                continue
+            if line.get_gid() == "out of memory":
+                parts.append(f"{label} at {', '.join(f'{value:g}' for value in x)}.")
+            elif line.get_gid() == "reference":
+                parts.append(f"Reference line: {label}.")
+            elif len(x) == 1:
+                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}.")
+            else:
+                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}, {y[-1]:.3g} at {x[-1]:g}.")
+    return " ".join(parts)
