@@ -103,7 +103,6 @@ print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=
 # some entries replaced. `mask.any(dim=-1)` says which queries see anything.
 # </details>
 
-
 # %% nbgrader={"grade": false, "grade_id": "ex-1-1-textbook-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def textbook_attention(q, k, v, mask=None):
     """Attention with the whole score matrix in memory; returns (output, weights)."""
@@ -162,7 +161,6 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # Write two formulas. `score_bytes(batch, heads, seqlen, bytes_per_element)` is the memory of $S$ and $P$
 # together, in bytes. `longest_that_fits(memory, batch, heads, bytes_per_element)` is the longest
 # sequence, a whole number, for which they fit into `memory` bytes.
-
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def score_bytes(batch, heads, seqlen, bytes_per_element):
@@ -240,12 +238,26 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 from labsupport.profiling import hardware_table, measured_ceilings
 
 gpus = hardware_table().set_index("name")
-gpus["SRAM of all multiprocessors, MiB"] = gpus.shared_kib_per_sm * gpus.sms / 1024
-gpus[["SRAM of all multiprocessors, MiB", "memory_gib", "bandwidth_gb_s", "bf16_tflops"]].round(1)
+pd.DataFrame(
+    {
+        "SRAM in all, MiB": (gpus.shared_kib_per_sm * gpus.sms / 1024).round(1),
+        "memory, GiB": gpus.memory_gib,
+        "memory bandwidth, GB/s": gpus.bandwidth_gb_s,
+        "bfloat16, TFLOP/s": gpus.bf16_tflops,
+    }
+)
 
 # %% [markdown]
-# (These are specifications, from `data/hardware.csv`, where each row names its source.) The SRAM is a thousand times
-# smaller than the memory. The scores of one head at 4,096 tokens, 32 MiB in float16, do not fit into it. So textbook
+# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.)
+# All SRAM together is thousands of times smaller than the memory, and each multiprocessor computes with its own small
+# part of it. Compare that with the scores of a single head:
+
+# %% tags=["nbval-check-output"]
+print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB")
+print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB")
+
+# %% [markdown]
+# They do not fit. So textbook
 # attention sends $S$ and $P$ through the slow memory, four times:
 #
 # | step | reads | writes |
@@ -278,9 +290,13 @@ for name, (tflops, gb_s, itemsize) in devices.items():
     bounds.loc[name, "fewest bytes, ms"] = inputs / gb_s / 1e6
 bounds.round(4)
 
+# %% tags=["nbval-check-output"]
+h200 = bounds.loc["H200, bfloat16"]
+print(f"H200: bytes / arithmetic = {h200.iloc[1] / h200.iloc[0]:.1f}")
+
 # %% [markdown]
 # The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times those of Q, K, V and O together. On the H200, moving
-# them takes more than six times as long as the arithmetic: its multiplying units would wait most of the time. On a
+# them takes 6.5 times as long as the arithmetic: its multiplying units would wait most of the time. On a
 # CPU arithmetic is slow as well, so the two bounds lie closer together, or even the other way round. There, too, the
 # bytes cost time on top; section 1.8 measures how much.
 #
@@ -356,10 +372,9 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # <details><summary>Hint</summary>
 #
 # Start with `m` full of `-inf` and `l` full of 0. `scores.split(block_size, dim=-1)` cuts the blocks. While
-# `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: subtract
-# `shift = m_new.masked_fill(m_new == -torch.inf, 0.0)` instead of `m_new`.
+# `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: where `m_new` is `-inf`, subtract 0
+# instead (`masked_fill` replaces them).
 # </details>
-
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-3-online-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def running_max_and_sum(scores, block_size):
@@ -445,24 +460,23 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 #
 # <details><summary>Hint 1: the frame</summary>
 #
-# ```python
-# out = torch.zeros_like(q)
-# lse = q.new_zeros(q.shape[:-1])
-# for i in range(0, seqlen_q, block_q):
-#     rows = slice(i, min(i + block_q, seqlen_q))
-#     # start m, l, o for these rows
-#     for j in range(0, seqlen_k, block_k):
-#         cols = slice(j, min(j + block_k, seqlen_k))
-#         # one tile: scores, mask, update m, l, o
-#     # divide, store
+# ```text
+# for each block of queries, i = 0, block_q, 2 * block_q, ...:
+#     rows = the slice from i to i + block_q, but not beyond seqlen_q
+#     start m with -inf, l with 0, o with zeros: one entry (one row) for each of these queries
+#     for each block of keys, j = 0, block_k, ...:
+#         cols = likewise
+#         one tile of scores, its mask, then the update of m, l and o
+#     divide o by l, store it in out; store m + log(l) in lse
 # ```
+#
+# `x[..., rows, :]` takes a block out of a tensor, whatever leading dimensions it has.
 # </details>
 # <details><summary>Hint 2: the mask of one tile</summary>
 #
 # Compare positions: with `i` the row numbers (a column vector) and `j` the column numbers,
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask.
 # </details>
-
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-4-tiled-forward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_forward(q, k, v, is_causal, block_q, block_k):
@@ -565,7 +579,6 @@ checks.check_forward_memory(my_flash_forward)
 # finished when its inner loop ends, and `dq` is added up (`+=`) across the outer loop. For a query without
 # keys, replace its `lse` by `+inf`: then `exp(s - lse)` is 0.
 # </details>
-
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):
@@ -735,29 +748,29 @@ readable(table)
 from labsupport.profiling import arithmetic_bound_ms, score_mib
 
 longest = table[table.seqlen == lengths[-1]].set_index("backend")
-fastest = longest.speedup.idxmax()
-gain = longest.speedup[fastest]
+fused = "sdpa_flash" if "sdpa_flash" in chosen else "sdpa_efficient"
+gain = longest.speedup[fused]
 checks.compare_prediction("Speed-up at 4,096 tokens", predicted_speedup, gain, "times")
 rate = ceilings.matmul_tflops[dtype]
 plotting.plot_time(
     table,
-    title=f"At 4,096 tokens {fastest} is {gain:.1f} times as fast as the textbook",
+    title=f"At 4,096 tokens {fused} is {gain:.1f} times as fast as the textbook",
     references=[plotting.Reference("arithmetic alone", arithmetic_bound_ms(table, rate))],
 )
 
 # %% [markdown]
 # The dotted line is what the arithmetic alone would take at the matrix-multiplication speed that you measured in
-# section 1.3: no implementation can be faster.
+# section 1.3. An implementation that reached it would do nothing but multiply matrices.
 #
 # Look at the left end before you look at the right end. At 512 tokens the gap is small, and on some machines the textbook
 # wins: there is little memory to save, and each kernel has fixed costs. "Flash is always faster" is not
 # true. The gain grows with the length.
 
 # %%
-saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fastest]
+saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
 plotting.plot_memory(
     table,
-    title=f"At 4,096 tokens the textbook needs {saving:.0f} times the memory of {fastest}",
+    title=f"At 4,096 tokens the textbook needs {saving:.0f} times the memory of {fused}",
     references=[plotting.Reference("S and P by formula", score_mib(table))],
 )
 
