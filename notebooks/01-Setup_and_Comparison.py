@@ -103,6 +103,7 @@ print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=
 # some entries replaced. `mask.any(dim=-1)` says which queries see anything.
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-1-textbook-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def textbook_attention(q, k, v, mask=None):
     """Attention with the whole score matrix in memory; returns (output, weights)."""
@@ -161,6 +162,7 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # Write two formulas. `score_bytes(batch, heads, seqlen, bytes_per_element)` is the memory of $S$ and $P$
 # together, in bytes. `longest_that_fits(memory, batch, heads, bytes_per_element)` is the longest
 # sequence, a whole number, for which they fit into `memory` bytes.
+
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def score_bytes(batch, heads, seqlen, bytes_per_element):
@@ -376,6 +378,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # instead (`masked_fill` replaces them).
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-3-online-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def running_max_and_sum(scores, block_size):
     """The softmax statistics (m, l) of each row, seen one block at a time."""
@@ -478,6 +481,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask.
 # </details>
 
+
 # %% nbgrader={"grade": false, "grade_id": "ex-1-4-tiled-forward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_forward(q, k, v, is_causal, block_q, block_k):
     """FlashAttention's forward pass; returns (out, lse)."""
@@ -579,6 +583,7 @@ checks.check_forward_memory(my_flash_forward)
 # finished when its inner loop ends, and `dq` is added up (`+=`) across the outer loop. For a query without
 # keys, replace its `lse` by `+inf`: then `exp(s - lse)` is 0.
 # </details>
+
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def my_flash_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):

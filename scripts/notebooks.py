@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,24 +99,34 @@ def write_pair(notebook: NotebookNode, path: Path) -> None:
         language_info={"name": "python"},
     )
     notebook.nbformat, notebook.nbformat_minor = 4, 5
-    used: dict[str, int] = {}
     for cell in notebook.cells:
         cell.metadata = NotebookNode(
             {key: cell.metadata[key] for key in ("nbgrader", "tags") if cell.metadata.get(key)}
         )
+        if cell.cell_type == "code":
+            cell.outputs = [_normalised(output) for output in cell.outputs if not _volatile(output)]
+    twin = path.with_suffix(".py")
+    twin.write_text(_formatted(twin_text(notebook, path), twin), encoding="utf-8")
+    # The formatter may have changed code, too: the notebook follows its twin.
+    used: dict[str, int] = {}
+    for cell, formatted in zip(notebook.cells, read(twin).cells, strict=True):
+        cell.source = formatted.source
         # The twin does not carry ids: derive them from the text instead of drawing them.
         name = hashlib.sha256(f"{cell.cell_type} {cell.source}".encode()).hexdigest()[:8]
         used[name] = used.get(name, 0) + 1
         cell.id = name if used[name] == 1 else f"{name}-{used[name]}"
-        if cell.cell_type == "code":
-            cell.outputs = [_normalised(output) for output in cell.outputs if not _volatile(output)]
     path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-    twin = path.with_suffix(".py")
-    twin.write_text(twin_text(notebook, path), encoding="utf-8")
     # Both get one time stamp, or an editor would think that one of them is newer.
     now = time.time()
     os.utime(path, (now, now))
     os.utime(twin, (now, now))
+
+
+def _formatted(text: str, twin: Path) -> str:
+    """The twin as `ruff format` wants it; as it is where ruff is not installed or cannot parse it."""
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(twin), "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT)
+    return done.stdout if done.returncode == 0 else text
 
 
 def _volatile(output: NotebookNode) -> bool:

@@ -150,3 +150,13 @@ def test_a_notebook_is_stored_as_run_from_top_to_bottom_without_errors(path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell in cells:
         assert not any(output.output_type == "error" for output in cell.outputs)
+
+
+def test_both_of_a_pair_are_formatted(tool, folder):
+    twin, path = folder / "01-Squares.py", folder / "01-Squares.ipynb"
+    twin.write_text(twin.read_text().replace("print(3 * 3)", "print( 3*3 )"))
+    os.utime(twin)
+    tool.sync(folder)
+    tool.write_pair(tool.read(twin), path)
+    assert "print(3 * 3)" in twin.read_text()
+    assert tool.differences(folder) == []
