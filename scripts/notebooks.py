@@ -123,7 +123,7 @@ def write_pair(notebook: NotebookNode, path: Path) -> None:
 
 
 def _formatted(text: str, twin: Path) -> str:
-    """The twin as `ruff format` wants it; as it is where ruff is not installed or cannot parse it."""
+    """The twin as `ruff format` wants it; unchanged where ruff is missing or cannot parse it."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(twin), "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT)
     return done.stdout if done.returncode == 0 else text
