@@ -101,20 +101,42 @@ def run_sdpa(backend: SDPBackend) -> Callable[[AttentionCall], Result]:
 
 def sdpa_kernel_name(backend: SDPBackend) -> Callable[[AttentionCall], str]:
     """The operator that PyTorch's profiler shows for a pinned SDPA call."""
+    names = {
+        SDPBackend.FLASH_ATTENTION: "aten::_scaled_dot_product_flash_attention",
+        SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
+        SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
+        SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
+    }
 
     def name(call: AttentionCall) -> str:
-        if backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu":
-            quadratic = not call.packed and _needs_mask_tensor(call)
-            note = " (with a stored seqlen_q x seqlen_k mask)" if quadratic else ""
-            return "aten::_scaled_dot_product_flash_attention_for_cpu" + note
-        return {
-            SDPBackend.FLASH_ATTENTION: "aten::_scaled_dot_product_flash_attention",
-            SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
-            SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
-            SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
-        }[backend]
+        on_cpu = backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu"
+        note = " (with a stored seqlen_q x seqlen_k mask)" if stores_mask(backend)(call) else ""
+        return names[backend] + ("_for_cpu" if on_cpu else "") + note
 
     return name
+
+
+def stores_mask(backend: SDPBackend) -> Callable[[AttentionCall], bool]:
+    """Whether SDPA's fused kernels need a mask of seqlen_q x seqlen_k for a call."""
+
+    def stores(call: AttentionCall) -> bool:
+        if backend == SDPBackend.FLASH_ATTENTION:  # on a GPU it takes no mask at all
+            return call.q.device.type == "cpu" and _needs_mask_tensor(call)
+        if backend == SDPBackend.EFFICIENT_ATTENTION:  # bottom-right masks are built in
+            built_in = call.band.plain_causal and not call.return_lse
+            return call.alibi_slopes is not None or (_needs_mask_tensor(call) and not built_in)
+        return False
+
+    return stores
+
+
+def in_auto(backend: SDPBackend) -> Callable[[AttentionCall], bool]:
+    """Not chosen unasked where a mask of more than a million entries would be stored."""
+
+    def allowed(call: AttentionCall) -> bool:
+        return not stores_mask(backend)(call) or call.q.shape[1] * call.k.shape[1] <= 2**20
+
+    return allowed
 
 
 def sdpa_reasons(backend: SDPBackend) -> Callable[[AttentionCall], list[str]]:
@@ -126,8 +148,6 @@ def sdpa_reasons(backend: SDPBackend) -> Callable[[AttentionCall], list[str]]:
     }[backend]
 
     def reasons(call: AttentionCall) -> list[str]:
-        if call.packed:  # each document is asked when its turn comes
-            return []
         if call.q.device.type == "cpu":
             unit = all(tensor.stride(-1) == 1 for tensor in (call.q, call.k, call.v))
             return [] if unit else ["needs the last dimension to be contiguous (stride 1)"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
@@ -28,11 +28,13 @@ from torch.nn.attention import SDPBackend
 from labsupport.attention import adapters_packages as packages
 from labsupport.attention import adapters_torch as builtin
 from labsupport.attention.call import AttentionCall
+from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
     check_model_layout,
     check_packed_layout,
+    check_window,
 )
 from labsupport.attention.registry import (
     EVERYTHING,
@@ -115,6 +117,8 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         run=builtin.run_sdpa(SDPBackend.FLASH_ATTENTION),
         kernel=builtin.sdpa_kernel_name(SDPBackend.FLASH_ATTENTION),
+        in_auto=builtin.in_auto(SDPBackend.FLASH_ATTENTION),
+        stores_mask=builtin.stores_mask(SDPBackend.FLASH_ATTENTION),
         further_reasons=builtin.sdpa_reasons(SDPBackend.FLASH_ATTENTION),
     ),
     Backend(
@@ -129,6 +133,8 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         run=builtin.run_sdpa(SDPBackend.EFFICIENT_ATTENTION),
         kernel=builtin.sdpa_kernel_name(SDPBackend.EFFICIENT_ATTENTION),
+        in_auto=builtin.in_auto(SDPBackend.EFFICIENT_ATTENTION),
+        stores_mask=builtin.stores_mask(SDPBackend.EFFICIENT_ATTENTION),
         further_reasons=builtin.sdpa_reasons(SDPBackend.EFFICIENT_ATTENTION),
     ),
     Backend(
@@ -221,7 +227,10 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads); adds -slope * |i + seqlen_k - seqlen_q - j|.
         backend: a name from `available_backends()`, or "auto".
         return_lse: also return the log-sum-exp (not differentiable itself).
-        check_layout: refuse inputs whose heads and seqlen look swapped (see AttentionInputError).
+        check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
+            more heads than keys. (Shorter swapped inputs cannot be told from right ones.)
+
+    Autocast does not reach inside: what is given is what is computed with, and errors name it.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim) in q's dtype; with `return_lse` also lse
@@ -236,32 +245,37 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     torch.Size([1, 16, 4, 8])
     """
-    check_model_layout(q, k, v, check_layout=check_layout)
-    check_alibi_slopes(alibi_slopes, q.shape[0], q.shape[2])
     call = AttentionCall(q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse)
-    return _dispatch(call, backend, BACKENDS)
+    return _dispatch(_checked(call, check_layout), backend, BACKENDS)
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    check_layout: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention`, restricted to IO-aware backends: raises rather than fall back to the textbook.
 
     Args, returns and errors as in `attention`; a backend that stores the score matrix (`standard`,
     `sdpa_math`) is refused by name.
     """
-    chosen = None if backend == "auto" else _by_name(backend)
-    if chosen is not None and not chosen.io_aware:
+    if backend != "auto" and not _by_name(backend).io_aware:
         raise BackendUnavailableError(
             f"backend {backend!r} stores the seqlen_q x seqlen_k scores: it is not FlashAttention. "
             f"Use labsupport.attention.attention(..., backend={backend!r}) if you want it.",
             {backend: ("is not IO-aware",)},
         )
-    check_layout = options.pop("check_layout", True)
-    check_model_layout(q, k, v, check_layout=check_layout)
-    check_alibi_slopes(options.get("alibi_slopes"), q.shape[0], q.shape[2])
+    call = AttentionCall(q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse)
     io_aware = tuple(entry for entry in BACKENDS if entry.io_aware)
-    return _dispatch(AttentionCall(q, k, v, **options), backend, io_aware)
+    return _dispatch(_checked(call, check_layout), backend, io_aware)
 
 
 def attention_varlen(
@@ -292,8 +306,6 @@ def attention_varlen(
 
     Raises: as `attention`.
     """
-    check_packed_layout(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_alibi_slopes(alibi_slopes, len(cu_seqlens_q) - 1, q.shape[1])
     call = AttentionCall(
         q,
         k,
@@ -306,7 +318,7 @@ def attention_varlen(
         cu_seqlens_q,
         cu_seqlens_k,
     )
-    return _dispatch(call, backend, BACKENDS)
+    return _dispatch(_checked(call), backend, BACKENDS)
 
 
 # --- what can run, and what ran -------------------------------------------------------------------
@@ -369,11 +381,20 @@ def available_backends(
         device: where, if no tensors are given; a GPU if there is one.
         options: causal, window_size, alibi_slopes, return_lse, softmax_scale, as in `attention`.
     """
+    given = [tensor for tensor in (q, k, v) if tensor is not None]
+    if given and len(given) < 3:
+        raise AttentionInputError(
+            "available_backends takes q, k and v together, or none of them; "
+            f"{len(given)} of the three were given."
+        )
+    check_layout = options.pop("check_layout", True)
     if q is None or k is None or v is None:
         q = k = v = _example(device)
-    call = AttentionCall(q, k, v, **options)
+    unknown = set(options) - {entry.name for entry in fields(AttentionCall)}
+    if unknown:
+        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
+    call = _checked(AttentionCall(q, k, v, **options), check_layout)
     if not call.packed:
-        check_model_layout(q, k, v)
         _, call = call.without_empty_queries()
     return BackendTable(
         BackendStatus(
@@ -411,34 +432,50 @@ def last_call() -> CallReport | None:
 _reports = threading.local()
 
 
+def _checked(call: AttentionCall, check_layout: bool = True) -> AttentionCall:
+    """Return the call, or raise AttentionInputError for whatever does not fit together."""
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
+        check_packed_layout(call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k)
+        sequences = len(call.cu_seqlens_q) - 1
+    else:
+        check_model_layout(call.q, call.k, call.v, check_layout=check_layout)
+        sequences = call.q.shape[0]
+    check_window(call.window_size)
+    check_alibi_slopes(call.alibi_slopes, sequences, call.heads)
+    return call
+
+
 # --- dispatch -------------------------------------------------------------------------------------
 
 
 def _dispatch(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    empty = 0
-    if not call.packed:
-        empty, call = call.without_empty_queries()
-    chosen, refused = _choose(call, requested, candidates)
-    if not call.packed:
+    _reports.last = None  # a call that raises leaves no report of an older one
+    empty, call = (0, call) if call.packed else call.without_empty_queries()
+    # Autocast would cast inputs on the way into some backends and not into others.
+    with autocast_off(call.q):
+        chosen, refused = _choose(call, requested, candidates)
         out, lse = _run(chosen, call)
-        kernel = chosen.kernel(call)
-        if empty:
-            out = F.pad(out, (0, 0, 0, 0, empty, 0))
-            lse = None if lse is None else F.pad(lse, (empty, 0), value=-torch.inf)
-    elif chosen.run_packed is not None:
-        out, lse = chosen.run_packed(call)
-        lse = None if lse is None else _as_promised(lse, call)
-        kernel = chosen.kernel(call)
-    else:
-        out, lse = _run_each_document(chosen, call)
-        kernel = chosen.kernel(call) + ", once per sequence"
-    _reports.last = CallReport(chosen.name, kernel, chosen.io_aware, requested, refused)
+    if empty:
+        out = F.pad(out, (0, 0, 0, 0, empty, 0))
+        lse = None if lse is None else F.pad(lse, (empty, 0), value=-torch.inf)
+    _reports.last = _report(chosen, call, requested, refused)
     if not call.return_lse:
         return out
     assert lse is not None, f"{chosen.name} promised a log-sum-exp and returned none"
     return out, lse
+
+
+def _report(
+    chosen: Backend, call: AttentionCall, requested: str, refused: dict[str, tuple[str, ...]]
+) -> CallReport:
+    parts = chosen.parts(call)
+    kernels = " and ".join(dict.fromkeys(chosen.kernel(part) for part in parts))
+    if call.packed and chosen.run_packed is None:
+        kernels += ", once per sequence"
+    io_aware = chosen.io_aware and not any(chosen.stores_mask(part) for part in parts)
+    return CallReport(chosen.name, kernels, io_aware, requested, refused)
 
 
 def _choose(
@@ -447,9 +484,9 @@ def _choose(
     refused: dict[str, tuple[str, ...]] = {}
     for entry in candidates if requested == "auto" else (_by_name(requested),):
         reasons = tuple(entry.reasons(call))
-        if not reasons and (requested != "auto" or entry.in_auto(call)):
+        if not reasons and (requested != "auto" or all(map(entry.in_auto, entry.parts(call)))):
             return entry, refused
-        refused[entry.name] = reasons or ("not chosen automatically on this device",)
+        refused[entry.name] = reasons or ("runs, but only when asked for by name",)
     listing = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
     if requested == "auto":
         raise BackendUnavailableError(f"no backend can run this call:\n{listing}", refused)
@@ -462,7 +499,12 @@ def _choose(
 
 
 def _run(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    out, lse = entry.run(call)
+    if not call.packed:
+        out, lse = entry.run(call)
+    elif entry.run_packed is not None:
+        out, lse = entry.run_packed(call)
+    else:
+        return _run_each_document(entry, call)
     return out, None if lse is None else _as_promised(lse, call)
 
 
@@ -480,12 +522,6 @@ def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Ten
         out = torch.zeros_like(call.q[rows][:empty])
         lse = call.q.new_full((call.heads, empty), -torch.inf, dtype=torch.float32)
         if document is not None:
-            if reasons := entry.reasons(document):
-                raise BackendUnavailableError(
-                    f"backend {entry.name!r} cannot run the sequence at tokens {rows.start} to "
-                    f"{rows.stop}: {'; '.join(reasons)}",
-                    {entry.name: tuple(reasons)},
-                )
             batched_out, batched_lse = _run(entry, document)
             out = torch.cat([out, batched_out[0]])
             lse = lse if batched_lse is None else torch.cat([lse, batched_lse[0]], dim=-1)

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from labsupport.attention.inputs import check_window
+
 
 @dataclass(frozen=True)
 class Band:
@@ -47,14 +49,10 @@ class Band:
         """Build the band of flash-attn's options `causal` and `window_size`.
 
         Raises:
-            ValueError: `window_size` is not a pair of integers that are -1 (no limit) or more.
+            AttentionInputError: `window_size` is not a pair of integers of at least -1.
         """
-        if len(window_size) != 2 or any(int(side) != side or side < -1 for side in window_size):
-            raise ValueError(
-                "window_size is (left, right) with -1 for 'no limit', "
-                f"but {window_size!r} was given."
-            )
-        left, right = (None if side < 0 else int(side) for side in window_size)
+        check_window(window_size)
+        left, right = (None if side < 0 else side for side in window_size)
         return cls(seqlen_q, seqlen_k, left, 0 if causal else right)
 
     @property

@@ -29,7 +29,10 @@ memory, not with their speed.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +51,25 @@ LARGEST_BLOCKS = {"cpu": (1024, 512), "cuda": (2048, 2048)}
 SMALLEST_BLOCK = 64
 
 
+def autocast_off(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Switch autocast off: it would round what is meant to be computed as given."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(first: Tensor, *args: Any, **options: Any) -> Any:
+        with autocast_off(first):
+            return function(first, *args, **options)
+
+    return wrapped
+
+
 @torch.no_grad()
+@_without_autocast
 def flash_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -109,6 +130,7 @@ def flash_attention_forward(
 
 
 @torch.no_grad()
+@_without_autocast
 def flash_attention_backward(
     dout: Tensor,
     q: Tensor,

@@ -5,6 +5,7 @@ Every message names what was given, what was expected, and the shortest way out.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 # No published model has more heads, and sequences shorter than so many heads are rare.
@@ -73,6 +74,11 @@ def check_packed_layout(
         ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
     ):
+        if not isinstance(offsets, Tensor):
+            raise AttentionInputError(
+                f"{name} must be a 1-D integer tensor, but a {type(offsets).__name__} was given: "
+                "torch.tensor(...) converts it."
+            )
         whole = not (offsets.is_floating_point() or offsets.is_complex())
         steps = offsets.tolist() if offsets.ndim == 1 and whole else []
         if len(steps) < 2 or steps[0] != 0 or steps[-1] != total or steps != sorted(steps):
@@ -88,16 +94,59 @@ def check_packed_layout(
         )
 
 
-def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> None:
-    """Check that slopes are (heads,) or (batch, heads).
+def check_mask(mask: Tensor | None) -> None:
+    """Check that a mask says clearly what it means: True and False, or numbers to be added.
 
     Raises:
-        AttentionInputError: any other shape.
+        AttentionInputError: an integer mask, such as a tokenizer's attention_mask of 0 and 1.
     """
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in {(heads,), (batch, heads)}:
+    if mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        return
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise AttentionInputError(
+            "mask must be boolean (True where a query may look) or floating (added to the scores), "
+            f"but {given} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
+        )
+
+
+def check_window(window_size: object) -> None:
+    """Check that a window is (left, right), two integers of at least -1.
+
+    Raises:
+        AttentionInputError: anything else.
+    """
+    pair = window_size if isinstance(window_size, tuple | list) else ()
+    sides = [side for side in pair if isinstance(side, int) and side >= -1]
+    if len(pair) != 2 or len(sides) != 2:
+        raise AttentionInputError(
+            f"window_size is (left, right), two integers with -1 for 'no limit', but "
+            f"{window_size!r} was given."
+        )
+
+
+def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> None:
+    """Check that slopes are a tensor of (heads,) or (batch, heads) that wants no gradient.
+
+    Raises:
+        AttentionInputError: anything else. (Not every kernel differentiates them; none silently.)
+    """
+    if alibi_slopes is None:
+        return
+    if not isinstance(alibi_slopes, Tensor):
+        raise AttentionInputError(
+            f"alibi_slopes must be a tensor, but a {type(alibi_slopes).__name__} was given: "
+            "torch.tensor(...) converts it."
+        )
+    if tuple(alibi_slopes.shape) not in {(heads,), (batch, heads)}:
         raise AttentionInputError(
             f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}) for {heads} heads and "
             f"batch size {batch}, but {tuple(alibi_slopes.shape)} was given."
+        )
+    if alibi_slopes.requires_grad:
+        raise AttentionInputError(
+            "alibi_slopes.requires_grad is True, but slopes are constants here: pass "
+            "alibi_slopes.detach()."
         )
 
 

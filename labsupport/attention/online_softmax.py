@@ -89,7 +89,8 @@ def merge_attention(
 
     Args:
         out_a, out_b: (..., rows, head_dim), two normalised outputs of the same queries.
-        lse_a, lse_b: (..., rows), natural log; -inf for a part in which a query saw no key.
+        lse_a, lse_b: (..., rows), natural log; -inf for a part in which a query saw no key (not
+            flash-attn 2's +inf: `labsupport.attention.attention` has replaced that already).
 
     Returns:
         (out, lse) in the dtypes of `out_a` and `lse_a`. Two parts that are both -inf give output 0
@@ -105,14 +106,14 @@ def merge_attention(
             f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)} were given. From flash-attn's layout, "
             "transpose(1, 2) the outputs."
         )
-    m = finite_or_zero(torch.maximum(lse_a, lse_b)).detach()
-    weight_a, weight_b = (lse_a - m).exp(), (lse_b - m).exp()
+    # In float32 at least: the weights of two half-precision parts must not be rounded before use.
+    wide = torch.promote_types(torch.promote_types(out_a.dtype, lse_a.dtype), torch.float32)
+    wide_a, wide_b = lse_a.to(wide), lse_b.to(wide)
+    m = finite_or_zero(torch.maximum(wide_a, wide_b)).detach()
+    weight_a, weight_b = (wide_a - m).exp(), (wide_b - m).exp()
     total = weight_a + weight_b
-    # In float32 at least: the weights of half-precision parts must not be rounded before use.
-    share_a, share_b = weight_a / nonzero(total), weight_b / nonzero(total)
-    out = share_a[..., None] * out_a.to(share_a.dtype) + share_b[..., None] * out_b.to(
-        share_b.dtype
-    )
+    share_a, share_b = ((w / nonzero(total))[..., None] for w in (weight_a, weight_b))
+    out = share_a * out_a.to(wide) + share_b * out_b.to(wide)
     lse = (m + nonzero(total).log()).masked_fill(total == 0.0, -torch.inf)
     return out.to(out_a.dtype), lse.to(lse_a.dtype)
 

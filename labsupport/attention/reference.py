@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.band import Band, alibi_bias
-from labsupport.attention.inputs import check_math_layout
+from labsupport.attention.inputs import check_mask, check_math_layout
 
 
 def standard_attention(
@@ -51,6 +51,7 @@ def standard_attention(
     tensor([1., 0., 0.])
     """
     check_math_layout(q, k, v)
+    check_mask(mask)
     band = Band.of(q.shape[-2], k.shape[-2], causal=causal)
     return _attention(q, k, v, mask, band, softmax_scale, None)[:2]
 
@@ -97,6 +98,7 @@ def oracle_attention(
         scaled, masked scores, lse (..., seqlen_q) in float64: -inf for a row without any key.
     """
     check_math_layout(q, k, v)
+    check_mask(mask)
     band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
@@ -129,6 +131,8 @@ def _attention(
         scores.masked_fill_(~mask, -torch.inf)
     elif mask is not None:
         scores = scores + mask.to(scores.dtype)
+        # Changes no value, but cuts the gradient at hidden entries, where it would be NaN.
+        scores = scores.masked_fill(scores == -torch.inf, -torch.inf)
 
     weights = torch.softmax(scores, dim=-1)
     if mask is not None or band.leading_empty_rows:

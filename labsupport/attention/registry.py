@@ -124,6 +124,7 @@ class Backend:
         missing: () -> why it is not installed here, or None.
         further_reasons: call -> reasons that `limits` cannot express.
         in_auto: whether `backend="auto"` may choose it for this call.
+        stores_mask: whether this call makes it store a mask of seqlen_q x seqlen_k.
     """
 
     name: str
@@ -136,13 +137,27 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
     further_reasons: Callable[[AttentionCall], list[str]] = lambda call: []
     in_auto: Callable[[AttentionCall], bool] = lambda call: True
+    stores_mask: Callable[[AttentionCall], bool] = lambda call: False
 
     def reasons(self, call: AttentionCall) -> list[str]:
         """Every reason why this backend cannot run `call` here; empty when it can."""
         missing = self.missing()
         reasons = [] if missing is None else [missing]
         reasons += self.limits.reasons(call)
-        return reasons or self.further_reasons(call)
+        if reasons:
+            return reasons
+        found = dict.fromkeys(why for part in self.parts(call) for why in self._own_reasons(part))
+        return list(found)
+
+    def parts(self, call: AttentionCall) -> list[AttentionCall]:
+        """The calls that this backend really gets: one per document where it packs none itself."""
+        if not call.packed or self.run_packed is not None:
+            return [call]
+        documents = (document for _, document in call.documents() if document is not None)
+        return [document.without_empty_queries()[1] for document in documents]
+
+    def _own_reasons(self, part: AttentionCall) -> list[str]:
+        return self.limits.reasons(part) or self.further_reasons(part)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -271,3 +271,58 @@ def test_a_last_dimension_with_gaps_is_refused_by_the_cpu_kernel_and_taken_by_ot
 def test_gpu_backends_say_on_a_cpu_that_they_need_a_gpu():
     for name in ("fa2", "fa4", "sdpa_cudnn", "sdpa_efficient", "xformers"):
         assert "runs on cuda, not on cpu" in available_backends()[name].reasons
+
+
+# --- what must not happen silently ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "flash_torch", "standard", "sdpa_math"])
+def test_autocast_changes_neither_dtype_nor_precision(name):
+    q, k, v = make_model_qkv(1, 32, 32, 2, 2, 16)
+    expected = oracle_attention(*to_math_layout(q, k, v))[0].transpose(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, backend=name)
+        out.sum().backward()
+    assert out.dtype == q.grad.dtype == torch.float32
+    assert (out - expected).abs().max() < 1e-5
+
+
+def test_packed_auto_chooses_a_backend_that_takes_every_document():
+    q, k, v = (t[0].detach().mT.contiguous().mT for t in make_model_qkv(1, 10, 10, 2, 2, 8))
+    attention_varlen(q, k, v, offsets([4, 6]), offsets([4, 6]))
+    assert last_call().backend == "flash_torch"
+    status = available_backends(
+        q, k, v, cu_seqlens_q=offsets([4, 6]), cu_seqlens_k=offsets([4, 6])
+    )["sdpa_flash"]
+    assert "contiguous" in status.reasons[0]
+
+
+def test_auto_does_not_store_a_large_mask_unasked():
+    inputs = [t.detach() for t in make_model_qkv(1, 1100, 1100, 1, 1, 8)]
+    attention(*inputs, causal=True, window_size=(16, -1))
+    assert last_call().backend == "flash_torch"
+    assert last_call().io_aware
+    attention(*inputs, causal=True, window_size=(16, -1), backend="sdpa_flash")
+    assert not last_call().io_aware
+    assert "stored" in last_call().kernel
+
+
+def test_a_stored_mask_is_named_for_packed_sequences_too():
+    q, k, v = (t[0].detach() for t in make_model_qkv(1, 10, 10, 2, 2, 8))
+    packed = offsets([4, 6]), offsets([4, 6])
+    attention_varlen(q, k, v, *packed, window_size=(1, 1), backend="sdpa_flash")
+    assert "stored" in last_call().kernel
+    assert "once per sequence" in last_call().kernel
+
+
+def test_a_refused_call_leaves_no_report_of_an_older_one():
+    inputs = make_model_qkv(1, 8, 8, 2, 2, 16)
+    attention(*inputs)
+    with pytest.raises(BackendUnavailableError):
+        attention(*inputs, backend="xformers")
+    assert last_call() is None
+
+
+def test_queries_without_keys_do_not_make_a_call_look_quadratic():
+    attention(*make_model_qkv(1, 9, 4, 2, 2, 16), causal=True, backend="sdpa_flash")
+    assert last_call().io_aware

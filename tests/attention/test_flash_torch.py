@@ -216,3 +216,13 @@ def test_grouped_heads_are_sent_to_the_front_door():
     _, k, v = make_qkv(2, 2, seqlen_q=8, seqlen_k=8)
     with pytest.raises(AttentionInputError, match=r"labsupport\.attention\.attention"):
         FlashAttentionFunction.apply(q, k, v, False)
+
+
+def test_autocast_does_not_round_the_accumulation():
+    inputs = make_qkv(seqlen_q=40, seqlen_k=40)
+    expected = oracle_attention(*inputs)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash(False, 8, 8)(*inputs)
+        out.sum().backward()
+    assert out.dtype == torch.float32
+    assert (out - expected).abs().max() < 1e-5

@@ -5,6 +5,7 @@ from labsupport.attention import (
     AttentionInputError,
     attention,
     attention_varlen,
+    available_backends,
     flash_attention,
     standard_attention,
 )
@@ -108,3 +109,30 @@ def test_different_numbers_of_packed_sequences_are_refused():
         attention_varlen, *qkv(8, 2, 4), torch.tensor([0, 8]), torch.tensor([0, 3, 8])
     )
     assert "same ones" in message
+
+
+@pytest.mark.parametrize("window", [(None, None), 3, (-2, 0), (1,), (1.5, 0)])
+def test_bad_windows_are_refused(window):
+    assert "window_size" in refused(attention, *qkv(1, 4, 2, 8), window_size=window)
+
+
+def test_lists_for_offsets_and_slopes_are_refused_with_the_remedy():
+    good = torch.tensor([0, 8])
+    assert "torch.tensor" in refused(attention_varlen, *qkv(8, 2, 4), [0, 8], good)
+    assert "torch.tensor" in refused(attention, *qkv(1, 4, 2, 8), alibi_slopes=[0.1, 0.2])
+
+
+def test_slopes_that_want_a_gradient_are_refused():
+    slopes = torch.ones(2, requires_grad=True)
+    assert "detach" in refused(attention, *qkv(1, 4, 2, 8), alibi_slopes=slopes)
+
+
+def test_a_mask_of_zeros_and_ones_is_refused_with_the_remedy():
+    mask = torch.tensor([[1, 0], [1, 1]])
+    assert "mask.bool()" in refused(standard_attention, *qkv(2, 8), mask)
+
+
+def test_the_table_of_backends_wants_all_three_tensors_or_none():
+    assert "together" in refused(available_backends, qkv(1, 4, 2, 8)[0])
+    assert "no option" in refused(available_backends, *qkv(1, 4, 2, 8), is_causal=True)
+    assert available_backends(*qkv(1, 8, 256, 4), check_layout=False)["standard"].runs

@@ -99,3 +99,12 @@ def test_layouts_that_do_not_fit_are_refused():
     out, lse = torch.zeros(1, 6, 2, 4), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"transpose\(1, 2\)"):
         merge_attention(out, lse, out, lse)
+
+
+def test_low_precision_statistics_are_used_in_float32():
+    left, right, _ = parts_and_whole()
+    halves = left[0].float(), left[1].bfloat16(), right[0].float(), right[1].bfloat16()
+    merged, lse = merge_attention(*halves)
+    exact, _ = merge_attention(*(t.double() for t in halves))
+    assert (merged.dtype, lse.dtype) == (torch.float32, torch.bfloat16)
+    assert (merged - exact).abs().max() < 1e-6

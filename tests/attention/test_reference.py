@@ -90,3 +90,12 @@ def test_error_measures_follow_their_definitions():
     result, oracle = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
     assert max_error(result, oracle) == 4.0
     assert relative_error(result, oracle) == pytest.approx(4 / 3)
+
+
+def test_a_row_hidden_by_an_additive_mask_has_a_zero_gradient_too():
+    q, k, v = make_qkv(seqlen_q=2, seqlen_k=3)
+    mask = torch.zeros(2, 3)
+    mask[0] = -torch.inf
+    standard_attention(q, k, v, mask)[0].sum().backward()
+    assert (q.grad[0] == 0).all()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
