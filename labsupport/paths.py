@@ -1,6 +1,6 @@
 """Where things are: the project's folders, and a cache outside of it.
 
-The notebooks, `data/` and `theory/` stand beside the package in the project folder, so labsupport
+The notebooks and `data/` stand beside the package in the project folder, so labsupport
 has to be installed from there in editable mode, which is what `make lab` does.
 """
 

@@ -17,7 +17,7 @@
 # - call the fast implementations through one function, know which kernel ran, and compare them
 #   honestly: time, memory, error.
 #
-# **Time** 60–90 minutes. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
+# **Time** about 90 minutes; the exercises take an hour of it. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
 # GPU: PyTorch has a real FlashAttention kernel for CPUs, and this notebook runs it. If you have a GPU,
 # the same cells use it, at larger sizes.
 #
@@ -159,9 +159,18 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # ### Exercise 1-2 · The memory of N × N
 # ●○○ · 5 minutes · 3 points
 #
-# Write two formulas. `score_bytes(batch, heads, seqlen, bytes_per_element)` is the memory of $S$ and $P$
-# together, in bytes. `longest_that_fits(memory, batch, heads, bytes_per_element)` is the longest
-# sequence, a whole number, for which they fit into `memory` bytes.
+# Write two formulas.
+#
+# | | returns |
+# | --- | --- |
+# | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, a whole number |
+# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the longest sequence for which they fit into `memory` bytes (an integer): a whole number, rounded down |
+#
+# <details><summary>Hint</summary>
+#
+# Solve the first formula for `seqlen`. `math.isqrt(n)` is the square root of an integer, rounded down; `n ** 0.5` is a float,
+# and goes wrong for large numbers.
+# </details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -181,9 +190,15 @@ def longest_that_fits(memory, batch, heads, bytes_per_element):
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-2-score-memory-bytes", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_score_bytes(score_bytes)
+### BEGIN HIDDEN TESTS
+checks.check_score_bytes(score_bytes, seed=21)
+### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-2-score-memory-length", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_largest_length(longest_that_fits)
+### BEGIN HIDDEN TESTS
+checks.check_largest_length(longest_that_fits, seed=22)
+### END HIDDEN TESTS
 
 # %% [markdown]
 # A formula is a claim. Measure it. `measure_peak_memory` counts every byte that a call allocates beyond
@@ -191,7 +206,7 @@ checks.check_largest_length(longest_that_fits)
 # in MiB?
 
 # %%
-predicted_mib = 100  # change this to your own guess before you run the next cell
+predicted_mib = None  # your guess, a number, before you run the next cells
 
 # %%
 import pandas as pd
@@ -218,8 +233,9 @@ checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
 memory.round(1)
 
 # %% [markdown]
-# Each doubling of the length takes four times the memory, and the formula explains nearly all of it; the
-# small rest is the output. Follow it a little further: a model with 32 heads in float16, one sequence.
+# Each doubling of the length takes four times the memory, as the formula says; the small rest is the output. (Does
+# *your* function need about 1.5 times the formula? Then a third matrix of that size is alive at the same time: which
+# one?) Follow the formula a little further: a model with 32 heads in float16, one sequence.
 
 # %% tags=["nbval-check-output"]
 for seqlen in (4096, 16_384, 65_536, 131_072):
@@ -260,7 +276,7 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 
 # %% [markdown]
 # They do not fit. So textbook
-# attention sends $S$ and $P$ through the slow memory, four times:
+# attention sends $S$ and $P$ through the slow memory, at least four times:
 #
 # | step | reads | writes |
 # | --- | --- | --- |
@@ -268,7 +284,8 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 # | $P = \operatorname{softmax}(S)$ | $S$ | $P$ |
 # | $O = PV$ | $P, V$ | $O$ |
 #
-# Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
+# (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
+# once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
 # arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
 # *measures* both speeds on your device, and takes those of an H200 from the table.
 
@@ -298,9 +315,11 @@ print(f"H200: bytes / arithmetic = {h200.iloc[1] / h200.iloc[0]:.1f}")
 
 # %% [markdown]
 # The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times those of Q, K, V and O together. On the H200, moving
-# them takes 6.5 times as long as the arithmetic: its multiplying units would wait most of the time. On a
-# CPU arithmetic is slow as well, so the two bounds lie closer together, or even the other way round. There, too, the
-# bytes cost time on top; section 1.8 measures how much.
+# them just four times takes 6.5 times as long as the arithmetic: its multiplying units would wait most of the time.
+#
+# What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
+# bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
+# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8.
 #
 # So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
 # there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
@@ -689,7 +708,8 @@ print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tenso
 # Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
 # stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
 # `(batch, heads, seqlen, head_dim)`. Mixing them up is the classic mistake: shapes still fit, and each token
-# then attends across heads. The lab's function looks for it:
+# then attends across heads. The lab's function refuses it where it can tell, from 129 "heads" on; a shorter
+# sequence in the wrong layout looks like a model with many heads, and passes silently. So look at your shapes.
 
 # %%
 q, k, v = (
@@ -724,12 +744,11 @@ available_backends(device=device)
 # ## 1.8 · The comparison
 #
 # We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), and PyTorch's
-# FlashAttention kernel (`sdpa_flash`). All compute the same function with a causal mask, on the same
-# inputs, in the same dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than
-# the textbook?
+# FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
+# dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than the textbook?
 
 # %%
-predicted_speedup = 2  # change this to your own guess before you run the next cell
+predicted_speedup = None  # your guess, a number, before you run the next cells
 
 # %%
 from labsupport.profiling import grid, readable, run_grid, speedup
@@ -742,7 +761,7 @@ chosen = [
     name for name in ("standard", "flash_torch", "sdpa_flash", "sdpa_efficient") if name in here
 ]
 table = run_grid(
-    grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype, causal=True),
+    grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype),
     device=device,
     max_seconds=0.4,
 )
@@ -767,9 +786,8 @@ plotting.plot_time(
 # The dotted line is what the arithmetic alone would take at the matrix-multiplication speed that you measured in
 # section 1.3. An implementation that reached it would do nothing but multiply matrices.
 #
-# Look at the left end before you look at the right end. At 512 tokens the gap is small, and on some machines the textbook
-# wins: there is little memory to save, and each kernel has fixed costs. "Flash is always faster" is not
-# true. The gain grows with the length.
+# Look at the left end before you look at the right end. At 512 tokens there is little memory to save, and each
+# implementation has fixed costs: the gap is small, and may even turn round. The gain grows with the length.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
@@ -783,27 +801,45 @@ plotting.plot_memory(
 # This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the others by a factor of 2
 # or less. (`flash_torch` holds tiles for all heads at once; below a few thousand tokens that floor dominates.)
 #
-# And the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes.
+# And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
+# at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)
 
 # %%
-shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "causal": True}
+predicted_small = None  # your guess, a number, before you run the next cell
+
+# %%
+shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype}
 cases = grid(chosen, lengths[:3], **shape, direction="forward+backward")
 training = run_grid(cases, device=device, max_seconds=0.4, measure_error=False)
-readable(speedup(training, over="standard"))
+training = speedup(training, over="standard")
+small = training[(training.seqlen == 512) & (training.backend == fused)].speedup.item()
+checks.compare_prediction("Forward and backward, 512 tokens", predicted_small, small, "times")
+readable(training)
+
+# %% [markdown]
+# "FlashAttention is always faster" is not true of short sequences: there the recomputation may cost more than it saves.
+#
+# ### What a causal mask changes
+#
+# With a causal mask, FlashAttention skips the tiles above the diagonal: half of the arithmetic. The textbook computes
+# all of it, and then spends further passes on hiding half. A speed-up that is quoted for causal attention therefore mixes
+# two things: memory saved, and work skipped. Keep them apart. Times as fast as the textbook, at 2,048 tokens:
+
+# %%
+cases = grid(chosen, [2048], **shape, causal=[False, True])
+masked = run_grid(cases, device=device, max_seconds=0.4, measure_error=False)
+masked = speedup(masked, over="standard")
+masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 65,536 tokens the textbook fails. On a CPU the lab predicts the failure instead of freezing your machine; on
-# a GPU it tries, and catches the error. Either way it is a row in the table, not a crash.
+# At 262,144 tokens the textbook fails everywhere. On a CPU the lab predicts the failure instead of freezing your
+# machine; on a GPU it tries, and catches the error. Either way it is a row in the table, not a crash.
 
 # %%
-wall = run_grid(
-    grid(["standard"], [65_536], heads=heads, head_dim=head_dim, dtype="float32", causal=True),
-    device=device,
-    measure_error=False,
-    progress=False,
-)
+cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
+wall = run_grid(cases, device=device, measure_error=False, progress=False)
 for row in wall.itertuples():
     print(f"{row.backend} at {row.seqlen:,} tokens: {row.status} ({row.reason[:120]})")
 
@@ -835,7 +871,8 @@ errors_by_dtype(["standard", "flash_torch", "sdpa_flash"], device=device)
 from labsupport.profiling import load_run
 
 recorded = load_run("attention-h200")
-recorded = recorded[recorded.causal & (recorded.direction == "forward")]
+everything = speedup(recorded, over="standard")
+recorded = recorded[~recorded.causal & (recorded.direction == "forward")]
 peak = gpus.bf16_tflops["H200"]
 plotting.plot_time(
     recorded,
@@ -851,10 +888,22 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Two things to notice. `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its
-# small steps is a kernel of its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds. And the
-# lines of the fused kernels run parallel to the dotted one: they are bound by arithmetic, not by memory.
+# Three things to notice.
 #
+# `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a kernel of
+# its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds.
+#
+# The *distance* to the dotted line tells how well a kernel uses the GPU. At 16K tokens the best is within a factor of two
+# of the specified peak. At 512 tokens none comes near it: the work is too small to fill the GPU.
+#
+# And here, too, a causal mask changes the ratios, because it lets the fused kernels skip half of the work:
+
+# %% tags=["nbval-check-output"]
+at_4k = everything[(everything.seqlen == 4096) & (everything.direction == "forward")]
+print("Times as fast as the textbook, H200, 4,096 tokens")
+print(at_4k.pivot(index="backend", columns="causal", values="speedup").round(1).to_string())
+
+# %% [markdown]
 # The command that recorded this run is part of it, and repeats it on any GPU:
 
 # %%

@@ -11,7 +11,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def main() -> None:
     """Write docs/memory-h200.png."""
     run = load_run("attention-h200")
-    rows = run[run.causal & (run.direction == "forward")]
+    rows = run[~run.causal & (run.direction == "forward")]
     rows = rows[rows.backend.isin(["standard", "flash_torch", "sdpa_flash", "fa4"])]
     figure = plotting.plot_memory(
         rows,

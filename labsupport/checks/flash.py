@@ -98,9 +98,11 @@ def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
     Raises:
         CheckFailed: naming the likely mistake.
     """
-    q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
-    _judge_forward(student, (q, k, v), False, 8, 16, ("out",))
-    _judge_forward(student, (q, k, v), False, 16, 8, ("out",))
+    for leading in ((2,), (), (2, 3)):
+        inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
+        where = f"(inputs of {len(leading) + 2} dimensions) "
+        _judge_forward(student, inputs, False, 8, 16, ("out",), where)
+        _judge_forward(student, inputs, False, 16, 8, ("out",), where)
     passed("the tiled output agrees with the oracle", seed)
 
 
@@ -135,16 +137,17 @@ def check_forward_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_forward_memory(student: Callable[..., Any]) -> None:
-    """Exercise 1-4: no tensor larger than the inputs may be created: no N x N scores, however made.
+    """Exercise 1-4: no single tensor larger than the inputs may be created: no scores, no mask.
 
     Raises:
         CheckFailed: naming the shape of the largest tensor and the operator that made it.
     """
     n, d, block = 256, 16, 32
-    q, k, v = _qkv(n_q=n, n_k=n, d=d, seed=0)
-    with LargestTensor() as largest:
-        call(student, q, k, v, False, block, block)
-    _refuse_large(largest, n, d, block)
+    q, k, v = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
+    for is_causal in (False, True):
+        with LargestTensor() as largest:
+            call(student, q, k, v, is_causal, block, block)
+        _refuse_large(largest, n, d, block, is_causal)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 
@@ -214,12 +217,13 @@ def check_backward_memory(student: Callable[..., Any]) -> None:
         CheckFailed: naming the shape of the largest tensor and the operator that made it.
     """
     n, d, block = 256, 16, 32
-    inputs = _qkv(n_q=n, n_k=n, d=d, seed=0)
+    inputs = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
     dout = torch.ones_like(inputs[0])
-    out, lse = flash_attention_forward(*inputs, block_q=block, block_k=block)
-    with LargestTensor() as largest:
-        call(student, dout, *inputs, out, lse, False, block, block)
-    _refuse_large(largest, n, d, block)
+    for is_causal in (False, True):
+        out, lse = flash_attention_forward(*inputs, is_causal, block_q=block, block_k=block)
+        with LargestTensor() as largest:
+            call(student, dout, *inputs, out, lse, is_causal, block, block)
+        _refuse_large(largest, n, d, block, is_causal)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 
@@ -309,12 +313,12 @@ def _gradients(
     )
 
 
-def _refuse_large(largest: LargestTensor, n: int, d: int, block: int) -> None:
+def _refuse_large(largest: LargestTensor, n: int, d: int, block: int, is_causal: bool) -> None:
     if largest.numel > n * d:
         raise CheckFailed(
             f"a tensor of shape {largest.shape} was created (by {largest.op}) for seqlen {n}, "
-            f"head_dim {d} and blocks of {block}: FlashAttention never holds more than one "
-            f"{block} x {block} tile of scores beside tensors of its inputs' size."
+            f"head_dim {d}, is_causal={is_causal}, blocks of {block}: FlashAttention never holds "
+            f"more than one {block} x {block} tile of scores beside tensors of its inputs' size."
         )
 
 

@@ -37,12 +37,13 @@ def passed(what: str, seed: int = 0) -> None:
 
 
 def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a student's function; a stub, a crash or a missing `return` becomes a clear failure.
+    """Call a student's function; whatever keeps it from being judged becomes a clear failure.
 
     Raises:
-        CheckFailed: the function is still a stub, raises, or returns None.
+        CheckFailed: the function is still a stub, raises, returns None, or changes its arguments.
     """
     name = getattr(function, "__name__", "your function")
+    before = [arg.clone() if isinstance(arg, Tensor) else None for arg in args]
     try:
         result = function(*args, **options)
     except NotImplementedError:
@@ -58,7 +59,17 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         ) from error
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
+    for position, (arg, old) in enumerate(zip(args, before, strict=True), start=1):
+        if old is not None and not _same(arg, old):
+            raise CheckFailed(
+                f"{name} changed its argument number {position} in place (with `*=`, `+=` or a "
+                "name that ends in `_`): its caller still needs it. Compute a new tensor instead."
+            )
     return result
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def unpack(result: Any, names: Sequence[str]) -> tuple[Tensor, ...]:

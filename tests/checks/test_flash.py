@@ -131,7 +131,7 @@ def test_a_forward_that_stores_all_scores_is_refused_though_its_values_are_right
     for check in FORWARD[:3]:
         check(naive_forward)
     message = diagnosis(naive_forward, checks.check_forward_memory)
-    assert "(256, 256)" in message
+    assert "256, 256)" in message
 
 
 def test_a_mask_of_full_size_is_refused_too():
@@ -140,7 +140,23 @@ def test_a_mask_of_full_size_is_refused_too():
         "my_flash_forward",
         (SCALE, SCALE + "\n    full = torch.ones(seqlen_q, seqlen_k)"),
     )
-    assert "(256, 256)" in diagnosis(student, checks.check_forward_memory)
+    assert "256, 256)" in diagnosis(student, checks.check_forward_memory)
+
+
+def test_a_full_mask_built_only_for_causal_calls_is_refused_too():
+    student = broken(
+        forward_source(),
+        "my_flash_forward",
+        (SCALE, SCALE + "\n    full = is_causal and torch.ones(seqlen_q, seqlen_k).tril()"),
+    )
+    assert "is_causal=True" in diagnosis(student, checks.check_forward_memory)
+
+
+def test_scaling_q_in_place_is_named_as_what_it_is():
+    student = broken(
+        forward_source(), "my_flash_forward", (SCALE, "q *= q.shape[-1] ** -0.5; scale = 1")
+    )
+    assert "in place" in diagnosis(student, *FORWARD)
 
 
 # --- the backward's mistakes ----------------------------------------------------------------------
@@ -196,4 +212,4 @@ def test_a_backward_that_stores_p_is_refused_though_its_values_are_right():
 
     for check in BACKWARD[:2]:
         check(naive)
-    assert "(256, 256)" in diagnosis(naive, checks.check_backward_memory)
+    assert "256, 256)" in diagnosis(naive, checks.check_backward_memory)

@@ -88,7 +88,23 @@ MISTAKES = {
                 "mask.logical_not_(); scores = scores.masked_fill(mask, -torch.inf)",
             )
         ],
-        "changed",
+        "in place",
+    ),
+    "scale in place": (
+        [
+            (
+                "scores = q @ k.mT / math.sqrt(q.shape[-1])",
+                "q /= math.sqrt(q.shape[-1]); scores = q @ k.mT",
+            )
+        ],
+        "in place",
+    ),
+    "NaN kept in the weights": (
+        [
+            ("weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", "pass"),
+            ("weights @ v, weights", "torch.nan_to_num(weights @ v), weights"),
+        ],
+        "weights are NaN",
     ),
     "forgotten return": ([("return weights @ v, weights", "weights @ v")], "`return`"),
 }
