@@ -6,6 +6,7 @@ keyword: their order differs from version to version.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -115,14 +116,16 @@ def _fa4_options(call: AttentionCall) -> dict[str, Any]:
 @cache
 def missing_xformers() -> str | None:
     """Say why xFormers cannot be used, or None: its CUDA extensions may fail to load silently."""
+    # What it logs at import is said again below, where it is asked for.
+    logging.getLogger("xformers").setLevel(logging.ERROR)
     missing = _missing(
         "xformers.ops", "xFormers is not installed: pip install xformers (CUDA only)"
     )
     if missing is None and torch.cuda.is_available():
         error = import_module("xformers._cpp_lib")._cpp_library_load_exception
         if error is not None:
-            first_line = str(error).strip().splitlines()[0]
-            return f"xFormers is installed, but its CUDA extensions do not load: {first_line}"
+            said = " ".join(str(error).split())
+            return f"xFormers is installed, but its CUDA extensions do not load: {said[:160]}"
     return missing
 
 

@@ -112,6 +112,11 @@ def test_the_same_notebook_gives_the_same_edition_byte_for_byte(folder):
     assert make_edition(source) == make_edition(source)
 
 
+def test_a_student_edition_is_its_own_edition(folder, tmp_path):
+    (written,) = write_student_edition(tmp_path / "edition", folder)
+    assert make_edition(written).text == written.read_text()
+
+
 def spoil(solved, index, **changes):
     cell = solved.cells[index]
     cell.source = changes.pop("source", cell.source)
