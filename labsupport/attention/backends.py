@@ -9,26 +9,22 @@
 
 Layout, names and conventions are flash-attn's: (batch, seqlen, heads, head_dim), `softmax_scale`,
 `causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, add an
-entry to `BACKENDS`.
+entry to `implementations.BACKENDS`.
 """
 
 from __future__ import annotations
 
-import difflib
 import threading
-from dataclasses import dataclass, field, fields
-from html import escape
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from labsupport.attention import adapters_packages as packages
-from labsupport.attention import adapters_torch as builtin
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
@@ -36,167 +32,12 @@ from labsupport.attention.inputs import (
     check_packed_layout,
     check_window,
 )
-from labsupport.attention.registry import (
-    EVERYTHING,
-    FLOAT_DTYPES,
-    HALF_DTYPES,
-    Backend,
-    Can,
-    Limits,
-)
-
-
-class BackendUnavailableError(RuntimeError):
-    """No backend asked for can run this call here; `reasons` maps each to all of its reasons."""
-
-    def __init__(self, message: str, reasons: dict[str, tuple[str, ...]]) -> None:
-        super().__init__(message)
-        self.reasons = reasons
-
-
-def _on_hopper_or_newer(call: AttentionCall) -> bool:
-    return torch.cuda.get_device_capability(call.q.device) >= (9, 0)
-
-
-# In order of preference: `auto` takes the first that can run the call. cuDNN comes before
-# flash-attn 2's kernels on Hopper and newer only, as in PyTorch's own choice.
-BACKENDS: tuple[Backend, ...] = (
-    Backend(
-        name="fa4",
-        description="flash-attn-4: CuTe DSL kernels for Hopper and Blackwell",
-        io_aware=True,
-        limits=Limits(
-            dtypes={"cuda": HALF_DTYPES},
-            min_capability=(9, 0),
-            max_head_dim=256,
-            head_dim_multiple=8,
-            can=EVERYTHING - {Can.ALIBI},
-        ),
-        missing=packages.missing_fa4,
-        further_reasons=packages.fa4_reasons,
-        run=packages.run_fa4,
-        run_packed=packages.run_fa4_packed,
-        kernel=lambda call: "flash_attn.cute.flash_attn_func",
-    ),
-    Backend(
-        name="sdpa_cudnn",
-        description="PyTorch SDPA with cuDNN's fused attention",
-        io_aware=True,
-        limits=Limits(
-            dtypes={"cuda": HALF_DTYPES},
-            min_capability=(8, 0),
-            max_head_dim=256,
-            head_dim_multiple=8,
-            can=EVERYTHING - {Can.UNEQUAL_CAUSAL, Can.WINDOW, Can.ALIBI},
-        ),
-        run=builtin.run_sdpa(SDPBackend.CUDNN_ATTENTION),
-        kernel=builtin.sdpa_kernel_name(SDPBackend.CUDNN_ATTENTION),
-        further_reasons=builtin.sdpa_reasons(SDPBackend.CUDNN_ATTENTION),
-        in_auto=_on_hopper_or_newer,
-    ),
-    Backend(
-        name="fa2",
-        description="flash-attn 2: the authors' CUDA kernels",
-        io_aware=True,
-        limits=Limits(dtypes={"cuda": HALF_DTYPES}, min_capability=(8, 0), max_head_dim=256),
-        missing=packages.missing_fa2,
-        run=packages.run_fa2,
-        run_packed=packages.run_fa2_packed,
-        kernel=lambda call: "flash_attn.flash_attn_func",
-    ),
-    Backend(
-        name="sdpa_flash",
-        description=(
-            "PyTorch SDPA with FlashAttention (version 2 on GPUs; a kernel of its own on CPUs)"
-        ),
-        io_aware=True,
-        limits=Limits(
-            dtypes={"cpu": FLOAT_DTYPES, "cuda": HALF_DTYPES},
-            min_capability=(8, 0),
-            can=EVERYTHING - {Can.ALIBI},
-        ),
-        run=builtin.run_sdpa(SDPBackend.FLASH_ATTENTION),
-        kernel=builtin.sdpa_kernel_name(SDPBackend.FLASH_ATTENTION),
-        in_auto=builtin.in_auto(SDPBackend.FLASH_ATTENTION),
-        stores_mask=builtin.stores_mask(SDPBackend.FLASH_ATTENTION),
-        further_reasons=builtin.sdpa_reasons(SDPBackend.FLASH_ATTENTION),
-    ),
-    Backend(
-        name="sdpa_efficient",
-        description="PyTorch SDPA with memory-efficient attention; runs on GPUs before Ampere too",
-        io_aware=True,
-        limits=Limits(
-            dtypes={"cuda": (torch.float32, torch.float16, torch.bfloat16)},
-            min_capability=(5, 0),
-            min_capability_bfloat16=(8, 0),
-            can=EVERYTHING - {Can.GROUPED_HEADS},
-        ),
-        run=builtin.run_sdpa(SDPBackend.EFFICIENT_ATTENTION),
-        kernel=builtin.sdpa_kernel_name(SDPBackend.EFFICIENT_ATTENTION),
-        in_auto=builtin.in_auto(SDPBackend.EFFICIENT_ATTENTION),
-        stores_mask=builtin.stores_mask(SDPBackend.EFFICIENT_ATTENTION),
-        further_reasons=builtin.sdpa_reasons(SDPBackend.EFFICIENT_ATTENTION),
-    ),
-    Backend(
-        name="xformers",
-        description="xFormers' memory-efficient attention",
-        io_aware=True,
-        limits=Limits(
-            dtypes={"cuda": (torch.float32, torch.float16, torch.bfloat16)},
-            min_capability=(7, 0),
-            min_capability_bfloat16=(8, 0),
-            head_dim_multiple=8,
-            can=EVERYTHING - {Can.WINDOW, Can.ALIBI, Can.GROUPED_HEADS},
-        ),
-        missing=packages.missing_xformers,
-        run=packages.run_xformers,
-        kernel=lambda call: "xformers.ops.memory_efficient_attention",
-    ),
-    Backend(
-        name="flex",
-        description="PyTorch FlexAttention, compiled (Triton on GPUs, C++ on CPUs)",
-        io_aware=True,
-        limits=Limits(
-            dtypes={
-                "cpu": (torch.float32, torch.float16, torch.bfloat16),
-                "cuda": (torch.float32, torch.float16, torch.bfloat16),
-            },
-            min_capability=(8, 0),
-            can=EVERYTHING - {Can.GRADIENT_ON_CPU, Can.LSE_ON_CPU, Can.PACKED},
-        ),
-        run=builtin.run_flex,
-        kernel=lambda call: "torch.nn.attention.flex_attention.flex_attention (compiled)",
-        further_reasons=builtin.flex_reasons,
-        # Its first call for a shape compiles for many seconds: on a CPU only where asked for.
-        in_auto=lambda call: call.q.device.type == "cuda",
-    ),
-    Backend(
-        name="flash_torch",
-        description="this lab's FlashAttention in plain PyTorch: to read, not for speed on GPUs",
-        io_aware=True,
-        limits=Limits(dtypes={"*": FLOAT_DTYPES}),
-        run=builtin.run_flash_torch,
-        kernel=lambda call: "labsupport.attention.flash_torch.FlashAttentionFunction",
-    ),
-    Backend(
-        name="sdpa_math",
-        description="PyTorch SDPA's textbook path: stores the scores",
-        io_aware=False,
-        limits=Limits(
-            dtypes={"cpu": FLOAT_DTYPES, "cuda": FLOAT_DTYPES},
-            can=EVERYTHING - {Can.LSE},
-        ),
-        run=builtin.run_sdpa(SDPBackend.MATH),
-        kernel=builtin.sdpa_kernel_name(SDPBackend.MATH),
-    ),
-    Backend(
-        name="standard",
-        description="textbook attention: stores the scores and their softmax",
-        io_aware=False,
-        limits=Limits(dtypes={"*": FLOAT_DTYPES}),
-        run=builtin.run_standard,
-        kernel=lambda call: "labsupport.attention.reference.banded_attention",
-    ),
+from labsupport.attention.registry import Backend
+from labsupport.attention.reports import (
+    BackendStatus,
+    BackendTable,
+    BackendUnavailableError,
+    CallReport,
 )
 
 
@@ -267,7 +108,7 @@ def flash_attention(
     Args, returns and errors as in `attention`; a backend that stores the score matrix (`standard`,
     `sdpa_math`) is refused by name.
     """
-    if backend != "auto" and not _by_name(backend).io_aware:
+    if backend != "auto" and not by_name(backend).io_aware:
         raise BackendUnavailableError(
             f"backend {backend!r} stores the seqlen_q x seqlen_k scores: it is not FlashAttention. "
             f"Use labsupport.attention.attention(..., backend={backend!r}) if you want it.",
@@ -324,46 +165,6 @@ def attention_varlen(
 # --- what can run, and what ran -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BackendStatus:
-    """Whether one backend can run a call here, and every reason if it cannot."""
-
-    name: str
-    runs: bool
-    reasons: tuple[str, ...]
-    description: str
-    io_aware: bool
-
-
-class BackendTable(list[BackendStatus]):
-    """The backends' states, in order of preference; prints as a table."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """By position, or by name: `available_backends()["sdpa_flash"].runs`."""
-        if isinstance(key, str):
-            return next(status for status in self if status.name == _by_name(key).name)
-        return super().__getitem__(key)
-
-    def __str__(self) -> str:
-        width = max(len(status.name) for status in self)
-        return "\n".join(
-            f"{status.name:{width}}  "
-            f"{'runs' if status.runs else 'no: ' + '; '.join(status.reasons)}"
-            for status in self
-        )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td><code>{status.name}</code></td><td>{'runs' if status.runs else 'no'}</td>"
-            f"<td style='text-align:left'>"
-            f"{escape(status.description if status.runs else '; '.join(status.reasons))}</td></tr>"
-            for status in self
-        )
-        return f"<table><tr><th>backend</th><th>here</th><th></th></tr>{rows}</table>"
-
-
 def available_backends(
     q: Tensor | None = None,
     k: Tensor | None = None,
@@ -406,22 +207,6 @@ def available_backends(
         )
         for entry in BACKENDS
     )
-
-
-@dataclass(frozen=True)
-class CallReport:
-    """What the last call did: which backend and kernel ran, and why better ones did not."""
-
-    backend: str
-    kernel: str
-    io_aware: bool
-    requested: str
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{self.backend} ran ({self.kernel}); {self.requested!r} was asked for"]
-        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.refused.items()]
-        return "\n".join(lines)
 
 
 def last_call() -> CallReport | None:
@@ -482,7 +267,7 @@ def _choose(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
     refused: dict[str, tuple[str, ...]] = {}
-    for entry in candidates if requested == "auto" else (_by_name(requested),):
+    for entry in candidates if requested == "auto" else (by_name(requested),):
         reasons = tuple(entry.reasons(call))
         if not reasons and (requested != "auto" or all(map(entry.in_auto, entry.parts(call)))):
             return entry, refused
@@ -528,18 +313,6 @@ def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Ten
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses, dim=-1) if call.return_lse else None
-
-
-def _by_name(name: str) -> Backend:
-    for entry in BACKENDS:
-        if entry.name == name:
-            return entry
-    names = [entry.name for entry in BACKENDS]
-    close = difflib.get_close_matches(str(name), names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise AttentionInputError(
-        f"unknown backend {name!r}.{hint} There are: auto, {', '.join(names)}."
-    )
 
 
 def _example(device: torch.device | str | None) -> Tensor:

@@ -1,7 +1,7 @@
 """What a backend is, and how one says why it cannot run a call.
 
-A backend is data: one `Backend` entry in the table of `backends.py`. Its `Limits` are all checked
-here, so that a refusal lists every reason at once and a reader need not mend them one by one.
+A backend is data: one `Backend` entry in the table of `implementations.py`. All of its `Limits` are
+checked, so that a refusal lists every reason at once and a reader need not mend them one by one.
 """
 
 from __future__ import annotations
