@@ -195,7 +195,8 @@ class FlashAttentionFunction(torch.autograd.Function):
 
     Raises:
         AttentionInputError: the tensors do not fit together.
-        RuntimeError: on a second derivative, which is not implemented.
+        RuntimeError: on a second derivative, and under torch.func's transforms (grad, vmap), which
+            are not implemented.
 
     >>> q = k = v = torch.randn(2, 5, 8, requires_grad=True)
     >>> FlashAttentionFunction.apply(q, k, v, True).shape
