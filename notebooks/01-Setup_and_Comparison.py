@@ -287,7 +287,11 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 # (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
 # once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
 # arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
-# *measures* both speeds on your device, and takes those of an H200 from the table.
+# *measures* both speeds on your device, and takes those of an H200 from the table. Which bound is larger there, and by
+# how much?
+
+# %%
+predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
 
 # %%
 ceilings = measured_ceilings(device)
@@ -311,7 +315,8 @@ bounds.round(4)
 
 # %% tags=["nbval-check-output"]
 h200 = bounds.loc["H200, bfloat16"]
-print(f"H200: bytes / arithmetic = {h200.iloc[1] / h200.iloc[0]:.1f}")
+ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
+checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
 # The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times those of Q, K, V and O together. On the H200, moving
@@ -848,12 +853,20 @@ for row in wall.itertuples():
 #
 # In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
 # differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
-# nothing without a dtype and a measure. The table compares each implementation with a float64 oracle:
+# nothing without a dtype and a measure. The table compares each implementation with a float64 oracle. Guess first: how
+# many times larger is the textbook's error in bfloat16 than in float32?
+
+# %%
+predicted_growth = None  # your guess, a number, before you run the next cell
 
 # %%
 from labsupport.profiling import errors_by_dtype
 
-errors_by_dtype(["standard", "flash_torch", "sdpa_flash"], device=device)
+errors = errors_by_dtype(["standard", "flash_torch", "sdpa_flash"], device=device)
+of_textbook = errors[errors.backend == "standard"].set_index("dtype")["max error"].astype(float)
+growth = of_textbook["bfloat16"] / of_textbook["float32"]
+checks.compare_prediction("Error, bfloat16 over float32", predicted_growth, growth, "times")
+errors
 
 # %% [markdown]
 # From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So the yardstick is

@@ -41,10 +41,15 @@ def compare_prediction(what: str, predicted: float | None, measured: float, unit
     """
     unit = f" {unit}" if unit else ""
     if not isinstance(predicted, int | float) or predicted <= 0 or measured <= 0:
-        print(f"{what}: measured {measured:.3g}{unit}; you made no prediction.")
+        print(f"{what}: measured {_short(measured)}{unit}; you made no prediction.")
         return
     factor = max(predicted / measured, measured / predicted)
     verdict = "close" if factor < 1.5 else f"off by a factor of {factor:.1f}"
     print(
-        f"{what}: you predicted {predicted:.3g}{unit}, measured {measured:.3g}{unit} ({verdict})."
+        f"{what}: you predicted {_short(predicted)}{unit}, measured {_short(measured)}{unit} ({verdict})."
     )
+
+
+def _short(number: float) -> str:
+    """Three digits, and no powers of ten for numbers that one can read."""
+    return f"{number:,.0f}" if 1000 <= number < 1e7 else f"{number:.3g}"

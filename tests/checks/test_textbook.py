@@ -187,3 +187,8 @@ def test_a_students_function_is_used_only_when_it_passes(capsys):
 def test_predictions_are_compared_with_measurements(predicted, said, capsys):
     checks.compare_prediction("Time", predicted, 10.0, "ms")
     assert said in capsys.readouterr().out
+
+
+def test_large_numbers_are_printed_without_powers_of_ten(capsys):
+    checks.compare_prediction("Growth", 2000, 2784.6, "times")
+    assert "you predicted 2,000 times, measured 2,785 times" in capsys.readouterr().out
