@@ -45,9 +45,8 @@ def compare_prediction(what: str, predicted: float | None, measured: float, unit
         return
     factor = max(predicted / measured, measured / predicted)
     verdict = "close" if factor < 1.5 else f"off by a factor of {factor:.1f}"
-    print(
-        f"{what}: you predicted {_short(predicted)}{unit}, measured {_short(measured)}{unit} ({verdict})."
-    )
+    guess, result = f"{_short(predicted)}{unit}", f"{_short(measured)}{unit}"
+    print(f"{what}: you predicted {guess}, measured {result} ({verdict}).")
 
 
 def _short(number: float) -> str:
