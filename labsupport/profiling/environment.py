@@ -203,7 +203,7 @@ def check_working_copy(root: Path) -> Check:
             f"sudo chown -R $(id -u) {folder}",
         )
     notebooks = len(list(folder.rglob("*.ipynb")))
-    return Check("Working copy", "ok", f"{folder} ({notebooks} notebooks)")
+    return Check("Working copy", "ok", f"{folder} (notebooks: {notebooks})")
 
 
 def environment_card(device: str | None = None) -> EnvironmentCard:

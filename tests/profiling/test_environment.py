@@ -91,7 +91,7 @@ def test_the_working_copy_is_counted(tmp_path):
     assert "none yet" in environment.check_working_copy(tmp_path).detail
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "01-a.ipynb").touch()
-    assert "1 notebooks" in environment.check_working_copy(tmp_path).detail
+    assert "notebooks: 1" in environment.check_working_copy(tmp_path).detail
 
 
 @pytest.mark.parametrize(
