@@ -803,8 +803,9 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the others by a factor of 2
-# or less. (`flash_torch` holds tiles for all heads at once; below a few thousand tokens that floor dominates.)
+# This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the formula's line; the others
+# rise far more slowly. (At the left end of theirs, fixed costs dominate: `flash_torch` holds one tile for all heads at once,
+# `sdpa_flash` some scratch memory for each thread.)
 #
 # And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
 # at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)

@@ -54,11 +54,8 @@ class Limits:
     head_dim_multiple: int = 1
     can: frozenset[Can] = EVERYTHING
 
-    def reasons(self, call: AttentionCall) -> list[str]:
-        """Every reason why these limits exclude `call`; empty when they do not."""
-        return [*self._hardware_reasons(call), *self._option_reasons(call)]
-
-    def _hardware_reasons(self, call: AttentionCall) -> list[str]:
+    def hardware_reasons(self, call: AttentionCall) -> list[str]:
+        """Every reason why the device or the dtype excludes `call`."""
         device, dtype = call.q.device.type, call.q.dtype
         allowed = self.dtypes.get(device, self.dtypes.get("*"))
         if allowed is None:
@@ -79,7 +76,8 @@ class Limits:
                 )
         return reasons
 
-    def _option_reasons(self, call: AttentionCall) -> list[str]:
+    def option_reasons(self, call: AttentionCall) -> list[str]:
+        """Every reason why a size or an option excludes `call`."""
         reasons = []
         if self.max_head_dim and call.head_dim > self.max_head_dim:
             reasons.append(f"takes head_dim up to {self.max_head_dim}, not {call.head_dim}")
@@ -142,12 +140,16 @@ class Backend:
     def reasons(self, call: AttentionCall) -> list[str]:
         """Every reason why this backend cannot run `call` here; empty when it can."""
         missing = self.missing()
-        reasons = [] if missing is None else [missing]
-        reasons += self.limits.reasons(call)
-        if reasons:
-            return reasons
-        found = dict.fromkeys(why for part in self.parts(call) for why in self._own_reasons(part))
-        return list(found)
+        hardware = self.limits.hardware_reasons(call)
+        found = ([] if missing is None else [missing]) + hardware + self.limits.option_reasons(call)
+        for part in self.parts(call):
+            if part is not call:
+                found += self.limits.option_reasons(part)
+            if (
+                not hardware
+            ):  # on a device that it does not know, a kernel's own reasons mean nothing
+                found += self.further_reasons(part)
+        return list(dict.fromkeys(found))
 
     def parts(self, call: AttentionCall) -> list[AttentionCall]:
         """The calls that this backend really gets: one per document where it packs none itself."""
@@ -155,9 +157,6 @@ class Backend:
             return [call]
         documents = (document for _, document in call.documents() if document is not None)
         return [document.without_empty_queries()[1] for document in documents]
-
-    def _own_reasons(self, part: AttentionCall) -> list[str]:
-        return self.limits.reasons(part) or self.further_reasons(part)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -136,10 +136,7 @@ def test_packed_sequences_never_see_each_other(name, options, device):
     q, k, v = (t[0].detach() for t in (q, k, v))
     packed = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
     skip_unless_it_runs(name, (q, k, v), **packed, **options)
-    try:
-        out = attention_varlen(q, k, v, **packed, **options, backend=name)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    out = attention_varlen(q, k, v, **packed, **options, backend=name)
 
     for n_q, n_k, start_q, start_k in zip(
         LENGTHS_Q, LENGTHS_K, packed["cu_seqlens_q"], packed["cu_seqlens_k"], strict=False
@@ -207,6 +204,14 @@ def test_a_refusal_lists_every_reason_at_once():
         assert option in str(caught.value)
     assert "flash_torch" in str(caught.value)
     assert len(caught.value.reasons["xformers"]) >= 4
+
+
+def test_limits_and_the_kernels_own_reasons_are_listed_together():
+    q, k, v = (t.detach().mT.contiguous().mT for t in make_model_qkv(1, 8, 8, 2, 2, 16))
+    reasons = available_backends(q, k, v, alibi_slopes=torch.ones(2))["sdpa_flash"].reasons
+    assert any("alibi" in reason for reason in reasons)
+    assert any("contiguous" in reason for reason in reasons)
+    assert len(set(reasons)) == len(reasons)
 
 
 def test_auto_prefers_pytorchs_flash_kernel_on_a_cpu():
