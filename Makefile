@@ -35,7 +35,7 @@ help:
 	@echo "make test-all     the same, and the slow tests"
 	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
-	@echo "make pictures     draw the README's pictures from the recorded runs   (maintainers)"
+	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
 	@echo "make clean        remove .venv and caches; work/ is kept"
@@ -74,7 +74,7 @@ notebooks: setup
 	$(PY) scripts/notebooks.py run $(ARGS)
 
 pictures: setup
-	$(PY) scripts/pictures.py
+	$(PY) scripts/pictures $(ARGS)
 
 format: setup
 	$(PY) -m ruff check --fix .

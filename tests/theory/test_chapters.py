@@ -1,0 +1,98 @@
+"""What the chapters say runs: their code, their links, their figures."""
+
+import contextlib
+import io
+import re
+import runpy
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHAPTERS = sorted((PROJECT / "theory").glob("[0-9]*.md"))
+PAGES = sorted(
+    [*(PROJECT / "theory").glob("*.md"), *PROJECT.glob("*.md"), *PROJECT.glob("notebooks/*.py")]
+)
+PARTS = ("what this chapter answers", "worked example", "common mistakes", "review questions")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(PROJECT))
+
+
+def prose(text: str) -> str:
+    """The text without its code blocks, where brackets mean something else."""
+    return BLOCK.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a Markdown text."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    words = [re.sub(r"[`*$]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", word.lower()).replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=name)
+def test_the_code_of_a_chapter_runs_and_prints_what_the_chapter_says(path):
+    """A ```python block runs after those before it; a ```text block right behind it is its output."""
+    text = path.read_text(encoding="utf-8")
+    names: dict = {"__name__": "chapter"}
+    blocks = list(BLOCK.finditer(text))
+    ran = 0
+    for i, block in enumerate(blocks):
+        language, code = block.groups()
+        if language != "python":
+            continue
+        line = text[: block.start()].count("\n") + 1
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(path), "exec"), names)
+        ran += 1
+        follows = blocks[i + 1] if i + 1 < len(blocks) else None
+        if follows and follows[1] == "text" and not text[block.end() : follows.start()].strip():
+            assert printed.getvalue().rstrip() == follows[2].rstrip(), f"line {line}"
+        else:
+            assert not printed.getvalue(), f"line {line} prints what the chapter does not show"
+    assert ran, "a chapter without code that runs"
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=name)
+def test_a_chapter_has_the_parts_that_every_chapter_has(path):
+    text = path.read_text(encoding="utf-8")
+    headings = [h.lower() for h in re.findall(r"^## (.+)$", prose(text), re.MULTILINE)]
+    for part in PARTS:
+        assert any(part in heading for heading in headings), part
+    assert "<details>" in text, "review questions come with collapsed answers"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_link_within_the_project_leads_somewhere(path):
+    for target in LINK.findall(prose(path.read_text(encoding="utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = urllib.parse.unquote(target).partition("#")
+        place = (path.parent / file).resolve() if file else path
+        assert place.exists(), f"{target}: there is no {place}"
+        if anchor and place.suffix == ".md":
+            assert anchor in anchors(place.read_text(encoding="utf-8")), f"{target}: no such heading"
+
+
+def test_the_figures_that_pages_show_are_those_that_the_scripts_draw():
+    shown = set()
+    for path in [*(PROJECT / "theory").glob("*.md"), PROJECT / "README.md"]:
+        for target in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:", target):
+                shown.add(name((path.parent / target).resolve()))
+    drawn = set()
+    for script in (PROJECT / "scripts" / "pictures").glob("[a-z]*.py"):
+        drawn |= set(runpy.run_path(str(script))["FIGURES"])
+    assert shown == drawn
+
+
+def test_a_picture_has_a_description_for_readers_who_cannot_see_it():
+    for path in PAGES:
+        for alt in re.findall(r"!\[([^]]*)\]", prose(path.read_text(encoding="utf-8"))):
+            assert len(alt.split()) >= 5, f"{name(path)}: {alt!r}"
