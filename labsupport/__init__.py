@@ -12,7 +12,16 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("attention", "checks", "cli", "grading", "paths", "plotting", "profiling")
+_SUBMODULES = (
+    "attention",
+    "checks",
+    "cli",
+    "grading",
+    "paths",
+    "plotting",
+    "precision",
+    "profiling",
+)
 
 __all__ = ["__version__", *_SUBMODULES]
 

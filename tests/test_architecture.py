@@ -9,7 +9,8 @@ import pytest
 # A package may import those of the lines above its own, and itself.
 LAYERS = [
     {"attention"},
-    {"precision", "profiling"},
+    {"profiling"},
+    {"precision"},
     {"analysis", "models"},
     {"training"},
     {"distributed"},
@@ -114,6 +115,7 @@ def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
         ("labsupport/attention/a.py", "from ..profiling import timing"),
         ("labsupport/attention/sub/a.py", "from ...profiling import timing"),
         ("labsupport/profiling/a.py", "from labsupport.precision.policy import x"),
+        ("labsupport/precision/a.py", "from labsupport.analysis import x"),
         ("labsupport/profiling/a.py", "def f():\n    from labsupport.checks import x"),
         ("labsupport/profiling/a.py", "importlib.import_module('labsupport.grading')"),
         ("labsupport/plotting/a.py", "from labsupport.attention import backends"),

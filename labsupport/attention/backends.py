@@ -15,12 +15,14 @@ entry to `implementations.BACKENDS`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import autocast_off
@@ -40,7 +42,19 @@ from labsupport.attention.reports import (
     CallReport,
 )
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+def _overridable(function: _Function) -> _Function:
+    """Let a `torch.overrides.TorchFunctionMode` see calls of the front door as one operation.
+
+    A precision tracker or policy then meets `attention` like any function of PyTorch's own, and
+    not what its backends do inside.
+    """
+    return wrap_torch_function(lambda q, k, v, *args, **options: (q, k, v))(function)
+
+
+@_overridable
 def attention(
     q: Tensor,
     k: Tensor,
@@ -90,6 +104,7 @@ def attention(
     return _dispatch(_checked(call, check_layout), backend, BACKENDS)
 
 
+@_overridable
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -119,6 +134,7 @@ def flash_attention(
     return _dispatch(_checked(call, check_layout), backend, io_aware)
 
 
+@_overridable
 def attention_varlen(
     q: Tensor,
     k: Tensor,

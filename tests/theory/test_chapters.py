@@ -77,7 +77,9 @@ def test_every_link_within_the_project_leads_somewhere(path):
         place = (path.parent / file).resolve() if file else path
         assert place.exists(), f"{target}: there is no {place}"
         if anchor and place.suffix == ".md":
-            assert anchor in anchors(place.read_text(encoding="utf-8")), f"{target}: no such heading"
+            assert anchor in anchors(place.read_text(encoding="utf-8")), (
+                f"{target}: no such heading"
+            )
 
 
 def test_the_figures_that_pages_show_are_those_that_the_scripts_draw():
