@@ -51,7 +51,8 @@ def _overridable(function: _Function) -> _Function:
     A precision tracker or policy then meets `attention` like any function of PyTorch's own, and
     not what its backends do inside.
     """
-    return wrap_torch_function(lambda q, k, v, *args, **options: (q, k, v))(function)
+    wrapped: Any = wrap_torch_function(lambda q, k, v, *args, **options: (q, k, v))(function)
+    return wrapped
 
 
 @_overridable
