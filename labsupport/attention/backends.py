@@ -45,7 +45,7 @@ from labsupport.attention.reports import (
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _overridable(function: _Function) -> _Function:
+def overridable(function: _Function) -> _Function:
     """Let a `torch.overrides.TorchFunctionMode` see calls of the front door as one operation.
 
     A precision tracker or policy then meets `attention` like any function of PyTorch's own, and
@@ -55,7 +55,7 @@ def _overridable(function: _Function) -> _Function:
     return wrapped
 
 
-@_overridable
+@overridable
 def attention(
     q: Tensor,
     k: Tensor,
@@ -105,7 +105,7 @@ def attention(
     return _dispatch(_checked(call, check_layout), backend, BACKENDS)
 
 
-@_overridable
+@overridable
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -135,7 +135,7 @@ def flash_attention(
     return _dispatch(_checked(call, check_layout), backend, io_aware)
 
 
-@_overridable
+@overridable
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -32,8 +32,12 @@ def check_math_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_lengths(q.shape[-2], k.shape[-2], v.shape[-2], "(..., seqlen, head_dim)", q, k, v)
 
 
-def check_model_layout(q: Tensor, k: Tensor, v: Tensor, *, check_layout: bool = True) -> None:
+def check_model_layout(
+    q: Tensor, k: Tensor, v: Tensor, *, check_layout: bool = True, one_dtype: bool = True
+) -> None:
     """Check tensors in flash-attn's layout (batch, seqlen, heads, head_dim).
+
+    `one_dtype=False` lets floating dtypes be mixed.
 
     Raises:
         AttentionInputError: ranks, dtypes, devices, lengths, batch or heads do not fit, or heads
@@ -41,7 +45,7 @@ def check_model_layout(q: Tensor, k: Tensor, v: Tensor, *, check_layout: bool = 
             `check_layout=False` skips only that last check.
     """
     layout = "(batch, seqlen, heads, head_dim)"
-    _check_common(q, k, v, least_rank=4, layout=layout, exact=True)
+    _check_common(q, k, v, least_rank=4, layout=layout, exact=True, one_dtype=one_dtype)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise AttentionInputError(
             f"q, k and v must have the same batch size, but {_shapes(q, k, v)} were given."
@@ -151,7 +155,14 @@ def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> N
 
 
 def _check_common(
-    q: Tensor, k: Tensor, v: Tensor, *, least_rank: int, layout: str, exact: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    least_rank: int,
+    layout: str,
+    exact: bool = False,
+    one_dtype: bool = True,
 ) -> None:
     for name, tensor in zip("qkv", (q, k, v), strict=True):
         if not isinstance(tensor, Tensor):
@@ -168,11 +179,21 @@ def _check_common(
                 "batch of one."
             )
         if not tensor.is_floating_point():
-            raise AttentionInputError(
-                f"{name} has dtype {tensor.dtype}, but attention needs a floating dtype: "
-                f"{name}.float(), or better: look why it is not one already."
+            remedy = (
+                f"attention of complex numbers is not defined here; take {name}.real if that is "
+                "what you mean."
+                if tensor.is_complex()
+                else f"{name}.float(), or better: look why it is not one already."
             )
-    if not q.dtype == k.dtype == v.dtype:
+            raise AttentionInputError(
+                f"{name} has dtype {tensor.dtype}, but attention needs a floating dtype: {remedy}"
+            )
+        if tensor.dtype.itemsize < 2:
+            raise AttentionInputError(
+                f"{name} has dtype {tensor.dtype}, whose numbers mean nothing without the scales "
+                f"they were quantised with: multiply {name}.to(torch.bfloat16) by its scales first."
+            )
+    if one_dtype and not q.dtype == k.dtype == v.dtype:
         raise AttentionInputError(
             f"q, k and v must have one dtype, but {q.dtype}, {k.dtype}, {v.dtype} were given. "
             "Cast them to the one you mean, e.g. k.to(q.dtype)."

@@ -18,8 +18,8 @@ from typing import Any
 
 _HOME = {
     "PrecisionTracker": "tracker",
-    "PrecisionReport": "autofix",
-    "PrecisionWarning": "autofix",
+    "PrecisionReport": "reports",
+    "PrecisionWarning": "reports",
     "auto_fix_precision_for_flash_attention": "autofix",
     "safe_flash_attention": "autofix",
     "FlashAttentionConfig": "policy",

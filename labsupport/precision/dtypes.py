@@ -16,10 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-def short(dtype: torch.dtype) -> str:
-    """The name without "torch.": float16."""
-    return str(dtype).removeprefix("torch.")
+from labsupport.attention.registry import short as short
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -37,7 +37,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=name)
 def test_the_code_of_a_chapter_runs_and_prints_what_the_chapter_says(path):
-    """A ```python block sees the names of those before it; ```text right behind it is its output."""
+    """A ```python block sees the names of those before it; ```text behind it is its output."""
     text = path.read_text(encoding="utf-8")
     names: dict = {"__name__": "chapter"}
     blocks = list(BLOCK.finditer(text))

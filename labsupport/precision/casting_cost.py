@@ -1,0 +1,120 @@
+"""What a dtype costs one attention call, found on the inputs themselves.
+
+A bound from worst cases ("every rounding error points the same way") is hundreds of times too large
+to be of use. So the error is measured, on a sample of the queries: the backend computes their
+outputs from the cast inputs, the float64 oracle from the inputs as given. The largest difference,
+times 4 for the queries that were not looked at, is reported.
+
+How far the scores reach says how much the inputs' rounding is amplified: a relative error e of q
+moves a score s by up to e * |s|, and the weights by a factor of exp(e * |s|). Where e * |s| passes
+1, two keys of nearly the same score may change places, and the output jumps from one value to
+another: no dtype conversion is harmless there, and no sample sees every such query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from labsupport.attention.backends import flash_attention
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.reference import oracle_attention
+
+SAMPLED_BLOCKS, BLOCK = 8, 32
+SAFETY = 4.0
+
+
+def score_bound(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """No scaled score is larger: scale * max ||q_i|| * max ||k_j|| (Cauchy-Schwarz).
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim); non-finite entries count as 0.
+        scale: the factor on the scores.
+
+    Returns:
+        a float64 scalar on the tensors' device.
+    """
+    with torch.no_grad():
+        longest = [
+            torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=-1, dtype=torch.float64).max()
+            for x in (q, k)
+        ]
+        return abs(scale) * longest[0] * longest[1]
+
+
+def sampled_error(
+    call: AttentionCall, backend: str, compute: torch.dtype, out: torch.dtype
+) -> float:
+    """A bound on the maximum error of running `call` on `backend` in dtype `compute`.
+
+    Args:
+        call: the inputs as given; mixed dtypes are allowed.
+        backend: takes `compute`.
+        out: the dtype that the result is rounded to.
+
+    Returns:
+        the largest error of the sampled queries against float64 attention of the inputs as given,
+        times 4 unless all were looked at; infinity if a result is not finite.
+    """
+    worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
+    sampled = 0
+    with torch.no_grad(), autocast_off(call.q):
+        for part in _sample(call):
+            sampled += part.q.shape[1]
+            options = {
+                "causal": part.causal,
+                "softmax_scale": part.scale,
+                "window_size": part.window_size,
+            }
+            cast = (x.to(compute) for x in (part.q, part.k, part.v))
+            result = flash_attention(
+                *cast,
+                backend=backend,
+                alibi_slopes=part.alibi_slopes,
+                check_layout=False,
+                **options,
+            )
+            *given, slopes = part.math_layout()
+            exact, _ = oracle_attention(
+                *(x.double() for x in given), alibi_slopes=slopes, **options
+            )
+            exact = exact.flatten(1, 2).transpose(1, 2)
+            error = (result.to(out).double() - exact).abs().amax()
+            worst = torch.maximum(worst, error.nan_to_num(math.inf))
+    return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)
+
+
+def _sample(call: AttentionCall) -> Iterator[AttentionCall]:
+    """Some blocks of queries, each with the keys that they see, as calls of their own.
+
+    Masks are aligned at the last query and the last key, so a causal block ends where its keys end.
+    """
+    _, call = call.without_empty_queries()
+    seqlen = call.q.shape[1]
+    if seqlen <= SAMPLED_BLOCKS * BLOCK:
+        yield call
+        return
+    if call.band.unlimited and call.alibi_slopes is None:
+        spread = torch.linspace(0, seqlen - 1, SAMPLED_BLOCKS * BLOCK, device=call.q.device)
+        yield AttentionCall(call.q[:, spread.round().long()], call.k, call.v, False, call.scale)
+        return
+    if call.causal:
+        starts = torch.linspace(0, seqlen - BLOCK, SAMPLED_BLOCKS).int().tolist()
+    else:  # only the last queries keep their places when others are cut away
+        starts = [seqlen - SAMPLED_BLOCKS * BLOCK]
+    for start in starts:
+        stop = start + BLOCK if call.causal else seqlen
+        end = stop + call.band.offset if call.causal else call.k.shape[1]
+        yield AttentionCall(
+            call.q[:, start:stop],
+            call.k[:, :end],
+            call.v[:, :end],
+            call.causal,
+            call.scale,
+            call.window_size,
+            call.alibi_slopes,
+        )

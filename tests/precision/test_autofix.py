@@ -1,0 +1,316 @@
+"""Whatever floating inputs come: one dtype inside, the caller's outside, an honest report."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from labsupport.attention import AttentionInputError, BackendUnavailableError, oracle_attention
+from labsupport.attention.implementations import BACKENDS
+from labsupport.precision import (
+    PrecisionWarning,
+    auto_fix_precision_for_flash_attention,
+    safe_flash_attention,
+)
+from labsupport.precision.reports import forget_warnings
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+HALF = (F16, BF16)  # what a GPU's FlashAttention kernels take
+
+MIXED = list(itertools.product((F32, F16, BF16), repeat=3))
+
+
+@pytest.fixture(autouse=True)
+def _tell_everything_again():
+    forget_warnings()
+
+
+def inputs(*dtypes, seqlen=48, scale=1.0, heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, seqlen, heads, 32)
+    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for dtype in dtypes]
+
+
+def exact(q, k, v, **options):
+    out, _ = oracle_attention(*(t.transpose(1, 2).double() for t in (q, k, v)), **options)
+    return out.transpose(1, 2)
+
+
+def fixed(q, k, v, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        *_, report = auto_fix_precision_for_flash_attention(q, k, v, return_report=True, **options)
+    return report
+
+
+@pytest.mark.parametrize("dtypes", MIXED)
+def test_where_the_kernel_takes_the_widest_dtype_nothing_is_degraded(dtypes):
+    q, k, v = inputs(*dtypes)
+    report = fixed(q, k, v)
+    widest = torch.promote_types(torch.promote_types(*dtypes[:2]), dtypes[2])
+    assert report.compute_dtype == widest
+    assert report.exact
+    assert {cast.name for cast in report.casts} == {
+        name for name, dtype in zip("qkv", dtypes, strict=True) if dtype != widest
+    }
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_inputs_of_one_dtype_are_returned_as_they_are_and_nothing_is_said(dtype):
+    q, k, v = inputs(dtype, dtype, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = auto_fix_precision_for_flash_attention(q, k, v)
+        out = safe_flash_attention(q, k, v)
+    assert all(a is b for a, b in zip(result, (q, k, v), strict=True))
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((F32, F32, F32), F16),
+        ((F32, F16, F32), F16),
+        ((BF16, F32, F32), BF16),
+        ((F32, F32, BF16), BF16),
+        ((F16, BF16, F16), BF16),
+        ((F16, F16, F16), F16),
+    ],
+)
+def test_half_precision_is_bfloat16_if_an_input_is_and_float16_otherwise(dtypes, expected):
+    assert fixed(*inputs(*dtypes), dtypes=HALF).compute_dtype == expected
+
+
+@pytest.mark.parametrize("name", "qkv")
+@pytest.mark.parametrize(
+    ("outlier", "expected"), [(1e5, BF16), (-1e5, BF16), (65520.0, BF16), (65519.0, F16)]
+)
+def test_a_finite_magnitude_that_float16_would_round_to_infinity_asks_for_bfloat16(
+    name, outlier, expected
+):
+    tensors = dict(zip("qkv", inputs(F32, F32, F32), strict=True))
+    tensors[name][0, 3, 1, 5] = outlier
+    report = fixed(**tensors, dtypes=HALF)
+    assert report.compute_dtype == expected
+    assert (f"{name} reaches" in report.why) == (expected == BF16)
+
+
+def test_the_size_of_the_scores_does_not_decide():
+    q, k, v = (torch.full((1, 16, 2, 64), 200.0) for _ in range(3))  # q @ k.T is 2.6 million
+    with pytest.warns(PrecisionWarning, match="near-ties"):
+        out = safe_flash_attention(q, k, v, dtypes=HALF)
+    assert fixed(q, k, v, dtypes=HALF).compute_dtype == F16
+    assert (out - v).abs().max() < 200 * 2**-10  # all weights are equal: the average of the values
+
+
+def test_infinite_entries_do_not_ask_for_more_range_but_are_named():
+    q, k, v = inputs(F32, F32, F32)
+    k[0, 1, 0, 2] = torch.inf
+    k[0, 1, 0, 3] = torch.nan
+    report = fixed(q, k, v, dtypes=HALF)
+    assert report.compute_dtype == F16
+    assert any("k holds 2 entries" in text for text in report.cautions)
+
+
+def test_values_too_small_for_float16_ask_for_bfloat16():
+    q, k, v = inputs(F32, F32, F32, scale=1e-8)
+    report = fixed(q, k, v, dtypes=HALF)
+    out = safe_flash_attention(q, k, v, dtypes=HALF)
+    assert report.compute_dtype == BF16
+    assert (out - exact(q, k, v)).abs().max() < 2**-7 * v.abs().max()
+
+
+@pytest.mark.parametrize("half", [None, HALF])
+@pytest.mark.parametrize("dtypes", MIXED)
+def test_the_result_has_the_querys_dtype_and_is_near_the_truth(dtypes, half):
+    q, k, v = inputs(*dtypes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        out, lse, report = safe_flash_attention(
+            q, k, v, dtypes=half, causal=True, return_lse=True, return_report=True
+        )
+    assert out.dtype == q.dtype
+    assert lse.dtype == F32
+    # 48 queries are all looked at: the bound is the error itself, up to the last rounding.
+    error = (out.double() - exact(q, k, v, causal=True)).abs().max().item()
+    assert error <= 1.01 * report.error_bound
+
+
+@pytest.mark.parametrize("half", [None, HALF])
+def test_gradients_come_back_in_each_inputs_own_dtype_and_near_the_truth(half):
+    q, k, v = (t.requires_grad_() for t in inputs(F32, BF16, F16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        safe_flash_attention(q, k, v, dtypes=half, causal=True).sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact(*wide, causal=True).sum().backward()
+    for given, oracle in zip((q, k, v), wide, strict=True):
+        assert given.grad.dtype == given.dtype
+        relative = (given.grad.double() - oracle.grad).norm() / oracle.grad.norm()
+        assert relative < 4 * 2**-8  # bfloat16's unit roundoff, three products deep
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 0.01, 0.1, 1.0, 10.0, 1e2, 1e4, 1e6])
+@pytest.mark.parametrize("half", [None, HALF])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scaled_inputs_stay_finite_with_an_honest_bound_or_a_warning(scale, half, causal):
+    q, k, v = inputs(F32, F32, F32, seqlen=600, scale=scale)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out, report = safe_flash_attention(q, k, v, dtypes=half, causal=causal, return_report=True)
+    assert out.isfinite().all()
+    error = (out.double() - exact(q, k, v, causal=causal)).abs().max().item()
+    if 0.01 <= scale <= 10:
+        assert error <= report.error_bound <= 10 * error
+    if scale > 10:
+        assert any("near-ties may flip" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("half", [None, HALF])
+@pytest.mark.parametrize("name", "qkv")
+def test_one_outlier_of_1e5_stays_finite(name, half):
+    tensors = dict(zip("qkv", inputs(F32, F32, F32), strict=True))
+    tensors[name][0, 7, 0, 3] = 1e5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        assert safe_flash_attention(**tensors, dtypes=half).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (40, 0)},
+        {"window_size": (40, 20)},
+        {"window_size": (40, -1)},
+        {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"softmax_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_the_bound_is_measured_with_the_calls_own_options(options):
+    """A sample that misplaced the mask would report an error of about 1."""
+    q, k, v = inputs(F32, F32, F32, seqlen=500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        out, report = safe_flash_attention(
+            q[:, :400], k, v, dtypes=(BF16,), return_report=True, **options
+        )
+    error = (out.double() - exact(q[:, :400], k, v, **options)).abs().max().item()
+    assert error < 0.1
+    assert 0.5 * error <= report.error_bound <= 10 * error
+
+
+def test_a_result_that_the_querys_dtype_cannot_hold_is_refused_with_a_way_out():
+    q, k, v = inputs(F16, F32, F32)
+    v *= 1e6
+    with pytest.warns(PrecisionWarning), pytest.raises(AttentionInputError, match="out_dtype"):
+        safe_flash_attention(q, k, v)
+    assert safe_flash_attention(q, k, v, out_dtype=F32).isfinite().all()
+
+
+def test_scores_beyond_the_accumulators_range_are_refused():
+    q, k, v = inputs(BF16, BF16, BF16, scale=1e20)
+    with pytest.raises(AttentionInputError, match="beyond the float32"):
+        safe_flash_attention(q, k, v)
+
+
+def test_each_cause_is_reported_once_with_what_why_and_cost():
+    q, k, v = inputs(F32, BF16, F32)
+    with pytest.warns(PrecisionWarning) as caught:
+        safe_flash_attention(q, k, v, dtypes=HALF)
+    (said,) = [str(w.message) for w in caught]
+    for part in ("q float32 -> bfloat16, v float32 -> bfloat16", "k came in it", "at most about"):
+        assert part in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        safe_flash_attention(q, k, v, dtypes=HALF)
+    with pytest.warns(PrecisionWarning, match="k bfloat16 -> float32"):
+        safe_flash_attention(q, k, v)
+
+
+def test_an_exact_promotion_says_that_it_costs_nothing():
+    q, k, v = inputs(F32, BF16, F32)
+    with pytest.warns(PrecisionWarning, match="cost: none"):
+        safe_flash_attention(q, k, v)
+
+
+@pytest.mark.parametrize("function", [safe_flash_attention, auto_fix_precision_for_flash_attention])
+def test_float64_asks_for_a_decision(function):
+    q, k, v = inputs(F32, F64, F32)
+    with pytest.raises(AttentionInputError, match=r"k is float64.*float64=\"cast\""):
+        function(q, k, v)
+
+
+def test_float64_can_be_kept():
+    q, k, v = inputs(F64, F64, F64)
+    out = safe_flash_attention(q, k, v, float64="keep")
+    assert out.dtype == F64
+    assert (out - exact(q, k, v)).abs().max() < 1e-14
+
+
+def test_float64_can_be_cast():
+    q, k, v = inputs(F32, F64, F32)
+    with pytest.warns(PrecisionWarning, match="k float64 -> float32"):
+        out, report = safe_flash_attention(q, k, v, float64="cast", return_report=True)
+    assert report.compute_dtype == F32
+    assert out.dtype == F32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.int(), "k has dtype torch.int32.*floating"),
+        (lambda t: t.bool(), "k has dtype torch.bool.*floating"),
+        (lambda t: t.to(torch.complex64), "k has dtype torch.complex64.*complex"),
+        (lambda t: t.to(torch.float8_e4m3fn), "k has dtype torch.float8_e4m3fn.*scales"),
+        (lambda t: t.to("meta"), "one device.*cpu, meta, cpu"),
+        (lambda t: t.tolist(), "k must be a torch.Tensor"),
+        (lambda t: t[:, :7], "k has length 7 and v 48"),
+    ],
+)
+@pytest.mark.parametrize("function", [safe_flash_attention, auto_fix_precision_for_flash_attention])
+def test_inputs_that_no_cast_can_mend_get_a_clear_error(function, change, message):
+    q, k, v = inputs(F32, BF16, F16)
+    with pytest.raises(AttentionInputError, match=message):
+        function(q, change(k), v)
+
+
+def test_unknown_options_and_dtypes_that_fit_nothing_get_a_clear_error():
+    q, k, v = inputs(F32, F32, F32)
+    with pytest.raises(AttentionInputError, match="no option dropout"):
+        safe_flash_attention(q, k, v, dropout=0.1)
+    v[0, 0, 0, 0] = 1e5
+    with pytest.raises(AttentionInputError, match="holds no dtype"):
+        safe_flash_attention(q, k, v, dtypes=(F16,))
+
+
+def test_a_backend_asked_for_by_name_is_the_one_that_the_inputs_are_made_to_fit():
+    q, k, v = inputs(F32, BF16, F32)
+    assert fixed(q, k, v, backend="flash_torch").backend == "flash_torch"
+    with (
+        pytest.warns(PrecisionWarning),
+        pytest.raises(BackendUnavailableError, match="not FlashAttention"),
+    ):
+        safe_flash_attention(q, k, v, backend="standard")
+    absent = next(b.name for b in BACKENDS if b.missing() and b.io_aware)
+    with pytest.raises(BackendUnavailableError, match=absent):
+        safe_flash_attention(q, k, v, backend=absent)
+
+
+def test_autocast_changes_nothing():
+    q, k, v = inputs(F32, F32, F32)
+    with torch.autocast("cpu", dtype=BF16):
+        out = safe_flash_attention(q, k, v)
+    assert torch.equal(out, safe_flash_attention(q, k, v))
+
+
+def test_the_warning_points_at_the_callers_line():
+    q, k, v = inputs(F32, BF16, F32)
+    for function in (safe_flash_attention, auto_fix_precision_for_flash_attention):
+        forget_warnings()
+        with pytest.warns(PrecisionWarning) as caught:
+            function(q, k, v)
+        assert caught[0].filename == __file__
