@@ -1,0 +1,196 @@
+"""Casts at the boundary of a module, and of an attention kernel inside of it.
+
+A policy gives a module at most one `Boundary`: a pair of forward hooks. It survives `deepcopy` and
+pickling with its module, adds nothing to the state dict, and works under gradient checkpointing,
+since a recomputed module runs its hooks again.
+
+Attention kernels are functions, not modules; no hook sees their inputs. A `KernelDtype`, a
+`torch.overrides.TorchFunctionMode` that is active while an attention module runs, does.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from labsupport.attention.backends import attention, attention_varlen, flash_attention
+
+AS_INPUT = "as the input"
+OWN = "of its weights"
+
+_ATTRIBUTE = "_precision_boundary"
+_KERNELS: dict[Any, tuple[str, ...]] = {
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask"),
+    attention: ("q", "k", "v"),
+    flash_attention: ("q", "k", "v"),
+    attention_varlen: ("q", "k", "v"),
+}
+_MATMULS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+
+
+@dataclass(frozen=True)
+class Casts:
+    """What a boundary casts; None leaves it as it is.
+
+    Attributes:
+        inputs: a dtype for floating inputs, or `OWN`: that of the parameters which the module
+            itself holds at the time.
+        output: a dtype for the output (of a tuple, its first entry), or `AS_INPUT`: that of the
+            first floating input, before it was cast.
+        kernel: a dtype for q, k, v of the attention kernels that run inside.
+    """
+
+    inputs: torch.dtype | str | None = None
+    output: torch.dtype | str | None = None
+    kernel: torch.dtype | None = None
+
+
+class KernelDtype(TorchFunctionMode):
+    """While active, attention kernels compute in `dtype` and return the dtype of their query.
+
+    Reached are F.scaled_dot_product_attention and `labsupport.attention`'s functions. Matrix
+    products of two different dtypes, which raise otherwise, are computed in `dtype`, too, and what
+    is written into a key/value cache takes the cache's dtype: a float32 rotation promotes q and k,
+    but not v, before textbook attention and before the cache.
+
+    Not reached: functions that PyTorch's override protocol does not know (the flash-attn package,
+    FlexAttention), and the kernel inside of nn.MultiheadAttention.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        """Cast the inputs of kernels; leave all other functions alone."""
+        kwargs = kwargs or {}
+        if func in _KERNELS:
+            names = _KERNELS[func]
+            query = args[0] if args else kwargs[names[0]]
+            args = tuple(
+                self._cast(value) if i < len(names) else value for i, value in enumerate(args)
+            )
+            kwargs = {k: self._cast(v) if k in names else v for k, v in kwargs.items()}
+            return _cast_first(func(*args, **kwargs), query.dtype)
+        if func in _MATMULS and len(args) == 2 and args[0].dtype != args[1].dtype:
+            args = tuple(map(self._cast, args))
+        elif func is Tensor.index_copy_ and len(args) == 4:
+            args = (*args[:3], args[3].to(args[0].dtype))
+        return func(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if not _is_floating(value) or value.dtype == self.dtype:
+            return value
+        cast = value.to(self.dtype)
+        # A mask's "very negative" must stay finite: a row of -inf has no softmax.
+        lowest = torch.finfo(self.dtype).min
+        if torch.finfo(value.dtype).min < lowest and value.dim() and not value.requires_grad:
+            cast = torch.where((cast == -torch.inf) & value.isfinite(), lowest, cast)
+        return cast
+
+
+class Boundary:
+    """The two hooks of one module. `casts` may be changed at any time."""
+
+    def __init__(self, casts: Casts) -> None:
+        self.casts = casts
+
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the forward: cast the inputs, and watch for kernels."""
+        casts = self.casts
+        given = _first_dtype((args, kwargs)) if casts.output == AS_INPUT else None
+        dtype = _own_dtype(module) if casts.inputs == OWN else casts.inputs
+        if isinstance(dtype, torch.dtype):
+            args, kwargs = _cast_all((args, kwargs), dtype, {})
+        mode = None if casts.kernel is None else KernelDtype(casts.kernel)
+        if mode is not None:
+            mode.__enter__()
+        _frames().append((self, given, mode))
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """After the forward, also after one that raised: stop watching; cast the output."""
+        frames = _frames()
+        if not frames or frames[-1][0] is not self:
+            return None  # a hook before ours raised: we never entered
+        _, given, mode = frames.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        dtype = given if self.casts.output == AS_INPUT else self.casts.output
+        return _cast_first(output, dtype) if isinstance(dtype, torch.dtype) else None
+
+
+def set_boundary(module: nn.Module, casts: Casts) -> Casts:
+    """Give a module these casts in place of those that it had, and return those."""
+    boundary = module.__dict__.get(_ATTRIBUTE)
+    if boundary is None:
+        if casts == Casts():
+            return casts
+        boundary = Boundary(Casts())
+        module.register_forward_pre_hook(boundary.enter, with_kwargs=True)
+        module.register_forward_hook(boundary.leave, always_call=True)
+        setattr(module, _ATTRIBUTE, boundary)
+    before, boundary.casts = boundary.casts, casts
+    return before
+
+
+class _Frames(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Boundary, torch.dtype | None, KernelDtype | None]] = []
+
+
+_local = _Frames()
+
+
+def _frames() -> list[tuple[Boundary, torch.dtype | None, KernelDtype | None]]:
+    return _local.stack
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype | None:
+    own = module.parameters(recurse=False)
+    return next((p.dtype for p in own if p.is_floating_point()), None)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _first_dtype(value: Any) -> torch.dtype | None:
+    if _is_floating(value):
+        return value.dtype
+    if type(value) in (tuple, list, dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return next((dtype for v in inside if (dtype := _first_dtype(v)) is not None), None)
+    return None
+
+
+def _cast_all(value: Any, dtype: torch.dtype, done: dict[int, Tensor]) -> Any:
+    """Cast every floating tensor, each one once.
+
+    nn.MultiheadAttention projects q, k and v in one matmul if it is given one and the same tensor.
+    """
+    if _is_floating(value):
+        if id(value) not in done:
+            done[id(value)] = value.to(dtype)
+        return done[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_cast_all(v, dtype, done) for v in value)
+    if type(value) is dict:
+        return {key: _cast_all(v, dtype, done) for key, v in value.items()}
+    return value
+
+
+def _cast_first(output: Any, dtype: torch.dtype) -> Any:
+    if _is_floating(output):
+        return output.to(dtype)
+    if type(output) in (tuple, list) and output:
+        return type(output)((_cast_first(output[0], dtype), *output[1:]))
+    return output

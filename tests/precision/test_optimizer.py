@@ -1,0 +1,350 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from labsupport.precision import (
+    FlashAttentionConfig,
+    MixedPrecisionOptimizer,
+    apply_precision_policy,
+    compute_loss,
+)
+from tests.precision.policy_models import VOCABULARY, gpt2, llama, tokens
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CONFIGS = {
+    "bfloat16": FlashAttentionConfig(),
+    "float16": FlashAttentionConfig.float16(),
+    "float32": FlashAttentionConfig.float32(),
+}
+IN_EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+class Tiny(nn.Module):
+    """Token in, logits of the next one out; the head is tied to the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return self.head(x + self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def tiny(config):
+    torch.manual_seed(0)
+    model = Tiny()
+    apply_precision_policy(model, config)
+    return model
+
+
+def step(model, optimizer, factor=1.0):
+    ids = torch.arange(11)
+    loss = compute_loss(model(ids), ids.roll(1))
+    optimizer.backward(loss * factor)
+    taken = optimizer.step()
+    optimizer.zero_grad()
+    return taken, loss.item()
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+# --- whole models ---------------------------------------------------------------------------------
+
+
+@IN_EACH
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_language_model_learns_its_batch(make, config):
+    model = make()
+    apply_precision_policy(model, config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, max_norm=1.0)
+    backbone = model.transformer if make is gpt2 else model.model
+    losses = []
+    for _ in range(4):
+        hidden = backbone(tokens()).last_hidden_state
+        loss = compute_loss(hidden[:, :-1], tokens()[:, 1:], head=model.lm_head, chunk_size=8)
+        optimizer.backward(loss)
+        assert optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(VOCABULARY).log().item(), rel=0.05)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_losses_stay_close_to_those_of_float32(name):
+    losses = {}
+    for config in (CONFIGS[name], CONFIGS["float32"]):
+        model = tiny(config)
+        optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=256.0)
+        taken, losses[config] = zip(*(step(model, optimizer) for _ in range(20)), strict=True)
+        assert all(taken)
+    low, right = (torch.tensor(each) for each in losses.values())
+    assert right[-1] < right[0] / 2
+    u = torch.finfo(CONFIGS[name].mlp).eps / 2
+    # A logit x passes a dozen roundings; the loss moves by no more than the largest logit does.
+    assert ((low - right).abs() <= 12 * u * right.max()).all()
+
+
+# --- master weights -------------------------------------------------------------------------------
+
+
+def test_updates_that_vanish_in_bfloat16_add_up_in_the_masters():
+    # 0.001 is less than half of the distance from 1 to the next bfloat16 number.
+    def move_ten_times(make_optimizer):
+        model = nn.Linear(1, 1, bias=False, dtype=BF16)
+        model.weight.data.fill_(1)
+        optimizer = make_optimizer(model)
+        for _ in range(10):
+            model(torch.ones(1, dtype=BF16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.item()
+
+    assert move_ten_times(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)) == 1
+    mended = move_ten_times(
+        lambda model: MixedPrecisionOptimizer(
+            model, FlashAttentionConfig(), torch.optim.SGD, lr=1e-3
+        )
+    )
+    assert mended == torch.tensor(0.99).to(BF16).item()
+
+
+@IN_EACH
+def test_the_model_holds_the_rounded_masters(config):
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2)
+    step(model, optimizer)
+    masters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    assert {master.dtype for master in masters} == {F32}
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master.to(parameter.dtype))
+        assert (parameter is master) == (parameter.dtype == F32)
+
+
+def test_tied_weights_have_one_master_and_stay_tied():
+    model = tiny(FlashAttentionConfig())
+    optimizer = MixedPrecisionOptimizer(model, FlashAttentionConfig(), lr=1e-2)
+    step(model, optimizer)
+    assert len(optimizer.state_dict()["masters"]) == len(list(model.parameters()))
+    assert model.head.weight is model.table.weight
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_float32_policy_it_is_adamw_bit_for_bit(fused):
+    config = FlashAttentionConfig.float32()
+    model, other = tiny(config), Tiny()
+    other.load_state_dict(model.state_dict())
+    ours = MixedPrecisionOptimizer(
+        model, config, lr=1e-2, weight_decay=0.1, max_norm=0.5, fused=fused
+    )
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1, fused=fused)
+    ids = torch.arange(11)
+    for _ in range(5):
+        step(model, ours)
+        compute_loss(other(ids), ids.roll(1)).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    assert ours.scaler is None
+    assert equal(weights(model), weights(other))
+
+
+def test_micro_batches_add_up_in_float32():
+    model = nn.Linear(1, 1, bias=False, dtype=BF16)
+    optimizer = MixedPrecisionOptimizer(model, FlashAttentionConfig(), torch.optim.SGD, lr=1.0)
+    for value in [256.0] + [1.0] * 8:  # 256 + 1 is 256 in bfloat16
+        optimizer.backward(model(torch.tensor([value], dtype=BF16)).sum())
+    (master,) = optimizer.optimizer.param_groups[0]["params"]
+    assert master.grad.item() == 264
+    assert model.weight.grad is None
+
+
+# --- loss scaling ---------------------------------------------------------------------------------
+
+
+def test_gradients_too_small_for_float16_arrive_because_the_loss_is_scaled():
+    config = FlashAttentionConfig.float16()
+    x = torch.full((1,), 2.0**-10, dtype=F16)
+    plain = nn.Linear(1, 1, bias=False, dtype=F16)
+    (plain(x).float().sum() * 2.0**-16).backward()
+    assert plain.weight.grad.item() == 0
+    model = nn.Linear(1, 1, bias=False, dtype=F16)
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, lr=1.0, max_norm=1e9)
+    optimizer.backward(model(x).float().sum() * 2.0**-16)
+    assert optimizer.step()
+    assert optimizer.grad_norm.item() == 2.0**-26
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_step_and_halves_the_scale(fused):
+    config = FlashAttentionConfig.float16()
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=1024.0, fused=fused)
+    assert step(model, optimizer)[0]
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    assert not step(model, optimizer, factor=1e6)[0]
+    assert optimizer.scale == 512
+    assert equal(weights(model), before)
+    assert equal(optimizer.state_dict()["masters"].values(), state["masters"].values())
+    assert step(model, optimizer)[0]
+    assert optimizer.scale == 512
+    assert not equal(weights(model), before)
+
+
+def test_the_scale_grows_again_after_a_while():
+    config = FlashAttentionConfig.float16()
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, init_scale=8.0, growth_interval=2, lr=1e-3)
+    assert [(step(model, optimizer)[0], optimizer.scale) for _ in range(4)] == [
+        (True, 8.0),
+        (True, 16.0),
+        (True, 16.0),
+        (True, 32.0),
+    ]
+
+
+def test_the_scale_does_not_change_what_is_learned():
+    config = FlashAttentionConfig.float16()
+    learned = []
+    for scale in (2.0, 1024.0):
+        model = tiny(config)
+        optimizer = MixedPrecisionOptimizer(
+            model, config, torch.optim.SGD, lr=0.1, max_norm=0.5, init_scale=scale
+        )
+        assert step(model, optimizer)[0]
+        learned.append(optimizer.state_dict()["masters"])
+    for name, master in learned[0].items():
+        # Gradients below 6e-5 / scale are subnormal in float16, and coarser.
+        torch.testing.assert_close(master, learned[1][name], rtol=0, atol=1e-5)
+
+
+def test_without_float16_there_is_no_scaler():
+    config = FlashAttentionConfig()
+    optimizer = MixedPrecisionOptimizer(tiny(config), config)
+    assert optimizer.scaler is None
+    assert optimizer.scale == 1
+
+
+def test_float16_activations_are_enough_for_a_scaler():
+    config = FlashAttentionConfig.float32(attention="float16")
+    assert MixedPrecisionOptimizer(tiny(config), config).scale == 2.0**16
+
+
+# --- groups, states, errors -----------------------------------------------------------------------
+
+
+def test_groups_keep_their_options_and_schedulers_work():
+    config = FlashAttentionConfig()
+    model = tiny(config)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": (p for p in model.parameters() if p.ndim == 1), "weight_decay": 0.0},
+    ]
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, params=groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
+    before = {name: p.detach().float() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    schedule.step()
+    masters = optimizer.state_dict()["masters"]
+    torch.testing.assert_close(masters["up.weight"], before["up.weight"] * 0.95)
+    assert torch.equal(masters["up.bias"], before["up.bias"])
+    assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.05, 0.05]
+
+
+@IN_EACH
+def test_a_run_continues_bit_for_bit_after_saving_and_loading(config):
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=64.0)
+    for _ in range(3):
+        step(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    other = tiny(config)
+    resumed = MixedPrecisionOptimizer(other, config, lr=1e-2)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.scale == optimizer.scale
+    for _ in range(3):
+        assert step(model, optimizer) == step(other, resumed)
+    assert equal(weights(model), weights(other))
+    masters = (each.state_dict()["masters"].values() for each in (optimizer, resumed))
+    assert equal(*masters)
+
+
+def test_a_state_of_another_policy_is_refused():
+    low, wide = (
+        MixedPrecisionOptimizer(tiny(CONFIGS[name]), CONFIGS[name])
+        for name in ("bfloat16", "float32")
+    )
+    with pytest.raises(ValueError, match="same policy"):
+        low.load_state_dict(wide.state_dict())
+    scaled = MixedPrecisionOptimizer(tiny(CONFIGS["float16"]), CONFIGS["float16"])
+    with pytest.raises(ValueError, match="losses are scaled"):
+        scaled.load_state_dict(low.state_dict())
+
+
+def test_frozen_parameters_have_no_master():
+    config = FlashAttentionConfig()
+    model = tiny(config)
+    model.up.requires_grad_(False)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=0.1)
+    before = model.up.weight.clone()
+    step(model, optimizer)
+    assert "up.weight" not in optimizer.state_dict()["masters"]
+    assert torch.equal(model.up.weight, before)
+
+
+def test_what_cannot_be_optimized_is_refused():
+    config = FlashAttentionConfig()
+    model = tiny(config)
+    with pytest.raises(ValueError, match="not one of the model's"):
+        MixedPrecisionOptimizer(model, config, params=[nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="no parameter to train"):
+        MixedPrecisionOptimizer(nn.ReLU(), config)
+    twice = [{"params": [model.up.weight]}, {"params": [model.up.weight]}]
+    with pytest.raises(ValueError, match=r"up\.weight is in more than one group"):
+        MixedPrecisionOptimizer(model, config, params=twice)
+    with pytest.raises(RuntimeError, match="call backward"):
+        MixedPrecisionOptimizer(model, config).step()
+
+
+def test_two_parameters_on_one_memory_cannot_have_two_masters():
+    model = tiny(FlashAttentionConfig())
+    model.head.weight = nn.Parameter(model.table.weight.data)
+    with pytest.raises(ValueError, match="two parameters on one memory"):
+        MixedPrecisionOptimizer(model, FlashAttentionConfig())
+
+
+def test_float16_weights_without_masters_are_refused():
+    with pytest.warns(UserWarning, match="optimizer"):
+        config = FlashAttentionConfig.float16(optimizer="float16")
+    with pytest.raises(ValueError, match="needs masters in float32"):
+        MixedPrecisionOptimizer(tiny(config), config)
+
+
+def test_pytorchs_scaler_alone_refuses_float16_gradients():
+    # The reason why gradients move to their masters first.
+    model = nn.Linear(2, 2, dtype=F16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, dtype=F16)).float().sum()).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)

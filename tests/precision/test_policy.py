@@ -1,0 +1,273 @@
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+from labsupport.precision.boundaries import Casts, set_boundary
+from labsupport.precision.dtypes import unit_roundoff
+from tests.precision.policy_models import (
+    MODELS,
+    ROUNDINGS,
+    SeenByKernels,
+    gpt2,
+    llama,
+    no_mode_is_left,
+    relative_error,
+    tokens,
+)
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+POLICIES = pytest.mark.parametrize(
+    "config",
+    [
+        FlashAttentionConfig(),
+        FlashAttentionConfig(residual="float32"),
+        FlashAttentionConfig(embedding="float32", residual="float32"),
+        FlashAttentionConfig(attention="float16", mlp="float32"),
+        FlashAttentionConfig.float16(),
+    ],
+    ids=["bfloat16", "wide-stream", "wide-table", "mixed", "float16"],
+)
+
+
+# --- the configuration ----------------------------------------------------------------------------
+
+
+def test_dtypes_may_be_given_by_name():
+    config = FlashAttentionConfig(attention="torch.float16", mlp="fp32", residual="BF16")
+    assert (config.attention, config.mlp, config.residual) == (F16, F32, BF16)
+
+
+@pytest.mark.parametrize("nonsense", [torch.int8, "int8", "float99", None, 16, torch.float8_e4m3fn])
+def test_what_is_no_floating_dtype_is_refused_with_the_list_of_those_that_are(nonsense):
+    with pytest.raises(ValueError, match=r"mlp cannot be .*float16, bfloat16, float32"):
+        FlashAttentionConfig(mlp=nonsense)
+
+
+@pytest.mark.parametrize("field", ["norm_statistics", "loss", "optimizer"])
+def test_what_should_be_float32_may_be_16_bits_but_not_silently(field):
+    with pytest.warns(UserWarning, match=field):
+        assert getattr(FlashAttentionConfig(**{field: F16}), field) == F16
+
+
+def test_presets_are_policies_of_one_dtype_and_take_changes():
+    assert set(vars(FlashAttentionConfig.float32()).values()) == {F32}
+    assert FlashAttentionConfig.bfloat16(mlp="float32") == FlashAttentionConfig(mlp=F32)
+    assert FlashAttentionConfig.float16().residual == F32
+
+
+def test_losses_are_scaled_where_any_gradient_passes_through_float16():
+    assert FlashAttentionConfig.float16().needs_loss_scaling
+    assert FlashAttentionConfig(attention="float16").needs_loss_scaling
+    assert not FlashAttentionConfig().needs_loss_scaling
+
+
+# --- models of Transformers -----------------------------------------------------------------------
+
+
+@MODELS
+@POLICIES
+def test_logits_differ_from_float32_by_roundings_only(make, config):
+    right = make()(tokens()).logits
+    model = make()
+    apply_precision_policy(model, config)
+    logits = model(tokens()).logits
+    assert logits.dtype == config.head
+    # Independent errors add up as the root of their number.
+    u = max(unit_roundoff(dtype) for dtype in vars(config).values())
+    assert 0 < relative_error(logits, right) <= math.sqrt(ROUNDINGS) * u
+
+
+@MODELS
+def test_the_default_policy_is_as_exact_as_the_whole_model_in_bfloat16(make):
+    right = make()(tokens()).logits
+    plain, model = make().to(BF16), make()
+    apply_precision_policy(model)
+    error = relative_error(model(tokens()).logits, right)
+    assert error <= 2 * relative_error(plain(tokens()).logits, right)
+
+
+@MODELS
+def test_a_wider_stream_is_more_exact(make):
+    right, errors = make()(tokens()).logits, []
+    for config in (FlashAttentionConfig(), FlashAttentionConfig(residual=F32, head=F32)):
+        model = make()
+        apply_precision_policy(model, config)
+        errors.append(relative_error(model(tokens()).logits, right))
+    assert errors[1] < errors[0]
+
+
+@MODELS
+def test_a_float32_policy_changes_no_bit_of_the_output(make):
+    right = make()(tokens()).logits
+    model = make()
+    apply_precision_policy(model, FlashAttentionConfig.float32())
+    assert torch.equal(model(tokens()).logits, right)
+
+
+@MODELS
+@POLICIES
+def test_q_k_and_v_enter_the_kernel_in_one_dtype(make, config):
+    model = make()
+    apply_precision_policy(model, config)
+    with SeenByKernels() as seen:
+        model(tokens())
+    assert seen.dtypes == [(config.attention,) * 3] * 2
+
+
+def test_without_it_a_float32_rotation_would_give_llamas_kernel_two_dtypes():
+    model = llama()
+    apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
+    for layer in model.model.layers:
+        set_boundary(layer.self_attn, Casts())
+    with SeenByKernels() as seen, pytest.raises(RuntimeError, match="dtype"):
+        model(tokens(), use_cache=False)  # the cache would promote v as well
+    assert seen.dtypes == [(F32, F32, BF16)]
+
+
+@MODELS
+@POLICIES
+def test_the_stream_between_the_blocks_keeps_its_dtype(make, config):
+    model = make()
+    apply_precision_policy(model, config)
+    seen = []
+    for block in model.transformer.h if make is gpt2 else model.model.layers:
+        block.register_forward_hook(lambda _, args, out: seen.extend((args[0].dtype, out.dtype)))
+    model(tokens())
+    assert seen == [config.residual] * 4
+
+
+@MODELS
+@POLICIES
+def test_twice_is_as_good_as_once(make, config):
+    model = make()
+    first = apply_precision_policy(model, config)
+    logits = model(tokens()).logits
+    second = apply_precision_policy(model, config)
+    assert len(first) > 0
+    assert len(second) == 0
+    assert "nothing changed" in str(second)
+    assert second.notes == first.notes
+    assert torch.equal(model(tokens()).logits, logits)
+
+
+@MODELS
+def test_another_policy_replaces_the_first(make):
+    rounded, model = make(), make()
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.to(BF16).to(F32)
+    apply_precision_policy(model, FlashAttentionConfig())
+    apply_precision_policy(model, FlashAttentionConfig.float32())
+    assert torch.equal(model(tokens()).logits, rounded(tokens()).logits)
+
+
+@MODELS
+def test_parameters_stay_the_same_objects_under_the_same_names(make):
+    model = make()
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    apply_precision_policy(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in before.items()
+    }
+    assert list(model.state_dict()) == keys
+    assert all(p.dtype == BF16 for p in before.values())
+
+
+def test_gradients_follow_their_parameters():
+    model = gpt2()
+    model(tokens(), labels=tokens()).loss.backward()
+    apply_precision_policy(model)
+    assert {p.grad.dtype for p in model.parameters()} == {BF16}
+
+
+@pytest.mark.parametrize("table", ["float32", "bfloat16"])
+def test_a_tied_head_stays_tied_in_the_tables_dtype_and_computes_in_its_own(table):
+    model = llama(tie_word_embeddings=True)
+    report = apply_precision_policy(model, FlashAttentionConfig(embedding=table))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.dtype == getattr(torch, table)
+    assert model(tokens()).logits.dtype == BF16
+    assert any("tied" in note and "lm_head.weight" in note for note in report.notes)
+    assert any("copy" in note for note in report.notes) == (table == "float32")
+
+
+@MODELS
+def test_checkpointed_gradients_are_the_same_bit_for_bit(make):
+    model = make()
+    apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
+    other = copy.deepcopy(model)
+    if hasattr(other, "activation_checkpointing_enable"):  # the newer name
+        other.activation_checkpointing_enable()
+    else:
+        other.gradient_checkpointing_enable()
+    for each in (model.train(), other.train()):
+        each(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    assert no_mode_is_left()
+
+
+@MODELS
+def test_a_model_under_a_policy_is_copied_saved_and_loaded(make):
+    config = FlashAttentionConfig(residual="float32")
+    model = make()
+    apply_precision_policy(model, config)
+    logits = model(tokens()).logits
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, logits)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = make().apply(lambda m: [p.data.zero_() for p in m.parameters(recurse=False)])
+    apply_precision_policy(other, config)
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(tokens()).logits, logits)
+
+
+def test_a_copy_has_a_policy_of_its_own():
+    model = gpt2()
+    apply_precision_policy(model)
+    other = copy.deepcopy(model)
+    apply_precision_policy(other, FlashAttentionConfig.float32())
+    assert model(tokens()).logits.dtype == BF16
+    assert other(tokens()).logits.dtype == F32
+
+
+def test_a_forward_that_raises_leaves_no_mode_behind():
+    model = llama()
+    apply_precision_policy(model)
+    attention = model.model.layers[1].self_attn
+    for when in ({"prepend": True}, {}):
+        hook = attention.register_forward_pre_hook(lambda *_: 1 / 0, **when)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens())
+        hook.remove()
+        assert no_mode_is_left()
+    assert model(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("config", [FlashAttentionConfig(), FlashAttentionConfig.float16()])
+def test_padding_and_both_caches_work(config):
+    model = llama().eval()
+    apply_precision_policy(model, config)
+    mask = torch.ones_like(tokens())
+    mask[0, :5] = 0
+    assert model(tokens(), attention_mask=mask).logits.isfinite().all()
+    generated = [
+        model.generate(
+            tokens(), max_new_tokens=3, do_sample=False, cache_implementation=cache
+        ).tolist()
+        for cache in ("dynamic", "static")
+    ]
+    assert generated[0] == generated[1]
+
+
+@MODELS
+def test_eager_attention_runs_and_the_report_says_that_it_is_not_reached(make):
+    model = make(attn_implementation="eager")
+    report = apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
+    assert any("eager" in note for note in report.notes)
+    # Without a cache, which would promote v, Llama multiplies float32 weights P with bfloat16 V.
+    assert model(tokens(), use_cache=False).logits.isfinite().all()

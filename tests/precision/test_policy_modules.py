@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+from labsupport.precision.boundaries import KernelDtype
+from labsupport.precision.dtypes import unit_roundoff
+from tests.precision.policy_models import (
+    HEADS,
+    ROUNDINGS,
+    TOKENS,
+    WIDTH,
+    Block,
+    SeenByKernels,
+    gpt2,
+    hidden,
+    relative_error,
+)
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+# --- hand-written modules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["sdpa", "labsupport"])
+def test_a_hand_written_block_is_recognised_and_its_kernel_reached(ours):
+    torch.manual_seed(0)
+    block = Block(ours)
+    right = block(hidden())
+    config = FlashAttentionConfig(attention="float16", residual="float32")
+    report = apply_precision_policy(block, config)
+    with SeenByKernels() as seen:
+        out = block(hidden())
+    assert seen.dtypes == [(F16,) * 3]
+    assert not any("not recognised" in note for note in report.notes)
+    assert 0 < relative_error(out, right) <= math.sqrt(ROUNDINGS / 2) * unit_roundoff(BF16)
+
+
+def test_a_checkpointed_block_runs_its_casts_again():
+    torch.manual_seed(0)
+    block, x = Block(), hidden().requires_grad_()
+    apply_precision_policy(block, FlashAttentionConfig(attention="float16"))
+    plain = torch.autograd.grad(block(x).sum(), x)
+    again = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x)
+    assert torch.equal(plain[0], again[0])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_pytorchs_encoder_runs_padded_or_not(norm_first, training):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).train(training)
+    right = model(hidden())
+    apply_precision_policy(model)
+    padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [5]])
+    with torch.inference_mode():
+        error = relative_error(model(hidden()), right)
+        padded = model(hidden(), src_key_padding_mask=padding)
+    assert 0 < error <= math.sqrt(ROUNDINGS) * unit_roundoff(BF16)
+    assert padded[:, :5].isfinite().all()
+
+
+def test_pytorchs_attention_still_projects_q_k_and_v_in_one_matmul():
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    report = apply_precision_policy(model, FlashAttentionConfig(attention="float16"))
+    given = []
+    model.register_forward_pre_hook(lambda _, args: given.extend(args))
+    x = hidden()
+    model(x, x, x)
+    assert given[0] is given[1] is given[2]
+    assert given[0].dtype == BF16
+    assert any("MultiheadAttention" in note for note in report.notes)
+
+
+def test_the_tables_dtype_rules_also_if_the_head_comes_first():
+    model = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False), "table": nn.Embedding(5, 4)})
+    model["head"].weight = model["table"].weight
+    apply_precision_policy(model, FlashAttentionConfig(embedding="float32"))
+    assert model["head"].weight is model["table"].weight
+    assert model["table"].weight.dtype == F32
+
+
+def test_two_parameters_on_one_memory_stay_on_one_memory():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    apply_precision_policy(model, components={"1": "head"})
+    with torch.no_grad():
+        model[0].weight.fill_(3)
+    assert (model[1].weight == 3).all()
+    assert model[1].weight.dtype == BF16
+
+
+def test_what_is_not_recognised_keeps_its_dtype_is_named_and_runs():
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    report = apply_precision_policy(model)
+    assert model[1].weight.dtype == F32
+    assert any("not recognised" in note and " 1." in note for note in report.notes)
+    assert model(torch.arange(5)).isfinite().all()
+
+
+def test_a_component_can_be_said():
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH))
+    report = apply_precision_policy(
+        model, FlashAttentionConfig(mlp="float16"), components={"1": "mlp", "0": "other"}
+    )
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (F32, F16)
+    assert {change.component for change in report} == {"mlp", "other"}
+
+
+def test_a_component_that_does_not_exist_and_a_pattern_without_a_module_are_refused():
+    with pytest.raises(ValueError, match="no component 'ffn'"):
+        apply_precision_policy(Block(), components={"up": "ffn"})
+    with pytest.raises(ValueError, match=r"'adapter\*' matches no module"):
+        apply_precision_policy(Block(), components={"adapter*": "mlp"})
+
+
+def test_a_norm_of_any_make_gets_float32_and_gives_back_its_inputs_dtype():
+    class MyRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            self.seen = x.dtype
+            return self.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
+
+    norm = MyRMSNorm()
+    apply_precision_policy(norm)
+    out = norm(torch.full((2, 4), 300.0, dtype=F16))
+    assert (norm.seen, out.dtype) == (F32, F16)
+    assert (out == 1).all()
+
+
+def test_a_loss_inside_of_a_model_gets_float32():
+    model = nn.ModuleDict({"criterion": nn.CrossEntropyLoss()})
+    apply_precision_policy(model)
+    loss = model["criterion"](torch.randn(3, 5, dtype=BF16), torch.tensor([0, 1, 2]))
+    assert loss.dtype == F32
+
+
+def test_a_very_negative_mask_stays_finite_in_float16():
+    q = torch.randn(1, 1, 3, 8)
+    mask = torch.full((3, 3), torch.finfo(F32).min)
+    mask[0, 0], mask[1] = 0, -torch.inf
+    seen = []
+
+    class Look(SeenByKernels):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is F.scaled_dot_product_attention:
+                seen.append(kwargs["attn_mask"])
+            return func(*args, **(kwargs or {}))
+
+    with Look(), KernelDtype(F16):
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert out.dtype == F32
+    assert seen[0].dtype == F16
+    assert (seen[0][1] == -torch.inf).all()
+    assert (seen[0][2] == torch.finfo(F16).min).all()
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_the_report_names_each_change_with_its_component_and_dtypes():
+    table = apply_precision_policy(gpt2()).to_dataframe()
+    assert list(table.columns) == ["component", "module", "what", "from", "to"]
+    row = table[(table.module == "transformer.h.1.mlp.c_fc") & (table.what == "weight")].iloc[0]
+    assert (row["component"], row["from"], row["to"]) == ("mlp", "float32", "bfloat16")
+    assert set(table.component) == {"attention", "mlp", "norm", "embedding", "head"}
+
+
+def test_the_report_counts_alike_changes_in_one_line():
+    text = str(apply_precision_policy(gpt2()))
+    assert "norm       statistics     as it comes → float32   5 modules" in text
+    assert "note: tied, and kept so, in bfloat16: transformer.wte.weight = lm_head.weight." in text
+    assert "compute_loss" in text
