@@ -6,10 +6,16 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     textbook   exercises 1-1 and 1-2
     softmax    exercise 1-3
     flash      exercises 1-4 and 1-5
+    dtypes     exercise 1-6
     verdict    how a result is judged, and how a mistake is recognised
     mistakes   what typical wrong solutions compute
 """
 
+from labsupport.checks.dtypes import (
+    check_half_attention,
+    check_half_dtype_edges,
+    check_half_dtype_values,
+)
 from labsupport.checks.flash import (
     check_backward_edges,
     check_backward_memory,
@@ -43,6 +49,9 @@ __all__ = [
     "check_forward_lse",
     "check_forward_memory",
     "check_forward_values",
+    "check_half_attention",
+    "check_half_dtype_edges",
+    "check_half_dtype_values",
     "check_largest_length",
     "check_running_extremes",
     "check_running_streams",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.attention.backends import attention, flash_attention, overridable
+from labsupport.attention.backends import attention, flash_attention
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.inputs import (
@@ -79,7 +79,6 @@ def auto_fix_precision_for_flash_attention(
     return (*fixed, report) if return_report else fixed
 
 
-@overridable
 def safe_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -110,7 +109,7 @@ def safe_flash_attention(
     call = _checked(q, k, v, options)
     out_dtype = _floating(out_dtype or q.dtype)
     report = plan(call, backend, dtypes, float64, out_dtype, return_report)
-    say(report, stacklevel=3)
+    say(report, stacklevel=2)
     with autocast_off(q):  # what the report says is what is computed with
         fixed = (tensor.to(report.compute_dtype) for tensor in (q, k, v))
         result = flash_attention(*fixed, backend=report.backend, **options)

@@ -62,7 +62,8 @@ def sampled_error(
     """
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
-    with torch.no_grad(), autocast_off(call.q):
+    # Trackers and policies watch through torch function modes: these calls are not the model's.
+    with torch.no_grad(), autocast_off(call.q), torch._C.DisableTorchFunction():
         for part in _sample(call):
             sampled += part.q.shape[1]
             options = {

@@ -6,7 +6,12 @@ import warnings
 import pytest
 import torch
 
-from labsupport.attention import AttentionInputError, BackendUnavailableError, oracle_attention
+from labsupport.attention import (
+    AttentionInputError,
+    BackendUnavailableError,
+    flash_attention,
+    oracle_attention,
+)
 from labsupport.attention.implementations import BACKENDS
 from labsupport.precision import (
     PrecisionWarning,
@@ -314,3 +319,17 @@ def test_the_warning_points_at_the_callers_line():
         with pytest.warns(PrecisionWarning) as caught:
             function(q, k, v)
         assert caught[0].filename == __file__
+
+
+def test_who_watches_the_front_door_sees_one_call_of_one_dtype():
+    class Watch(torch.overrides.TorchFunctionMode):
+        seen: list = []  # noqa: RUF012
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is flash_attention:
+                self.seen.append([tensor.dtype for tensor in args])
+            return func(*args, **(kwargs or {}))
+
+    with pytest.warns(PrecisionWarning), Watch() as watch:
+        safe_flash_attention(*inputs(F32, BF16, F32), dtypes=HALF, return_report=True)
+    assert watch.seen == [[BF16, BF16, BF16]]

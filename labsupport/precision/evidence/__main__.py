@@ -1,0 +1,15 @@
+"""Measure every rule of the best-practice table here: `python -m labsupport.precision.evidence`."""
+
+from labsupport.precision.evidence.rules import best_practice_table
+
+
+def main() -> None:
+    """Measure and print the table."""
+    for row in best_practice_table().to_dict("records"):
+        print(f"{row['component']}: {row['recommended']}")
+        for name in ("must match", "why", "measured", "experiment"):
+            print(f"    {name + ':':12} {row[name]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Each experiment shows the failure that it is about, and the remedy next to it."""
+
+import torch
+
+from labsupport.attention.registry import FLOAT_DTYPES
+from labsupport.precision import evidence
+from labsupport.precision.evidence.__main__ import main
+from labsupport.precision.evidence.forward import _round_tf32
+from labsupport.precision.evidence.rules import RULES, best_practice_table
+
+
+def rows(table):
+    return {row[table.columns[0]]: row for row in table.to_dict("records")}
+
+
+def test_float16_logits_overflow_in_the_textbook_and_not_in_flash_attention():
+    found = rows(evidence.float16_logits_overflow())
+    textbook = found["textbook, float16"]
+    assert textbook["largest score"] == float("inf")
+    assert textbook["NaN in output"] == 16 * 64
+    for name in set(found) - {"textbook, float16"}:
+        assert found[name]["NaN in output"] == 0
+    # 40 * 40 * 64, and scaled by 1/8 first
+    assert found["textbook, bfloat16"]["largest score"] == 102_400
+    assert found["textbook, float16, q scaled first"]["largest score"] == 12_800
+
+
+def test_scores_that_fit_do_not_overflow():
+    """16 * 16 * 64 = 16,384: the experiment does not fail whatever it is given."""
+    found = rows(evidence.float16_logits_overflow(value=16.0))
+    assert all(row["NaN in output"] == 0 for row in found.values())
+
+
+def test_norm_statistics_fail_in_float16_at_both_ends_and_nowhere_in_float32():
+    table = evidence.norm_statistics((1e-4, 1.0, 255.0, 300.0)).set_index(
+        ["computation", "magnitude"]
+    )
+    by_hand = table.loc["by hand, in float16"]
+    assert by_hand.loc[1e-4, "non-finite"] == 8 * 768
+    assert by_hand.loc[300.0, "relative error"] == 1.0  # divided by infinity
+    assert by_hand.loc[1.0, "relative error"] < 1e-3
+    for other in ("by hand, statistics in float32", "F.rms_norm of float16"):
+        assert (table.loc[other]["non-finite"] == 0).all()
+        assert (table.loc[other]["relative error"] < 2**-11).all()
+
+
+def test_a_running_sum_stops_at_two_to_the_number_of_significant_bits():
+    found = rows(evidence.running_sum(4096))
+    assert found["float16"]["sum"] == 2**11
+    assert found["bfloat16"]["sum"] == 2**8
+    assert found["float32"]["sum"] == 4096
+    assert rows(evidence.running_sum(256))["bfloat16"]["sum"] == 256
+
+
+def test_most_gradients_of_float16_logits_are_zero_and_none_with_the_loss_in_float32():
+    found = rows(evidence.cross_entropy_dtypes(tokens=128))
+    assert found["float16"]["zero gradients"] > 0.5
+    assert found["float16"]["row sum"] > 0.02
+    mended = found["float16, loss in float32"]
+    assert mended["zero gradients"] == 0
+    assert mended["row sum"] < 1e-5
+    # A loss of about 12 is stored in steps of 2^-7 and 2^-4.
+    assert mended["loss error"] < 1e-5
+    assert 1e-4 < found["float16"]["loss error"] < found["bfloat16"]["loss error"] < 2**-4
+
+
+def test_gradients_underflow_in_float16_unless_scaled_and_not_in_bfloat16():
+    table = evidence.gradient_underflow()
+    float16 = table[table.dtype == "float16"].set_index("loss scale")
+    assert float16.loc[1.0, "relative error"] > 0.5
+    assert float16.loc[2.0**10, "relative error"] < 2 * 2**-10
+    assert float16.loc[2.0**10, "zero gradients"] < 0.01
+    bfloat16 = table[table.dtype == "bfloat16"].iloc[0]
+    assert bfloat16["zero gradients"] == 0
+    assert bfloat16["relative error"] < 2 * 2**-7
+
+
+def test_updates_below_half_an_ulp_vanish_without_a_master_copy():
+    found = rows(evidence.vanishing_updates())
+    assert found["bfloat16"]["moved"] == 0
+    assert abs(found["bfloat16, float32 master copy"]["moved"] - 0.1) < 2**-8
+    assert abs(found["float32"]["moved"] - 0.1) < 1e-4
+
+
+def test_updates_above_half_an_ulp_do_not_vanish():
+    """Below 1, bfloat16's numbers are 2^-8 apart: a step of 2^-7 arrives."""
+    assert rows(evidence.vanishing_updates(2**-7, 8))["bfloat16"]["lost"] < 0.01
+
+
+def test_small_learning_rates_leave_a_bfloat16_table_unmoved():
+    table = evidence.embedding_updates()
+    low = table[table.table == "bfloat16"].set_index("learning rate").unmoved
+    assert low[1e-3] == 0
+    assert low[2e-5] > 0.5
+    assert (table[table.table == "float32"].unmoved < 0.01).all()
+
+
+def test_flash_attention_keeps_the_error_rule_in_every_dtype_at_every_length():
+    table = evidence.error_by_length((256, 1024), device="cpu")
+    assert len(table) == 6
+    assert (table.flash <= 2 * table.standard + 1e-5).all()
+    by_dtype = table.groupby("dtype").flash.min()
+    assert by_dtype["bfloat16"] > 2 * by_dtype["float16"] > 100 * by_dtype["float32"]
+
+
+def test_tf32_costs_three_digits_of_a_float32_product():
+    found = rows(evidence.tf32_surprise(device="cpu"))
+    surprise = found["float32, TF32 allowed"]
+    assert surprise["how"] == "emulated"
+    assert surprise["relative error"] > 500 * found["float32"]["relative error"]
+    assert 0.3 < surprise["relative error"] / found["float16"]["relative error"] < 3
+
+
+def test_emulated_tf32_rounds_to_eleven_bits_to_nearest_even():
+    x = torch.tensor([1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, -1 - 2**-12])
+    expected = torch.tensor([1 + 2**-10, 1.0, 1 + 2**-9, 1 + 2**-10, -1.0])
+    assert torch.equal(_round_tf32(x), expected)
+
+
+def test_every_backend_says_of_every_dtype_that_it_runs_or_why_not():
+    table = evidence.dtype_refusals("cpu").set_index("backend")
+    assert list(table.columns) == [str(d).removeprefix("torch.") for d in FLOAT_DTYPES]
+    assert (table.loc["sdpa_flash"] == "runs").all()
+    assert table.loc["flex", "float64"] == "takes float32, float16, bfloat16 on cpu, not float64"
+    assert (table.map(len) > 3).all(axis=None)
+
+
+def test_every_rule_comes_with_a_finding_of_its_own_experiment():
+    table = best_practice_table()
+    assert len(table) == len(RULES) >= 9
+    assert table.measured.str.contains(r"\d").all()
+    assert not table.measured.str.contains("nan").any()
+    assert len(set(table.experiment)) == len(RULES)
+
+
+def test_measuring_the_rules_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(5)
+    best_practice_table()
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_the_command_prints_every_rule(capsys):
+    main()
+    printed = capsys.readouterr().out
+    assert all(rule.component in printed for rule in RULES)
