@@ -73,8 +73,8 @@ def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
             BF16,
             lambda _, value=value: (
                 f"q holds {value}, and beside it a finite 1e5 that float16 cannot hold: an entry "
-                "that is not finite must not hide the others. (max() of a tensor with NaN is NaN, and no "
-                "comparison with NaN is true.)"
+                "that is not finite must not hide the others. (max() of a tensor with NaN is "
+                "NaN, and no comparison with NaN is true.)"
             ),
         )
     passed("the limit is exact, and entries that are not finite do not count", seed)

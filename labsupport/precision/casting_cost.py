@@ -13,10 +13,12 @@ another: no dtype conversion is harmless there, and no sample sees every such qu
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
 import torch
+import torch.overrides
 from torch import Tensor
 
 from labsupport.attention.backends import flash_attention
@@ -62,8 +64,7 @@ def sampled_error(
     """
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
-    # Trackers and policies watch through torch function modes: these calls are not the model's.
-    with torch.no_grad(), autocast_off(call.q), torch._C.DisableTorchFunction():
+    with torch.no_grad(), autocast_off(call.q), _unwatched():
         for part in _sample(call):
             sampled += part.q.shape[1]
             options = {
@@ -87,6 +88,18 @@ def sampled_error(
             error = (result.to(out).double() - exact).abs().amax()
             worst = torch.maximum(worst, error.nan_to_num(math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Put torch function modes aside: trackers and policies watch a model, not this measurement.
+
+    (DisableTorchFunction would do too much: PyTorch's own causal bias is a tensor subclass.)
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
 
 
 def _sample(call: AttentionCall) -> Iterator[AttentionCall]:
