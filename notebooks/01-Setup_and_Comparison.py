@@ -15,13 +15,19 @@
 # - explain why that cost, not the arithmetic, makes it slow;
 # - write FlashAttention yourself: online softmax, tiled forward, backward by recomputation;
 # - call the fast implementations through one function, know which kernel ran, and compare them
-#   honestly: time, memory, error.
+#   honestly: time, memory, error;
+# - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
-# **Time** about 90 minutes; the exercises take an hour of it. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
+# **Time** about 100 minutes; the exercises take 75 of them. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
 # GPU: PyTorch has a real FlashAttention kernel for CPUs, and this notebook runs it. If you have a GPU,
 # the same cells use it, at larger sizes.
 #
-# **How to work.** Run the cells in order. Five exercises ask you to write code where it says
+# **To read beside it**, before or after: the theory chapters [1, Attention's memory
+# bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
+# backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
+# [glossary](../theory/glossary.md) fixes the words.
+#
+# **How to work.** Run the cells in order. Six exercises ask you to write code where it says
 # `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong. Before each
 # measurement, write down a guess: a wrong guess that you noticed is worth more than a right one that you
 # read.
@@ -876,7 +882,188 @@ errors
 # is *closer* to the truth than the textbook, because it accumulates in float32 and rounds once.
 
 # %% [markdown]
-# ## 1.10 · On a data-centre GPU
+# ## 1.10 · Which dtype?
+#
+# Two things go wrong here, in this order: an error message about dtypes, and later a NaN. First, what can each dtype
+# hold?
+
+# %% tags=["nbval-check-output"]
+limits = pd.DataFrame(index=["float32", "float16", "bfloat16"])
+for name in limits.index:
+    info = torch.finfo(getattr(torch, name))
+    limits.loc[name, "largest"] = info.max
+    limits.loc[name, "smallest, full precision"] = info.smallest_normal
+    limits.loc[name, "relative step"] = info.eps
+print(limits.map(lambda x: f"{x:.2g}").to_string())
+
+# %% [markdown]
+# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's.
+# A model that runs partly in one and partly in the other soon hands a kernel three tensors that do not match:
+
+# %%
+q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
+try:
+    torch.nn.functional.scaled_dot_product_attention(q, k.bfloat16(), v)
+except RuntimeError as error:
+    print(type(error).__name__, "-", str(error).split(". ")[0])
+
+# %% [markdown]
+# Kernels want *one* dtype for q, k and v. Which ones a kernel takes depends on the kernel and on the device: PyTorch's
+# FlashAttention for CPUs takes float32 and float64 too; the FlashAttention kernels for GPUs take float16 and bfloat16 only,
+# because their matrix units do.
+#
+# > **Two common errors.** "FlashAttention refuses float32." Its GPU kernels do; the algorithm does not. "Mixed dtypes
+# > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
+#
+# `PrecisionTracker` looks at inputs before a kernel does. Here it says what a GPU would make of these three:
+
+# %%
+from labsupport.precision import PrecisionTracker
+
+tracker = PrecisionTracker()
+tracker.track_flash_attention_input(q, k.bfloat16(), v, name="a mixed call", device="cuda")
+print(tracker.report())
+
+# %% [markdown]
+# ### Small inputs, large scores
+#
+# Take q and k with 40 in every entry, in float16. Each score is $40 \cdot 40 \cdot 64 = 102{,}400$ before it is scaled, and
+# float16 ends at 65,504. What will come out: of the textbook in float16, and of FlashAttention in float16? Guess how many of the
+# 1,024 output numbers are NaN in each.
+
+# %%
+predicted_nan_textbook, predicted_nan_flash = None, None  # two numbers from 0 to 1,024
+
+# %%
+from labsupport.precision import evidence
+
+overflow = evidence.float16_logits_overflow().set_index("computation")
+for name, guess in (
+    ("textbook, float16", predicted_nan_textbook),
+    ("FlashAttention, float16", predicted_nan_flash),
+):
+    nan = int(overflow["NaN in output"][name])
+    print(f"{name}: {nan:,} of 1,024 numbers are NaN; you predicted {guess}")
+overflow
+
+
+# %% [markdown]
+# The textbook stores the scores in float16: infinity, and the softmax of infinities is NaN. FlashAttention keeps its tile of
+# scores in float32, inside the kernel. So for FlashAttention the size of $QK^\top$ does *not* decide which dtype you may use.
+# Only the inputs themselves have to fit.
+
+# %% [markdown]
+# ### Exercise 1-6 · Half precision, without regret
+# ●●○ · 10 minutes · 4 points
+#
+# Make inputs of any floating dtypes fit a kernel that takes float16 and bfloat16 only.
+#
+# | `half_dtype(q, k, v)` returns | when |
+# | --- | --- |
+# | `torch.bfloat16` | one of the three is bfloat16 already, or holds a finite number that float16 would turn into infinity: a magnitude of 65,520 or more |
+# | `torch.float16` | otherwise: its steps are finer |
+#
+# `half_attention(q, k, v)` calls `attention` in that dtype, and returns the result in the dtype of `q`. All tensors are
+# `(batch, seqlen, heads, head_dim)`. Each input gets its gradient in its own dtype.
+#
+# <details><summary>Hint</summary>
+#
+# Infinite and NaN entries are past mending: leave them out with `isfinite()` before you look for the largest. `.to(dtype)`
+# is differentiable, and its backward casts the gradient back; there is nothing to do for that.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-6-half-precision", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def half_dtype(q, k, v):
+    """torch.bfloat16 or torch.float16: which of them q, k and v should be cast to."""
+    ### BEGIN SOLUTION
+    for x in (q, k, v):
+        finite = x[x.isfinite()]
+        if x.dtype == torch.bfloat16 or (finite.abs() >= 65_520).any():
+            return torch.bfloat16
+    return torch.float16
+    ### END SOLUTION
+
+
+def half_attention(q, k, v):
+    """Attention in half precision; the result in the dtype of q."""
+    ### BEGIN SOLUTION
+    dtype = half_dtype(q, k, v)
+    return attention(q.to(dtype), k.to(dtype), v.to(dtype)).to(q.dtype)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-6-half-precision-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_half_dtype_values(half_dtype)
+### BEGIN HIDDEN TESTS
+checks.check_half_dtype_values(half_dtype, seed=61)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-6-half-precision-edges", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_half_dtype_edges(half_dtype)
+### BEGIN HIDDEN TESTS
+checks.check_half_dtype_edges(half_dtype, seed=62)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-6-half-precision-attention", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_half_attention(half_attention)
+### BEGIN HIDDEN TESTS
+checks.check_half_attention(half_attention, seed=63)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The lab's `safe_flash_attention` does the same, and more: where the kernel takes float32 it promotes instead of
+# degrading, it says what it did and why, and it measures what that cost, on a sample of the queries. `dtypes=` plays the GPU on a
+# CPU:
+
+# %%
+import warnings
+
+from labsupport.precision import PrecisionWarning, safe_flash_attention
+
+warnings.simplefilter("ignore", PrecisionWarning)  # it warns by itself; here we print instead
+_, report = safe_flash_attention(q, k.bfloat16(), v, return_report=True)
+print(report, "\n")
+halves = (torch.float16, torch.bfloat16)
+_, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_report=True)
+print(report)
+
+# %% [markdown]
+# ### What large scores do
+#
+# The size of the scores decides something else. A score of 1,000 with a relative error of 0.0005 is off by 0.5. Then a key that
+# was second by a hair may win, and the output follows another value altogether. Guess: with inputs ten times as large as
+# unit normal ones, how large is the error in float16, relative to the largest output?
+
+# %%
+predicted_error = None  # your guess, a fraction such as 0.001
+
+# %%
+generator = torch.Generator().manual_seed(0)
+unit = [torch.randn(1, 512, 4, 64, generator=generator).to(device) for _ in range(3)]
+by_scale = pd.DataFrame(index=pd.Index([0.1, 1, 10, 100], name="scale of q, k, v"))
+for scale in by_scale.index:
+    inputs = [x * scale for x in unit]
+    for dtype in halves:
+        out, report = safe_flash_attention(*inputs, dtypes=[dtype], return_report=True)
+        name = f"error bound, {str(dtype)[6:]}"
+        by_scale.loc[scale, name] = report.error_bound / out.abs().max().item()
+    by_scale.loc[scale, "warns of near-ties"] = bool(report.cautions)
+measured = by_scale["error bound, float16"][10]
+checks.compare_prediction("Error in float16, scale 10", predicted_error, measured)
+by_scale.map(lambda x: f"{x:.1g}" if isinstance(x, float) else x)
+
+# %% [markdown]
+# Up to unit normal inputs the error is that of rounding the values and the result. Then each factor of 10 in the inputs is a
+# factor of 100 in the scores, and the error grows with them until the result means little. No kernel is to blame: rounding
+# the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k. Where yours do
+# not, half precision is not safe, with or without FlashAttention.
+#
+# [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs
+# in which dtype, each row with its experiment.
+
+# %% [markdown]
+# ## 1.11 · On a data-centre GPU
 #
 # What follows was recorded on another machine with a command of this lab; the small print names device and date. If
 # you have a GPU, compare it with your own numbers above.
@@ -931,6 +1118,8 @@ print(recorded.attrs["provenance"]["command"])
 # - FlashAttention's forward and backward are two nested loops over tiles. They keep one number a row instead
 #   of one a pair.
 # - The gain depends on length, device and dtype. You have your own numbers for it.
+# - Two correct implementations differ by rounding. The yardstick is the textbook in the same dtype.
+# - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
 #
 # ### Three questions
 #
@@ -954,6 +1143,8 @@ print(recorded.attrs["provenance"]["command"])
 #
 # ### Read on
 #
+# - [The theory](../theory/README.md): chapters 1 and 2 derive sections 1.1 to 1.4, chapter 3 the two loops and the backward pass,
+#   chapter 6 section 1.10.
 # - T. Dao, D. Fu, S. Ermon, A. Rudra, C. Ré: *FlashAttention: Fast and Memory-Efficient Exact Attention with
 #   IO-Awareness* (2022), arXiv:2205.14135. Sections 2 and 3; appendix B derives the backward.
 # - T. Dao: *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning* (2023),

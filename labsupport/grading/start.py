@@ -2,10 +2,15 @@
 
 Nothing that exists is ever overwritten. Where the lab has moved on since a copy was made, the
 newer edition is put beside the copy under a name of its own, and the student decides.
+
+The theory appears in the student's folder as a link to the project's, because JupyterLab opens
+nothing outside of the folder that it was started in.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,12 +91,25 @@ def _edition_of(copy: Path) -> str | None:
         return None
 
 
+def _links_within_the_folder(text: str) -> str:
+    """From notebooks/ the theory is ../theory/, from the student's folder it is theory/."""
+    return text.replace("](../theory/", "](theory/")
+
+
+def _link_theory(folder: Path, theory: Path) -> None:
+    if not theory.is_dir() or (folder / "theory").exists():
+        return
+    # Where links are not allowed (Windows without developer mode), the theory is in the project.
+    with contextlib.suppress(OSError):
+        (folder / "theory").symlink_to(os.path.relpath(theory, folder), target_is_directory=True)
+
+
 def _start_one(source: Path, report: StartReport, state: _State) -> None:
     copy = report.folder / source.name
     key = _source_key(source)
     if not copy.exists():
         edition = release.make_edition(source)
-        write_new(copy, edition.text)
+        write_new(copy, _links_within_the_folder(edition.text))
         state.editions[key] = edition.identifier
         report.created.append(copy)
         return
@@ -104,7 +122,7 @@ def _start_one(source: Path, report: StartReport, state: _State) -> None:
         return
     beside = copy.with_name(f"{copy.stem}.new-edition-{current[:8]}.ipynb")
     if not beside.exists() and current not in state.offered:
-        write_new(beside, release.make_edition(source).text)
+        write_new(beside, _links_within_the_folder(release.make_edition(source).text))
         state.offered.append(current)
     if beside.exists():
         report.newer[copy] = beside
@@ -137,5 +155,6 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
     report, state = StartReport(folder), _State(folder)
     for source in sources:
         _start_one(source, report, state)
+    _link_theory(folder.resolve(), sources[0].parent.resolve().parent / "theory")
     state.save()
     return report

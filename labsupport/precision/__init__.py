@@ -1,46 +1,68 @@
 """In which dtype: what goes wrong, how it is found, how it is mended.
 
-    dtypes      what each dtype can hold, and what a tensor holds
-    autofix     make three inputs fit one kernel, and say what that costs
-    tracker     watch a model: dtypes, ranges, casts, the first layer where things went wrong
-    policy      which component of a model computes in which dtype
-    layers      normalisation and embedding with the dtypes apart
-    losses      cross-entropy in float32, also in chunks
-    optimizer   float32 master weights, and loss scaling where float16 needs it
-    evidence    one small experiment per rule of the best-practice table
+    dtypes        what each dtype can hold, and what a tensor holds
+    autofix       make three inputs fit one kernel, and say what that costs
+                  (target: which dtype; casting_cost: the error; reports: how it is said)
     combinations  what each backend says to each combination of dtypes
+    tracker       watch a model: dtypes, ranges, casts, the first layer where things went wrong
+                  (tracker_hooks, tracker_records, tracker_findings; violations: of one call)
+    policy        which component of a model computes in which dtype
+                  (policy_config, policy_report; components: how they are recognised; boundaries:
+                  how casts are made)
+    layers        normalisation, embedding and output layer with their dtypes apart
+    losses        cross-entropy in float32, also in chunks
+    optimizer     float32 master weights, and loss scaling where float16 needs it
+    evidence/     one small experiment for each rule of the best-practice table
 
 Names are imported when they are first used.
 """
 
+from __future__ import annotations
+
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labsupport.precision.autofix import (
+        auto_fix_precision_for_flash_attention as auto_fix_precision_for_flash_attention,
+    )
+    from labsupport.precision.autofix import safe_flash_attention as safe_flash_attention
+    from labsupport.precision.layers import MixedPrecisionEmbedding as MixedPrecisionEmbedding
+    from labsupport.precision.layers import MixedPrecisionLayerNorm as MixedPrecisionLayerNorm
+    from labsupport.precision.layers import MixedPrecisionRMSNorm as MixedPrecisionRMSNorm
+    from labsupport.precision.losses import compute_loss as compute_loss
+    from labsupport.precision.optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
+    from labsupport.precision.policy import FlashAttentionConfig as FlashAttentionConfig
+    from labsupport.precision.policy import apply_precision_policy as apply_precision_policy
+    from labsupport.precision.reports import PrecisionReport as PrecisionReport
+    from labsupport.precision.reports import PrecisionWarning as PrecisionWarning
+    from labsupport.precision.tracker import PrecisionTracker as PrecisionTracker
 
 _HOME = {
-    "PrecisionTracker": "tracker",
-    "PrecisionReport": "reports",
-    "PrecisionWarning": "reports",
-    "auto_fix_precision_for_flash_attention": "autofix",
-    "safe_flash_attention": "autofix",
-    "FlashAttentionConfig": "policy",
-    "apply_precision_policy": "policy",
-    "MixedPrecisionLayerNorm": "layers",
-    "MixedPrecisionRMSNorm": "layers",
+    "FlashAttentionConfig": "policy_config",
     "MixedPrecisionEmbedding": "layers",
-    "compute_loss": "losses",
+    "MixedPrecisionLayerNorm": "layers",
     "MixedPrecisionOptimizer": "optimizer",
+    "MixedPrecisionRMSNorm": "layers",
+    "PrecisionReport": "reports",
+    "PrecisionTracker": "tracker",
+    "PrecisionWarning": "reports",
+    "apply_precision_policy": "policy",
+    "auto_fix_precision_for_flash_attention": "autofix",
+    "compute_loss": "losses",
+    "safe_flash_attention": "autofix",
 }
 
-__all__ = list(_HOME)
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first used (PEP 562)."""
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"labsupport.precision has no {name!r}; it has {', '.join(_HOME)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     """Name what is not imported yet, too, so that completion finds it."""
-    return sorted(__all__)
+    return __all__

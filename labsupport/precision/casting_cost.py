@@ -85,6 +85,7 @@ def sampled_error(
                 *(x.double() for x in given), alibi_slopes=slopes, **options
             )
             exact = exact.flatten(1, 2).transpose(1, 2)
+            assert isinstance(result, Tensor)
             error = (result.to(out).double() - exact).abs().amax()
             worst = torch.maximum(worst, error.nan_to_num(math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)

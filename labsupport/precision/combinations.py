@@ -14,7 +14,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from labsupport.attention.registry import FLOAT_DTYPES, Backend
 from labsupport.precision.autofix import safe_flash_attention
 from labsupport.precision.dtypes import short
 from labsupport.precision.reports import PrecisionWarning
+from labsupport.precision.target import Float64
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import save_run
 from labsupport.profiling.timing import resolve_device
@@ -131,7 +132,7 @@ def _callers(device: torch.device, names: Sequence[str] | None) -> dict[str, Cal
             callers[entry.name] = _bare(entry)
     callers["sdpa"] = _sdpa
     callers["sdpa in autocast"] = _sdpa_in_autocast
-    callers["attention"] = lambda q, k, v: (attention(q, k, v), None)
+    callers["attention"] = _front_door
     callers[SAFE] = _safe("refuse")
     callers['... float64="keep"'] = _safe("keep")
     callers['... float64="cast"'] = _safe("cast")
@@ -143,8 +144,8 @@ def _bare(entry: Backend) -> Caller:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first).transpose(1, 2), None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2), None
 
 
 def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
@@ -152,7 +153,13 @@ def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return _sdpa(q, k, v)
 
 
-def _safe(float64: str) -> Caller:
+def _front_door(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    out = attention(q, k, v)
+    assert isinstance(out, Tensor)
+    return out, None
+
+
+def _safe(float64: Float64) -> Caller:
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, torch.dtype]:
         out, report = safe_flash_attention(q, k, v, float64=float64, return_report=True)
         return out, report.compute_dtype
@@ -160,8 +167,14 @@ def _safe(float64: str) -> Caller:
     return call
 
 
-def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> dict[str, object]:
-    row = {"outcome": "runs", "out": "", "computed_in": "", "error": float("nan"), "message": ""}
+def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "outcome": "runs",
+        "out": "",
+        "computed_in": "",
+        "error": float("nan"),
+        "message": "",
+    }
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecisionWarning)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS, by_name
@@ -194,15 +195,12 @@ def _choose(
 
 def _probe(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
     """The same call in another dtype, without its numbers: some backends ask the tensors."""
-    like = (
-        torch.empty_like(t, dtype=dtype, requires_grad=t.requires_grad)
-        for t in (call.q, call.k, call.v)
-    )
-    options = {
-        name: getattr(call, name)
-        for name in ("causal", "softmax_scale", "window_size", "alibi_slopes", "return_lse")
-    }
-    return AttentionCall(*like, **options).without_empty_queries()[1]
+
+    def like(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=tensor.requires_grad)
+
+    probe = replace(call, q=like(call.q), k=like(call.k), v=like(call.v))
+    return probe.without_empty_queries()[1]
 
 
 def _check_accumulator(numbers: Numbers, compute: torch.dtype) -> None:

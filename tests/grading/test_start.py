@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import nbformat
 import pytest
 
 from labsupport.grading.start import STATE_FILE, start_work
@@ -120,3 +121,28 @@ def test_a_start_with_nothing_to_do_does_not_import_nbgrader(folder, work, proje
         "assert not {'nbgrader', 'nbformat', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=project)
+
+
+@pytest.fixture
+def theory(folder):
+    """A theory beside the notebooks, as in the project."""
+    pages = folder.parent / "theory"
+    pages.mkdir()
+    (pages / "01-squares.md").write_text("# Squares\n")
+    return pages
+
+
+def test_the_theory_can_be_opened_from_the_students_folder(folder, work, theory, change):
+    change(0, "# Squares\n\nRead [chapter 1](../theory/01-squares.md).")
+    start_work(work, folder)
+    cells = nbformat.read(work / "01-Squares.ipynb", 4).cells
+    assert "[chapter 1](theory/01-squares.md)" in cells[0].source
+    assert (work / "theory" / "01-squares.md").read_text() == "# Squares\n"
+
+
+def test_a_second_start_and_a_folder_named_theory_change_nothing(folder, work, theory):
+    (work / "theory").mkdir(parents=True)
+    (work / "theory" / "notes.md").write_text("mine")
+    start_work(work, folder)
+    start_work(work, folder)
+    assert [p.name for p in (work / "theory").iterdir()] == ["notes.md"]

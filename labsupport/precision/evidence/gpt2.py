@@ -137,9 +137,18 @@ def small_gpt2() -> nn.Module:
     """A GPT-2 of two layers for bytes, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    shape = {"n_positions": SEQLEN, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
-    config = GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **shape, **dropout)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=SEQLEN,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     config._attn_implementation = "sdpa"
     return GPT2LMHeadModel(config)
 
