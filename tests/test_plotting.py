@@ -172,3 +172,95 @@ def test_the_picture_of_tiles_counts_what_the_causal_mask_leaves():
     unmasked = plotting.plot_tiles(seqlen_q=4, seqlen_k=6, block_q=2, block_k=4, causal=False)
     assert "4 tiles computed" in unmasked.description
     assert "0 tiles skipped" in unmasked.description
+
+
+def make_flow(layers=2, measured=True, nan_from=None):
+    """What a precision tracker returns for a model of `layers` pairs of norm and linear layer."""
+    calls = [(f"model.layers.{i}.{part}", part) for i in range(layers) for part in ("norm", "up")]
+    rows = []
+    for order, (name, part) in enumerate([*calls, *reversed(calls)]):
+        backward = order >= len(calls)
+        place = calls.index((name, part))
+        bad = nan_from is not None and not backward and place >= nan_from
+        rows.append(
+            {
+                "order": order,
+                "pass": "backward" if backward else "forward",
+                "name": name,
+                "class": part.title(),
+                "kind": "module",
+                "call": 0,
+                "dtype_in": "" if backward else "float32, int64" if part == "norm" else "float32",
+                "dtype_weights": "" if backward else "bfloat16, float32",
+                "dtype_out": "bfloat16",
+                "largest": 8.0 if measured else math.nan,
+                "smallest": 1e-6 if measured else math.nan,
+                "nan": float(bad) if measured else math.nan,
+                "inf": 0.0 if measured else math.nan,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def cells(figure):
+    """(column, strip) -> the dtypes drawn there."""
+    found = {}
+    for patch in figure.axes[0].patches:
+        place = round(patch.get_x() + 0.46), round(patch.get_y() + 0.2)
+        found.setdefault(place, []).append(patch.get_gid())
+    return found
+
+
+def test_the_flow_of_dtypes_shows_each_dtype_in_its_place():
+    drawn = cells(plotting.plot_dtype_flow(make_flow(), title="A finding"))
+    assert drawn[0, 0] == ["float32"]  # not the positions beside it
+    assert drawn[0, 1] == ["bfloat16", "float32"]
+    assert drawn[3, 2] == drawn[3, 3] == ["bfloat16"]
+    assert len(drawn) == 4 * 4
+
+
+def test_every_dtype_has_its_own_colour_in_the_legend():
+    figure = plotting.plot_dtype_flow(make_flow(), title="A finding")
+    colours = {patch.get_gid(): patch.get_facecolor() for patch in figure.axes[0].patches}
+    assert len(set(colours.values())) == len(colours) == 2
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["float32", "bfloat16", "output", "gradient"]
+
+
+def test_the_flow_of_magnitudes_reaches_from_smallest_to_largest():
+    figure = plotting.plot_dtype_flow(make_flow(), title="A finding")
+    _, ranges = figure.axes
+    bars = {bar.get_gid(): bar.get_segments() for bar in ranges.collections}
+    assert [segment[:, 1].tolist() for segment in bars["forward"]] == [[1e-6, 8.0]] * 4
+    assert len(bars["backward"]) == 4
+    references = [line.get_ydata()[0] for line in ranges.get_lines() if line.get_gid()]
+    assert {65504.0, 2.0**-14, 2.0**-24} <= set(references)
+    assert ranges.get_yscale() == "log"
+
+
+def test_nan_is_marked_from_the_layer_where_it_begins():
+    figure = plotting.plot_dtype_flow(make_flow(nan_from=2), title="A finding")
+    (marks,) = [line for line in figure.axes[1].get_lines() if line.get_gid() == "forward nan"]
+    assert list(marks.get_xdata()) == [2, 3]
+    assert "NaN in 2 of them, first model.layers.1.norm." in plotting.alt_text(figure)
+
+
+def test_without_magnitudes_the_flow_is_the_strip_alone():
+    figure = plotting.plot_dtype_flow(make_flow(measured=False), title="A finding")
+    assert len(figure.axes) == 1
+    figure.canvas.draw()
+
+
+def test_many_layers_are_labelled_by_layer_and_few_by_module():
+    few = plotting.plot_dtype_flow(make_flow(), title="A finding").axes[1]
+    assert few.get_xticklabels()[0].get_text() == "model.layers.0.norm"
+    many = plotting.plot_dtype_flow(make_flow(layers=20), title="A finding").axes[1]
+    labels = [label.get_text() for label in many.get_xticklabels()]
+    assert labels == [f"layers.{i}" for i in range(20)]
+
+
+def test_a_frame_that_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="lacks dtype_out"):
+        plotting.plot_dtype_flow(make_flow().drop(columns="dtype_out"), title="x")
+    with pytest.raises(ValueError, match="no forward call"):
+        plotting.plot_dtype_flow(make_flow().iloc[:0], title="x")

@@ -5,6 +5,7 @@ Paul Tol, told apart by readers with any colour vision).
 
     charts     time, memory, error and speed-up against sequence length
     pictures   how the algorithm cuts the score matrix
+    precision  dtypes and magnitudes from layer to layer
     drawing    the parts that charts are made of
     figure     a figure that shows and describes itself
 
@@ -21,12 +22,14 @@ from labsupport.plotting.charts import (
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
+from labsupport.plotting.precision import plot_dtype_flow
 
 __all__ = [
     "STYLES",
     "Chart",
     "Reference",
     "alt_text",
+    "plot_dtype_flow",
     "plot_error",
     "plot_memory",
     "plot_speedup",

@@ -1,0 +1,646 @@
+import copy
+import gc
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from labsupport.attention import attention
+from labsupport.precision import PrecisionTracker
+from labsupport.precision.tracker_records import COLUMNS
+
+IDS = torch.arange(32).reshape(2, 16) % 29
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    options = {**dropout, "vocab_size": 32, **options}
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=3, n_head=2, n_embd=16, n_positions=32,
+            bos_token_id=0, eos_token_id=0, **options,
+        )
+    )  # fmt: skip
+
+
+def llama(vocab_size=32):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=vocab_size,
+        )
+    )  # fmt: skip
+
+
+class Mlp(nn.Module):
+    """A residual block that computes in place, and calls one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.act = nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        hidden = self.up(self.act(self.up(self.norm(x))))
+        hidden += x
+        return hidden
+
+
+def step(model, ids=IDS):
+    model(ids, labels=ids).loss.backward()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def hooks(model):
+    """How many hooks of any kind the model carries."""
+    on_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    on_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    return on_modules + sum(len(hooks or ()) for hooks in itertools.chain(*on_parameters))
+
+
+def rows(tracker, direction="forward"):
+    frame = tracker.to_dataframe()
+    return frame[frame["pass"] == direction]
+
+
+def only(tracker, name, class_name=None):
+    frame = rows(tracker)
+    frame = frame[frame["name"] == name]
+    if class_name:
+        frame = frame[frame["class"] == class_name]
+    assert len(frame) == 1
+    return frame.iloc[0]
+
+
+def kinds(found):
+    return [violation.kind for violation in found]
+
+
+# --- the inputs of one attention call -------------------------------------------------------------
+
+
+def qkv(dtype=torch.bfloat16, shape=(1, 8, 2, 16)):
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_that_a_kernel_here_takes_are_no_violation(dtype):
+    tracker = PrecisionTracker()
+    assert tracker.track_flash_attention_input(*qkv(dtype)) == []
+    assert tracker.violations == []
+    assert "All is well" in tracker.report()
+
+
+def test_mixed_dtypes_are_named_tensor_by_tensor():
+    q, k, v = qkv()
+    tracker = PrecisionTracker()
+    (found,) = tracker.track_flash_attention_input(q.float(), k.float(), v, name="layer 3")
+    assert found.kind == "mixed dtypes"
+    assert found.message.startswith("q, k float32, v bfloat16")
+    assert tracker.violations == [found]
+    assert "First: mixed dtypes at layer 3" in tracker.report()
+
+
+def test_what_sdpa_does_with_mixed_dtypes_is_what_the_message_says():
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.scaled_dot_product_attention(q.float(), k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.scaled_dot_product_attention(q.float(), k, v)
+        (found,) = PrecisionTracker().track_flash_attention_input(q.float(), k, v)
+    assert "silently" in found.message
+
+
+def test_a_laptop_can_ask_what_a_gpu_would_say_of_float32():
+    tracker = PrecisionTracker()
+    (found,) = tracker.track_flash_attention_input(*qkv(torch.float32), device="cuda")
+    assert found.kind == "unsupported dtype"
+    assert "no flash kernel takes float32 on cuda" in found.message
+    assert "bfloat16" in found.remedy
+    assert tracker.track_flash_attention_input(*qkv(torch.bfloat16), device="cuda") == []
+    (found,) = tracker.track_flash_attention_input(*qkv(), device="mps")
+    assert "there is none" in found.message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool])
+def test_dtypes_that_no_attention_takes_are_unsupported(dtype):
+    found = PrecisionTracker().track_flash_attention_input(*qkv(dtype))
+    assert kinds(found) == ["unsupported dtype"]
+
+
+def test_nan_and_infinity_are_counted_in_the_tensor_that_holds_them():
+    q, k, v = qkv()
+    v[0, 0, 0, 0], v[0, 1, 0, 0] = math.nan, math.inf
+    (found,) = PrecisionTracker().track_flash_attention_input(q, k, v)
+    assert (found.kind, found.message) == ("NaN", "v holds 1 NaN and 1 infinite of 256")
+
+
+def test_float16_scores_overflow_long_before_their_inputs_do():
+    q, k, v = (torch.full((1, 4, 1, 64), 40.0, dtype=torch.float16) for _ in range(3))
+    (found,) = PrecisionTracker().track_flash_attention_input(q, k, v)
+    assert found.kind == "overflow"
+    assert "1.02e+05" in found.message
+    assert (q[0, :, 0] @ k[0, :, 0].T).isinf().all()
+    assert PrecisionTracker().track_flash_attention_input(q / 2, k / 2, v) == []
+
+
+def test_float16_near_its_end_is_a_violation():
+    q, k, v = qkv(torch.float16)
+    found = PrecisionTracker().track_flash_attention_input(q, k, v.new_full(v.shape, 4e4))
+    assert kinds(found) == ["near overflow"]
+
+
+def test_a_shape_that_no_kernel_takes_is_a_violation_and_other_ranks_are_judged_without():
+    q, k, v = qkv()
+    tracker = PrecisionTracker()
+    assert kinds(tracker.track_flash_attention_input(q, k[..., :8], v)) == ["shapes"]
+    assert tracker.track_flash_attention_input(q[0], k[0], v[0]) == []
+    assert kinds(tracker.track_flash_attention_input(q[0], k[0], v[0].float())) == ["mixed dtypes"]
+
+
+# --- nothing is changed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_outputs_and_gradients_are_bitwise_the_same(build, ranges):
+    plain, watched = build(), build()
+    loss = plain(IDS, labels=IDS).loss
+    loss.backward()
+    with PrecisionTracker(watched, ranges=ranges) as tracker:
+        watched_loss = watched(IDS, labels=IDS).loss
+        watched_loss.backward()
+    assert torch.equal(loss, watched_loss)
+    expected, got = gradients(plain), gradients(watched)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert tracker.violations == []
+    assert "All is well" in tracker.report()
+
+
+def test_dropout_draws_the_same_numbers():
+    model = gpt2(resid_pdrop=0.5)
+    torch.manual_seed(1)
+    expected = model(IDS).logits
+    torch.manual_seed(1)
+    with PrecisionTracker(model):
+        assert torch.equal(model(IDS).logits, expected)
+
+
+def test_in_place_operations_and_repeated_calls_work():
+    plain, watched = Mlp(), Mlp()
+    x = torch.randn(4, 8)
+    plain(x).sum().backward()
+    with PrecisionTracker(watched) as tracker:
+        watched(x).sum().backward()
+    assert all(torch.equal(gradients(plain)[n], g) for n, g in gradients(watched).items())
+    called = rows(tracker)
+    assert list(called[called["name"] == "up"]["call"]) == [0, 1]
+    back = rows(tracker, "backward")
+    assert list(back["name"]) == ["up", "act", "up", "norm"]
+    assert list(back[back["name"] == "up"]["call"]) == [1, 0]
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, Mlp])
+def test_every_hook_is_gone_afterwards(build):
+    model = build()
+    x = torch.randn(4, 8) if build is Mlp else IDS
+    assert hooks(model) == 0
+    with PrecisionTracker(model):
+        assert hooks(model) > 0
+        model(x)
+    assert hooks(model) == 0
+    before = len(torch.overrides._get_current_function_mode_stack())
+    tracker = PrecisionTracker(model)
+    with pytest.raises(RuntimeError, match="my own"), tracker:
+        model(x)
+        raise RuntimeError("my own")
+    assert hooks(model) == 0
+    assert len(torch.overrides._get_current_function_mode_stack()) == before
+    assert len(rows(tracker)) > 0
+
+
+def test_a_backward_pass_after_the_block_is_not_recorded():
+    model = gpt2()
+    with PrecisionTracker(model) as tracker:
+        loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert set(tracker.to_dataframe()["pass"]) == {"forward"}
+
+
+def test_each_block_starts_anew_and_a_tracker_watches_once_at_a_time():
+    tracker = PrecisionTracker(gpt2())
+    for _ in range(2):
+        with tracker:
+            tracker.model(IDS)
+            with pytest.raises(RuntimeError, match="already"):
+                tracker.__enter__()
+        first = tracker.to_dataframe()
+    assert (first["call"] == 0).all()
+    assert len(first) == 1 + 2 + 3 * 9 + 2  # model, embeddings, layers, last norm and head
+
+
+def test_activations_are_not_kept_alive():
+    kept = []
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            kept.append(weakref.ref(out))
+            return out
+
+    model = nn.Sequential(Spy(4, 4), nn.Sigmoid())
+    with PrecisionTracker(model):
+        model(torch.ones(1, 4))
+        gc.collect()
+        assert [ref() for ref in kept] == [None]
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_the_frame_has_the_documented_columns_and_counts_what_a_tensor_holds():
+    model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.ReLU()).half()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [2e-6, 0], [0.0, 0]]))
+    with PrecisionTracker(model) as tracker:
+        model(torch.tensor([[1.0, 4.0]], dtype=torch.float16)).sum().backward()
+    assert list(tracker.to_dataframe()) == list(COLUMNS)
+    linear = only(tracker, "0")
+    assert (linear["dtype_in"], linear["dtype_weights"], linear["dtype_out"]) == ("float16",) * 3
+    assert (linear["largest"], linear["largest_in"]) == (3.0, 4.0)
+    assert linear["smallest"] == pytest.approx(2e-6, rel=0.02)
+    assert (linear["subnormal"], linear["zero"], linear["entries"]) == (1, 1, 4)
+    (gradient,) = rows(tracker, "weight gradient").to_dict("records")
+    assert (gradient["name"], gradient["largest"]) == ("0.weight", 4.0)
+
+
+def test_several_inputs_are_measured_together():
+    model = nn.Bilinear(2, 2, 1)
+    with PrecisionTracker(model) as tracker:
+        model(torch.zeros(1, 2), torch.tensor([[0.5, math.inf]]))
+    call = only(tracker, "(model)")
+    assert (call["largest_in"], call["smallest_in"], call["nonfinite_in"]) == (0.5, 0.5, 1)
+
+
+def test_every_attention_call_is_recorded_under_its_module():
+    model = llama().bfloat16()
+    with PrecisionTracker(model) as tracker:
+        step(model)
+    calls = rows(tracker)[rows(tracker)["kind"] == "attention call"]
+    assert list(calls["name"]) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert set(calls["class"]) == {"F.scaled_dot_product_attention"}
+    assert set(calls["dtype_in"]) == {"bfloat16"}
+    back = rows(tracker, "backward")
+    assert list(back[back["kind"] == "attention call"]["name"]) == list(calls["name"])[::-1]
+
+
+def test_the_front_door_is_one_call_and_says_which_backend_ran():
+    q, k, v = qkv(torch.float32)
+    with PrecisionTracker() as tracker:
+        attention(q, k, v, backend="sdpa_flash")
+        attention(q=q, k=k, v=v, backend="standard", return_lse=True)
+    frame = tracker.to_dataframe()
+    assert list(frame["class"]) == ["attention", "attention"]
+    assert list(frame["backend"]) == ["sdpa_flash", "standard"]
+    assert "flash" in frame["kernel"][0]
+    assert list(frame["entries"]) == [q.numel()] * 2  # not the log-sum-exp
+
+
+def test_multi_head_attention_of_pytorch_is_an_attention_call():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 4, 8)
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    with PrecisionTracker(layer) as tracker:
+        layer(x, x, x, attn_mask=mask, need_weights=False)
+    assert list(rows(tracker)["kind"]) == ["block", "attention call"]
+    assert tracker.violations == []  # a mask's -inf is no alarm
+
+
+def test_autocast_shows_as_implicit_casts():
+    model = gpt2()
+    with PrecisionTracker(model) as tracker, torch.autocast("cpu", torch.bfloat16):
+        model(IDS)
+    assert only(tracker, "transformer.h.0.attn.c_attn")["cast"] == (
+        "float32 -> bfloat16; weights float32 -> bfloat16"
+    )
+    assert only(tracker, "transformer.h.0.mlp.c_proj")["cast"] == "weights float32 -> bfloat16"
+    assert only(tracker, "transformer.h.0.ln_1")["cast"] == ""
+    casts = int((rows(tracker)["cast"] != "").sum())
+    assert f"{casts:4} implicit casts" in tracker.report()
+    assert tracker.violations == []
+
+
+def test_tied_weights_are_one_parameter_with_one_gradient():
+    model = gpt2()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with PrecisionTracker(model) as tracker:
+        step(model)
+    names = list(rows(tracker, "weight gradient")["name"])
+    assert len(names) == len(set(names)) == len(list(model.parameters()))
+    assert only(tracker, "lm_head")["dtype_weights"] == "float32"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_records_the_forward_pass_once_and_all_gradients(reentrant):
+    model, plain = Mlp(), Mlp()
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    (checkpoint(plain, x, use_reentrant=reentrant) * y).sum().backward()
+    with PrecisionTracker(model) as tracker:
+        (checkpoint(model, x, use_reentrant=reentrant) * y).sum().backward()
+    assert list(rows(tracker)["name"]) == ["(model)", "norm", "up", "act", "up"]
+    assert list(rows(tracker, "backward")["name"]) == ["up", "act", "up", "norm"]
+    assert all(torch.equal(gradients(plain)[n], g) for n, g in gradients(model).items())
+    with tracker:
+        model(x)  # the stack of open calls is still right
+    assert list(rows(tracker)["name"]) == ["(model)", "norm", "up", "act", "up"]
+
+
+def test_activation_checkpointing_of_transformers_gives_the_same_gradients_and_records():
+    plain, checkpointed = gpt2(), gpt2()
+    # Before Transformers 5.23 only the older name is there.
+    older = GPT2LMHeadModel.gradient_checkpointing_enable
+    enable = getattr(GPT2LMHeadModel, "activation_checkpointing_enable", older)
+    enable(checkpointed)
+    assert any(getattr(m, "gradient_checkpointing", False) for m in checkpointed.modules())
+    frames = []
+    for model in (plain, checkpointed):
+        with PrecisionTracker(model) as tracker:
+            step(model.train())
+        frames.append(tracker.to_dataframe().drop(columns="order"))
+    assert all(torch.equal(gradients(plain)[n], g) for n, g in gradients(checkpointed).items())
+    forward, backward = ([f[(f["pass"] == "forward") == is_forward] for f in frames]
+                         for is_forward in (True, False))  # fmt: skip
+    assert forward[0].equals(forward[1])
+    assert sorted(backward[0]["name"]) == sorted(backward[1]["name"])
+
+
+def test_after_a_caught_exception_attention_calls_are_filed_under_their_own_module():
+    model = gpt2()
+    with PrecisionTracker(model) as tracker:
+        with pytest.raises(RuntimeError):
+            model.transformer.h[0](torch.ones(1, 4, 3))  # not its width
+        F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv()))
+        model(IDS)
+    frame = rows(tracker)
+    assert list(frame[frame["kind"] == "attention call"]["name"]) == [
+        "(outside of modules)", *(f"transformer.h.{i}.attn" for i in range(3)),
+    ]  # fmt: skip
+    (found,) = tracker.violations
+    assert (found.kind, found.where) == ("stopped", "transformer.h.0.ln_1")
+
+
+def test_inference_mode_no_grad_and_frozen_weights_work():
+    model = gpt2().requires_grad_(False)
+    for context in (torch.no_grad, torch.inference_mode):
+        with PrecisionTracker(model) as tracker, context():
+            model(IDS)
+        assert set(tracker.to_dataframe()["pass"]) == {"forward"}
+    with torch.inference_mode():
+        model = Mlp()
+        with PrecisionTracker(model) as tracker:
+            model(torch.ones(1, 8))
+    assert "All is well" in tracker.report()
+
+
+def test_sparse_gradients_are_measured():
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    with PrecisionTracker(model) as tracker:
+        model(torch.tensor([1, 1])).sum().backward()
+    (gradient,) = rows(tracker, "weight gradient").to_dict("records")
+    assert (gradient["largest"], gradient["entries"]) == (2.0, 2)
+
+
+def test_only_the_chosen_modules_are_watched():
+    chosen = PrecisionTracker(gpt2(), modules=(nn.LayerNorm,))
+    with chosen:
+        chosen.model(IDS)
+    frame = rows(chosen)
+    assert set(frame[frame["kind"] == "module"]["class"]) == {"LayerNorm"}
+    assert (frame["kind"] == "attention call").sum() == 3
+
+
+def test_without_ranges_only_dtypes_are_there_and_the_report_says_so():
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = math.nan
+    with PrecisionTracker(model, ranges=False) as tracker:
+        step(model)
+    frame = tracker.to_dataframe()
+    assert frame["largest"].isna().all()
+    assert set(frame["pass"]) == {"forward", "backward", "weight gradient"}
+    assert "ranges were not recorded" in tracker.report()
+
+
+def test_nothing_recorded_is_said():
+    assert "Nothing was recorded" in PrecisionTracker(gpt2()).report()
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        PrecisionTracker(torch.ones(1))
+
+
+# --- the first layer where things went wrong ------------------------------------------------------
+
+
+def test_planted_nan_weights_are_named_exactly():
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = math.nan
+    with PrecisionTracker(model) as tracker:
+        step(model)
+    (found,) = tracker.violations  # what only passes the NaN on is not accused
+    assert (found.kind, found.where) == ("NaN", "transformer.h.1.attn.c_attn")
+    assert "its input was finite" in found.message
+    assert "its weights hold 1 NaN of 816 entries" in found.message
+    assert "First: NaN at transformer.h.1.attn.c_attn" in tracker.report()
+
+
+def test_a_tracker_sees_weights_that_change_between_two_calls():
+    model = Mlp()
+    with PrecisionTracker(model) as tracker:
+        model(torch.ones(1, 8))
+        with torch.no_grad():
+            model.norm.weight[0] = math.nan
+        model(torch.ones(1, 8))
+    assert tracker.violations[0].where == "norm, call 2"
+    assert "its weights hold 1 NaN" in tracker.violations[0].message
+
+
+def test_float16_overflow_in_an_mlp_names_the_layer_and_the_cause():
+    model = llama().half()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.fill_(6e4)
+    with PrecisionTracker(model) as tracker:
+        model(IDS)
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("overflow", "model.layers.1.mlp.up_proj")
+    assert "its weights are finite (largest 6e+04)" in found.message
+    assert "bfloat16" in found.remedy
+    with PrecisionTracker(model.bfloat16()) as tracker:
+        model(IDS)
+    assert tracker.violations == []
+
+
+def test_an_overflow_between_two_modules_names_both():
+    model = llama().half()  # act_fn(gate) * up is computed by no module
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(5e3)
+        model.model.layers[0].mlp.gate_proj.weight.fill_(5e3)
+    with PrecisionTracker(model) as tracker:
+        model(IDS)
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("overflow", "model.layers.0.mlp.down_proj")
+    assert "the output of model.layers.0.mlp.up_proj before it was finite" in found.message
+
+
+def test_scores_that_overflow_in_attention_by_hand_are_traced_to_its_module():
+    model = gpt2(attn_implementation="eager").half()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight.mul_(1e4)
+        model.transformer.h[1].attn.c_attn.weight[:, 32:].fill_(0.01)  # v
+    with PrecisionTracker(model) as tracker:
+        model(IDS)
+    found = tracker.violations[0]
+    assert found.where == "transformer.h.1.attn.c_proj"
+    assert "the output of transformer.h.1.attn.c_attn before it was finite" in found.message
+    assert "scores" in found.remedy
+
+
+def test_bad_data_is_not_blamed_on_a_layer():
+    model = Mlp()
+    with PrecisionTracker(model) as tracker:
+        model(torch.full((1, 8), math.nan))
+    (found,) = tracker.violations
+    assert found.where == "(model)"
+    assert "from outside" in found.message
+
+
+def llama_with_float32_rotary(monkeypatch):
+    """The trap: q and k pass through rotary embeddings in float32, v stays behind.
+
+    Call it with use_cache=False: the cache joins v to an empty tensor of k's dtype, which makes v
+    float32 too.
+    """
+    from transformers.models.llama import modeling_llama
+
+    model = llama().bfloat16()
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(
+        modeling_llama,
+        "apply_rotary_pos_emb",
+        lambda q, k, *rest: rotate(q.float(), k.float(), *rest),
+    )
+    return model
+
+
+def test_rotary_embeddings_in_float32_are_found_at_the_attention_call(monkeypatch):
+    tracker = PrecisionTracker(llama_with_float32_rotary(monkeypatch))
+    with pytest.raises(RuntimeError), tracker:
+        tracker.model(IDS, use_cache=False)
+    (found,) = tracker.violations
+    assert found.kind == "mixed dtypes"
+    assert found.where.startswith("attention call of model.layers.0.self_attn")
+    assert found.message.startswith("q, k float32, v bfloat16")
+    assert hooks(tracker.model) == 0
+
+
+def test_autocast_hides_the_same_trap_and_the_tracker_does_not(monkeypatch):
+    tracker = PrecisionTracker(llama_with_float32_rotary(monkeypatch))
+    with tracker, torch.autocast("cpu", torch.bfloat16):
+        tracker.model(IDS, use_cache=False)
+    assert kinds(tracker.violations) == ["mixed dtypes"] * 2
+    call = only(tracker, "model.layers.1.self_attn", "F.scaled_dot_product_attention")
+    assert call["cast"] == "q, k float32, v bfloat16 -> bfloat16"
+
+
+def test_a_layer_that_refuses_its_input_is_named_with_the_error():
+    model = gpt2()
+    model.transformer.h[2].mlp.c_proj.bfloat16()
+    tracker = PrecisionTracker(model)
+    with pytest.raises(RuntimeError), tracker:
+        model(IDS)
+    (found,) = tracker.violations
+    assert (found.kind, found.where) == ("mixed dtypes", "transformer.h.2.mlp.c_proj")
+    assert "input float32, weights bfloat16" in found.message
+    assert "RuntimeError" in found.message
+    with tracker:
+        model.transformer.h[0].ln_1(torch.ones(1, 16))
+    assert tracker.violations == []
+
+
+def scaled_step(build, scale):
+    """One step in float16 with the loss scaled by `scale`."""
+    model = build(vocab_size=1000).half()
+    ids = torch.randint(1000, (2, 32))
+    with PrecisionTracker(model) as tracker:
+        (model(ids, labels=ids).loss.float() * scale).backward()
+    return tracker
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_small_float16_gradients_underflow_and_scaling_the_loss_mends_it(build):
+    found = scaled_step(build, 1).violations
+    assert set(kinds(found)) == {"underflow"}
+    assert found[0].where == "the gradient of the output of lm_head"
+    assert "Scale the loss" in found[0].remedy
+    assert scaled_step(build, 2**12).violations == []
+
+
+def test_the_gradient_of_the_keys_bias_is_rounding_noise_and_no_underflow():
+    tracker = scaled_step(gpt2, 2**12)
+    name = "transformer.h.0.attn.c_attn.bias"  # queries', keys' and values' biases
+    bias = rows(tracker, "weight gradient").query(f"name == '{name}'").iloc[0]
+    assert bias["subnormal"] > 0.1 * bias["entries"]
+    assert tracker.violations == []
+
+
+def test_zeros_of_relu_are_no_underflow():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).half()
+    x = torch.randn(32, 16, dtype=torch.float16)
+    with PrecisionTracker(model) as tracker:
+        (model(x) * torch.randn(32, 4, dtype=torch.float16)).sum().backward()
+    gradient = rows(tracker, "backward").query("name == '0'").iloc[0]
+    assert gradient["zero"] > 0.3 * gradient["entries"]
+    assert tracker.violations == []
+
+
+def test_a_gradient_that_vanished_altogether_is_an_underflow():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).half()
+    with torch.no_grad():
+        model[1].weight.fill_(1e-5)
+    with PrecisionTracker(model) as tracker:
+        (model(torch.ones(1, 4, dtype=torch.float16)).sum() * 1e-4).backward()
+    found = [v for v in tracker.violations if v.where == "the gradient of the output of 0"]
+    assert kinds(found) == ["underflow"]
+    assert "all of its entries are zero in float16" in found[0].message
+
+
+def test_a_gradient_that_overflows_is_named_in_the_order_of_the_backward_pass():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).half()
+    with torch.no_grad():
+        model[1].weight.fill_(100.0)
+    with PrecisionTracker(model) as tracker:
+        model(torch.zeros(1, 4, dtype=torch.float16)).sum().mul(6e4).backward()
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("overflow", "the gradient of the output of 0")
+    assert "loss scale" in found.remedy
+
+
+def test_a_copy_of_a_tracked_model_works():
+    model = gpt2()
+    with PrecisionTracker(model):
+        model(IDS)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(IDS).logits, model(IDS).logits)
