@@ -83,7 +83,9 @@ def lab(checkout, home):
 def look_around(ask, checkout):
     solved = {path.name for path in (checkout / "notebooks").glob("*.ipynb")}
     shown = {entry["name"] for entry in ask("contents")["content"]}
-    assert shown == solved
+    assert shown == solved | {"theory"}
+    pages = {entry["name"] for entry in ask("contents/theory")["content"]}
+    assert {page.name for page in (checkout / "theory").glob("*.md")} <= pages
     assert "raise NotImplementedError" in json.dumps(ask(f"contents/{min(shown)}"))
     assert "BEGIN SOLUTION" not in json.dumps(ask(f"contents/{min(shown)}"))
     kernel = ask("kernelspecs")["kernelspecs"]["python3"]["spec"]
