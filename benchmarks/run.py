@@ -2,7 +2,8 @@
 
 One head of 8192 tokens, head_dim 64, float32.  The lab's FlashAttention (flash_torch) against the
 textbook version and against PyTorch's fused kernel, forward and forward plus backward: times taken
-in turns in one run, and peak extra memory.  Targets stand beside the ratios; times
+in turns in one run, and peak extra memory.  And what a PrecisionTracker adds to a forward pass of
+GPT-2.  Targets stand beside the ratios; times
 depend on the machine, so missing one is reported, not an error.
 """
 
@@ -22,7 +23,7 @@ from labsupport.attention.flash_torch import FlashAttentionFunction
 from labsupport.attention.reference import standard_attention
 from labsupport.profiling.memory import MemoryUse, format_bytes, measure_peak_memory
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.timing import Ratio, Timing, measure_interleaved, ratio_of
+from labsupport.profiling.timing import Ratio, Timing, measure_interleaved, measure_ratio, ratio_of
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -68,6 +69,27 @@ def calls(
         return run
 
     return {name: one(forward) for name, forward in forwards.items()}
+
+
+def tracker_overhead(device: torch.device, max_seconds: float) -> Ratio:
+    """A forward pass of a GPT-2 of 124 million random weights, 256 tokens, watched and not."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from labsupport.precision import PrecisionTracker
+
+    model: torch.nn.Module = GPT2LMHeadModel(GPT2Config()).eval()
+    model.to(device)
+    tokens = torch.randint(50_257, (1, 256), device=device)
+
+    def bare() -> None:
+        with torch.no_grad():
+            model(tokens)
+
+    def watched() -> None:
+        with torch.no_grad(), PrecisionTracker(model, ranges=False):
+            model(tokens)
+
+    return measure_ratio(watched, bare, device=device, max_seconds=max_seconds, max_repeats=50)
 
 
 def verdict(met: bool) -> str:
@@ -153,6 +175,8 @@ def main() -> None:
         "under 1/20",
         verdict(share < 1 / 20),
     )
+    overhead = tracker_overhead(device, options.max_seconds)
+    ratio_row(claims, "GPT-2 forward, watched without ranges / bare", overhead, 1.1, False)
     console.print(claims)
 
 
