@@ -11,6 +11,7 @@ from torch import Tensor
 
 from labsupport.attention import oracle_attention, standard_attention
 from labsupport.attention.accuracy import GRADIENT_FACTOR, compare_with_oracle
+from labsupport.attention.registry import short
 from labsupport.checks.verdict import CheckFailed, call, passed
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -89,7 +90,7 @@ def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
     cases = [(F32,) * 3, (F32, F32, F32), (F32, BF16, F16), (F16, F32, F32), (BF16, F32, F16)]
     for number, dtypes in enumerate(cases):
         q, k, v = _tensors(dtypes, seed, seqlen=32)
-        names = ", ".join(map(_short, dtypes))
+        names = ", ".join(map(short, dtypes))
         half = BF16 if BF16 in dtypes else F16
         if number == 0:
             v.view(-1)[9] = 1e5
@@ -102,8 +103,8 @@ def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
         if out.dtype != q.dtype:
             said = " It came back as the kernel made it: cast it." if out.dtype == half else ""
             raise CheckFailed(
-                f"q, k, v are {names}: the result must be {_short(q.dtype)}, like q, but it is "
-                f"{_short(out.dtype)}.{said}"
+                f"q, k, v are {names}: the result must be {short(q.dtype)}, like q, but it is "
+                f"{short(out.dtype)}.{said}"
             )
         if not out.isfinite().all():
             raise CheckFailed(
@@ -112,7 +113,7 @@ def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
             )
         if not torch.equal(out, out.to(half).to(out.dtype)):
             raise CheckFailed(
-                f"q, k, v are {names}: the result holds numbers that {_short(half)} does not have, "
+                f"q, k, v are {names}: the result holds numbers that {short(half)} does not have, "
                 "so it was not computed in it. Cast q, k and v before you call attention."
             )
         if half == F16 and torch.equal(out, out.to(BF16).to(out.dtype)):
@@ -198,14 +199,14 @@ def _expect(
         raise CheckFailed(f"return a dtype such as torch.float16, not {type(given).__name__}.")
     if given == expected:
         return
-    names = ", ".join(_short(x.dtype) for x in tensors)
+    names = ", ".join(short(x.dtype) for x in tensors)
     if given not in (F16, BF16):
         raise CheckFailed(
-            f"for q, k, v in {names} you return {_short(given)}: these kernels take float16 and "
+            f"for q, k, v in {names} you return {short(given)}: these kernels take float16 and "
             "bfloat16 only."
         )
     raise CheckFailed(
-        f"for q, k, v in {names} you return {_short(given)}, but {_short(expected)} is right. "
+        f"for q, k, v in {names} you return {short(given)}, but {short(expected)} is right. "
         f"{why(given)}"
     )
 
@@ -244,7 +245,3 @@ def _tensors(dtypes: Any, seed: int, seqlen: int = 8) -> list[Tensor]:
             yield torch.randn(1, seqlen, 2, 16, generator=generator).to(dtype)
 
     return list(draw())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

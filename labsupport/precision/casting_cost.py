@@ -5,10 +5,10 @@ to be of use. So the error is measured, on a sample of the queries: the backend 
 outputs from the cast inputs, the float64 oracle from the inputs as given. The largest difference,
 times 4 for the queries that were not looked at, is reported.
 
-How far the scores reach says how much the inputs' rounding is amplified: a relative error e of q
-moves a score s by up to e * |s|, and the weights by a factor of exp(e * |s|). Where e * |s| passes
-1, two keys of nearly the same score may change places, and the output jumps from one value to
-another: no dtype conversion is harmless there, and no sample sees every such query.
+How far the scores reach says how much the inputs' rounding is amplified: relative errors e of q
+and k move a score q.k by up to 2 e |q| |k|, and its weight by the exponential of that. Where this
+passes 1, two keys of nearly the same score may change places, and the output jumps from one value
+to another: no dtype conversion is harmless there, and no sample sees every such query.
 """
 
 from __future__ import annotations

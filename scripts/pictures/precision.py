@@ -1,7 +1,6 @@
 """The figures of chapter 6: what dtypes hold, errors by size of the scores, and training runs."""
 
 import math
-from statistics import median
 
 import torch
 from matplotlib.figure import Figure
@@ -17,17 +16,18 @@ from labsupport.precision.evidence import gpt2
 GREY = "#444444"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# What the chapter's experiments put where: magnitude, words, line of the lower panel.
+# What the chapter's experiments put where: magnitude, side of the words, words; and its line.
 QUANTITIES = (
-    (2e-8, "gradient of a logit:\n1,000 tokens, 50,000 words", 0),
-    (2e-5, "step of Adam\nwith that rate", 1),
-    (1 / 4096, "weight of each of\n4,096 equal keys", 2),
-    (300.0**2, "square in a norm\nof an entry of 300", 0),
-    (40.0**2 * 64, "q·k of all-40 inputs,\nd = 64", 1),
-    (1e9, 'mask by "−1e9"', 2),
-    (math.exp(88), "exp(88), if no maximum\nis subtracted", 0),
-    (1e-8, "values that float16\nrounds to 0", 1),
+    (2e-8, "left", "gradient of a logit:\n1,000 tokens, 50,000 words"),
+    (300.0**2, "right", "square of 300,\nin a norm"),
+    (math.exp(88), "left", "exp(88), if no maximum\nis subtracted"),
+    (2e-5, "left", "an update: step of Adam\nwith rate 2e-5"),
+    (40.0**2 * 64, "right", "q·k of all-40 inputs,\nd = 64, before scaling"),
+    (1e-8, "left", "values that float16\nrounds to 0"),
+    (1 / 4096, "right", "weight of each of\n4,096 equal keys"),
+    (1e9, "right", 'a mask of "−1e9"'),
 )
+LINES = (0, 0, 0, 1, 1, 2, 2, 3)
 
 
 def _finish(figure: Chart, title: str, small_print: str) -> Chart:
@@ -47,7 +47,7 @@ def ranges() -> Figure:
     ]  # fmt: skip
     formats.insert(1, ("TF32", (2 - 2.0**-10) * 2.0**127, 2.0**-126, 2.0**-10))
     figure = Chart(figsize=(10.0, 5.6), dpi=110, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.25, 1])
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.15, 1])
     for y, (name, largest, normal, eps) in enumerate(formats):
         colour = DTYPE_COLOURS.get(name, "#56B4E9")
         above.plot([normal, largest], [y, y], color=colour, linewidth=9, solid_capstyle="butt")
@@ -57,8 +57,9 @@ def ranges() -> Figure:
         )  # fmt: skip
         above.plot([eps / 2], [y], marker="D", color="white", markeredgecolor="black", ms=7)
         above.text(
-            eps, y - 0.4, f"u = {eps / 2:.1e}", ha="center", va="bottom", fontsize=8.5, color=GREY
-        )
+            eps, y - 0.4, f"u = {eps / 2:.1e}", ha="center", va="bottom", fontsize=8.5, color=GREY,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
         above.annotate(
             f"{largest:,.0f}" if largest < 1e6 else f"{largest:.1e}", (largest, y), (6, 0),
             textcoords="offset points", va="center", fontsize=9,
@@ -70,10 +71,10 @@ def ranges() -> Figure:
     above.set_yticks(range(len(formats)), [name for name, *_ in formats])
     above.set_ylim(len(formats) - 0.5, -0.7)
     above.tick_params(axis="y", length=0)
-    below.set_ylim(2.75, -0.5)
+    below.set_ylim(3.6, -0.6)
     below.set_yticks([])
-    for x, words, y in QUANTITIES:
-        left = x < 1 and not (1e-7 < x < 1e-3 and y == 2)
+    for (x, side, words), y in zip(QUANTITIES, LINES, strict=True):
+        left = side == "left"
         below.plot([x], [y], marker="o", color=GREY, markersize=5)
         below.annotate(
             words, (x, y), (-7 if left else 7, 0), textcoords="offset points", va="center",
@@ -81,9 +82,7 @@ def ranges() -> Figure:
         )  # fmt: skip
     for axes in (above, below):
         for x in (2.0**-24, 2.0**-14, 65504.0):
-            axes.axvline(
-                x, color=DTYPE_COLOURS["float16"], linestyle=":", linewidth=1.3, zorder=0
-            )
+            axes.axvline(x, color=DTYPE_COLOURS["float16"], linestyle=":", linewidth=1.3, zorder=0)
     below.set_xscale("log")
     below.set_xlim(1e-52, 1e49)
     below.set_xticks([10.0**e for e in range(-40, 41, 10)])
@@ -99,38 +98,39 @@ def ranges() -> Figure:
 
 def errors_by_scale() -> Figure:
     """Relative error of FlashAttention by the size of the scores, for three dtypes."""
-    seqlen, head_dim, scales = 512, 64, [2.0**i for i in range(-2, 14)]
+    heads, seqlen, head_dim = 32, 512, 64
+    scales = [2.0**i for i in range(-2, 13)]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, seqlen, heads, head_dim, generator=generator).unbind()
+    errors: dict[torch.dtype, list[float]] = {dtype: [] for dtype in DTYPES}
+    for scale in scales:
+        exact = oracle_attention(*(x.transpose(1, 2) for x in (scale * q, k, v)))[0]
+        for dtype in DTYPES:
+            cast = [x.to(dtype) for x in (scale * q, k, v)]
+            out = flash_attention(*cast, backend="sdpa_flash")
+            assert isinstance(out, torch.Tensor)
+            errors[dtype].append(relative_error(out.transpose(1, 2), exact))
     figure = Chart(figsize=(8.8, 4.9), dpi=110, layout="constrained")
     axes = figure.subplots()
     for dtype, marker in zip(DTYPES, "^so", strict=True):
-        u, bounds, medians = unit_roundoff(dtype), [], []
-        for scale in scales:
-            found, reach = [], []
-            for seed in range(5):
-                generator = torch.Generator().manual_seed(seed)
-                q, k, v = torch.randn(3, 1, seqlen, 1, head_dim, generator=generator).unbind()
-                q = scale * q
-                exact = oracle_attention(*(x.transpose(1, 2) for x in (q, k, v)))[0]
-                out = flash_attention(*(x.to(dtype) for x in (q, k, v)), backend="sdpa_flash")
-                assert isinstance(out, torch.Tensor)
-                found.append(relative_error(out.transpose(1, 2), exact))
-                reach.append(score_bound(q, k, head_dim**-0.5).item())
-            medians.append(median(found))
-            bounds.append(2 * u * median(reach))
-        colour = DTYPE_COLOURS[short(dtype)]
-        axes.plot(scales, medians, color=colour, marker=marker, lw=1.8, label=short(dtype))
+        u, colour = unit_roundoff(dtype), DTYPE_COLOURS[short(dtype)]
+        axes.plot(scales, errors[dtype], color=colour, marker=marker, lw=1.8, label=short(dtype))
         axes.axhline(u, color=colour, linestyle="--", linewidth=1)
-        axes.text(scales[-1] * 1.25, u, f"u, {short(dtype)}", color=GREY, fontsize=8.5, va="center")
-        ties = scales[0] / bounds[0]  # the bound is proportional to the scale
-        if ties < scales[-1]:
-            axes.axvline(ties, color=colour, linestyle=":", linewidth=1.4)
+        axes.annotate(
+            f"u, {short(dtype)}", (1, u), xycoords=("axes fraction", "data"), va="center",
+            xytext=(4, 0), textcoords="offset points", fontsize=8.5, color=GREY,
+        )  # fmt: skip
+        # How far rounding may move a score of inputs that are not scaled.
+        moved = 2 * u * score_bound(q, k, head_dim**-0.5).item()
+        if 1 / moved < scales[-1]:
+            axes.axvline(1 / moved, color=colour, linestyle=":", linewidth=1.6)
             axes.text(
-                ties * 1.06, 2.3e-8, f"from here on rounding\nto {short(dtype)} may move\n"
+                1.06 / moved, 0.13, f"near-ties: rounding\nto {short(dtype)} may move\n"
                 "a score by 1", fontsize=8.5, color=GREY, va="bottom",
             )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(1.5e-8, 3)
+    axes.set_ylim(2e-8, 1.5)
     axes.set_xticks(scales[::2], [f"{s:g}" for s in scales[::2]])
     axes.set_xlabel("standard deviation of the scores")
     axes.set_ylabel("relative error of the output (norm)")
@@ -139,8 +139,9 @@ def errors_by_scale() -> Figure:
     return _finish(
         figure,
         "The error grows with the scores, in every dtype: large scores amplify rounding",
-        "PyTorch's FlashAttention on a CPU against float64 attention of the inputs before rounding; "
-        f"N = {seqlen}, d = {head_dim};\nk and v unit normal, q scaled. Median of 5 draws.",
+        "PyTorch's FlashAttention on a CPU against float64 attention of the inputs as they were "
+        "before rounding.\n"
+        f"{heads} heads, N = {seqlen}, d = {head_dim}; k and v unit normal, q unit normal, scaled.",
     )
 
 
@@ -178,8 +179,8 @@ def training() -> Figure:
     return _finish(
         figure,
         "Two policies follow float32 within its noise; unscaled float16 does not",
-        "GPT-2 with 2 layers on this lab's texts, CPU. Distance: mean difference of the losses. "
-        "python -m labsupport.precision.evidence.gpt2",
+        "GPT-2 with 2 layers on the bytes of this lab's LICENSE, CPU. Distance: mean |difference "
+        "of the losses|.\npython -m labsupport.precision.evidence.gpt2",
     )
 
 

@@ -20,7 +20,7 @@ def test_training_learns_in_float32(table):
     losses = table[table.run == YARDSTICK].loss.to_numpy()
     assert len(losses) == 50
     assert 5.3 < losses[0] < 5.8  # ln(256) = 5.55
-    assert losses[-10:].mean() < 4
+    assert losses[-10:].mean() < 3.3
 
 
 @pytest.mark.parametrize("run", ["bfloat16", "float16, loss scaled"])
@@ -32,9 +32,9 @@ def test_a_good_policy_follows_float32_within_the_noise_of_a_second_seed(table, 
 
 def test_a_float16_loss_without_scaling_visibly_fails(table):
     found = distances(table).set_index("run")
-    assert found.loc[FAILING, "over noise"] > 1
+    assert found.loc[FAILING, "over noise"] > 3
     last = table[table.step > 40].groupby("run").loss.mean()
-    assert last[FAILING] > max(last[YARDSTICK], last[NOISE]) + 0.15
+    assert last[FAILING] > max(last[YARDSTICK], last[NOISE]) + 0.3
 
 
 def test_the_tracker_says_where_the_bad_run_fails_and_that_float32_and_bfloat16_are_well(table):
