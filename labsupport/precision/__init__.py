@@ -1,15 +1,10 @@
 """In which dtype: what goes wrong, how it is found, how it is mended.
 
     dtypes        what each dtype can hold, and what a tensor holds
-    autofix       make three inputs fit one kernel, and say what that costs
-                  (target: which dtype; casting_cost: the error; reports: how it is said)
+    autofix/      make three inputs fit one kernel, and say what that costs
     combinations  what each backend says to each combination of dtypes
-    tracker       watch a model: dtypes, ranges, casts, the first layer where things went wrong
-                  (tracker_hooks, tracker_records, tracker_findings; violations: of one call)
-    policy        which component of a model computes in which dtype
-                  (policy_config, policy_report; components: how they are recognised; boundaries:
-                  how casts are made)
-    layers        normalisation, embedding and output layer with their dtypes apart
+    tracker/      watch a model: dtypes, ranges, casts, the first layer where things went wrong
+    policy/       which component of a model computes in which dtype, and the layers for it
     losses        cross-entropy in float32, also in chunks
     optimizer     float32 master weights, and loss scaling where float16 needs it
     evidence/     one small experiment for each rule of the best-practice table
@@ -23,30 +18,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labsupport.precision.autofix import PrecisionReport as PrecisionReport
+    from labsupport.precision.autofix import PrecisionWarning as PrecisionWarning
     from labsupport.precision.autofix import (
         auto_fix_precision_for_flash_attention as auto_fix_precision_for_flash_attention,
     )
     from labsupport.precision.autofix import safe_flash_attention as safe_flash_attention
-    from labsupport.precision.layers import MixedPrecisionEmbedding as MixedPrecisionEmbedding
-    from labsupport.precision.layers import MixedPrecisionLayerNorm as MixedPrecisionLayerNorm
-    from labsupport.precision.layers import MixedPrecisionRMSNorm as MixedPrecisionRMSNorm
     from labsupport.precision.losses import compute_loss as compute_loss
     from labsupport.precision.optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from labsupport.precision.policy import FlashAttentionConfig as FlashAttentionConfig
     from labsupport.precision.policy import apply_precision_policy as apply_precision_policy
-    from labsupport.precision.reports import PrecisionReport as PrecisionReport
-    from labsupport.precision.reports import PrecisionWarning as PrecisionWarning
+    from labsupport.precision.policy.layers import (
+        MixedPrecisionEmbedding as MixedPrecisionEmbedding,
+    )
+    from labsupport.precision.policy.layers import (
+        MixedPrecisionLayerNorm as MixedPrecisionLayerNorm,
+    )
+    from labsupport.precision.policy.layers import MixedPrecisionRMSNorm as MixedPrecisionRMSNorm
     from labsupport.precision.tracker import PrecisionTracker as PrecisionTracker
 
 _HOME = {
-    "FlashAttentionConfig": "policy_config",
-    "MixedPrecisionEmbedding": "layers",
-    "MixedPrecisionLayerNorm": "layers",
+    "FlashAttentionConfig": "policy",
+    "MixedPrecisionEmbedding": "policy.layers",
+    "MixedPrecisionLayerNorm": "policy.layers",
     "MixedPrecisionOptimizer": "optimizer",
-    "MixedPrecisionRMSNorm": "layers",
-    "PrecisionReport": "reports",
+    "MixedPrecisionRMSNorm": "policy.layers",
+    "PrecisionReport": "autofix",
     "PrecisionTracker": "tracker",
-    "PrecisionWarning": "reports",
+    "PrecisionWarning": "autofix",
     "apply_precision_policy": "policy",
     "auto_fix_precision_for_flash_attention": "autofix",
     "compute_loss": "losses",

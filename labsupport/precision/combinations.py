@@ -26,10 +26,10 @@ from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.reference import oracle_attention
 from labsupport.attention.registry import FLOAT_DTYPES, Backend
-from labsupport.precision.autofix import safe_flash_attention
+from labsupport.precision.autofix.reports import PrecisionWarning
+from labsupport.precision.autofix.safe import safe_flash_attention
+from labsupport.precision.autofix.target import Float64
 from labsupport.precision.dtypes import short
-from labsupport.precision.reports import PrecisionWarning
-from labsupport.precision.target import Float64
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import save_run
 from labsupport.profiling.timing import resolve_device

@@ -18,7 +18,7 @@ from labsupport.precision import (
     auto_fix_precision_for_flash_attention,
     safe_flash_attention,
 )
-from labsupport.precision.reports import forget_warnings
+from labsupport.precision.autofix.reports import forget_warnings
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 HALF = (F16, BF16)  # what a GPU's FlashAttention kernels take

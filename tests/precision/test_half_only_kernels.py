@@ -15,9 +15,9 @@ from labsupport.precision import (
     PrecisionWarning,
     auto_fix_precision_for_flash_attention,
     safe_flash_attention,
-    target,
 )
-from labsupport.precision.reports import forget_warnings
+from labsupport.precision.autofix import target
+from labsupport.precision.autofix.reports import forget_warnings
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
-from labsupport.precision.boundaries import Casts, set_boundary
 from labsupport.precision.dtypes import unit_roundoff
+from labsupport.precision.policy.boundaries import Casts, set_boundary
 from tests.precision.policy_models import (
     MODELS,
     ROUNDINGS,

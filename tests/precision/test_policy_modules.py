@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
-from labsupport.precision.boundaries import KernelDtype
 from labsupport.precision.dtypes import unit_roundoff
+from labsupport.precision.policy.boundaries import KernelDtype
 from tests.precision.policy_models import (
     HEADS,
     ROUNDINGS,

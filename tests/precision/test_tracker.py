@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from labsupport.attention import attention
 from labsupport.precision import PrecisionTracker
-from labsupport.precision.tracker_records import COLUMNS
+from labsupport.precision.tracker.records import COLUMNS
 
 IDS = torch.arange(32).reshape(2, 16) % 29
 

@@ -25,9 +25,9 @@ from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.registry import HALF_DTYPES, Backend
 from labsupport.attention.reports import BackendUnavailableError
-from labsupport.precision.casting_cost import sampled_error, score_bound
+from labsupport.precision.autofix.cost import sampled_error, score_bound
+from labsupport.precision.autofix.reports import Cast, PrecisionReport, is_new
 from labsupport.precision.dtypes import overflow_threshold, short, unit_roundoff
-from labsupport.precision.reports import Cast, PrecisionReport, is_new
 
 # From here on, half of float32's 24 bits are lost between the inputs and the weights.
 LARGE_SCORE = 2.0**12

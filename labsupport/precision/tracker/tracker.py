@@ -7,11 +7,6 @@ with PrecisionTracker(model) as tracker:          what happens inside a model?
     model(**batch).loss.backward()
 print(tracker.report())
 tracker.plot()
-
-tracker_records   what is written down of one call
-tracker_hooks     how the calls are seen
-tracker_findings  what the records say
-violations        what is wrong with q, k and v
 """
 
 from __future__ import annotations
@@ -23,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from labsupport.precision.tracker_findings import findings
-from labsupport.precision.tracker_hooks import Watch, matters
-from labsupport.precision.tracker_records import COLUMNS, Log, Record
-from labsupport.precision.violations import Violation, judge_attention_input
+from labsupport.precision.tracker.findings import findings
+from labsupport.precision.tracker.hooks import Watch, matters
+from labsupport.precision.tracker.records import COLUMNS, Log, Record
+from labsupport.precision.tracker.violations import Violation, judge_attention_input
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +53,7 @@ class PrecisionTracker:
             zero entries. The numbers stay on the device until they are asked for.
         backward: also watch gradients.
         modules: which modules to watch besides attention layers and the model itself: classes, or a
-            function of the module; by default all that compute something (`tracker_hooks.matters`).
+            function of the module; by default all that compute something (`hooks.matters`).
     """
 
     def __init__(
@@ -146,7 +141,7 @@ class PrecisionTracker:
     def to_dataframe(self) -> pd.DataFrame:
         """One row for each call and each gradient, in the order in which they happened.
 
-        The columns are explained in `tracker_records.COLUMNS`. Without `ranges`, those of the
+        The columns are explained in `records.COLUMNS`. Without `ranges`, those of the
         magnitudes and counts are empty.
         """
         import pandas as pd

@@ -10,7 +10,7 @@ from torch import Tensor
 from labsupport.attention import AttentionInputError, available_backends
 from labsupport.attention.implementations import by_name
 from labsupport.precision.dtypes import range_of, short
-from labsupport.precision.tracker_records import MEASURED, Part
+from labsupport.precision.tracker.records import MEASURED, Part
 
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
 FLOAT16_MAX = torch.finfo(torch.float16).max

@@ -21,19 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from labsupport.precision.boundaries import AS_INPUT, OWN, Casts, set_boundary
-from labsupport.precision.components import Part, recognise
 from labsupport.precision.dtypes import short
-from labsupport.precision.layers import (
+from labsupport.precision.policy.boundaries import AS_INPUT, OWN, Casts, set_boundary
+from labsupport.precision.policy.components import Part, recognise
+from labsupport.precision.policy.config import FlashAttentionConfig
+from labsupport.precision.policy.layers import (
     MixedPrecisionEmbedding,
     MixedPrecisionLayerNorm,
     MixedPrecisionLinear,
     MixedPrecisionRMSNorm,
 )
-from labsupport.precision.policy_config import FlashAttentionConfig
-from labsupport.precision.policy_report import PolicyChange, PolicyReport
-
-__all__ = ["FlashAttentionConfig", "PolicyChange", "PolicyReport", "apply_precision_policy"]
+from labsupport.precision.policy.report import PolicyChange, PolicyReport
 
 _HALF = (torch.float16, torch.bfloat16)
 

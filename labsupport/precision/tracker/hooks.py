@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from labsupport import attention as front_door
-from labsupport.precision.tracker_records import Log, Meter, Part, Record, arguments, tensors_in
-from labsupport.precision.violations import autocast_is_on
+from labsupport.precision.tracker.records import Log, Meter, Part, Record, arguments, tensors_in
+from labsupport.precision.tracker.violations import autocast_is_on
 
 MODEL = "(model)"
 _PASSED_OVER = (nn.Identity, nn.Flatten, nn.Unflatten, nn.ModuleList, nn.ModuleDict)

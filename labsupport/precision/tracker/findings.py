@@ -22,8 +22,8 @@ import math
 import torch
 
 from labsupport.precision.dtypes import short
-from labsupport.precision.tracker_records import Log, Part, Record
-from labsupport.precision.violations import FLOAT16_MAX, Violation, mixed_dtypes
+from labsupport.precision.tracker.records import Log, Part, Record
+from labsupport.precision.tracker.violations import FLOAT16_MAX, Violation, mixed_dtypes
 
 SUBNORMAL_SHARE = 0.1
 

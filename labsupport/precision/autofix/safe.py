@@ -3,7 +3,7 @@
     auto_fix_precision_for_flash_attention(q, k, v)   three tensors that fit
     safe_flash_attention(q, k, v, causal=True)        their attention, in q's dtype
 
-`target.py` decides the dtype, `casting_cost.py` finds what it costs, `reports.py` says so.
+`target.py` decides the dtype, `cost.py` finds what it costs, `reports.py` says so.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from labsupport.attention.inputs import (
     check_model_layout,
     check_window,
 )
+from labsupport.precision.autofix.reports import say
+from labsupport.precision.autofix.target import Float64, plan
 from labsupport.precision.dtypes import short
-from labsupport.precision.reports import say
-from labsupport.precision.target import Float64, plan
 
 
 def auto_fix_precision_for_flash_attention(
