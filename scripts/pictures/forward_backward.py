@@ -71,7 +71,8 @@ def loop_order() -> Figure:
     return _finish(
         figure,
         "Forward, each worker finishes its output; backward, dQ is shared between workers",
-        "Loop order of FlashAttention-2 (Dao 2023, sections 3.1 and 3.2)",
+        "Loop order of FlashAttention-2 (Dao 2023, sections 3.1 and 3.2). "
+        "Backward also reads L and D with Q and dO.",
     )
 
 
@@ -168,7 +169,7 @@ def products_and_time() -> Figure:
     right.axvline(case.flops() / peak / 1e9, color=GREY, linestyle=":", linewidth=1.2)
     right.text(case.flops() / peak / 1e9 + 2, -0.5, "7 products at peak", fontsize=8, color=GREY)
     right.set_yticks(range(4), ["standard", "sdpa_flash", "sdpa_cudnn", "fa4"])
-    right.set(xlim=(0, 345), ylim=(3.6, -0.75), xlabel="ms")
+    right.set(xlim=(0, 365), ylim=(3.6, -0.75), xlabel="ms")
     right.set_title("time of a training step, 16,384 tokens", fontsize=10, loc="left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -185,7 +186,8 @@ def products_and_time() -> Figure:
         figure,
         "One product more, and still several times as fast",
         f"Right: {provenance['device']}, {provenance['date'][:10]}, bfloat16, 4 × 16 heads, "
-        "head_dim 64, no mask (data/runs/attention-h200)",
+        "head_dim 64, no mask (data/runs/attention-h200). "
+        "Peak: data/hardware.csv.",
     )
 
 

@@ -1,7 +1,5 @@
 """The figures of chapter 1: a roofline with measured points, and memory against length."""
 
-import math
-
 from matplotlib.figure import Figure
 
 from labsupport.plotting import Chart, style
@@ -59,10 +57,9 @@ def roofline() -> Figure:
     few = 4 * N**2 * HEAD_DIM / (ITEMSIZE * inputs)
     many = 2 * N / (ITEMSIZE * (1 + N / BLOCK_Q))
     for backend, below in (("fa4", False), ("sdpa_flash", True)):
-        colour, marker = style(backend)
+        colour = style(backend)[0]
         rate = rows.tflops[backend]
-        axes.plot([many, few], [rate, rate], color=colour, linewidth=2.2, solid_capstyle="butt")
-        axes.plot(math.sqrt(many * few), rate, marker, color=colour, markersize=9)
+        axes.plot([many, few], [rate, rate], color=colour, linewidth=5, solid_capstyle="butt")
         axes.annotate(
             f"{backend}: {rate:.0f} TFLOP/s", (few, rate), xytext=(7, -9 if below else -3),
             textcoords="offset points", fontsize=9.5, color=colour,
@@ -79,10 +76,10 @@ def roofline() -> Figure:
     return _finish(
         figure,
         "The textbook sits under the slope; fused kernels have left it",
-        f"Filled: measured, recorded run attention-h200 (H200, {N} tokens, head_dim {HEAD_DIM}, "
-        "bfloat16, forward, not causal); bytes by formula.\nBars: from K and V read again for "
+        f"Filled: speed measured, recorded run attention-h200 ({N} tokens, head_dim {HEAD_DIM}, "
+        "bfloat16, forward, not causal); intensity by formula.\nBars: from K and V read again for "
         f"each {BLOCK_Q} queries (left end) to each byte moved once (right end). Hollow: steps of "
-        "the textbook, by formula.\nRoof: data/hardware.csv.",
+        "the textbook, at best.\nRoof: data/hardware.csv.",
     )
 
 

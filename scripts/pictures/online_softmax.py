@@ -48,15 +48,18 @@ def running() -> Figure:
     above.legend(loc="upper left", frameon=False, fontsize=9, ncols=2)
     for (start, _, before, scaled, after), end in zip(seen, ends, strict=True):
         left = start - 0.5
-        below.plot([left, left, end], [scaled, after, after], color=BLUE, linewidth=2.2)
+        step = left + (0.16 if before and scaled != before else 0)  # beside the arrow
+        below.plot(
+            [left, step, step, end], [scaled, scaled, after, after], color=BLUE, linewidth=2.2
+        )
         if before and scaled != before:
             below.annotate(
                 "", (left, scaled), (left, before),
                 arrowprops={"arrowstyle": "-|>", "color": ORANGE, "lw": 2, "shrinkB": 0},
             )  # fmt: skip
             below.text(
-                left + 0.08, (before + scaled) / 2 + 0.1, f"× {scaled / before:.3f}",
-                color=ORANGE, fontsize=9.5,
+                left - 0.1, (before + scaled) / 2, f"× {scaled / before:.3f}",
+                color=ORANGE, fontsize=9.5, ha="right",
             )  # fmt: skip
         below.text(
             (left + end) / 2 + 0.2, after + 0.06, f"ℓ = {after:.3f}", color=BLUE, fontsize=9.5
