@@ -1039,26 +1039,22 @@ print(report)
 predicted_error = None  # your guess, a fraction such as 0.001
 
 # %%
-generator = torch.Generator().manual_seed(0)
-unit = [torch.randn(1, 512, 4, 64, generator=generator).to(device) for _ in range(3)]
-by_scale = pd.DataFrame(index=pd.Index([0.1, 1, 10, 100], name="scale of q, k, v"))
-for scale in by_scale.index:
-    inputs = [x * scale for x in unit]
-    for dtype in halves:
-        out, report = safe_flash_attention(*inputs, dtypes=[dtype], return_report=True)
-        name = f"error bound, {str(dtype)[6:]}"
-        by_scale.loc[scale, name] = report.error_bound / out.abs().max().item()
-    by_scale.loc[scale, "warns of near-ties"] = bool(report.cautions)
-measured = by_scale["error bound, float16"][10]
-checks.compare_prediction("Error in float16, scale 10", predicted_error, measured)
-by_scale.map(lambda x: f"{x:.1g}" if isinstance(x, float) else x)
+by_scale = evidence.error_by_scale(device=device).set_index("scale")
+checks.compare_prediction("Error in float16, scale 10", predicted_error, by_scale.float16[10])
+by_scale.map(lambda x: f"{x:.1g}" if x < 1000 else f"{x:,.0f}")
 
 # %% [markdown]
 # Up to unit normal inputs the error is that of rounding the values and the result. Then each factor of 10 in the inputs is a
-# factor of 100 in the scores, and the error grows with them until the result means little. No kernel is to blame: rounding
-# the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k. Where yours do
-# not, half precision is not safe, with or without FlashAttention.
-#
+# factor of 100 in the scores, and the error grows with them: at the end, in bfloat16, it is as large as the output. No kernel is
+# to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k. Where yours do
+# not, half precision is not safe, with or without FlashAttention. `safe_flash_attention` warns of it:
+
+# %%
+large = [100 * x for x in (q, k, v)]
+_, report = safe_flash_attention(*large, dtypes=halves, return_report=True)
+print(report)
+
+# %% [markdown]
 # [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs
 # in which dtype, each row with its experiment.
 

@@ -103,6 +103,15 @@ def test_flash_attention_keeps_the_error_rule_in_every_dtype_at_every_length():
     assert by_dtype["bfloat16"] > 2 * by_dtype["float16"] > 100 * by_dtype["float32"]
 
 
+def test_the_error_grows_with_the_scores_once_they_matter():
+    table = evidence.error_by_scale(device="cpu").set_index("scale")
+    assert table["float16"][0.1] < 2 * 2**-11 + 1e-3
+    for dtype in ("float16", "bfloat16"):
+        assert table[dtype][10.0] > 10 * table[dtype][1.0]
+        assert table[dtype][100.0] > table[dtype][10.0]
+    assert (table["largest score"] / table.index**2).std() < 1e-3
+
+
 def test_tf32_costs_three_digits_of_a_float32_product():
     found = rows(evidence.tf32_surprise(device="cpu"))
     surprise = found["float32, TF32 allowed"]

@@ -17,6 +17,7 @@ from labsupport.precision.evidence.backward import (
 from labsupport.precision.evidence.forward import (
     dtype_refusals,
     error_by_length,
+    error_by_scale,
     float16_logits_overflow,
     norm_statistics,
     running_sum,
@@ -32,6 +33,7 @@ __all__ = [
     "dtype_refusals",
     "embedding_updates",
     "error_by_length",
+    "error_by_scale",
     "float16_logits_overflow",
     "gradient_underflow",
     "norm_statistics",

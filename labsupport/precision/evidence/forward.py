@@ -159,6 +159,33 @@ def error_by_length(
     return _table(rows)
 
 
+def error_by_scale(
+    scales: Sequence[float] = (0.1, 1.0, 10.0, 100.0), *, device: torch.device | str | None = None
+) -> pd.DataFrame:
+    """The larger the inputs, the larger the scores, and the more rounding the inputs costs.
+
+    Unit normal q, k and v of 512 tokens, times each scale, in half precision by FlashAttention.
+
+    Returns:
+        scale, float16 and bfloat16 (maximum error against float64 attention of the float32 inputs,
+        over the largest output), largest score.
+    """
+    where = resolve_device(device)
+    unit = [torch.randn(1, 512, 4, 64, generator=_seed(i)) for i in range(3)]
+    rows = []
+    for scale in scales:
+        q, k, v = (x.to(where) * scale for x in unit)
+        exact = oracle_attention(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+        row: dict[str, Any] = {"scale": scale}
+        for dtype in (F16, BF16):
+            out = flash_attention(q.to(dtype), k.to(dtype), v.to(dtype))
+            assert isinstance(out, Tensor)
+            row[short(dtype)] = max_error(out, exact) / exact.abs().max().item()
+        scores = q.transpose(1, 2) @ k.transpose(1, 2).mT / math.sqrt(q.shape[-1])
+        rows.append(row | {"largest score": scores.abs().max().item()})
+    return _table(rows)
+
+
 def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) -> pd.DataFrame:
     """A "float32" product that is not: TF32 keeps 11 of float32's 24 significant bits.
 
