@@ -1046,8 +1046,8 @@ by_scale.map(lambda x: f"{x:.1g}" if x < 1000 else f"{x:,.0f}")
 # %% [markdown]
 # Up to unit normal inputs the error is that of rounding the values and the result. Then each factor of 10 in the inputs is a
 # factor of 100 in the scores, and the error grows with them: at the end, in bfloat16, it is as large as the output. No kernel is
-# to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k. Where yours do
-# not, half precision is not safe, with or without FlashAttention. `safe_flash_attention` warns of it:
+# to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and
+# k. Where yours do not, half precision is not safe, with or without FlashAttention. `safe_flash_attention` warns of it:
 
 # %%
 large = [100 * x for x in (q, k, v)]
