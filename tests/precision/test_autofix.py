@@ -103,8 +103,10 @@ def test_a_finite_magnitude_that_float16_would_round_to_infinity_asks_for_bfloat
 
 def test_the_size_of_the_scores_does_not_decide():
     q, k, v = (torch.full((1, 16, 2, 64), 200.0) for _ in range(3))  # q @ k.T is 2.6 million
-    with pytest.warns(PrecisionWarning, match="near-ties"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         out = safe_flash_attention(q, k, v, dtypes=HALF)
+    assert any("near-ties" in str(w.message) for w in caught)
     assert fixed(q, k, v, dtypes=HALF).compute_dtype == F16
     assert (out - v).abs().max() < 200 * 2**-10  # all weights are equal: the average of the values
 
@@ -208,6 +210,58 @@ def test_the_bound_is_measured_with_the_calls_own_options(options):
     assert 0.5 * error <= report.error_bound <= 10 * error
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("half", [None, (F16,), (BF16,)])
+@pytest.mark.parametrize("seed", range(4))
+def test_one_long_query_in_a_thousand_is_not_missed(causal, half, seed):
+    """Its scores are five times as large, and so is its error: a spread sample does not see it."""
+    q, k, v = inputs(F32, F32, F32, seqlen=1000, seed=seed)
+    q[0, 517 + seed] *= 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        out, report = safe_flash_attention(q, k, v, dtypes=half, causal=causal, return_report=True)
+    error = (out.double() - exact(q, k, v, causal=causal)).abs().max().item()
+    assert error <= report.error_bound <= 10 * error
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda q, k, v: (q, k, v.double() * 1e300), {"float64": "cast"}, "v reaches .*e.300"),
+        (lambda q, k, v: (q, k, v.sign() * 3.4e38), {"dtypes": HALF}, "v reaches 3.4e.38"),
+        (lambda q, k, v: (q, k, v.sign() * 2e38), {}, "such values add up to more"),
+    ],
+)
+def test_finite_inputs_give_a_finite_result_or_an_error_that_says_why_not(change, options, message):
+    with pytest.raises(AttentionInputError, match=message):
+        safe_flash_attention(*change(*inputs(F32, F32, F32)), **options)
+
+
+@pytest.mark.parametrize("name", "qk")
+def test_tiny_queries_or_keys_ask_for_bfloat16_because_the_scale_may_make_up_for_them(name):
+    tensors = dict(zip("qkv", inputs(F32, F32, F32), strict=True))
+    tensors[name] *= 1e-9
+    out, report = safe_flash_attention(
+        **tensors, dtypes=HALF, softmax_scale=1e9 / 32**0.5, return_report=True
+    )
+    assert report.compute_dtype == BF16
+    assert (out - exact(**tensors, softmax_scale=1e9 / 32**0.5)).abs().max() < 0.1
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    q, k, v = (x[:0] for x in inputs(F32, F32, F32))
+    out, report = safe_flash_attention(q, k, v, dtypes=HALF, return_report=True)
+    assert out.shape == q.shape
+    assert report.error_bound == 0
+
+
+def test_the_bound_of_a_result_that_overflows_is_infinite():
+    q, k, v = inputs(F16, F32, F32)
+    with pytest.warns(PrecisionWarning):
+        *_, report = auto_fix_precision_for_flash_attention(q, k, v * 1e6, return_report=True)
+    assert report.error_bound == float("inf")
+
+
 def test_a_result_that_the_querys_dtype_cannot_hold_is_refused_with_a_way_out():
     q, k, v = inputs(F16, F32, F32)
     v *= 1e6
@@ -288,8 +342,30 @@ def test_unknown_options_and_dtypes_that_fit_nothing_get_a_clear_error():
     with pytest.raises(AttentionInputError, match="no option dropout"):
         safe_flash_attention(q, k, v, dropout=0.1)
     v[0, 0, 0, 0] = 1e5
-    with pytest.raises(AttentionInputError, match="holds no dtype"):
+    with pytest.raises(AttentionInputError, match=r"v reaches 1e\+05.*does not fit"):
         safe_flash_attention(q, k, v, dtypes=(F16,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtypes": (torch.int8,)}, "each of dtypes must be one of torch.float64"),
+        ({"dtypes": "float16"}, "each of dtypes must be one of"),
+        ({"out_dtype": "float16"}, "out_dtype must be one of"),
+        ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
+        ({"float64": "maybe"}, "'maybe' was given"),
+    ],
+)
+def test_nonsense_options_get_a_clear_error(options, message):
+    with pytest.raises(AttentionInputError, match=message):
+        safe_flash_attention(*inputs(F32, F32, F32), **options)
+
+
+def test_one_dtype_needs_no_tuple_and_meta_tensors_are_refused():
+    q, k, v = inputs(F32, F32, F32)
+    assert fixed(q, k, v, dtypes=BF16).compute_dtype == BF16
+    with pytest.raises(AttentionInputError, match="meta device"):
+        safe_flash_attention(*(x.to("meta") for x in (q, k, v)))
 
 
 def test_a_backend_asked_for_by_name_is_the_one_that_the_inputs_are_made_to_fit():

@@ -75,7 +75,7 @@ def test_the_warning_says_who_wants_half_precision_and_what_it_costs(only):
         out = safe_flash_attention(*inputs(F32, F32, F32))
     assert out.dtype == F32
     (said,) = [str(w.message) for w in caught]
-    assert "half_only is to run in half precision; float16 holds all magnitudes" in said
+    assert "half_only is to run in half precision; float16, because nothing is too large" in said
     assert "at most about" in said
 
 

@@ -2,8 +2,9 @@
 
 A bound from worst cases ("every rounding error points the same way") is hundreds of times too large
 to be of use. So the error is measured, on a sample of the queries: the backend computes their
-outputs from the cast inputs, the float64 oracle from the inputs as given. The largest difference,
-times 4 for the queries that were not looked at, is reported.
+outputs from the cast inputs, the float64 oracle from the inputs as given. Half of the sample is
+spread evenly, half are the longest queries, whose scores are the largest. The largest difference,
+times 4 for the queries that were not looked at, is reported: an estimate from above, not a proof.
 
 How far the scores reach says how much the inputs' rounding is amplified: relative errors e of q
 and k move a score q.k by up to 2 e |q| |k|, and its weight by the exponential of that. Where this
@@ -41,17 +42,25 @@ def score_bound(q: Tensor, k: Tensor, scale: float) -> Tensor:
         a float64 scalar on the tensors' device.
     """
     with torch.no_grad():
-        longest = [
-            torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=-1, dtype=torch.float64).max()
-            for x in (q, k)
-        ]
-        return abs(scale) * longest[0] * longest[1]
+        return abs(scale) * _lengths(q).max() * _lengths(k).max()
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """Norm of each row of a (batch, seqlen, heads, head_dim) tensor, in float64."""
+    clean = x.nan_to_num(0.0, 0.0, 0.0)
+    scale = clean.abs().amax().double().clamp(min=torch.finfo(torch.float64).tiny)
+    # Squares of float32's largest numbers would overflow: bring the largest entry to 1.
+    return torch.linalg.vector_norm((clean / scale).to(_wide(x)), dim=-1).double() * scale
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def sampled_error(
     call: AttentionCall, backend: str, compute: torch.dtype, out: torch.dtype
 ) -> float:
-    """A bound on the maximum error of running `call` on `backend` in dtype `compute`.
+    """The maximum error of running `call` on `backend` in dtype `compute`, estimated from above.
 
     Args:
         call: the inputs as given; mixed dtypes are allowed.
@@ -62,6 +71,8 @@ def sampled_error(
         the largest error of the sampled queries against float64 attention of the inputs as given,
         times 4 unless all were looked at; infinity if a result is not finite.
     """
+    if call.q.numel() == 0:
+        return 0.0
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
     with torch.no_grad(), autocast_off(call.q), _unwatched():
@@ -87,7 +98,7 @@ def sampled_error(
             exact = exact.flatten(1, 2).transpose(1, 2)
             assert isinstance(result, Tensor)
             error = (result.to(out).double() - exact).abs().amax()
-            worst = torch.maximum(worst, error.nan_to_num(math.inf))
+            worst = torch.maximum(worst, error.nan_to_num(math.inf, math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)
 
 
@@ -104,24 +115,28 @@ def _unwatched() -> Iterator[None]:
 
 
 def _sample(call: AttentionCall) -> Iterator[AttentionCall]:
-    """Some blocks of queries, each with the keys that they see, as calls of their own.
+    """Some queries, each with the keys that it sees, as calls of their own.
 
     Masks are aligned at the last query and the last key, so a causal block ends where its keys end.
     """
     _, call = call.without_empty_queries()
-    seqlen = call.q.shape[1]
-    if seqlen <= SAMPLED_BLOCKS * BLOCK:
+    seqlen, size = call.q.shape[1], SAMPLED_BLOCKS * BLOCK
+    if seqlen <= size:
         yield call
         return
+    longest = _lengths(call.q).amax(dim=(0, 2)).argsort(descending=True)
     if call.band.unlimited and call.alibi_slopes is None:
-        spread = torch.linspace(0, seqlen - 1, SAMPLED_BLOCKS * BLOCK, device=call.q.device)
-        yield AttentionCall(call.q[:, spread.round().long()], call.k, call.v, False, call.scale)
+        spread = torch.linspace(0, seqlen - 1, size // 2, device=call.q.device).round().long()
+        rows = torch.cat([spread, longest[: size // 2]])
+        yield AttentionCall(call.q[:, rows], call.k, call.v, False, call.scale)
         return
     if call.causal:
-        starts = torch.linspace(0, seqlen - BLOCK, SAMPLED_BLOCKS).int().tolist()
+        spread = torch.linspace(0, seqlen - BLOCK, SAMPLED_BLOCKS // 2).int().tolist()
+        holding = [min(row // BLOCK * BLOCK, seqlen - BLOCK) for row in longest[:size].tolist()]
+        starts = [*spread, *list(dict.fromkeys(holding))[: SAMPLED_BLOCKS // 2]]
     else:  # only the last queries keep their places when others are cut away
-        starts = [seqlen - SAMPLED_BLOCKS * BLOCK]
-    for start in starts:
+        starts = [seqlen - size]
+    for start in dict.fromkeys(starts):
         stop = start + BLOCK if call.causal else seqlen
         end = stop + call.band.offset if call.causal else call.k.shape[1]
         yield AttentionCall(

@@ -40,9 +40,9 @@ class PrecisionReport:
         out_dtype: the dtype of the result.
         casts: the inputs that were cast; empty if none had to be.
         why: the reason for `compute_dtype`; empty if nothing was cast.
-        error_bound: bound on the maximum error of the output against exact arithmetic on the inputs
-            as given, from a sample of the queries; None where it was not asked for and every cast
-            was exact.
+        error_bound: the maximum error of the output against exact arithmetic on the inputs as
+            given, estimated from above by a sample of the queries (`cost.sampled_error`); None
+            where it was not asked for and every cast was exact.
         score_bound: no scaled score is larger in magnitude.
         cautions: what else the inputs' numbers give reason to look at.
     """

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from labsupport.attention.inputs import (
     check_model_layout,
     check_window,
 )
+from labsupport.attention.registry import FLOAT_DTYPES
 from labsupport.precision.autofix.reports import say
 from labsupport.precision.autofix.target import Float64, plan
 from labsupport.precision.dtypes import short
@@ -65,7 +67,8 @@ def auto_fix_precision_for_flash_attention(
 
     Raises:
         AttentionInputError: integers, complex or quantised numbers, float64 without consent, mixed
-            devices, shapes that do not fit; scores beyond the range of the accumulator.
+            devices, shapes that do not fit; numbers, scores or sums of values that no dtype in
+            question can hold.
         BackendUnavailableError: nothing can run the call in an acceptable dtype; says every reason.
 
     >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
@@ -73,7 +76,7 @@ def auto_fix_precision_for_flash_attention(
     [torch.float32, torch.float32, torch.float32]
     """
     call = _checked(q, k, v, options)
-    report = plan(call, backend, dtypes, float64, q.dtype, return_report)
+    report = plan(call, backend, _several(dtypes), float64, q.dtype, return_report)
     say(report, stacklevel=2)
     fixed = tuple(tensor.to(report.compute_dtype) for tensor in (q, k, v))
     return (*fixed, report) if return_report else fixed
@@ -107,8 +110,8 @@ def safe_flash_attention(
             the range of `out_dtype`.
     """
     call = _checked(q, k, v, options)
-    out_dtype = _floating(out_dtype or q.dtype)
-    report = plan(call, backend, dtypes, float64, out_dtype, return_report)
+    out_dtype = _floating("out_dtype", out_dtype or q.dtype)
+    report = plan(call, backend, _several(dtypes), float64, out_dtype, return_report)
     say(report, stacklevel=2)
     with autocast_off(q):  # what the report says is what is computed with
         fixed = (tensor.to(report.compute_dtype) for tensor in (q, k, v))
@@ -139,15 +142,25 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Attent
     check_layout = given.pop("check_layout", True)
     check_model_layout(q, k, v, check_layout=check_layout, one_dtype=False)
     call = AttentionCall(q, k, v, **given)
+    if not math.isfinite(call.scale):
+        raise AttentionInputError(f"softmax_scale must be finite, but {call.scale} was given.")
     check_window(call.window_size)
     check_alibi_slopes(call.alibi_slopes, q.shape[0], call.heads)
     return call
 
 
-def _floating(dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise AttentionInputError(f"out_dtype must be a floating dtype, but {dtype} was given.")
+def _floating(name: str, dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+        names = ", ".join(f"torch.{short(known)}" for known in FLOAT_DTYPES)
+        raise AttentionInputError(f"{name} must be one of {names}, but {dtype!r} was given.")
     return dtype
+
+
+def _several(dtypes: Any) -> tuple[torch.dtype, ...] | None:
+    if dtypes is None:
+        return None
+    given = dtypes if isinstance(dtypes, Sequence) else (dtypes,)
+    return tuple(_floating("each of dtypes", dtype) for dtype in given)
 
 
 def _may_overflow(v: Tensor, compute: torch.dtype, out: torch.dtype) -> bool:

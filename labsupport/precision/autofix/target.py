@@ -68,8 +68,8 @@ def plan(
     half, why_half = _half_dtype(given, numbers)
     candidates = [widest, *([] if widest == torch.float64 else half)]
     candidates = [d for d in dict.fromkeys(candidates) if dtypes is None or d in dtypes]
-    entry, compute = _choose(call, backend, candidates, dtypes)
-    _check_accumulator(numbers, compute)
+    entry, compute = _choose(call, backend, _holding(candidates, numbers, dtypes))
+    _check_accumulator(numbers, call.k.shape[1], compute)
 
     casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
     why = ""
@@ -117,6 +117,10 @@ def _widest(given: dict[str, torch.dtype], float64: Float64) -> torch.dtype:
 
 def _numbers(call: AttentionCall) -> Numbers:
     """Read what matters in one transfer from the device."""
+    if call.q.device.type == "meta":
+        raise AttentionInputError("q, k and v are on the meta device: they hold no numbers to cast")
+    if call.q.numel() == 0:
+        return Numbers(dict.fromkeys("qkv", 0.0), dict.fromkeys("qkv", 0), 0.0)
     with torch.no_grad():
         parts = []
         for tensor in (call.q, call.k, call.v):
@@ -137,11 +141,11 @@ def _half_dtype(
     """The half-precision dtypes to try, the better one first, and a reason for each."""
     limit = torch.finfo(torch.float16)
     large = [n for n, x in numbers.largest.items() if x >= overflow_threshold(torch.float16)]
-    # Scores of 1e-9 are as good as 0. Values are not: the output is made of nothing else.
-    tiny = 0 < numbers.largest["v"] < limit.smallest_normal
+    tiny = [n for n, x in numbers.largest.items() if 0 < x < limit.smallest_normal]
     already = [name for name, dtype in given.items() if dtype == torch.bfloat16]
     why = {
-        torch.float16: "float16 holds all magnitudes and has 11 significant bits to bfloat16's 8",
+        torch.float16: "float16, because nothing is too large for it, and its 11 significant bits "
+        "are more than bfloat16's 8",
         torch.bfloat16: "this device has no float16 kernel for the call",
     }
     if large:
@@ -150,7 +154,8 @@ def _half_dtype(
         return [torch.bfloat16], why
     if tiny:
         why[torch.bfloat16] = (
-            f"bfloat16, because v stays below {limit.smallest_normal:.1e}, where float16 loses bits"
+            f"bfloat16, because {' and '.join(tiny)} {'stays' if len(tiny) == 1 else 'stay'} below "
+            f"{limit.smallest_normal:.1e}, where float16 loses bits"
         )
         return [torch.bfloat16], why
     if already:
@@ -160,18 +165,32 @@ def _half_dtype(
     return [torch.float16, torch.bfloat16], why
 
 
+def _holding(
+    candidates: Sequence[torch.dtype], numbers: Numbers, allowed: Sequence[torch.dtype] | None
+) -> list[torch.dtype]:
+    """Those candidates that no input overflows.
+
+    Raises:
+        AttentionInputError: there is none.
+    """
+    largest = max(numbers.largest.values())
+    fitting = [dtype for dtype in candidates if largest < overflow_threshold(dtype)]
+    if not fitting:
+        name = max(numbers.largest, key=lambda name: numbers.largest[name])
+        names = ", ".join(short(dtype) for dtype in candidates) or (
+            f"none of dtypes={', '.join(short(dtype) for dtype in allowed or ()) or 'nothing'}"
+        )
+        raise AttentionInputError(
+            f"there is no dtype to cast to: {name} reaches {largest:.3g}, and what may be chosen "
+            f"for these inputs ({names}) does not fit. Allow a wider one, or scale {name} down."
+        )
+    return fitting
+
+
 def _choose(
-    call: AttentionCall,
-    backend: str,
-    candidates: Sequence[torch.dtype],
-    dtypes: Sequence[torch.dtype] | None,
+    call: AttentionCall, backend: str, candidates: Sequence[torch.dtype]
 ) -> tuple[Backend, torch.dtype]:
     """The first IO-aware backend that takes the call in one of the dtypes, the first of them."""
-    if not candidates:
-        allowed = ", ".join(short(dtype) for dtype in dtypes or ())
-        raise AttentionInputError(
-            f"dtypes={allowed or 'nothing'} holds no dtype that these inputs fit into"
-        )
     calls = {dtype: _probe(call, dtype) for dtype in candidates}
     refused: dict[str, tuple[str, ...]] = {}
     entries = BACKENDS if backend == "auto" else (by_name(backend),)
@@ -203,8 +222,14 @@ def _probe(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
     return probe.without_empty_queries()[1]
 
 
-def _check_accumulator(numbers: Numbers, compute: torch.dtype) -> None:
+def _check_accumulator(numbers: Numbers, seqlen_k: int, compute: torch.dtype) -> None:
     accumulator = torch.float64 if compute == torch.float64 else torch.float32
+    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
+    if seqlen_k * numbers.largest["v"] >= torch.finfo(accumulator).max:
+        raise AttentionInputError(
+            f"v reaches {numbers.largest['v']:.1e}: {seqlen_k} such values add up to more than the "
+            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
+        )
     if numbers.score_bound >= torch.finfo(accumulator).max:
         raise AttentionInputError(
             f"the scores may reach {numbers.score_bound:.1e}, beyond the {short(accumulator)} in "
