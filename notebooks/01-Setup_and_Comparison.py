@@ -1012,9 +1012,9 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` does the same, and more: where the kernel takes float32 it promotes instead of
-# degrading, it says what it did and why, and it measures what that cost, on a sample of the queries. `dtypes=` plays the GPU on a
-# CPU:
+# The lab's `safe_flash_attention` goes further. Where the kernel takes float32 it promotes instead of degrading. Tensors that
+# are too *small* for float16 send it to bfloat16 as well. It says what it did and why, and it measures what that cost, on a
+# sample of the queries. `dtypes=` plays the GPU on a CPU:
 
 # %%
 import warnings
@@ -1044,10 +1044,12 @@ checks.compare_prediction("Error in float16, scale 10", predicted_error, by_scal
 by_scale.map(lambda x: f"{x:.1g}" if x < 1000 else f"{x:,.0f}")
 
 # %% [markdown]
-# Up to unit normal inputs the error is that of rounding the values and the result. Then each factor of 10 in the inputs is a
-# factor of 100 in the scores, and the error grows with them: at the end, in bfloat16, it is as large as the output. No kernel is
-# to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and
-# k. Where yours do not, half precision is not safe, with or without FlashAttention. `safe_flash_attention` warns of it:
+# Up to unit normal inputs the error is that of rounding the values and the result. Inputs ten times as large have scores a
+# hundred times as large, and some queries sit between two keys that rounding can swap: the error jumps. Beyond, it cannot grow
+# much more: the worst query already takes another value than it should. (At scale 100, in bfloat16, the error is as large as
+# the output.) No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$
+# and by normalising q and k. Where yours do not, half precision is not safe, with or without FlashAttention. The report of
+# `safe_flash_attention` says so:
 
 # %%
 large = [100 * x for x in (q, k, v)]

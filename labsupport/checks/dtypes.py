@@ -134,7 +134,27 @@ def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
                     ".data."
                 )
         _judge_in_half(out, (q, k, v), half, names)
+    _check_that_the_kernel_gets_half(student)
     passed("half precision inside, the caller's dtypes outside, gradients included", seed)
+
+
+def _check_that_the_kernel_gets_half(student: Callable[..., Any]) -> None:
+    """Two keys of nearly the same score: rounding k to float16 moves the weight by 0.06."""
+    q, k, v = (torch.zeros(1, 2, 1, 16) for _ in range(3))
+    q[..., :2] = 128.0  # times the scale of 1/4: 32
+    k[0, 0, 0, :2] = 10.02
+    k[0, 1, 0, :2] = torch.tensor([10.04, 9.985])
+    v[0, 1] = 1.0
+    out = call(student, q, k, v)
+    given, rounded = (
+        oracle_attention(*(x.to(dtype).double().transpose(1, 2) for x in (q, k, v)))[0].mean()
+        for dtype in (F32, F16)
+    )
+    if abs(out.double().mean() - given) < abs(out.double().mean() - rounded):
+        raise CheckFailed(
+            "the inputs reach the kernel in float32, and only the result is rounded: a kernel for "
+            "half precision takes q, k and v in half precision. Cast them before the call."
+        )
 
 
 def _judge_in_half(
@@ -160,11 +180,8 @@ def _judge_in_half(
         if report.max_error <= report.allowed + own:
             continue
         said = str(report)
-        if _textbook_layout(result, inputs):
-            said = (
-                "each token attends across heads: attention() takes (batch, seqlen, heads, "
-                "head_dim), no transpose is needed"
-            )
+        if name == "the output":
+            said = _known_mistake(result, inputs) or said
         raise CheckFailed(f"q, k, v are {names}: {name} is wrong. {said}.")
 
 
@@ -179,11 +196,25 @@ def _with_gradients(
     return (out.detach(), *gradients)
 
 
-def _textbook_layout(result: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> bool:
-    """Whether the result is attention over the heads of each token."""
-    wrong = oracle_attention(*(x.detach().double() for x in inputs))[0]
-    limit = 0.02 * wrong.abs().max().item()
-    return torch.allclose(result.detach().double(), wrong, rtol=0.0, atol=limit)
+def _known_mistake(result: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> str | None:
+    """What the output would be after a mistake with layout, order or mask, if it is that."""
+    q, k, v = (x.detach().double() for x in inputs)
+    first = [x.transpose(1, 2) for x in (q, k, v)]
+    wrong = {
+        (
+            "each token attends across heads: attention() takes (batch, seqlen, heads, head_dim), "
+            "no transpose is needed"
+        ): oracle_attention(q, k, v)[0],
+        "k and v are swapped": oracle_attention(first[0], first[2], first[1])[0].transpose(1, 2),
+        "it is causal, and no mask was asked for": (
+            oracle_attention(*first, causal=True)[0].transpose(1, 2)
+        ),
+    }
+    for said, expected in wrong.items():
+        limit = 0.02 * expected.abs().max().item()
+        if torch.allclose(result.detach().double(), expected, rtol=0.0, atol=limit):
+            return said
+    return None
 
 
 Diagnose = Callable[[torch.dtype], str]

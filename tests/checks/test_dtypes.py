@@ -137,7 +137,15 @@ ATTENTION_MISTAKES = {
         [("dtype = half_dtype(q, k, v)", "dtype = torch.float32")],
         "Cast q, k and v before",
     ),
-    "causal": ([("v.to(dtype))", "v.to(dtype), causal=True)")], "is wrong"),
+    "causal": ([("v.to(dtype))", "v.to(dtype), causal=True)")], "it is causal"),
+    "k and v swapped": (
+        [("k.to(dtype), v.to(dtype)", "v.to(dtype), k.to(dtype)")],
+        "k and v are swapped",
+    ),
+    "computed in float32, rounded at the end": (
+        [("q.to(dtype), k.to(dtype), v.to(dtype)).to", "q.float(), k.float(), v.float()).to(dtype).to")],
+        "Cast them before the call",
+    ),
     "across heads": (
         [("attention(q.to(dtype), k.to(dtype), v.to(dtype))",
           "attention(*(x.to(dtype).transpose(1, 2) for x in (q, k, v))).transpose(1, 2)")],

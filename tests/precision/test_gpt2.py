@@ -3,6 +3,7 @@
 import pytest
 
 from labsupport.precision.evidence.gpt2 import (
+    CONTROL,
     FAILING,
     NOISE,
     YARDSTICK,
@@ -51,3 +52,9 @@ def test_a_scaled_loss_saves_the_gradients_of_all_weights(table):
     assert "lm_head" not in report
     assert "gradient of transformer" not in report
     assert report.count("underflow at") <= 2
+
+
+def test_without_the_division_of_the_loss_the_same_policy_trains_and_is_not_accused(table):
+    found = distances(table).set_index("run")
+    assert found.loc[CONTROL, "over noise"] < 0.5
+    assert "underflow" not in table.attrs["reports"][CONTROL].split("All is well")[0]
