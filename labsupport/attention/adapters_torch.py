@@ -74,11 +74,14 @@ def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
 
 def run_sdpa(backend: SDPBackend) -> Callable[[AttentionCall], Result]:
     """An adapter to `F.scaled_dot_product_attention`, pinned to one of its backends."""
+    # By device. torch.compile cannot guard a dict with SDPBackend keys (it fails with a
+    # SyntaxError), so such tables are read here, and not at each call.
+    with_lse = _LSE_OPERATORS.get(backend, {})
 
     def run(call: AttentionCall) -> Result:
         q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         if call.return_lse:
-            out, lse = _LSE_OPERATORS[backend, q.device.type](call, q, k, v)
+            out, lse = with_lse[q.device.type](call, q, k, v)
             return out.transpose(1, 2), lse
         mask, is_causal = _sdpa_mask(call)
         with sdpa_kernel(backend):
@@ -98,17 +101,18 @@ def run_sdpa(backend: SDPBackend) -> Callable[[AttentionCall], Result]:
 
 def sdpa_kernel_name(backend: SDPBackend) -> Callable[[AttentionCall], str]:
     """The operator that PyTorch's profiler shows for a pinned SDPA call."""
-    names = {
+    operator = {
         SDPBackend.FLASH_ATTENTION: "aten::_scaled_dot_product_flash_attention",
         SDPBackend.EFFICIENT_ATTENTION: "aten::_scaled_dot_product_efficient_attention",
         SDPBackend.CUDNN_ATTENTION: "aten::_scaled_dot_product_cudnn_attention",
         SDPBackend.MATH: "aten::_scaled_dot_product_attention_math",
-    }
+    }[backend]
+    is_flash, stores = backend == SDPBackend.FLASH_ATTENTION, stores_mask(backend)
 
     def name(call: AttentionCall) -> str:
-        on_cpu = backend == SDPBackend.FLASH_ATTENTION and call.q.device.type == "cpu"
-        note = " (with a stored seqlen_q x seqlen_k mask)" if stores_mask(backend)(call) else ""
-        return names[backend] + ("_for_cpu" if on_cpu else "") + note
+        on_cpu = is_flash and call.q.device.type == "cpu"
+        note = " (with a stored seqlen_q x seqlen_k mask)" if stores(call) else ""
+        return operator + ("_for_cpu" if on_cpu else "") + note
 
     return name
 
@@ -242,8 +246,7 @@ def _cudnn_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Res
 
 
 _LSE_OPERATORS = {
-    (SDPBackend.FLASH_ATTENTION, "cpu"): _flash_cpu_with_lse,
-    (SDPBackend.FLASH_ATTENTION, "cuda"): _flash_cuda_with_lse,
-    (SDPBackend.EFFICIENT_ATTENTION, "cuda"): _efficient_with_lse,
-    (SDPBackend.CUDNN_ATTENTION, "cuda"): _cudnn_with_lse,
+    SDPBackend.FLASH_ATTENTION: {"cpu": _flash_cpu_with_lse, "cuda": _flash_cuda_with_lse},
+    SDPBackend.EFFICIENT_ATTENTION: {"cuda": _efficient_with_lse},
+    SDPBackend.CUDNN_ATTENTION: {"cuda": _cudnn_with_lse},
 }

@@ -9,6 +9,7 @@ make it three times that. No token's loss needs another token's logits. So they 
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,9 @@ def compute_loss(
     On a GPU the check of the labels waits for the device, once.
 
     Raises:
-        ValueError: shapes that do not fit, a label out of range, chunk_size below 1.
-        TypeError: labels that are not integers, logits or `dtype` that are not floating.
+        ValueError: shapes that do not fit, a label out of range, chunk_size below 1, V = 0.
+        TypeError: labels or chunk_size that are not integers, logits or `dtype` that are not
+            floating.
 
     >>> compute_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))
     tensor(2.3026)
@@ -93,8 +95,15 @@ def _check(logits: Tensor, labels: Tensor, dtype: torch.dtype, chunk_size: int |
         )
     if not dtype.is_floating_point:
         raise TypeError(f"the loss is computed in a floating dtype, not in {short(dtype)}.")
+    if chunk_size is not None and not isinstance(chunk_size, Integral):
+        raise TypeError(f"chunk_size counts tokens: an integer or None, not {chunk_size!r}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}.")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} must be (..., V) with V of at least 1, or hidden states "
+            "(..., width) together with a head."
+        )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels {tuple(labels.shape)} must have the shape of the logits "
@@ -122,6 +131,8 @@ def _check_scores(scores: Tensor, tokens: int, largest: int) -> None:
             f"the head must make logits ({tokens}, V) of {tokens} tokens; "
             f"it made {tuple(scores.shape)}."
         )
+    if scores.shape[-1] == 0:
+        raise ValueError("the head makes logits for a vocabulary of 0 tokens: there is no loss.")
     if largest >= scores.shape[-1]:
         raise ValueError(
             f"label {largest} is out of range: there are logits for {scores.shape[-1]} tokens, "

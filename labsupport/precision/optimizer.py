@@ -24,8 +24,9 @@ class MixedPrecisionOptimizer:
     """Any optimizer of PyTorch, on master weights.
 
     Args:
-        model: under its policy, and with its weights loaded: masters are copied from it. (They
-            begin as the rounded weights; what the rounding took away is gone.)
+        model: under its policy, on its device, and with its weights loaded: masters are copied from
+            it. (They begin as the rounded weights; what the rounding took away is gone.) Weights
+            that you change later reach the masters by `copy_weights()`.
         config: the policy; it says the masters' dtype and whether losses are scaled.
         optimizer: an optimizer's class.
         params: parameters of the model, or groups of them, as for the optimizer itself:
@@ -66,6 +67,9 @@ class MixedPrecisionOptimizer:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._memory: dict[tuple[torch.device, int], str] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._marks: dict[str, tuple[int, int]] = {}
+        self._scaled = False  # the gradients at hand are scaled ones, of backward()
         chosen = [p for p in model.parameters() if p.requires_grad] if params is None else params
         groups = self._groups(chosen, config.optimizer)
         self.optimizer = optimizer(groups, **options)
@@ -89,8 +93,14 @@ class MixedPrecisionOptimizer:
 
         Gradients of low-precision parameters move to their masters at once: several calls before a
         step add up in the masters' dtype, and the low-precision copies are freed.
+
+        Raises:
+            RuntimeError: as in `step`, except that no gradient is needed.
         """
+        self._check_model()
+        self._check_gradients()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._scaled = True
         self._move_gradients()
 
     @torch.no_grad()
@@ -102,12 +112,21 @@ class MixedPrecisionOptimizer:
             scaler every step is taken.
 
         Raises:
-            RuntimeError: there is no gradient.
+            RuntimeError: there is no gradient; under loss scaling, one that is not of `backward`,
+                or an old one; parameters have another dtype, shape or device than when this was
+                built; weights were changed, and the masters were not. (Changes by way of `.data`,
+                such as `parameter.data.mul_(2)`, cannot be seen.)
         """
+        self._check_model()
+        self._check_gradients()
         self._move_gradients()
         masters = [master for _, master in self._pairs.values() if master.grad is not None]
         if not masters:
-            raise RuntimeError("no parameter has a gradient: call backward(loss) before step().")
+            raise RuntimeError(
+                "no parameter has a gradient: call backward(loss) before step(). (If you did: were "
+                "the model's parameters replaced by new ones after this optimizer was built?)"
+            )
+        self._scaled = False
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_norm is not None:
@@ -125,9 +144,25 @@ class MixedPrecisionOptimizer:
         return True
 
     def zero_grad(self) -> None:
-        """Drop all gradients, the model's and the masters'."""
+        """Drop all gradients, the model's and the masters' (which model.zero_grad() does not)."""
         for parameter, master in self._pairs.values():
             parameter.grad = master.grad = None
+        self._scaled = False
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Make the masters anew from the model: after you loaded or changed its weights.
+
+        The optimizer's state (momentum, ...) stays. Masters lose what is finer than the weights.
+
+        Raises:
+            RuntimeError: parameters have another dtype, shape or device than when this was built.
+        """
+        self._check_kinds()
+        for name, (parameter, master) in self._pairs.items():
+            if master is not parameter:
+                master.copy_(parameter)
+                self._marks[name] = _mark(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Masters by parameter name, the optimizer's state, and the scaler's.
@@ -150,7 +185,9 @@ class MixedPrecisionOptimizer:
 
         Raises:
             ValueError: it is of other parameters, or of a policy with other dtypes.
+            RuntimeError: parameters have another dtype, shape or device than when this was built.
         """
+        self._check_kinds()
         own = self.state_dict()
         if state["masters"].keys() != own["masters"].keys():
             different = sorted(state["masters"].keys() ^ own["masters"].keys())
@@ -207,6 +244,9 @@ class MixedPrecisionOptimizer:
             self._memory[memory] = name
         master = parameter.detach().to(dtype).requires_grad_() if wider else parameter
         self._pairs[name] = (parameter, master)
+        self._kinds[name] = (parameter.dtype, parameter.shape)
+        if wider:
+            self._marks[name] = _mark(parameter)
         return master
 
     def _move_gradients(self) -> None:
@@ -219,6 +259,52 @@ class MixedPrecisionOptimizer:
             parameter.grad = None
 
     def _round_masters(self) -> None:
-        for parameter, master in self._pairs.values():
+        for name, (parameter, master) in self._pairs.items():
             if master is not parameter:
                 parameter.copy_(master)
+                self._marks[name] = _mark(parameter)
+
+    def _check_kinds(self) -> None:
+        for name, (parameter, master) in self._pairs.items():
+            dtype, shape = self._kinds[name]
+            now = parameter.dtype, parameter.shape, parameter.device
+            if now != (dtype, shape, master.device):
+                raise RuntimeError(
+                    f"{name} was {short(dtype)} {tuple(shape)} on {master.device} when this "
+                    f"optimizer was built, and is {short(now[0])} {tuple(now[1])} on {now[2]} now: "
+                    "its master does not fit. Build the optimizer after the policy is applied and "
+                    "the model moved."
+                )
+
+    def _check_model(self) -> None:
+        self._check_kinds()
+        for name, (parameter, master) in self._pairs.items():
+            if master is parameter or self._marks[name] == _mark(parameter):
+                continue
+            # Written to; which is no harm if it is the same again, as after loading a checkpoint.
+            if not torch.equal(parameter.detach(), master.detach().to(parameter.dtype)):
+                raise RuntimeError(
+                    f"{name} was changed after this optimizer last wrote or read it (by "
+                    "model.load_state_dict, or in place); a step would overwrite that with the "
+                    "old master weights. Call optimizer.copy_weights() after such a change."
+                )
+            self._marks[name] = _mark(parameter)
+
+    def _check_gradients(self) -> None:
+        """Under loss scaling, all gradients at hand must be scaled ones."""
+        if self.scaler is None:
+            return
+        for name, (parameter, master) in self._pairs.items():
+            by_hand = master is not parameter and parameter.grad is not None
+            if by_hand or (master.grad is not None and not self._scaled):
+                raise RuntimeError(
+                    f"{name} has a gradient that is not of optimizer.backward(loss), or that was "
+                    "used by a step before: it is not scaled, and a step would divide it by "
+                    "the scale all the same. Call optimizer.backward(loss) in place of "
+                    "loss.backward(), and optimizer.zero_grad() after each step."
+                )
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """Changes with each change in place, and with other memory."""
+    return parameter._version, parameter.data_ptr()

@@ -1,4 +1,5 @@
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labsupport.attention import (
 )
 from labsupport.attention.backends import BACKENDS
 from labsupport.attention.reference import banded_attention
+from labsupport.precision.policy.boundaries import KernelDtype
 from tests.attention.cases import (
     DEVICES,
     HALF,
@@ -331,3 +333,33 @@ def test_a_refused_call_leaves_no_report_of_an_older_one():
 def test_queries_without_keys_do_not_make_a_call_look_quadratic():
     attention(*make_model_qkv(1, 9, 4, 2, 2, 16), causal=True, backend="sdpa_flash")
     assert last_call().io_aware
+
+
+# --- inside torch.compile -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=["plain", "under a policy"])
+@pytest.mark.parametrize(
+    ("front_door", "options"),
+    [
+        (attention, {"backend": "sdpa_flash", "window_size": (3, 3), "return_lse": True}),
+        (attention, {"backend": "sdpa_math"}),
+        (attention, {"backend": "auto", "causal": True}),
+        (attention, {"backend": "auto", "alibi_slopes": torch.ones(4)}),
+        (flash_attention, {"return_lse": True}),
+    ],
+)
+def test_the_front_door_compiles_to_the_same_results_and_reports(front_door, options, policy):
+    torch.compiler.reset()
+    compiled = torch.compile(front_door, backend="eager")
+    results, reports = [], []
+    for function in (compiled, front_door):
+        inputs = [t.detach().requires_grad_() for t in make_model_qkv(1, 16, 24, 4, 2, 8)]
+        with nullcontext() if policy is None else KernelDtype(policy):
+            given = function(*inputs, **options)
+        reports.append(last_call())
+        outs = given if isinstance(given, tuple) else (given,)
+        results.append([*outs, *torch.autograd.grad(outs[0].sum(), inputs)])
+    for got, right in zip(*results, strict=True):
+        assert torch.equal(got, right)
+    assert reports[0] == reports[1]

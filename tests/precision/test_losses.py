@@ -166,6 +166,10 @@ def test_it_works_without_gradients():
         ({"logits": torch.zeros(2, 12, 8, dtype=torch.long)}, TypeError, "floating"),
         ({"dtype": torch.int64}, TypeError, "int64"),
         ({"chunk_size": 0}, ValueError, "chunk_size"),
+        ({"chunk_size": 2.5}, TypeError, "chunk_size counts tokens.*2.5"),
+        ({"logits": torch.zeros(2, 12, 0), "head": None}, ValueError, "V of at least 1"),
+        ({"logits": torch.tensor(0.0), "head": None}, ValueError, "V of at least 1"),
+        ({"head": lambda rows: rows[:, :0]}, ValueError, "vocabulary of 0"),
         ({"head": lambda rows: rows.sum(-1)}, ValueError, "the head must make logits"),
     ],
 )

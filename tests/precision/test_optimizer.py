@@ -244,6 +244,154 @@ def test_float16_activations_are_enough_for_a_scaler():
     assert MixedPrecisionOptimizer(tiny(config), config).scale == 2.0**16
 
 
+# --- what must not happen silently ----------------------------------------------------------------
+
+
+def backward(model, optimizer):
+    ids = torch.arange(11)
+    optimizer.backward(compute_loss(model(ids), ids.roll(1)))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_an_optimizer_from_before_the_policy_refuses_to_train(name):
+    model, config = Tiny(), CONFIGS[name]
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2)
+    apply_precision_policy(model, config)
+    message = f"float32 .* is {name} .* Build the optimizer after the policy"
+    with pytest.raises(RuntimeError, match=message):
+        backward(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for use in (optimizer.step, optimizer.copy_weights):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    # The same the other way round: masters of a bfloat16 model that has become float32.
+    model = tiny(CONFIGS["bfloat16"])
+    optimizer = MixedPrecisionOptimizer(model, CONFIGS["bfloat16"])
+    state = optimizer.state_dict()
+    apply_precision_policy(model, CONFIGS["float32"])
+    with pytest.raises(RuntimeError, match="is float32"):
+        optimizer.load_state_dict(state)
+
+
+def test_a_parameter_that_changed_its_shape_is_refused():
+    model = tiny(CONFIGS["bfloat16"])
+    optimizer = MixedPrecisionOptimizer(model, CONFIGS["bfloat16"])
+    model.table.weight.data = torch.zeros(12, 8, dtype=BF16)
+    with pytest.raises(RuntimeError, match=r"\(11, 8\) .* is bfloat16 \(12, 8\)"):
+        backward(model, optimizer)
+
+
+def load(model):
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+@torch.no_grad()
+def halve(model):
+    model.up.weight.mul_(0.5)
+
+
+def exchange(model):
+    model.up.weight.data = model.up.weight.data + 1
+
+
+@pytest.mark.parametrize("change", [load, halve, exchange])
+@pytest.mark.parametrize("steps", [0, 2], ids=["at first", "after two steps"])
+def test_changed_weights_are_not_overwritten_by_old_masters(change, steps):
+    config = CONFIGS["bfloat16"]
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, lr=1e-2)
+    for _ in range(steps):
+        step(model, optimizer)
+    change(model)
+    changed = weights(model)
+    with pytest.raises(RuntimeError, match=r"optimizer\.copy_weights\(\)"):
+        backward(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(RuntimeError, match=r"optimizer\.copy_weights\(\)"):
+        optimizer.step()
+    assert equal(weights(model), changed)
+    optimizer.copy_weights()
+    optimizer.step()  # gradients of 0
+    assert equal(weights(model), changed)
+    masters = optimizer.state_dict()["masters"]
+    assert equal((master.to(BF16) for master in masters.values()), changed)
+    optimizer.zero_grad()
+    assert step(model, optimizer)[0]
+
+
+@IN_EACH
+def test_legitimate_use_raises_nothing(config):
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=64.0, max_norm=0.1)
+    model.norm.requires_grad_(False)
+    backward(model, optimizer)
+    backward(model, optimizer)  # micro-batches
+    if optimizer.scaler is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.norm.requires_grad_(True)
+    step(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(model, optimizer)
+    # Other weights for an evaluation, and back; and a checkpoint in the unusual order.
+    saved, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    load(model)
+    model.load_state_dict(saved)
+    step(model, optimizer)
+    optimizer.load_state_dict(state)
+    model.load_state_dict(saved)
+    assert step(model, optimizer)[0]
+
+
+def test_weights_that_are_their_own_masters_may_be_changed_at_any_time():
+    config = CONFIGS["float32"]
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, lr=0.0)
+    load(model)
+    changed = weights(model)
+    step(model, optimizer)
+    assert equal(weights(model), changed)
+
+
+SCALED = pytest.mark.parametrize(
+    "config",
+    [FlashAttentionConfig.float16(), FlashAttentionConfig.float32(attention="float16")],
+    ids=["float16 weights", "float32 weights"],
+)
+
+
+@SCALED
+@pytest.mark.parametrize("steps", [0, 1], ids=["at first", "after a step"])
+def test_unscaled_gradients_are_not_divided_by_the_scale(config, steps):
+    model, ids = tiny(config), torch.arange(11)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=64.0)
+    for _ in range(steps):
+        step(model, optimizer)
+    before = weights(model)
+    compute_loss(model(ids), ids.roll(1)).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\) in place of loss"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\) in place of loss"):
+        backward(model, optimizer)  # would add scaled gradients to those
+    assert equal(weights(model), before)
+    optimizer.zero_grad()
+    assert step(model, optimizer)[0]
+
+
+@SCALED
+def test_scaled_gradients_are_not_added_to_those_of_the_last_step(config):
+    model = tiny(config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-2, init_scale=64.0)
+    backward(model, optimizer)
+    assert optimizer.step()
+    for use in (optimizer.step, lambda: backward(model, optimizer)):
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) after each step"):
+            use()
+
+
 # --- groups, states, errors -----------------------------------------------------------------------
 
 

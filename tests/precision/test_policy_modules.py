@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+from labsupport.attention import attention
+from labsupport.precision import (
+    FlashAttentionConfig,
+    PrecisionWarning,
+    apply_precision_policy,
+    safe_flash_attention,
+)
 from labsupport.precision.dtypes import unit_roundoff
 from labsupport.precision.policy.boundaries import KernelDtype
 from tests.precision.policy_models import (
@@ -120,6 +126,32 @@ def test_a_component_that_does_not_exist_and_a_pattern_without_a_module_are_refu
         apply_precision_policy(Block(), components={"up": "ffn"})
     with pytest.raises(ValueError, match=r"'adapter\*' matches no module"):
         apply_precision_policy(Block(), components={"adapter*": "mlp"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([1],), "nn.Module, not for a list"),
+        ((Block,), "not for the class Block"),
+        ((None,), "not for a NoneType"),
+        ((Block(), "bfloat16"), r"FlashAttentionConfig\.bfloat16\(\), not a str"),
+    ],
+)
+def test_what_is_no_module_or_no_policy_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        apply_precision_policy(*given)
+
+
+def test_the_policys_dtype_for_the_kernel_is_the_last_word():
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    with KernelDtype(BF16), pytest.warns(PrecisionWarning, match="k float16 -> float32"):
+        chosen = safe_flash_attention(q, k.to(F16), v, dtypes=[F32])
+    right = attention(q.to(BF16), k.to(F16).to(BF16), v.to(BF16))
+    assert torch.equal(chosen, right.float())
+    with SeenByKernels() as seen, KernelDtype(F16), KernelDtype(BF16):
+        out = attention(q, k, v)
+    assert seen.dtypes == [(F16,) * 3]
+    assert out.dtype == F32
 
 
 def test_a_norm_of_any_make_gets_float32_and_gives_back_its_inputs_dtype():

@@ -59,6 +59,10 @@ class KernelDtype(TorchFunctionMode):
     is written into a key/value cache takes the cache's dtype: a float32 rotation promotes q and k,
     but not v, before textbook attention and before the cache.
 
+    It decides last: it stands between the call and the kernel, so a dtype that a caller chose for
+    q, k, v (`safe_flash_attention`, another KernelDtype further inside) is cast once more. What
+    comes back has the dtype that the caller gave.
+
     Not reached: functions that PyTorch's override protocol does not know (the flash-attn package,
     FlexAttention), and the kernel inside of nn.MultiheadAttention.
     """

@@ -45,8 +45,9 @@ def apply_precision_policy(
     """Put a model under a policy, in place. Twice is as good as once; a new policy replaces it.
 
     Parameters stay the same objects, with new contents: ties, and an optimizer's references,
-    survive. What was rounded to 16 bits stays rounded under a later float32 policy. LayerNorm,
-    RMSNorm, Embedding and linear heads become the classes of `layers`; names and state dicts stay.
+    survive. (`MixedPrecisionOptimizer` copies masters: build it afterwards.) What was rounded to 16
+    bits stays rounded under a later float32 policy. LayerNorm, RMSNorm, Embedding and linear heads
+    become the classes of `layers`; names and state dicts stay.
 
     Args:
         model: any module; Transformers models and hand-written ones alike.
@@ -60,9 +61,21 @@ def apply_precision_policy(
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
 
+    An attention function inside of the model that chooses a dtype by itself, such as
+    `safe_flash_attention`, runs; but the policy's dtype for the kernel is the last word
+    (`boundaries.KernelDtype`).
+
     Raises:
+        TypeError: `model` is no module, or `config` no FlashAttentionConfig.
         ValueError: `components` names an unknown component, or a pattern matches no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a policy is for an nn.Module, not for {_kind(model)}.")
+    if config is not None and not isinstance(config, FlashAttentionConfig):
+        raise TypeError(
+            "the policy must be a FlashAttentionConfig, such as FlashAttentionConfig.bfloat16(), "
+            f"not {_kind(config)}."
+        )
     config = config or FlashAttentionConfig()
     parts = recognise(model, components)
     changes: list[PolicyChange] = []
@@ -75,6 +88,10 @@ def apply_precision_policy(
             part.module.use_nested_tensor = False
             changes.append(PolicyChange("other", part.name, "nested tensor", "if padded", "never"))
     return PolicyReport(tuple(changes), tuple(notes + _notes(model, parts, config)))
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 # --- parameters -----------------------------------------------------------------------------------
