@@ -181,8 +181,8 @@ def training() -> Figure:
         figure,
         "Two policies follow float32 within its noise; float16 fails where its gradients get small",
         "GPT-2 with 2 layers on the bytes of this lab's LICENSE, CPU. Each loss is divided by "
-        "1,024, as in a\nstep of a million tokens; the control's is not. Distance: mean |difference of the "
-        "losses|.\npython -m labsupport.precision.evidence.gpt2",
+        "1,024, as in a step of a\nmillion tokens; the control's is not. Distance: mean "
+        "|difference of the losses|. python -m labsupport.precision.evidence.gpt2",
     )
 
 
