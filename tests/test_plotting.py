@@ -1,9 +1,11 @@
 import base64
+import itertools
 import math
 
 import matplotlib
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from labsupport import plotting
 
@@ -248,15 +250,65 @@ def test_nan_is_marked_from_the_layer_where_it_begins():
 def test_without_magnitudes_the_flow_is_the_strip_alone():
     figure = plotting.plot_dtype_flow(make_flow(measured=False), title="A finding")
     assert len(figure.axes) == 1
-    figure.canvas.draw()
+    FigureCanvasAgg(figure).draw()
+
+
+def strip_names(figure):
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def test_there_is_a_strip_for_gradients_only_where_there_are_some():
+    frame = make_flow()
+    assert strip_names(plotting.plot_dtype_flow(frame, title="x"))[-1] == "gradient"
+    forward = frame[frame["pass"] == "forward"]
+    names = strip_names(plotting.plot_dtype_flow(forward, title="x"))
+    assert names == ["input", "weights", "output"]
+
+
+def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
+    frame = make_flow().assign(inf=3.0, minus_inf=3.0)
+    frame = frame[frame["pass"] == "forward"]
+    assert "Infinity" in plotting.plot_dtype_flow(frame, title="x").description
+    softmax = frame.assign(**{"class": "LogSoftmax"})
+    assert "Infinity" not in plotting.plot_dtype_flow(softmax, title="x").description
+
+
+@pytest.mark.parametrize("layers", [1, 2, 13, 14, 24, 126])
+@pytest.mark.parametrize("measured", [True, False])
+def test_labels_have_room_whatever_the_number_of_layers(layers, measured, recwarn):
+    frame = make_flow(layers=layers, measured=measured)
+    forward = frame[frame["pass"] == "forward"]
+    last, first = float(frame["order"].max()), -10.0
+    ends = [
+        ("embed_tokens", first),
+        ("rotary_emb", first + 1),
+        ("norm", last),
+        ("lm_head", last + 1),
+    ]
+    single = [forward.iloc[0].to_dict() | {"name": f"model.{n}", "order": o} for n, o in ends]
+    frame = pd.concat([frame, pd.DataFrame(single)])
+    figure = plotting.plot_dtype_flow(frame, title="A finding " * 12)
+    FigureCanvasAgg(figure).draw()
+    assert [str(w.message) for w in recwarn] == []
+    bottom = figure.axes[-1]
+    boxes = [label.get_window_extent() for label in bottom.get_xticklabels()]
+    assert all(a.x1 <= b.x0 for a, b in itertools.pairwise(boxes))
+    footer = figure._supxlabel.get_window_extent()
+    assert footer.y0 >= 0
+    assert min(box.y0 for box in boxes) >= footer.y1
+    heights = [axes.get_window_extent().height / figure.dpi for axes in figure.axes]
+    assert heights[0] > 1.0  # inches
+    assert all(height > 2.5 for height in heights[1:])
+    assert bottom.get_window_extent().width / figure.dpi > 2
 
 
 def test_many_layers_are_labelled_by_layer_and_few_by_module():
     few = plotting.plot_dtype_flow(make_flow(), title="A finding").axes[1]
     assert few.get_xticklabels()[0].get_text() == "model.layers.0.norm"
-    many = plotting.plot_dtype_flow(make_flow(layers=20), title="A finding").axes[1]
-    labels = [label.get_text() for label in many.get_xticklabels()]
-    assert labels == [f"layers.{i}" for i in range(20)]
+    for layers in (20, 48):
+        many = plotting.plot_dtype_flow(make_flow(layers=layers), title="A finding").axes[1]
+        labels = [label.get_text() for label in many.get_xticklabels()]
+        assert labels == [f"layers.{i}" for i in range(layers)]
 
 
 def test_a_frame_that_cannot_be_drawn_is_refused():

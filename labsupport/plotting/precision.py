@@ -8,7 +8,6 @@ The functions take what `PrecisionTracker.to_dataframe()` returns.
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ _NEEDED = (
     "largest", "smallest", "nan", "inf",
 )  # fmt: skip
 MOST_LABELS = 26  # with more columns than that, only groups of them are labelled
+LABEL_HEIGHT = 0.15  # inches, of one line of the columns' labels
 
 
 def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Figure:
@@ -66,20 +66,28 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Figure:
     gradients = {_key(row): row for _, row in back.iterrows()}
     measured = bool(frame["largest"].notna().any())
 
-    width = min(max(6.5, 3.0 + 0.11 * len(columns)), 15.0)
-    figure = Chart(figsize=(width, 6.2 if measured else 2.9), dpi=110, layout="constrained")
+    # Inches. What is beside the columns: names and a scale; the legend, the ends of float16.
+    beside = 4.1 if measured else 2.4
+    pitch = 0.18 if len(columns) <= MOST_LABELS else 0.11
+    width = min(max(6.5, beside + pitch * len(columns)), 15.0)
+    pitch = (width - beside) / len(columns)
+    labels = _labels(columns, pitch)
+    strips = _STRIPS if gradients else _STRIPS[:-1]
+    panels = (0.34 * len(strips), 3.6) if measured else (0.34 * len(strips),)
+    title_lines = textwrap.wrap(title, int(width * 8))
+    longest = max(len(label) for _, label in labels)
+    height = sum(panels) + 0.07 * longest + 0.22 * len(title_lines) + 0.7
+    figure = Chart(figsize=(width, height), dpi=110, layout="constrained")
+    drawn = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=panels)
+    strip, ranges = drawn[0, 0], drawn[-1, 0]
     if measured:
-        strip, ranges = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2.4))
-        _draw_ranges(ranges, columns, gradients)
-    else:
-        strip = ranges = figure.subplots()
-    dtypes = _draw_strip(strip, columns, gradients)
-    _label_columns(ranges, columns)
+        _draw_ranges(ranges, columns, gradients, pitch)
+    dtypes = _draw_strip(strip, columns, gradients, strips, pitch)
+    ranges.set_xticks([x for x, _ in labels], [text for _, text in labels], rotation=90, fontsize=8)
+    ranges.tick_params(axis="x", length=2)
     _mark_groups([strip, ranges] if measured else [strip], columns)
     _add_legend(figure, strip, ranges, dtypes, measured)
-    figure.suptitle(
-        textwrap.fill(title, int(width * 8)), x=0.01, ha="left", fontsize=12, fontweight="bold"
-    )
+    figure.suptitle("\n".join(title_lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
     repeated = int((frame["call"] > 0).any())
     small = f"{len(columns)} calls, in the order of execution"
     small += "; of a module called several times, the first call" * repeated
@@ -102,11 +110,21 @@ def _colour(dtype: str) -> str:
     return next((c for name, c in DTYPE_COLOURS.items() if dtype.startswith(name)), _OTHER)
 
 
-def _draw_strip(axes: Axes, columns: list[Any], gradients: dict[Any, Any]) -> list[str]:
-    """Draw the cells; return the dtypes that there are, in the order of the palette."""
+def _draw_strip(
+    axes: Axes,
+    columns: list[Any],
+    gradients: dict[Any, Any],
+    strips: tuple[str, ...],
+    pitch: float,
+) -> list[str]:
+    """Draw the cells; return the dtypes that there are, in the order of the palette.
+
+    A column is `pitch` inches wide.
+    """
     from matplotlib.patches import Rectangle
 
     seen: set[str] = set()
+    cell_width = 0.92 if pitch > 0.1 else 1.0  # gaps of less than a pixel are drawn unevenly
     for x, row in enumerate(columns):
         gradient = gradients.get(_key(row))
         cells = (
@@ -120,18 +138,20 @@ def _draw_strip(axes: Axes, columns: list[Any], gradients: dict[Any, Any]) -> li
             seen.update(names)
             for i, dtype in enumerate(names):
                 part = 0.84 / len(names)
-                patch = Rectangle((x - 0.46, y - 0.42 + i * part), 0.92, part)
+                corner = x - cell_width / 2, y - 0.42 + i * part
+                patch = Rectangle(corner, cell_width, part)
                 patch.set(facecolor=_colour(dtype), edgecolor="none", gid=dtype)
+                patch.set_antialiased(cell_width < 1)
                 axes.add_patch(patch)
-    axes.set(xlim=(-0.8, len(columns) - 0.2), ylim=(len(_STRIPS) - 0.4, -0.6))
-    axes.set_yticks(range(len(_STRIPS)), _STRIPS, fontsize=9)
+    axes.set(xlim=(-0.8, len(columns) - 0.2), ylim=(len(strips) - 0.4, -0.6))
+    axes.set_yticks(range(len(strips)), strips, fontsize=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     order = list(DTYPE_COLOURS)
     return sorted(seen, key=lambda d: (order.index(d) if d in order else len(order), d))
 
 
-def _draw_ranges(axes: Axes, columns: list[Any], gradients: dict[Any, Any]) -> None:
+def _draw_ranges(axes: Axes, columns: list[Any], gradients: dict[Any, Any], pitch: float) -> None:
     """A bar from the smallest to the largest magnitude for each output and its gradient."""
     alarms: dict[tuple[str, str], list[int]] = {}
     for name, rows in (
@@ -146,12 +166,12 @@ def _draw_ranges(axes: Axes, columns: list[Any], gradients: dict[Any, Any]) -> N
                 [x + shift for x in drawn],
                 [row["smallest"] for row in drawn.values()],
                 [row["largest"] for row in drawn.values()],
-                color=colour, linewidth=2.4, label=label,
+                color=colour, linewidth=min(2.4, 0.3 * 72 * pitch), label=label,
             )  # fmt: skip
             bars.set_gid(name)
         for x, row in rows.items():
             for kind in ("nan", "inf"):
-                if row[kind] > 0:
+                if _alarming(row, kind):
                     alarms.setdefault((name, kind), []).append(x)
     axes.set_yscale("log", base=10)
     low, high = axes.get_ylim()
@@ -181,6 +201,14 @@ def _draw_ranges(axes: Axes, columns: list[Any], gradients: dict[Any, Any]) -> N
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _alarming(row: Any, kind: str) -> bool:
+    """Whether a row holds NaN or infinities, but for the -inf that a log-softmax gives a mask."""
+    count = row[kind]
+    if kind == "inf" and "softmax" in str(row["class"]).lower():
+        count -= row.get("minus_inf", 0)
+    return bool(count > 0)
+
+
 def _group(name: str) -> str:
     """What a module belongs to: its layer (the name up to the first number), or itself."""
     found = re.match(r"(?:.*?\.)??(\w+\.\d+)(?:\.|$)", name)
@@ -199,16 +227,28 @@ def _groups(names: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _label_columns(axes: Axes, columns: list[Any]) -> None:
+def _labels(columns: list[Any], pitch: float) -> list[tuple[float, str]]:
+    """(place, words): each column's name, or each layer's where the columns are many.
+
+    Columns are `pitch` inches wide. Single modules side by side share one label, and what still
+    has no room is left out.
+    """
     if len(columns) <= MOST_LABELS:
-        ticks, labels = list(map(float, range(len(columns)))), [_label(row) for row in columns]
-    else:
-        groups = _groups([str(row["name"]) for row in columns])
-        if len(groups) > MOST_LABELS:
-            groups = groups[:: math.ceil(len(groups) / MOST_LABELS)]
-        ticks, labels = [(a + b) / 2 for _, a, b in groups], [g for g, _, _ in groups]
-    axes.set_xticks(ticks, labels, rotation=90, fontsize=8)
-    axes.tick_params(axis="x", length=2)
+        return [(float(x), _label(row)) for x, row in enumerate(columns)]
+    merged: list[tuple[str, int, int]] = []
+    singles = False
+    for group, first, last in _groups([str(row["name"]) for row in columns]):
+        if singles and first == last:
+            merged[-1] = (f"{merged[-1][0]}, {group}", merged[-1][1], last)
+        else:
+            merged.append((group, first, last))
+        singles = first == last
+    kept: list[tuple[float, str]] = []
+    for words, first, last in merged:
+        place = (first + last) / 2
+        if not kept or (place - kept[-1][0]) * pitch >= LABEL_HEIGHT:
+            kept.append((place, words))
+    return kept
 
 
 def _label(row: Any) -> str:
@@ -252,8 +292,8 @@ def _describe(title: str, columns: list[Any], gradients: dict[Any, Any], measure
             low, high = min(r["smallest"] for r in rows), max(r["largest"] for r in rows)
             parts.append(f"Magnitudes of the outputs from {low:.2g} to {high:.2g}.")
         for kind, words in (("nan", "NaN"), ("inf", "Infinity")):
-            bad = [str(row["name"]) for row in columns if row[kind] > 0]
-            bad += [f"gradient of {name}" for (name, _), row in gradients.items() if row[kind] > 0]
+            bad = [str(row["name"]) for row in columns if _alarming(row, kind)]
+            bad += [f"gradient of {key[0]}" for key, row in gradients.items() if row[kind] > 0]
             if bad:
                 parts.append(f"{words} in {len(bad)} of them, first {bad[0]}.")
     return " ".join(parts)

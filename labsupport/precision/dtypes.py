@@ -30,6 +30,9 @@ def overflow_threshold(dtype: torch.dtype) -> float:
     return info.max * (1 + unit_roundoff(dtype) / (2 - info.eps))
 
 
+BOTTOM = 8
+
+
 @dataclass(frozen=True)
 class Range:
     """What a tensor holds.
@@ -37,8 +40,10 @@ class Range:
     Attributes:
         largest, smallest: the largest and the smallest non-zero finite magnitude; 0 if there is
             none.
-        nan, inf, subnormal, zero: how many entries are so. Subnormal: below the dtype's smallest
-            normal magnitude, and not 0.
+        nan, inf, zero: how many entries are so.
+        minus_inf: how many of the infinite ones are -inf.
+        subnormal: how many are below the dtype's smallest normal magnitude, and not 0.
+        bottom: how many of those are below `BOTTOM` times its smallest subnormal: 1 to 3 bits left.
         entries: how many there are in all.
     """
 
@@ -46,7 +51,9 @@ class Range:
     smallest: float
     nan: int
     inf: int
+    minus_inf: int
     subnormal: int
+    bottom: int
     zero: int
     entries: int
 
@@ -54,6 +61,17 @@ class Range:
     def finite(self) -> bool:
         """No NaN and no infinity."""
         return not self.nan and not self.inf
+
+    @property
+    def masked(self) -> bool:
+        """Holds -inf, and neither NaN nor +inf: so look scores after a mask."""
+        return 0 < self.inf == self.minus_inf and not self.nan
+
+    @property
+    def nonfinite(self) -> str:
+        """What is not finite, counted: "1 NaN and 2 -inf"."""
+        counts = {"NaN": self.nan, "+inf": self.inf - self.minus_inf, "-inf": self.minus_inf}
+        return " and ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
 def range_of(tensor: Tensor) -> Range:
@@ -65,8 +83,8 @@ def range_of(tensor: Tensor) -> Range:
 def as_range(values: list[float], entries: int) -> Range:
     """The numbers of `range_tensor`, read from the device, as a `Range`."""
     largest, smallest, *counts = values
-    nan, inf, subnormal, zero = (int(count) for count in counts)
-    return Range(largest, smallest, nan, inf, subnormal, zero, entries)
+    nan, inf, minus_inf, subnormal, bottom, zero = (int(count) for count in counts)
+    return Range(largest, smallest, nan, inf, minus_inf, subnormal, bottom, zero, entries)
 
 
 def range_tensor(tensor: Tensor) -> Tensor:
@@ -76,11 +94,12 @@ def range_tensor(tensor: Tensor) -> Tensor:
     """
     with torch.no_grad():
         x = tensor.detach().abs()
-        tiny = torch.finfo(x.dtype).smallest_normal
+        info = torch.finfo(x.dtype)
+        bottom = BOTTOM * info.smallest_normal * info.eps
         finite = x.isfinite()
         nonzero = finite & (x > 0)
         if x.numel() == 0:
-            return torch.zeros(6, dtype=torch.float64, device=x.device)
+            return torch.zeros(8, dtype=torch.float64, device=x.device)
         none = nonzero.any().logical_not()
         smallest = torch.where(nonzero, x, torch.inf).amin().double().masked_fill(none, 0.0)
         return torch.stack(
@@ -89,7 +108,9 @@ def range_tensor(tensor: Tensor) -> Tensor:
                 smallest,
                 x.isnan().sum().double(),
                 x.isinf().sum().double(),
-                (nonzero & (x < tiny)).sum().double(),
+                tensor.detach().isneginf().sum().double(),
+                (nonzero & (x < info.smallest_normal)).sum().double(),
+                (nonzero & (x < bottom)).sum().double(),
                 (x == 0).sum().double(),
             ]
         )

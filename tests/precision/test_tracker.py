@@ -2,6 +2,7 @@ import copy
 import gc
 import itertools
 import math
+import pickle
 import weakref
 
 import pytest
@@ -11,8 +12,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from labsupport.attention import attention
-from labsupport.precision import PrecisionTracker
+from labsupport.attention import AttentionInputError, attention
+from labsupport.paths import project_root
+from labsupport.precision import (
+    FlashAttentionConfig,
+    MixedPrecisionOptimizer,
+    PrecisionTracker,
+    apply_precision_policy,
+    compute_loss,
+)
+from labsupport.precision.dtypes import range_of
+from labsupport.precision.evidence.gpt2 import BATCH, SEQLEN, SHARE, small_gpt2
+from labsupport.precision.tracker.gradients import underflowed
 from labsupport.precision.tracker.records import COLUMNS
 
 IDS = torch.arange(32).reshape(2, 16) % 29
@@ -144,7 +155,7 @@ def test_nan_and_infinity_are_counted_in_the_tensor_that_holds_them():
     q, k, v = qkv()
     v[0, 0, 0, 0], v[0, 1, 0, 0] = math.nan, math.inf
     (found,) = PrecisionTracker().track_flash_attention_input(q, k, v)
-    assert (found.kind, found.message) == ("NaN", "v holds 1 NaN and 1 infinite of 256")
+    assert (found.kind, found.message) == ("NaN", "v holds 1 NaN and 1 +inf of 256 entries")
 
 
 def test_float16_scores_overflow_long_before_their_inputs_do():
@@ -168,6 +179,39 @@ def test_a_shape_that_no_kernel_takes_is_a_violation_and_other_ranks_are_judged_
     assert kinds(tracker.track_flash_attention_input(q, k[..., :8], v)) == ["shapes"]
     assert tracker.track_flash_attention_input(q[0], k[0], v[0]) == []
     assert kinds(tracker.track_flash_attention_input(q[0], k[0], v[0].float())) == ["mixed dtypes"]
+
+
+def test_a_laptop_can_ask_what_a_gpu_would_say_of_the_sizes():
+    tracker = PrecisionTracker()
+    for head_dim in (64, 256):
+        half = qkv(torch.float16, (1, 8, 2, head_dim))
+        assert tracker.track_flash_attention_input(*half, device="cuda") == []
+    half = qkv(torch.float16, (1, 8, 2, 512))
+    (found,) = tracker.track_flash_attention_input(*half, device="cuda")
+    assert found.kind == "no flash kernel"
+    for name in ("fa2", "fa4", "sdpa_flash", "sdpa_cudnn"):
+        assert f"{name} takes head_dim up to 256, not 512" in found.message
+    assert "sdpa_efficient" in found.remedy
+    # One kernel is enough: multiples of 8 are asked for by some, not by flash-attn 2.
+    odd = qkv(torch.float16, (1, 8, 2, 60))
+    assert tracker.track_flash_attention_input(*odd, device="cuda") == []
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_shapes_are_judged_for_every_device_and_dtype(device, dtype):
+    q, k, v = qkv(dtype)
+    three_heads = torch.cat([k, k[:, :, :1]], dim=2)
+    for wrong in (three_heads, k[0], k[:, :0]):
+        found = PrecisionTracker().track_flash_attention_input(q, wrong, wrong, device=device)
+        assert "shapes" in kinds(found)
+    found = PrecisionTracker().track_flash_attention_input(q, k.to("meta"), v[..., :8])
+    assert {"mixed devices", "shapes"} <= set(kinds(found))
+
+
+def test_what_is_no_tensor_is_refused_in_plain_words():
+    with pytest.raises(AttentionInputError, match=r"q must be a torch\.Tensor"):
+        PrecisionTracker().track_flash_attention_input(1, 2, 3)
 
 
 # --- nothing is changed ---------------------------------------------------------------------------
@@ -268,6 +312,36 @@ def test_activations_are_not_kept_alive():
         assert [ref() for ref in kept] == [None]
 
 
+def test_a_copy_made_while_watching_is_a_plain_model():
+    model = gpt2()
+    with PrecisionTracker(model) as tracker:
+        twin, stored = copy.deepcopy(model), pickle.dumps(model)
+        model(IDS)
+        seen = len(tracker.to_dataframe())
+        for other in (twin, pickle.loads(stored)):
+            assert torch.equal(other(IDS).logits, model(IDS).logits)
+    frame = tracker.to_dataframe()
+    # The model's own three calls, and what the block sees without hooks: the copies' attention.
+    outside = frame["name"] == "(outside of modules)"
+    assert ((~outside).sum(), outside.sum()) == (3 * seen, 2 * 3)
+    step(twin)
+    assert len(tracker.to_dataframe()) == len(frame)
+
+
+def test_a_hook_that_outlives_its_block_writes_nothing():
+    model = Mlp()
+    with PrecisionTracker(model) as tracker:
+        model(torch.ones(1, 8))
+        kept = copy.copy(model.up._forward_hooks), copy.copy(model.up._forward_pre_hooks)
+    seen = len(tracker.to_dataframe())
+    for hook in kept[1].values():
+        hook(model.up, (torch.ones(1, 8),), {})
+    for hook in kept[0].values():
+        hook(model.up, (torch.ones(1, 8),), {}, torch.ones(1, 8))
+    assert kept[0]
+    assert len(tracker.to_dataframe()) == seen
+
+
 # --- what is recorded -----------------------------------------------------------------------------
 
 
@@ -285,6 +359,21 @@ def test_the_frame_has_the_documented_columns_and_counts_what_a_tensor_holds():
     assert (linear["subnormal"], linear["zero"], linear["entries"]) == (1, 1, 4)
     (gradient,) = rows(tracker, "weight gradient").to_dict("records")
     assert (gradient["name"], gradient["largest"]) == ("0.weight", 4.0)
+
+
+def test_infinities_are_counted_by_sign_and_nearly_lost_entries_apart():
+    held = range_of(torch.tensor([math.inf, -math.inf, -math.inf, math.nan, 0.0, 1.0]).half())
+    assert (held.inf, held.minus_inf, held.nan, held.zero) == (3, 2, 1, 1)
+    assert held.nonfinite == "1 NaN and 1 +inf and 2 -inf"
+    step = 2.0**-24  # float16's smallest subnormal
+    held = range_of(torch.tensor([step, -7 * step, 8 * step, 1023 * step, 1024 * step]).half())
+    assert (held.bottom, held.subnormal) == (2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_bottom_of_every_dtype_is_eight_of_its_smallest_steps(dtype):
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert range_of(torch.tensor([step, 7 * step, 8 * step, 1.0], dtype=dtype)).bottom == 2
 
 
 def test_several_inputs_are_measured_together():
@@ -590,11 +679,58 @@ def scaled_step(build, scale):
 
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_small_float16_gradients_underflow_and_scaling_the_loss_mends_it(build):
-    found = scaled_step(build, 1).violations
+    found = scaled_step(build, 2**-12).violations
     assert set(kinds(found)) == {"underflow"}
+    # 62 tokens, 1000 words: 1 / 62 / 2^12 = 3.9e-6 is left, a thousandth of it is not.
     assert found[0].where == "the gradient of the output of lm_head"
+    assert found[0].message == "over 99% of its entries are 0; the largest is 3.9e-06"
     assert "Scale the loss" in found[0].remedy
     assert scaled_step(build, 2**12).violations == []
+
+
+@pytest.mark.parametrize("share", [SHARE, 1])
+def test_unscaled_float16_is_accused_where_it_starves_and_not_where_it_is_well(share):
+    torch.manual_seed(0)
+    config = FlashAttentionConfig.float16()
+    model = small_gpt2()
+    apply_precision_policy(model, config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=1e-3)
+    optimizer.scaler = None
+    text = torch.tensor(list((project_root() / "LICENSE").read_bytes()))
+    for _ in range(3):
+        starts = torch.randint(len(text) - SEQLEN, (BATCH, 1))
+        tokens = text[starts + torch.arange(SEQLEN + 1)]
+        with PrecisionTracker(model) as tracker:
+            loss = compute_loss(model(tokens[:, :-1]).logits, tokens[:, 1:])
+            optimizer.zero_grad()
+            optimizer.backward(loss / share)
+            optimizer.step()
+        found = tracker.violations
+        if share == 1:
+            gradient = rows(tracker, "backward").query("name == 'lm_head'").iloc[0]
+            assert gradient["subnormal"] > 0.9 * gradient["entries"]  # and yet well
+            assert found == []
+        else:
+            assert found[0].where == "the gradient of the output of lm_head"
+            assert "Scale the loss" in found[0].remedy
+
+
+def float16_units(*counts):
+    """The range of a float16 tensor: pairs of (how many, times the smallest subnormal)."""
+    values = [2.0**-24 * units for count, units in counts for _ in range(count)]
+    return range_of(torch.tensor(values).half())
+
+
+def test_the_rule_of_underflow_at_its_edges():
+    assert underflowed(float16_units((1, 7), (9, 1023)))  # a tenth has 3 bits left
+    assert not underflowed(float16_units((1, 7), (10, 1023)))
+    assert not underflowed(float16_units((1, 8), (9, 1023)))
+    assert not underflowed(float16_units((9, 1), (1, 1024)))  # the largest is normal
+    assert underflowed(float16_units((5, 0), (5, 127)))
+    assert not underflowed(float16_units((4, 0), (5, 127)))
+    assert not underflowed(float16_units((9, 0), (1, 128)))  # ReLU may have made these zeros
+    assert underflowed(float16_units((3, 0)), alive=True)
+    assert not underflowed(float16_units((3, 0)), alive=False)
 
 
 def test_the_gradient_of_the_keys_bias_is_rounding_noise_and_no_underflow():
@@ -636,6 +772,113 @@ def test_a_gradient_that_overflows_is_named_in_the_order_of_the_backward_pass():
     found = tracker.violations[0]
     assert (found.kind, found.where) == ("overflow", "the gradient of the output of 0")
     assert "loss scale" in found.remedy
+
+
+def test_a_range_used_up_at_both_ends_is_not_mended_by_a_larger_scale():
+    small, large = (nn.Linear(4, 4, bias=False).half() for _ in range(2))
+    model = nn.ModuleDict({"small": small, "large": large})
+    with torch.no_grad():
+        large.weight.fill_(100.0)
+    x = torch.zeros(1, 4, dtype=torch.float16)
+    with PrecisionTracker(model) as tracker:
+        tiny = small(x)
+        huge = large(nn.Parameter(x))
+        (tiny.float().sum() * 1e-7 + huge.float().sum() * 1e-7).backward()
+    assert set(kinds(tracker.violations)) == {"underflow"}
+    assert "Scale the loss" in tracker.violations[0].remedy
+    model["first"] = nn.Linear(4, 4).half()  # the gradient of its output is 4 * 100 * 6e4
+    with PrecisionTracker(model) as tracker:
+        small(x).float().sum().mul(1e-7).backward()
+        large(model["first"](x)).float().sum().mul(6e4).backward()
+    found = tracker.violations
+    assert kinds(found)[0] == "overflow"
+    assert set(kinds(found)[1:]) == {"underflow"}
+    for violation in found[1:]:
+        assert "used up at both ends" in violation.remedy
+        assert "2^" not in violation.remedy
+
+
+def test_a_nan_gradient_of_another_dtype_comes_first_and_is_to_be_mended_first():
+    model = nn.Linear(4, 4).half()
+    with PrecisionTracker(nn.Sequential(nn.Linear(4, 4), model)) as tracker:
+        out = tracker.model[0](torch.zeros(1, 4)).mul(0).norm()  # the root's slope at 0
+        out = out.sqrt() + model(torch.ones(1, 4).half()).float().sum() * 1e-7
+        out.backward()
+    found = tracker.violations
+    assert kinds(found)[:2] == ["NaN", "underflow"]
+    assert found[1].remedy == "Mend first what is not finite"
+
+
+# --- -inf -----------------------------------------------------------------------------------------
+
+
+class Textbook(nn.Module):
+    """Causal attention whose scores are masked with -inf before a softmax that is a module."""
+
+    def __init__(self, softmax, hidden=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.softmax, self.o = nn.Linear(4, 4), softmax, nn.Linear(3, 3)
+        self.hidden = torch.ones(3, 3).triu(1).bool() if hidden is None else hidden
+
+    def forward(self, x):
+        scores = (self.q(x) @ x.mT).masked_fill(self.hidden, -math.inf)
+        return self.softmax(scores)
+
+
+class Mask(nn.Module):
+    def forward(self, scores):
+        return scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
+
+
+@pytest.mark.parametrize("softmax", [nn.Softmax(-1), nn.LogSoftmax(-1),
+                                     nn.Sequential(Mask(), nn.Softmax(-1))])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_scores_masked_with_minus_infinity_are_no_alarm(softmax, dtype):
+    nothing = torch.zeros(3, 3, dtype=torch.bool) if isinstance(softmax, nn.Sequential) else None
+    model = Textbook(softmax, nothing).to(dtype)
+    with PrecisionTracker(model) as tracker:
+        out = model(torch.randn(2, 3, 4, dtype=dtype))
+        out.tril().float().square().mean().backward()
+    assert tracker.violations == []
+    assert (rows(tracker)["minus_inf"].max() > 0) == (not isinstance(softmax, nn.Softmax))
+    assert "infinity" not in tracker.plot().description.lower() or nothing is not None
+
+
+def test_a_row_of_nothing_but_minus_infinity_is_named_at_the_softmax():
+    model = Textbook(nn.Softmax(-1), torch.ones(3, 3, dtype=torch.bool))
+    with PrecisionTracker(model) as tracker:
+        model(torch.randn(2, 3, 4))
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("NaN", "softmax")
+    assert "holds 18 -inf of 18 entries, its output 18 NaN" in found.message
+    assert "sees no key" in found.remedy
+    assert len(tracker.violations) == 1
+
+
+def test_minus_infinity_of_a_logarithm_has_its_own_words():
+    class Log(nn.Module):
+        def forward(self, x):
+            return x.log()
+
+    with PrecisionTracker(nn.Sequential(Log(), nn.Linear(3, 3))) as tracker:
+        tracker.model(torch.zeros(2, 3))
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("infinity", "0")
+    assert "6 -inf of 6 entries" in found.message
+    assert "logarithm of 0" in found.remedy
+    assert "division" not in found.remedy
+
+
+def test_a_layer_that_overflows_to_minus_infinity_is_guilty_even_before_a_softmax():
+    model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Softmax(-1)).half()
+    with torch.no_grad():
+        model[0].weight[0].fill_(-6e4)
+    with PrecisionTracker(model) as tracker:
+        model(torch.ones(1, 4, dtype=torch.float16))
+    found = tracker.violations[0]
+    assert (found.kind, found.where) == ("overflow", "0")
+    assert "bfloat16" in found.remedy
 
 
 def test_a_copy_of_a_tracked_model_works():

@@ -3,7 +3,7 @@
 tracker     PrecisionTracker
 hooks       how the calls are seen
 records     what is written down of one call
-findings    what the records say
+findings    what the records say; gradients: of the backward pass
 violations  what is wrong with the q, k and v of one attention call
 """
 

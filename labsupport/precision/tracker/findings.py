@@ -5,27 +5,21 @@ holds a NaN or an infinity is where things went wrong: if a call's input was fin
 is not, that call made it; if its input is not, whatever lies between it and the call before did.
 Calls after that only pass it on, unless they, too, made one from finite inputs.
 
-Backward. A gradient in float16 has underflowed when it is all zeros, though a gradient nearer to
-the loss was not; or when one in ten of its non-zero entries is subnormal. Zeros alone prove
-nothing: ReLU and masks make them. But numbers too small for float16 thin out gradually, by way of
-the subnormal ones (6e-8 to 6e-5), and zeros that have such neighbours were small numbers. Scaling
-the loss mends it as long as the largest gradient leaves room (Micikevicius et al., "Mixed Precision
-Training", 2018, section 3.2); where there is none, only bfloat16's range helps. Gradients of biases
-and gains are not judged: each is a sum over all tokens, and sums may cancel. That of a key's bias
-is 0 but for rounding, because softmax does not change when all scores of a row shift.
+-inf is no alarm where it is meant: scores that a mask has filled with it go into a softmax, which
+makes 0 of it. A call is not judged by the -inf that it was fed if what it gave is finite, nor is a
+log-softmax that passes it on; what makes only -inf is not judged if such a call comes next.
+
+`gradients` judges the backward pass.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from labsupport.precision.dtypes import short
+from labsupport.precision.dtypes import Range, short
+from labsupport.precision.tracker.gradients import gradient_findings
 from labsupport.precision.tracker.records import Log, Part, Record
-from labsupport.precision.tracker.violations import FLOAT16_MAX, Violation, mixed_dtypes
-
-SUBNORMAL_SHARE = 0.1
+from labsupport.precision.tracker.violations import Violation, mixed_dtypes
 
 
 def findings(log: Log) -> list[Violation]:
@@ -35,7 +29,7 @@ def findings(log: Log) -> list[Violation]:
     found = _forward_findings(forward, log.error)
     finite = not any(v.kind in ("NaN", "infinity", "overflow") for v in found)
     gradients = [record for record in records if record.direction != "forward"]
-    return found + _gradient_findings(gradients, finite)
+    return found + gradient_findings(gradients, finite)
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -47,51 +41,70 @@ def _forward_findings(forward: list[Record], error: str) -> list[Violation]:
     # A call that raised has no end of its own: it stopped where it began, after its input came.
     events += [(r.order + 0.5, "stop", r) for r in forward if r.raised]
     found: list[Violation] = []
-    ill = stopped = False
+    ill = stopped = masked = False  # masked: a -inf that was meant has been seen
     before: Record | None = None  # the last call that ended, with a finite output
     spoilt: set[str] = set()
     for _, side, record in sorted(events, key=lambda event: event[0]):
         if side == "input":
             if record.kind == "attention call" and record.inputs:
-                mixed = mixed_dtypes(record.inputs, _where(record), record.autocast)
+                mixed = mixed_dtypes(record.inputs, record.where, record.autocast)
                 found += [mixed] if mixed else []
-            if _bad(record.inputs) and not ill:
+            masked = masked or _takes_masked(record)
+            if _bad(record.inputs) and not ill and not _takes_masked(record):
                 found.append(_bad_input(record, before, forward))
                 ill = True
         elif side == "output":
-            made_here = _bad(record.output) and not _bad(record.inputs)
+            bad = _bad(record.output) and not _meant(record, forward, masked)
+            made_here = bad and not _bad(record.inputs)
             if (made_here and (record.kind != "block" or not ill)) or (
                 _bad(record.weights) and record.name not in spoilt
             ):
                 found.append(_bad_output(record))
                 spoilt.add(record.name)
-            ill = ill or _bad(record.output)
+            ill = ill or bad
             before = record if record.kind != "block" else before
         elif not stopped and not _raised_inside(record, forward):
             stopped = True
-            if not any(v.where == _where(record) and v.kind == "mixed dtypes" for v in found):
+            if not any(v.where == record.where and v.kind == "mixed dtypes" for v in found):
                 found.append(_stopped(record, error))
     return found
-
-
-def _where(record: Record) -> str:
-    call = f", call {record.call + 1}" if record.call else ""
-    return f"{record.name}{call}" if record.kind != "attention call" else (
-        f"attention call of {record.name} ({record.class_name}{call})"
-    )  # fmt: skip
 
 
 def _bad(part: Part | None) -> bool:
     return part is not None and part.range is not None and not part.range.finite
 
 
+def _masked(part: Part | None) -> bool:
+    return part is not None and part.range is not None and part.range.masked
+
+
+def _is_softmax(record: Record) -> bool:
+    return "softmax" in record.class_name.lower()
+
+
+def _takes_masked(record: Record) -> bool:
+    """Whether a call was fed with -inf and made something sound of it."""
+    if record.output is None or not _masked(record.inputs):
+        return False
+    return not _bad(record.output) or (_is_softmax(record) and _masked(record.output))
+
+
+def _meant(record: Record, forward: list[Record], masked: bool) -> bool:
+    """Whether the -inf in an output is no alarm."""
+    if not _masked(record.output):
+        return False
+    if record.kind == "block":
+        return masked
+    after = (r for r in forward if r.order > record.end and r.kind != "block")
+    return _takes_masked(record) or (
+        # Of a layer with weights, -inf is an overflow, whoever swallows it.
+        record.weights is None and (then := next(after, None)) is not None and _takes_masked(then)
+    )
+
+
 def _count(part: Part | None) -> str:
     held = part.range if part else None
-    if held is None:
-        return ""
-    counts = [f"{held.nan} NaN"] if held.nan else []
-    counts += [f"{held.inf} infinite"] if held.inf else []
-    return f"{' and '.join(counts)} of {held.entries} entries"
+    return f"{held.nonfinite} of {held.entries} entries" if held else ""
 
 
 def _bad_input(record: Record, before: Record | None, forward: list[Record]) -> Violation:
@@ -100,6 +113,11 @@ def _bad_input(record: Record, before: Record | None, forward: list[Record]) -> 
     held = inputs.range
     assert held is not None
     message = f"its input ({inputs}) holds {_count(inputs)}"
+    output = record.output
+    if _is_softmax(record) and held.masked and output and output.range and output.range.nan:
+        message += f", its output {_count(output)}"
+        remedy = "A row of nothing but -inf, a query that sees no key, gives NaN in a softmax"
+        return Violation("NaN", record.where, message, remedy)
     if before is None:
         message += "; it came so from outside"
         remedy = "Look at the data, and at what was done to it"
@@ -112,8 +130,8 @@ def _bad_input(record: Record, before: Record | None, forward: list[Record]) -> 
         if any(before.name.startswith(b) and record.name.startswith(b) for b in blocks):
             remedy += ": this is inside an attention layer, so its scores may be beyond the range"
         if not held.nan:
-            remedy += f". {_overflow_remedy(inputs)}"
-    return Violation("NaN" if held.nan else "overflow", _where(record), message, remedy)
+            remedy += f". {_remedy_of_infinity(inputs)}"
+    return Violation(_kind(held), record.where, message, remedy)
 
 
 def _bad_output(record: Record) -> Violation:
@@ -136,18 +154,28 @@ def _bad_output(record: Record) -> Violation:
         nan = bool(weights and weights.range and weights.range.nan)
     if _bad(weights):
         remedy = "Mend the weights: look at the update, or the file, that they came from"
-        return Violation("NaN" if nan else "infinity", _where(record), message, remedy)
+        return Violation("NaN" if nan else "infinity", record.where, message, remedy)
     if nan and record.kind == "attention call":
         remedy = "A row that sees no key, or scores beyond the dtype's range, give NaN in a softmax"
     elif nan:
         remedy = "Look for inf - inf, 0 * inf, 0 / 0, or a logarithm or root of a negative number"
     else:
-        remedy = _overflow_remedy(output)
-    return Violation("NaN" if nan else "overflow", _where(record), message, remedy)
+        remedy = _remedy_of_infinity(output, weighed=weights is not None)
+    kind = _kind(held, weighed=weights is not None) if held is not None else "infinity"
+    return Violation("NaN" if nan else kind, record.where, message, remedy)
 
 
-def _overflow_remedy(part: Part) -> str:
-    if torch.float16 in part.floating:
+def _kind(held: Range, weighed: bool = False) -> str:
+    """Infinity where a logarithm may have made it, as it does of 0; else overflow."""
+    return "NaN" if held.nan else "infinity" if held.masked and not weighed else "overflow"
+
+
+def _remedy_of_infinity(part: Part, weighed: bool = False) -> str:
+    half = torch.float16 in part.floating
+    if part.range and part.range.masked and not weighed:
+        remedy = "A logarithm of 0 gives -inf, as does a mask: log_softmax and logsigmoid avoid it"
+        return remedy + "; or it is an overflow, as float16 ends at -65,504" * half
+    if half:
         return "float16 ends at 65,504: use bfloat16, which has float32's range, or float32 here"
     return "Beyond even this dtype's range: look for a division by 0 or for weights that diverge"
 
@@ -170,84 +198,5 @@ def _stopped(record: Record, error: str) -> Violation:
             f"Cast the input to {short(weights[0])}, or run the model under torch.autocast, which "
             "casts at each layer"
         )
-        return Violation("mixed dtypes", _where(record), message, remedy)
-    return Violation("stopped", _where(record), message, "Read the error above")
-
-
-# --- backward -------------------------------------------------------------------------------------
-
-
-def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Violation]:
-    found: list[Violation] = []
-    alive = False  # a gradient nearer to the loss holds something
-    largest = max(
-        (r.output.range.largest for r in records if r.output and r.output.range), default=0
-    )
-    before: Record | None = None
-    ill = False
-    for record in records:
-        part = record.output
-        held = part.range if part else None
-        if part is None or held is None or not held.entries:
-            continue
-        if not held.finite:
-            if forward_finite and not ill:
-                found.append(_bad_gradient(record, before))
-            ill = True
-            continue
-        before = record
-        vector = record.direction == "weight gradient" and part.rank < 2
-        if torch.float16 in part.dtypes and not vector:
-            nonzero = held.entries - held.zero
-            vanished = alive and nonzero == 0
-            thinned = nonzero > 0 and held.subnormal >= SUBNORMAL_SHARE * nonzero
-            if vanished or thinned:
-                found.append(_underflow(record, largest, vanished))
-        alive = alive or held.largest > 0
-    return found
-
-
-def _gradient_of(record: Record) -> str:
-    what = "" if record.direction == "weight gradient" else "the output of "
-    return f"the gradient of {what}{_where(record)}"
-
-
-def _bad_gradient(record: Record, before: Record | None) -> Violation:
-    part = record.output
-    assert part is not None
-    assert part.range is not None
-    message = f"it ({part}) holds {_count(part)}, and the forward pass was finite"
-    if before is not None:
-        message += f"; {_gradient_of(before)}, computed before it, was finite"
-    remedy = (
-        "Look for a root or a norm at 0, or for a mask put on after the function that it guards"
-    )
-    if torch.float16 in part.dtypes:
-        remedy = (
-            "float16 ends at 65,504: a smaller loss scale (GradScaler lowers its own), or bfloat16"
-        )
-    return Violation("NaN" if part.range.nan else "overflow", _gradient_of(record), message, remedy)
-
-
-def _underflow(record: Record, largest: float, vanished: bool) -> Violation:
-    held = record.output.range if record.output else None
-    assert held is not None
-    share = (held.zero + held.subnormal) / held.entries
-    message = f"{share:.0%} of its entries are zero or subnormal in float16"
-    if vanished:
-        message = (
-            "all of its entries are zero in float16, unless a mask or a dead ReLU made them so"
-        )
-    room = FLOAT16_MAX / largest if largest else math.inf
-    if room < 2:
-        remedy = "No loss scale leaves the largest gradient finite: use bfloat16"
-    elif math.isinf(room):
-        remedy = "Scale the loss (torch.amp.GradScaler), or use bfloat16"
-    else:
-        # An eighth of the room is left for the next batch.
-        power = max(1, math.floor(math.log2(room)) - 3)
-        remedy = (
-            f"Scale the loss (torch.amp.GradScaler; here by up to 2^{power}: the largest gradient "
-            f"is {largest:.2g}), or use bfloat16"
-        )
-    return Violation("underflow", _gradient_of(record), message, remedy)
+        return Violation("mixed dtypes", record.where, message, remedy)
+    return Violation("stopped", record.where, message, "Read the error above")

@@ -1,7 +1,7 @@
 """What the tracker writes down of one call: dtypes at once, ranges on the device until asked for.
 
 Nothing here holds a tensor of the model: of each tensor only its dtype is kept and, where ranges
-are recorded, six numbers (`dtypes.range_tensor`). They are read from the device together, once.
+are recorded, eight numbers (`dtypes.range_tensor`). They are read from the device together, once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ COLUMNS = {
     "smallest": "smallest magnitude of it that is not 0",
     "nan": "how many of its entries are NaN",
     "inf": "how many are infinite",
+    "minus_inf": "how many of those are -inf",
     "subnormal": "how many are below the dtype's smallest normal magnitude, and not 0",
+    "bottom": "how many of those have at most 3 bits left (`dtypes.BOTTOM`)",
     "zero": "how many are 0",
     "entries": "how many it has",
     "largest_in": "largest finite magnitude of what went in",
@@ -45,6 +47,9 @@ COLUMNS = {
     "nonfinite_in": "how many of its entries are NaN or infinite",
     "nonfinite_weights": "how many entries of the weights are",
 }
+
+
+_COUNTS = ("nan", "inf", "minus_inf", "subnormal", "bottom", "zero", "entries")
 
 
 class Part:
@@ -83,6 +88,18 @@ class Part:
         for name, dtype in zip(self.names, self.dtypes, strict=True):
             groups.setdefault(dtype, []).append(name)
         return ", ".join(f"{', '.join(names)} {short(dtype)}" for dtype, names in groups.items())
+
+
+_shared: dict[tuple[Any, ...], Part] = {}
+
+
+def shared_part(tensors: list[Tensor], names: tuple[str, ...] = ()) -> Part:
+    """A `Part` without a range: the same object for the same dtypes, which is quick to get."""
+    key = names, *[tensor.dtype for tensor in tensors]
+    part = _shared.get(key)
+    if part is None:
+        part = _shared[key] = Part(tensors, None, names)
+    return part
 
 
 class Meter:
@@ -139,6 +156,14 @@ class Record:
         return (part for part in (self.inputs, self.weights, self.output) if part is not None)
 
     @property
+    def where(self) -> str:
+        """The call in words."""
+        call = f", call {self.call + 1}" if self.call else ""
+        if self.kind == "attention call":
+            return f"attention call of {self.name} ({self.class_name}{call})"
+        return f"{self.name}{call}"
+
+    @property
     def cast(self) -> str:
         """Where a dtype changed on the way: "float32 -> bfloat16"; empty if nowhere."""
         if self.direction != "forward" or self.kind == "block":
@@ -177,7 +202,7 @@ class Record:
             "kernel": self.kernel,
             **{
                 name: getattr(held, name) if held else None
-                for name in ("largest", "smallest", "nan", "inf", "subnormal", "zero", "entries")
+                for name in ("largest", "smallest", *_COUNTS)
             },
             "largest_in": came.largest if came else None,
             "smallest_in": came.smallest if came else None,
@@ -217,11 +242,10 @@ class Log:
 
 
 def _together(ranges: list[Range]) -> Range:
-    counts = ("nan", "inf", "subnormal", "zero", "entries")
     return Range(
         max(r.largest for r in ranges),
         min((r.smallest for r in ranges if r.smallest), default=0.0),
-        *(sum(getattr(r, name) for r in ranges) for name in counts),
+        *(sum(getattr(r, name) for r in ranges) for name in _COUNTS),
     )
 
 
@@ -235,11 +259,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            _collect(inner, found)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):  # quicker than tuple | list
         for inner in value:
+            _collect(inner, found)
+    elif value is not None and isinstance(value, Mapping):
+        for inner in value.values():
             _collect(inner, found)
 
 

@@ -39,6 +39,13 @@ class PrecisionTracker:
     are bitwise the same as without it, and all hooks are gone afterwards, also after an exception.
     Each with-block starts anew.
 
+    Copies and pickles that are made of the model inside the block carry no hooks.
+
+    Time with `ranges=False`, on one core of a server's CPU, one token, no gradients: 18 µs for each
+    call that is written down in a GPT-2 of 2 layers, 64 wide (0.4 ms and 23 calls); 24 µs in one of
+    12 layers, 768 wide (19 ms and 113 calls: 15% more time). About 9 µs of that are the price of
+    seeing attention calls wherever they are made: every function of PyTorch takes 1.4 µs longer.
+
     Watch a model before `torch.compile`: hooks break its graph into pieces.
 
     What it cannot see: attention that a module computes by itself from matrix products ("eager" in
@@ -89,10 +96,14 @@ class PrecisionTracker:
             name: what to call this call in the report.
             device: the type of device to judge for, by default the tensors' own. `device="cuda"`
                 says on a laptop what a GPU would say: flash-attn and PyTorch's CUDA kernels refuse
-                float32, PyTorch's CPU kernel takes it.
+                float32, PyTorch's CPU kernel takes it. Sizes are judged by what the kernels' tables
+                say; which packages and which GPU there are is not asked.
 
         Returns:
             What is wrong with this call: empty if nothing is. Waits for the device.
+
+        Raises:
+            AttentionInputError: one of them is no tensor.
         """
         self._calls += 1
         found = judge_attention_input(q, k, v, name or f"input {self._calls}", device)

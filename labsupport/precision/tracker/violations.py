@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from labsupport.attention import AttentionInputError, available_backends
-from labsupport.attention.implementations import by_name
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.implementations import BACKENDS, by_name
+from labsupport.attention.inputs import check_model_layout
+from labsupport.attention.registry import Limits
 from labsupport.precision.dtypes import range_of, short
 from labsupport.precision.tracker.records import MEASURED, Part
 
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
 FLOAT16_MAX = torch.finfo(torch.float16).max
+# Where there is a GPU, PyTorch itself is asked (`Backend.further_reasons`); where there is none,
+# this is what it would say (PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+# check_head_dim_size_flash; for NVIDIA).
+SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA = 256
 NEAR = 2  # "near overflow": another doubling would overflow
 
 
@@ -67,7 +74,12 @@ def judge_attention_input(
             dtypes, devices and values are judged.
         where: what to call this call.
         device: the type of device to judge for ("cuda"); by default the tensors' own.
+
+    Raises:
+        AttentionInputError: one of them is no tensor.
     """
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        check_model_layout(q, k, v)
     part = Part([q, k, v], None, ("q", "k", "v"))
     target = device or q.device.type
     found: list[Violation] = []
@@ -85,9 +97,14 @@ def judge_attention_input(
         if not any(dtype in takes for takes in _flash_dtypes(target).values())
     ]
     found += refused
-    if not found and q.ndim == 4 and target == q.device.type:
-        found += _kernel_reasons(q, k, v, where)
-    if not q.is_meta:
+    if any(x.ndim == 4 for x in (q, k, v)):
+        if wrong := _wrong_shapes(q, k, v, where):
+            found.append(wrong)
+        elif not found and target == q.device.type:
+            found += _kernel_reasons(q, k, v, where)
+        elif not found:
+            found += _kernel_reasons_elsewhere(q, k, v, where, target)
+    if not any(x.is_meta for x in (q, k, v)):
         found += _judge_values(q, k, v, where)
     return found
 
@@ -127,16 +144,52 @@ def _unsupported(dtype: torch.dtype, where: str, device: str) -> Violation:
     return Violation("unsupported dtype", where, message, remedy)
 
 
-def _kernel_reasons(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation]:
+def _shadow(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and dtype without numbers."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _wrong_shapes(q: Tensor, k: Tensor, v: Tensor, where: str) -> Violation | None:
     try:
-        table = available_backends(q, k, v)
+        check_model_layout(*(_shadow(x).to(torch.float32) for x in (q, k, v)))
     except AttentionInputError as error:
-        return [Violation("shapes", where, str(error).rstrip("."), "Mend the shapes first")]
+        return Violation("shapes", where, str(error).rstrip("."), "Mend the shapes first")
+    return None
+
+
+def _kernel_reasons(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation]:
+    table = available_backends(q, k, v)
     if any(table[name].runs for name in FLASH_KERNELS):
         return []
     listing = "; ".join(f"{name} {', '.join(table[name].reasons)}" for name in FLASH_KERNELS)
     others = ", ".join(status.name for status in table if status.runs) or "none"
     return [Violation("no flash kernel", where, listing, f"Backends that can run it: {others}")]
+
+
+def _kernel_reasons_elsewhere(
+    q: Tensor, k: Tensor, v: Tensor, where: str, device: str
+) -> list[Violation]:
+    """What the sizes alone say for a device that is not here; all packages count as installed."""
+    call = AttentionCall(_shadow(q), _shadow(k), _shadow(v))
+    takes = {
+        entry.name: _limits(entry.name, device)
+        for entry in BACKENDS
+        if q.dtype in entry.limits.dtypes.get(device, entry.limits.dtypes.get("*", ()))
+    }
+    reasons = {name: limits.option_reasons(call) for name, limits in takes.items()}
+    flash = {name: reasons[name] for name in FLASH_KERNELS if name in reasons}
+    if not all(flash.values()):
+        return []
+    listing = "; ".join(f"{name} {', '.join(why)}" for name, why in flash.items())
+    others = ", ".join(name for name, why in reasons.items() if not why) or "none"
+    return [Violation("no flash kernel", where, listing, f"Backends that may run it: {others}")]
+
+
+def _limits(name: str, device: str) -> Limits:
+    limits = by_name(name).limits
+    if name == "sdpa_flash" and device == "cuda":
+        return replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
+    return limits
 
 
 def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation]:
@@ -148,7 +201,7 @@ def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation
         held = range_of(x)
         if not held.finite:
             finite = False
-            message = f"{name} holds {held.nan} NaN and {held.inf} infinite of {held.entries}"
+            message = f"{name} holds {held.nonfinite} of {held.entries} entries"
             found.append(
                 Violation(
                     "NaN" if held.nan else "infinity",
