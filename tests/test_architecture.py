@@ -22,6 +22,13 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "plotting"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
+# Kernels are defined when their file is imported. So Triton's door is a folder, whose kernel files
+# others import inside of functions only.
+DOORS = {"triton": "labsupport/attention/flash_triton/"}
+KERNELS = tuple(
+    f"labsupport.attention.flash_triton.{name}"
+    for name in ("tiles", "forward", "backward", "decode", "version1")
+)
 
 
 def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
@@ -84,9 +91,18 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
             package = next((p for p in OPTIONAL if f"{target}.".startswith(f"{p}.")), None)
             if package is None:
                 continue
+            door = DOORS.get(package, "")
+            if door and path.startswith(door):
+                doors.setdefault(package, set()).add(door)
+                continue
             doors.setdefault(package, set()).add(path)
             if not lazy:
                 wrong.append(f"{path} imports {target} outside of a function")
+        for target, lazy in imports(source, path.rpartition("/")[0].replace("/", ".")):
+            kernels = any(f"{target}.".startswith(f"{name}.") for name in KERNELS)
+            own = Path(path).with_suffix("").as_posix().replace("/", ".")
+            if kernels and not lazy and own not in KERNELS:
+                wrong.append(f"{path} imports {target}, and with it Triton, outside of a function")
     for package, paths in doors.items():
         if len(paths) > 1:
             wrong.append(f"{package} is imported in several places: {', '.join(sorted(paths))}")
@@ -159,3 +175,12 @@ def test_flash_attn_and_its_cute_subpackage_may_have_different_doors():
     four = "def f():\n    from flash_attn.cute import flash_attn_func\n"
     files = {"labsupport/attention/a.py": two, "labsupport/attention/b.py": four}
     assert misplaced_optional_imports(files) == []
+
+
+def test_kernel_files_may_import_triton_and_others_may_not_import_kernel_files():
+    kernel = {"labsupport/attention/flash_triton/forward.py": "import triton.language as tl"}
+    assert misplaced_optional_imports(kernel) == []
+    eager = "from labsupport.attention.flash_triton.forward import forward_kernel"
+    for path in ("labsupport/attention/a.py", "labsupport/attention/flash_triton/launch.py"):
+        assert len(misplaced_optional_imports({path: eager})) == 1
+        assert misplaced_optional_imports({path: f"def f():\n    {eager}"}) == []

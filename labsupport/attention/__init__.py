@@ -3,6 +3,7 @@
     reference       textbook attention, and the float64 oracle
     online_softmax  the running softmax, and the merge of two partial results
     flash_torch     FlashAttention, forward and backward, in plain PyTorch
+    flash_triton/   the same algorithm as Triton kernels
     backends        `attention(...)` over every implementation that can run here
     accuracy        how far a result is from the oracle, and how far it may be
 
@@ -10,6 +11,10 @@ The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
 (..., seqlen, head_dim); what faces a model (`attention`, `flash_attention`, `attention_varlen`)
 takes flash-attn's layout.
 """
+
+from labsupport.attention.flash_triton import mode
+
+mode.settle()  # before anything below imports Triton
 
 from labsupport.attention.accuracy import ErrorReport, compare_with_oracle
 from labsupport.attention.backends import (
@@ -21,6 +26,7 @@ from labsupport.attention.backends import (
     last_call,
 )
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
+from labsupport.attention.flash_triton.operators import TritonFlashAttentionFunction
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.online_softmax import merge_attention, online_softmax
 from labsupport.attention.reference import oracle_attention, standard_attention
@@ -30,6 +36,7 @@ __all__ = [
     "BackendUnavailableError",
     "ErrorReport",
     "FlashAttentionFunction",
+    "TritonFlashAttentionFunction",
     "attention",
     "attention_varlen",
     "available_backends",

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from labsupport.attention import adapters_flex as flex
 from labsupport.attention import adapters_packages as packages
 from labsupport.attention import adapters_torch as builtin
+from labsupport.attention import adapters_triton as own
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.registry import (
@@ -139,6 +140,27 @@ BACKENDS: tuple[Backend, ...] = (
         further_reasons=flex.flex_reasons,
         # Its first call for a shape compiles for many seconds: on a CPU only where asked for.
         in_auto=lambda call: call.q.device.type == "cuda",
+    ),
+    Backend(
+        name="flash_triton",
+        description="this lab's FlashAttention as Triton kernels (on a CPU interpreted: to read)",
+        io_aware=True,
+        limits=Limits(
+            # The interpreter computes bfloat16 wrongly.
+            dtypes={
+                "cpu": (torch.float32, torch.float16),
+                "cuda": (torch.float32, torch.float16, torch.bfloat16),
+            },
+            min_capability=(8, 0),
+            max_head_dim=256,
+        ),
+        missing=own.mode.missing,
+        run=own.run_triton,
+        run_packed=own.run_triton,
+        kernel=own.triton_kernel_name,
+        further_reasons=own.triton_reasons,
+        # Not before it has been measured against the others, and never interpreted unasked.
+        in_auto=lambda call: False,
     ),
     Backend(
         name="flash_torch",

@@ -37,10 +37,12 @@ def make_qkv(*leading, seqlen_q, seqlen_k, head_dim=32, dtype=torch.float32, dev
     )
 
 
-def make_model_qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, **options):
+def make_model_qkv(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, *, seed=0, **options):
     """q, k, v in flash-attn's layout (batch, seqlen, heads, head_dim)."""
-    q, _, _ = make_qkv(batch, heads, seqlen_q=seqlen_q, seqlen_k=1, head_dim=head_dim, **options)
-    _, k, v = make_qkv(batch, kv_heads, seqlen_q=1, seqlen_k=seqlen_k, head_dim=head_dim, **options)
+    options["head_dim"] = head_dim
+    q, _, _ = make_qkv(batch, heads, seqlen_q=seqlen_q, seqlen_k=1, seed=seed, **options)
+    # Another seed: keys that begin like the queries would have scores of |q|^2.
+    _, k, v = make_qkv(batch, kv_heads, seqlen_q=1, seqlen_k=seqlen_k, seed=seed + 1, **options)
     return tuple(t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
 
 

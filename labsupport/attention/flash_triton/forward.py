@@ -1,0 +1,133 @@
+"""The forward pass: one program computes one block of queries of one head.
+
+    for each tile of keys j that the block sees:            (the inner loop; Q_i stays on the chip)
+        S  = Q_i K_j^T                                        tensor cores, accumulated in float32
+        m' = max(m, rowmax S)
+        P  = exp(S - m')
+        l  = exp(m - m') l + rowsum P
+        O  = exp(m - m') O + P V_j                            tensor cores
+    O = O / l,   L = m + log l
+
+Scores carry a factor log2(e), so that exp is exp2. Nothing of size seqlen_q x seqlen_k exists.
+
+Source: Dao, "FlashAttention-2" (2023), algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+from labsupport.attention.flash_triton.tiles import (
+    LOG2_E,
+    distance_penalty,
+    hide,
+    load_rows,
+    runs,
+    store_rows,
+)
+
+
+@triton.jit
+def fold_tiles(
+    m, l, o, q, K, V, i, start, stop, scale, slope, offset, seqlen_k, left, right,
+    stride_kn, stride_kd, stride_vn, stride_vd,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys start..stop into the running maximum m, sum l and output o of a block."""
+    c = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, D)
+    first = tl.cast(start, tl.int64)  # 32 bits end at 2^31 elements
+    k_at = K + first * stride_kn + c[None, :] * stride_kn + d[:, None] * stride_kd  # transposed
+    v_at = V + first * stride_vn + c[:, None] * stride_vn + d[None, :] * stride_vd
+    for j in tl.range(start, stop, BLOCK_K):
+        inside = (c < seqlen_k - j) if MASKED else (c < BLOCK_K)
+        k = tl.load(k_at, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION) * scale
+        if ALIBI:
+            s -= distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
+        if MASKED:
+            s = hide(s, i[:, None], (j + c)[None, :], offset, seqlen_k, left, right, LEFT, RIGHT)
+
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(s - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        v = tl.load(v_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+
+        k_at += BLOCK_K * stride_kn
+        v_at += BLOCK_K * stride_vn
+    return m, l, o
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, O, L, slopes, cu_q, cu_k, scale,
+    stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vd, stride_ob, stride_on, stride_oh, stride_od,
+    stride_lb, stride_lh, stride_slope, heads, group, seqlen_q, seqlen_k, left, right, blocks,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of queries x heads x batch, on one axis (the others end at 65,535)."""
+    program = tl.program_id(0)
+    block = blocks - 1 - program % blocks  # causal: the longest rows first, so that none is late
+    head = (program // blocks % heads).to(tl.int64)
+    batch = (program // blocks // heads).to(tl.int64)
+    first = block * BLOCK_Q
+    if PACKED:
+        start_q = tl.load(cu_q + batch).to(tl.int64)
+        start_k = tl.load(cu_k + batch).to(tl.int64)
+        seqlen_q = (tl.load(cu_q + batch + 1) - start_q).to(tl.int32)
+        seqlen_k = (tl.load(cu_k + batch + 1) - start_k).to(tl.int32)
+    else:
+        start_q = tl.zeros([], tl.int64)
+        start_k = tl.zeros([], tl.int64)
+    if first < seqlen_q:
+        kv_head = head // group
+        rows = start_q + first
+        Q += batch * stride_qb + head * stride_qh + rows * stride_qn
+        O += batch * stride_ob + head * stride_oh + rows * stride_on
+        L += batch * stride_lb + head * stride_lh + rows
+        K += batch * stride_kb + kv_head * stride_kh + start_k * stride_kn
+        V += batch * stride_vb + kv_head * stride_vh + start_k * stride_vn
+        slope = tl.load(slopes + batch * stride_slope + head) * LOG2_E if ALIBI else 0.0
+
+        offset = seqlen_k - seqlen_q
+        r = tl.arange(0, BLOCK_Q)
+        i = first + r
+        last = tl.minimum(first + BLOCK_Q, seqlen_q) - 1
+        q = load_rows(Q, seqlen_q - first, stride_qn, stride_qd, HEAD_DIM, D, BLOCK_Q)
+        m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+        l = tl.zeros([BLOCK_Q], tl.float32)
+        o = tl.zeros([BLOCK_Q, D], tl.float32)
+        start, full_start, full_stop, stop = runs(
+            first + offset, last + offset, seqlen_k, left, right, BLOCK_K, LEFT, RIGHT
+        )
+        if LEFT:
+            m, l, o = fold_tiles(
+                m, l, o, q, K, V, i, start, tl.minimum(full_start, stop), scale * LOG2_E, slope,
+                offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
+                HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
+            )  # fmt: skip
+        m, l, o = fold_tiles(
+            m, l, o, q, K, V, i, full_start, full_stop, scale * LOG2_E, slope,
+            offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
+            HEAD_DIM, D, BLOCK_K, False, LEFT, RIGHT, ALIBI, PRECISION,
+        )  # fmt: skip
+        m, l, o = fold_tiles(
+            m, l, o, q, K, V, i, full_stop, stop, scale * LOG2_E, slope,
+            offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
+            HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
+        )  # fmt: skip
+        sees_nothing = l == 0.0
+        o /= tl.where(sees_nothing, 1.0, l)[:, None]
+        store_rows(O, o, seqlen_q - first, stride_on, stride_od, HEAD_DIM, D, BLOCK_Q)
+        lse = (
+            m + tl.log2(tl.where(sees_nothing, 1.0, l))
+        ) / LOG2_E  # m is -inf where nothing is seen
+        tl.store(L + r, lse, mask=i < seqlen_q)

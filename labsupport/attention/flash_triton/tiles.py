@@ -1,0 +1,80 @@
+"""What the kernels share: which tiles of the score matrix are visible, and which entries of a tile.
+
+Query i and key j meet when  i + offset - left <= j <= i + offset + right,  offset = N_k - N_q, as
+in `band.py`. LEFT and RIGHT say at compile time whether there is such a limit; a causal mask is
+right = 0. For a block of rows the columns fall into up to three runs of tiles:
+
+    start          full_start         full_stop          stop
+      | some rows see |   all rows see    | some rows see  |
+      |    (masked)   |    (no mask)      |    (masked)    |
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
+
+
+@triton.jit
+def hide(s, i, j, offset, seqlen_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Scores with -inf where query i may not see key j; i and j broadcast to the tile."""
+    visible = j < seqlen_k
+    if RIGHT:
+        visible &= j <= i + offset + right
+    if LEFT:
+        visible &= j >= i + offset - left
+    return tl.where(visible, s, -float("inf"))
+
+
+@triton.jit
+def distance_penalty(slope, i, j, offset):
+    """ALiBi: slope * |i + offset - j|, to be subtracted from the scores."""
+    return slope * tl.abs(i + offset - j).to(tl.float32)
+
+
+@triton.jit
+def runs(
+    first, last, size, below, above,
+    BLOCK: tl.constexpr, BELOW: tl.constexpr, ABOVE: tl.constexpr,
+):  # fmt: skip
+    """Columns first-below .. last+above, of `size`, as (start, full_start, full_stop, stop).
+
+    `first` and `last` are the block's rows, moved to the columns' axis. Row r sees the columns
+    r - below .. r + above; BELOW and ABOVE say which of the two limits exist. All edges but `stop`
+    are multiples of BLOCK.
+    """
+    start = 0
+    full_start = 0
+    stop = size
+    full_stop = size // BLOCK * BLOCK
+    if ABOVE:
+        stop = tl.minimum(stop, last + above + 1)
+        full_stop = tl.minimum(full_stop, tl.maximum(first + above + 1, 0) // BLOCK * BLOCK)
+    if BELOW:
+        start = tl.maximum(first - below, 0) // BLOCK * BLOCK
+        full_start = tl.cdiv(tl.maximum(last - below, 0), BLOCK) * BLOCK
+    stop = tl.maximum(stop, start)
+    full_start = tl.minimum(full_start, tl.cdiv(stop, BLOCK) * BLOCK)
+    full_stop = tl.maximum(full_stop, full_start)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def load_rows(
+    X, count, stride_n, stride_d, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A (BLOCK, D) tile that begins at X; 0 in rows from `count` and columns from HEAD_DIM on."""
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, D)[None, :]
+    return tl.load(X + r * stride_n + d * stride_d, mask=(r < count) & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    X, x, count, stride_n, stride_d, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The opposite of `load_rows`, rounding to the tensor's dtype."""
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, D)[None, :]
+    here = (r < count) & (d < HEAD_DIM)
+    tl.store(X + r * stride_n + d * stride_d, x.to(X.dtype.element_ty), mask=here)

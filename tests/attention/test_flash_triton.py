@@ -1,0 +1,324 @@
+"""The Triton kernels, compiled on a GPU and interpreted on a CPU, against the error rule.
+
+The grid is flash-attn's: odd lengths, odd head sizes, grouped heads, masks. On a CPU it is covered
+by one case for each length, head size, grouping and mask; on a GPU all of it runs.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from labsupport.attention import (
+    FlashAttentionFunction,
+    TritonFlashAttentionFunction,
+    attention,
+    attention_varlen,
+    compare_with_oracle,
+    merge_attention,
+    oracle_attention,
+)
+from labsupport.attention.flash_triton import mode
+from labsupport.attention.reference import banded_attention
+from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
+
+if mode.missing():
+    pytest.skip(mode.missing(), allow_module_level=True)
+
+from labsupport.attention.flash_triton.launch import forward_version1
+from labsupport.attention.flash_triton.operators import (
+    backward_operator,
+    flash_attention_triton,
+    forward_operator,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+LENGTHS = [
+    (113, 203), (128, 217), (113, 211), (108, 256), (1, 239), (3, 799), (127, 513), (1023, 1024),
+    (1024, 1023), (2048, 2048), (1, 1), (203, 113), (64, 64),
+]  # fmt: skip
+HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
+GROUPS = [(2, 2), (4, 2), (3, 1)]
+MASKS = [
+    {},
+    {"causal": True},
+    {"window_size": (40, 0)},
+    {"window_size": (30, 50)},
+    {"window_size": (-1, 7)},
+    {"window_size": (25, -1)},
+    {"causal": True, "window_size": (70, 0)},
+]
+
+
+def covering():
+    """Cases in which each length, head size, grouping, mask and dtype occurs."""
+    if GPU:
+        yield from itertools.product(LENGTHS, HEAD_DIMS, GROUPS, MASKS, DTYPES)
+        return
+    short = [pair for pair in LENGTHS if max(pair) < 1000]
+    rest = zip(*(itertools.cycle(x) for x in (HEAD_DIMS, GROUPS, MASKS)), strict=False)
+    for i, (head_dim, group, mask) in zip(range(42), rest, strict=False):
+        yield short[i % len(short)], head_dim, group, mask, DTYPES[i // 3 % 2]
+    for pair in ((1023, 1024), (1024, 1023)):
+        yield pair, 64, (1, 1), {"causal": True}, torch.float32
+
+
+def case_name(value):
+    return str(value).replace(" ", "").replace("torch.", "")
+
+
+def triton_attention(q, k, v, **options):
+    return attention(q, k, v, backend="flash_triton", **options)
+
+
+def back(out):
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "groups", "mask", "dtype"), list(covering()), ids=case_name
+)
+def test_output_and_gradients_obey_the_error_rule(lengths, head_dim, groups, mask, dtype):
+    batch = 1 if max(lengths) > 700 else 2
+    inputs = make_model_qkv(batch, *lengths, *groups, head_dim, dtype=dtype, device=DEVICE)
+    assert_obeys_error_rule(
+        lambda q, k, v: triton_attention(q, k, v, **mask),
+        inputs,
+        math_layout=to_math_layout,
+        back=back,
+        **mask,
+    )
+
+
+@pytest.mark.skipif(GPU, reason="the grid on a GPU holds it")
+@pytest.mark.slow
+def test_two_thousand_tokens_interpreted():
+    inputs = make_model_qkv(1, 2048, 2048, 1, 1, 64, device=DEVICE)
+    assert_obeys_error_rule(
+        lambda q, k, v: triton_attention(q, k, v, causal=True),
+        inputs,
+        math_layout=to_math_layout,
+        back=back,
+        causal=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_are_taken_as_they_are_and_nothing_is_copied(dtype, monkeypatch):
+    """Heads first in memory, every second head of a larger tensor, keys and values in one."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    q = draw(2, 3, 70, 40).transpose(1, 2)
+    k, v = draw(2, 90, 6, 80)[:, :, ::2].chunk(2, dim=-1)
+    assert not any(x.is_contiguous() for x in (q, k, v))
+    expected = triton_attention(*(x.contiguous() for x in (q, k, v)), causal=True)
+    monkeypatch.setattr(torch.Tensor, "contiguous", None)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = triton_attention(*leaves, causal=True)
+    assert torch.equal(out, expected)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_ten_thousand_stay_finite(dtype):
+    q, k, v = make_model_qkv(1, 70, 70, 1, 1, 64, dtype=dtype, device=DEVICE)
+    q, k = (x.detach() * math.sqrt(4000) for x in (q, k))
+    out, lse = flash_attention_triton(q, k, v, causal=True)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    assert lse.abs().max() > 1e4
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), v))
+
+
+def test_rows_without_a_key_give_zero_and_minus_infinity_and_no_gradient():
+    q, k, v = make_model_qkv(1, 100, 30, 2, 1, 32, device=DEVICE)
+    out, lse = flash_attention_triton(q, k, v, causal=True)
+    assert (out[:, :70] == 0).all()
+    assert (lse[..., :70] == -torch.inf).all()
+    assert lse[..., 70:].isfinite().all()
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (dq[:, :70] == 0).all()
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+
+
+def test_a_window_of_two_billion_is_no_window():
+    q, k, v = make_model_qkv(1, 70, 90, 1, 1, 32, device=DEVICE)
+    endless = 2**31 - 1
+    out = triton_attention(q, k, v, window_size=(endless, endless))
+    assert torch.allclose(out, triton_attention(q, k, v), atol=1e-6)
+    causal = triton_attention(q, k, v, causal=True, window_size=(endless, 0))
+    assert torch.allclose(causal, triton_attention(q, k, v, causal=True), atol=1e-6)
+
+
+def test_alibi_by_head_and_by_sequence():
+    for slopes in (torch.tensor([0.5, 0.1]), torch.tensor([[0.5, 0.1], [0.0, 0.3]])):
+        slopes = slopes.to(DEVICE)
+        inputs = make_model_qkv(2, 70, 90, 2, 2, 32, device=DEVICE)
+        assert_obeys_error_rule(
+            lambda q, k, v, slopes=slopes: triton_attention(
+                q, k, v, causal=True, alibi_slopes=slopes
+            ),
+            inputs,
+            math_layout=to_math_layout,
+            back=back,
+            causal=True,
+            alibi_slopes=slopes,
+        )
+
+
+def test_packed_sequences_in_one_launch_equal_each_by_itself():
+    lengths_q, lengths_k = [70, 1, 0, 40, 129], [70, 33, 5, 0, 129]
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=DEVICE)
+        for n in (lengths_q, lengths_k)
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(total, heads, 32, generator=generator).to(DEVICE).requires_grad_()
+        for total, heads in ((sum(lengths_q), 4), (sum(lengths_k), 2), (sum(lengths_k), 2))
+    )
+    dout = torch.randn(q.shape, generator=generator).to(DEVICE)
+    results = {}
+    for backend in ("flash_triton", "standard"):
+        out, lse = attention_varlen(
+            q, k, v, cu_q, cu_k, causal=True, backend=backend, return_lse=True
+        )
+        results[backend] = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+    for got, expected in zip(results["flash_triton"], results["standard"], strict=True):
+        assert torch.equal(got.isinf(), expected.isinf())
+        assert (got - expected).nan_to_num(0, 0, 0).abs().max() < 1e-5
+
+
+def test_the_backward_gives_the_same_bits_every_time():
+    q, k, v = make_model_qkv(2, 150, 170, 4, 2, 64, dtype=torch.float16, device=DEVICE)
+    runs = []
+    for _ in range(2):
+        out = triton_attention(q, k, v, causal=True)
+        runs.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_gradient_of_the_log_sum_exp_is_right():
+    q, k, v = make_model_qkv(1, 50, 70, 2, 2, 32, device=DEVICE)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact_out, exact_lse = oracle_attention(*to_math_layout(*wide), causal=True)
+    expected = torch.autograd.grad(exact_out.sum() + exact_lse.sin().sum(), wide)
+    out, lse = flash_attention_triton(q, k, v, causal=True)
+    got = torch.autograd.grad(out.sum() + lse.sin().sum(), (q, k, v))
+    for a, b in zip(got, expected, strict=True):
+        assert (a - b).abs().max() < 1e-5
+
+
+def test_partial_outputs_in_float32_merge_as_if_they_had_been_one():
+    q, k, v = (
+        x.detach() for x in make_model_qkv(1, 60, 200, 2, 2, 64, dtype=torch.float16, device=DEVICE)
+    )
+    parts = [
+        flash_attention_triton(q, k[:, cut], v[:, cut], float32_out=True)
+        for cut in (slice(0, 90), slice(90, 200))
+    ]
+    assert parts[0][0].dtype == torch.float32
+    merged, lse = merge_attention(*(x for o, l in parts for x in (o.transpose(1, 2), l)))
+    whole, whole_lse = flash_attention_triton(q, k, v, float32_out=True)
+    # Weights are rounded to float16 relative to the maximum of their own part.
+    assert (merged.transpose(1, 2) - whole).abs().max() < 4 * 2**-11 * whole.abs().max()
+    assert (lse - whole_lse).abs().max() < 1e-5
+
+
+def test_more_heads_and_sequences_than_a_second_grid_axis_could_hold():
+    """CUDA's y and z axes end at 65,535. (Interpreted, 600 of them do the same arithmetic.)"""
+    batch = 65_536 if GPU else 300
+    q, k, v = (torch.randn(batch, 2, 1, 16, device=DEVICE) for _ in range(3))
+    out = triton_attention(q, k, v)
+    assert (out - attention(q, k, v, backend="standard")).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+def test_offsets_beyond_two_billion_elements():
+    batch, seqlen, heads, head_dim = 3, 2048, 4096, 128  # 3.2 billion elements
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of GPU memory")
+    q = torch.randn(batch, seqlen, heads, head_dim, device=DEVICE, dtype=torch.float16)
+    out, _ = flash_attention_triton(q, q, q)
+    last = q[-1:, :, -1:]
+    expected = attention(last, last, last, backend="sdpa_flash")
+    assert (out[-1:, :, -1:] - expected).abs().max() < 2**-9
+
+
+def test_the_operators_pass_pytorchs_own_checks():
+    q, k, v = make_model_qkv(1, 40, 50, 2, 1, 16, device=DEVICE)
+    slopes = torch.tensor([0.5, 0.25], device=DEVICE)
+    options = (slopes, None, None, 0, 0, 0.25, 9, 0, "ieee")
+    torch.library.opcheck(forward_operator, (q, k, v, *options, False))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = forward_operator(q, k, v, *options, False)
+    torch.library.opcheck(backward_operator, (out, lse, q, k, v, out, lse, *options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(70, 130), (130, 70), (64, 64)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_version_one_computes_the_same_in_its_own_order(lengths, causal, dtype):
+    q, k, v = (
+        x.detach() for x in make_model_qkv(2, *lengths, 4, 2, 40, dtype=dtype, device=DEVICE)
+    )
+    out, lse = forward_version1(q, k, v, causal=causal)
+    exact, exact_lse = oracle_attention(*to_math_layout(q, k, v), causal=causal)
+    textbook, _ = banded_attention(*to_math_layout(q, k, v), causal=causal)
+    assert compare_with_oracle(out.transpose(1, 2).to(dtype), textbook, exact).ok
+    assert torch.equal(lse.isinf(), exact_lse.isinf())
+    assert (lse - exact_lse).nan_to_num(0).abs().max() < 1e-5
+
+
+def test_the_function_of_the_papers_layout_agrees_with_the_one_in_pytorch():
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, 3, n, 16, generator=generator) for n in (20, 30, 30)]
+    leaves = [x.to(DEVICE).requires_grad_() for x in leaves]
+    results = []
+    for function in (TritonFlashAttentionFunction, FlashAttentionFunction):
+        out = function.apply(*leaves, True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() < 1e-5
+    two = TritonFlashAttentionFunction.apply(*(x[0, 0] for x in leaves), True)
+    assert torch.equal(two, results[0][0][0, 0])
+
+
+def test_it_compiles_without_a_graph_break():
+    q, k, v = make_model_qkv(1, 40, 40, 2, 2, 16, device=DEVICE)
+
+    def function(q, k, v):
+        return flash_attention_triton(q * 2, k, v, causal=True)[0].square()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(function(q, k, v).sum(), (q, k, v))
+    got = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k.half(), v), "one dtype, float16, bfloat16 or float32"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "one dtype, float16"),
+        (lambda q, k, v: (q, k.to("meta"), v), "one device"),
+        pytest.param(
+            lambda q, k, v: (q.bfloat16(), k.bfloat16(), v.bfloat16()),
+            "interpreter computes bfloat16 wrongly",
+            marks=pytest.mark.skipif(GPU, reason="compiled, bfloat16 is right"),
+        ),
+        (lambda q, k, v: [x.repeat(1, 1, 1, 9) for x in (q, k, v)], "head_dim must be 1 to 256"),
+    ],
+)
+def test_what_the_kernels_cannot_take_gets_a_clear_error(change, message):
+    q, k, v = (torch.zeros(1, 4, 1, 32, device=DEVICE) for _ in range(3))
+    with pytest.raises(ValueError, match=message):
+        flash_attention_triton(*change(q, k, v))
