@@ -87,7 +87,7 @@ def check_optional(capability: Capability | None) -> list[Check]:
     hopper = gpu and capability[0] in (9, 10)
     return [
         _check_compiler(gpu),
-        _check_package("triton", gpu, "a GPU", "pip install -e '.[triton]'"),
+        _check_package("triton", gpu, "Linux", "pip install -e '.[triton]'"),
         _check_package(
             "flash-attn",
             ampere,
