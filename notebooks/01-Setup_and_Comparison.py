@@ -1041,7 +1041,7 @@ predicted_error = None  # your guess, a fraction such as 0.001
 # %%
 by_scale = evidence.error_by_scale(device=device).set_index("scale")
 checks.compare_prediction("Error in float16, scale 10", predicted_error, by_scale.float16[10])
-by_scale.map(lambda x: f"{x:.1g}" if x < 1000 else f"{x:,.0f}")
+by_scale.map(lambda x: f"{x:.1g}" if x < 1 else f"{x:,.0f}")
 
 # %% [markdown]
 # Up to unit normal inputs the error is that of rounding the values and the result. Inputs ten times as large have scores a
