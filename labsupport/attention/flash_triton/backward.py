@@ -22,6 +22,7 @@ from labsupport.attention.flash_triton.tiles import (
     hide,
     load_rows,
     runs,
+    sequence,
     store_rows,
 )
 
@@ -115,14 +116,8 @@ def keys_kernel(
     first = program % blocks * BLOCK_K
     kv_head = (program // blocks % kv_heads).to(tl.int64)
     batch = (program // blocks // kv_heads).to(tl.int64)
-    if PACKED:
-        start_q = tl.load(cu_q + batch).to(tl.int64)
-        start_k = tl.load(cu_k + batch).to(tl.int64)
-        seqlen_q = (tl.load(cu_q + batch + 1) - start_q).to(tl.int32)
-        seqlen_k = (tl.load(cu_k + batch + 1) - start_k).to(tl.int32)
-    else:
-        start_q = tl.zeros([], tl.int64)
-        start_k = tl.zeros([], tl.int64)
+    start_q, seqlen_q = sequence(cu_q, batch, seqlen_q, PACKED)
+    start_k, seqlen_k = sequence(cu_k, batch, seqlen_k, PACKED)
     if first < seqlen_k:
         offset = seqlen_k - seqlen_q
         count = seqlen_k - first
@@ -222,14 +217,8 @@ def queries_kernel(
     first = (blocks - 1 - program % blocks) * BLOCK_Q
     head = (program // blocks % heads).to(tl.int64)
     batch = (program // blocks // heads).to(tl.int64)
-    if PACKED:
-        start_q = tl.load(cu_q + batch).to(tl.int64)
-        start_k = tl.load(cu_k + batch).to(tl.int64)
-        seqlen_q = (tl.load(cu_q + batch + 1) - start_q).to(tl.int32)
-        seqlen_k = (tl.load(cu_k + batch + 1) - start_k).to(tl.int32)
-    else:
-        start_q = tl.zeros([], tl.int64)
-        start_k = tl.zeros([], tl.int64)
+    start_q, seqlen_q = sequence(cu_q, batch, seqlen_q, PACKED)
+    start_k, seqlen_k = sequence(cu_k, batch, seqlen_k, PACKED)
     if first < seqlen_q:
         kv_head = head // group
         rows = start_q + first

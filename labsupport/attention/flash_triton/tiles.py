@@ -60,6 +60,16 @@ def runs(
 
 
 @triton.jit
+def sequence(cu_seqlens, batch, seqlen, PACKED: tl.constexpr):
+    """Where a sequence begins among packed ones (else 0), and its length."""
+    start = tl.zeros([], tl.int64)
+    if PACKED:
+        start = tl.load(cu_seqlens + batch).to(tl.int64)
+        seqlen = (tl.load(cu_seqlens + batch + 1) - start).to(tl.int32)
+    return start, seqlen
+
+
+@triton.jit
 def load_rows(
     X, count, stride_n, stride_d, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
