@@ -136,12 +136,8 @@ def _plot(
     finish_y_axis(panels)
     add_legend(figure, panels)
     width = int(figure.get_size_inches()[0] * 9)
-    figure.suptitle(
-        textwrap.fill(title, int(width * 0.7)), x=0.01, ha="left", fontsize=12, fontweight="bold"
-    )
-    # supxlabel is the one text at the bottom that the layout keeps clear of the axes.
     small = "\n".join(textwrap.fill(_small_print(run), int(width * 1.6)) for run in runs)
-    figure.supxlabel(small, x=0.01, ha="left", fontsize=8, color="#444444")
+    figure.headline(textwrap.fill(title, int(width * 0.7)), small)
     return figure
 
 

@@ -21,6 +21,12 @@ class Chart(Figure):
 
     description = ""
 
+    def headline(self, title: str, small_print: str) -> None:
+        """Set the finding above the panels, and source and device in small print below them."""
+        self.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        # supxlabel is the one text at the bottom that the layout keeps clear of the axes.
+        self.supxlabel(small_print, x=0.01, ha="left", fontsize=8, color="#444444")
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         image = io.BytesIO()
         self.savefig(image, format="png", dpi=self.dpi)

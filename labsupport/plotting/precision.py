@@ -87,11 +87,10 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Figure:
     ranges.tick_params(axis="x", length=2)
     _mark_groups([strip, ranges] if measured else [strip], columns)
     _add_legend(figure, strip, ranges, dtypes, measured)
-    figure.suptitle("\n".join(title_lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
     repeated = int((frame["call"] > 0).any())
     small = f"{len(columns)} calls, in the order of execution"
     small += "; of a module called several times, the first call" * repeated
-    figure.supxlabel(small, x=0.01, ha="left", fontsize=8, color="#444444")
+    figure.headline("\n".join(title_lines), small)
     figure.description = _describe(title, columns, gradients, measured)
     return figure
 

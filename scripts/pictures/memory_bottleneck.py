@@ -12,8 +12,7 @@ GREY = "#444444"
 
 
 def _finish(figure: Chart, title: str, small_print: str) -> Chart:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(small_print, x=0.01, ha="left", fontsize=8, color=GREY)
+    figure.headline(title, small_print)
     return figure
 
 

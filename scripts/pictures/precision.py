@@ -31,8 +31,7 @@ LINES = (0, 0, 0, 1, 1, 2, 2, 3)
 
 
 def _finish(figure: Chart, title: str, small_print: str) -> Chart:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(small_print, x=0.01, ha="left", fontsize=8, color=GREY)
+    figure.headline(title, small_print)
     for axes in figure.axes:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
