@@ -5,6 +5,8 @@ card         the short table that opens each notebook
 hardware     this device's ceilings, specified and measured
 timing       how long a call takes, and how surely
 memory       how much extra memory a call needs, and its largest tensor
+monitoring/  how much memory a block, or a program, uses over time
+bug_report/  everything that a bug report needs, and nothing private
 provenance   where a number comes from
 cases        what is measured: a case, a grid of cases, their FLOPs
 benchmark    grids of cases, measured, as a table
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from labsupport.profiling.memory import cap_gpu_memory as cap_gpu_memory
     from labsupport.profiling.memory import largest_tensor as largest_tensor
     from labsupport.profiling.memory import measure_peak_memory as measure_peak_memory
+    from labsupport.profiling.monitoring.sampler import monitor as monitor
     from labsupport.profiling.runs import load_run as load_run
     from labsupport.profiling.runs import save_run as save_run
     from labsupport.profiling.tables import arithmetic_bound_ms as arithmetic_bound_ms
@@ -60,6 +63,7 @@ _HOME = {
     "measure_ratio": "timing",
     "measure_time": "timing",
     "measured_ceilings": "hardware",
+    "monitor": "monitoring.sampler",
     "readable": "tables",
     "run_grid": "benchmark",
     "save_run": "runs",

@@ -1,0 +1,10 @@
+"""Memory of a block of code, or of any program, over time. Nothing here imports PyTorch.
+
+sampler    the sampler, and the context manager `labsupport.profiling.monitor`
+processes  memory of a process tree
+gpu        the GPU's readings
+recording  the samples, their peak and average
+summary    the findings as sentences
+command    a program run under the sampler: `labsupport monitor -- COMMAND`
+child      its signals, its terminal, its descendants
+"""

@@ -1,0 +1,198 @@
+"""How much memory does a program use while it runs?  `labsupport monitor -- COMMAND`.
+
+The program keeps its stdin, stdout and stderr; what is said here goes to stderr. Signals reach the
+program first, and it has time to end. Then whatever it has left running is ended, and only then are
+the summary and the chart written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from labsupport.profiling.monitoring.child import Child, Signals, adopt_orphans, say
+from labsupport.profiling.monitoring.gpu import open_gpu
+from labsupport.profiling.monitoring.processes import ProcessTree, memory_limit
+from labsupport.profiling.monitoring.recording import format_row
+from labsupport.profiling.monitoring.sampler import DEFAULT_INTERVAL_S, Sampler, own_peak
+from labsupport.profiling.monitoring.summary import (
+    MISSED,
+    gpu_limit,
+    memory_lines,
+    readable_bytes,
+    sampling_line,
+    small_print,
+)
+
+GRACE_S = 30.0
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
+CHART_TYPES = (".png", ".svg", ".pdf")
+
+
+def run_monitored(
+    command: list[str],
+    *,
+    interval: float = DEFAULT_INTERVAL_S,
+    out: Path | None = None,
+    chart: Path | None = None,
+    device: int = 0,
+    grace: float = GRACE_S,
+    force: bool = False,
+) -> int:
+    """Run `command`, sample its memory, and say on stderr what was found.
+
+    It is meant for a process that does nothing else: it collects all children of the process.
+
+    Args:
+        command: the program and its arguments.
+        interval: seconds between samples.
+        out: a CSV file, written while the program runs, one flushed line for each sample.
+        chart: a picture of the curve, written at the end.
+        device: the GPU, in PyTorch's count.
+        grace: seconds that an interrupted program has to end before it is ended with SIGTERM, and
+            5 s later with SIGKILL. A third interrupt ends it at once.
+        force: overwrite `out` and `chart`.
+
+    Returns:
+        The program's exit status; 128 + n if signal n ended it; 127 if it was not found, 126 if it
+        cannot be executed.
+
+    Raises:
+        ValueError: the interval is too short, or the chart's type is unknown.
+        OSError: a file exists already, or cannot be written. Then nothing is run.
+    """
+    _check_files(out, chart, force)
+    adopt_orphans()
+    tree = ProcessTree(count_root=False)
+    sampler = Sampler(tree, open_gpu(device), interval)
+    with contextlib.ExitStack() as stack:
+        csv = stack.enter_context(_csv(out, sampler.recording.columns))
+        signals = stack.enter_context(Signals())
+        floor = own_peak()
+        try:
+            child = Child(command, tree, signals, grace)
+        except OSError as error:
+            if out is not None:
+                out.unlink()
+            return _not_started(command, error)
+        try:
+            while child.status is None:
+                csv.write(format_row(sampler.recording.columns, sampler.sample()))
+                child.wait_until(sampler.next_sample_at())
+        finally:
+            lasted = time.perf_counter() - sampler.began
+            left = child.end_all()
+    status = os.waitstatus_to_exitcode(child.status)
+    status = 128 - status if status < 0 else status
+    say(f"{_short(command)} ended with status {status} after {lasted:.1f} s")
+    if left:
+        say(f"  it had left running, and this ended: {', '.join(left)}")
+    _report(sampler, child.maxrss, floor, lasted)
+    if csv.error is not None:
+        say(f"  {out} is not complete: {csv.error}")
+    elif out is not None:
+        say(f"  written: {out}")
+    if chart is not None:
+        _draw(sampler, chart, command)
+    if sampler.gpu is not None:
+        sampler.gpu.close()
+    return status
+
+
+class _Csv:
+    """A file of samples.  A full disk ends the file, not the program that is watched."""
+
+    def __init__(self, file: TextIO | None) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Append one line, so that it can be read at once."""
+        if self._file is None or self.error is not None:
+            return
+        try:
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.error = error
+
+
+@contextlib.contextmanager
+def _csv(path: Path | None, columns: tuple[str, ...]) -> Iterator[_Csv]:
+    if path is None:
+        yield _Csv(None)
+        return
+    file = path.open("w", encoding="utf-8")
+    try:
+        csv = _Csv(file)
+        csv.write(",".join(columns))
+        yield csv
+    finally:
+        with contextlib.suppress(OSError):  # of a full disk, already said
+            file.close()
+
+
+def _check_files(out: Path | None, chart: Path | None, force: bool) -> None:
+    if chart is not None and chart.suffix.lower() not in CHART_TYPES:
+        raise ValueError(f"{chart}: a chart's name ends in {', '.join(CHART_TYPES)}")
+    for path in (out, chart):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} exists: choose another name, or overwrite with --force")
+
+
+def _short(command: list[str]) -> str:
+    text = " ".join(shlex.join([Path(command[0]).name, *command[1:]]).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _not_started(command: list[str], error: OSError) -> int:
+    program = command[0]
+    if isinstance(error, FileNotFoundError):
+        say(f"command not found: {program}")
+        return NOT_FOUND
+    say(f"{program} cannot be executed: {error.strerror}")
+    return NOT_EXECUTABLE
+
+
+def _report(sampler: Sampler, maxrss: int, floor: int, lasted: float) -> None:
+    lines = memory_lines(sampler)
+    peak = readable_bytes(maxrss)
+    if maxrss > floor:
+        lines.insert(1, f"the system's own peak of its largest single process: {peak} (ru_maxrss)")
+    else:
+        # A process starts as a copy of ours, and the system counts that too.
+        lines.insert(1, f"the system's own peak of its largest single process: below {peak}")
+    lines += [sampling_line(sampler, sampler.cpu_s / lasted), MISSED]
+    for line in lines:
+        say(f"  {line}")
+
+
+def _draw(sampler: Sampler, path: Path, command: list[str]) -> None:
+    recording = sampler.recording
+    peak, mean = recording.peak("rss_bytes")[1], recording.mean("rss_bytes")
+    title = f"{_short(command)}: at most {readable_bytes(peak)}, {readable_bytes(mean)} on average"
+    limit, label = memory_limit()
+    try:
+        from labsupport.plotting.monitor import plot_monitor
+
+        figure = plot_monitor(
+            recording.frame(),
+            title=title,
+            limit=(label, limit),
+            gpu_limit=gpu_limit(sampler.gpu),
+            small_print=small_print(sampler),
+        )
+        figure.savefig(path)
+    except Exception as error:  # the command's status is what counts
+        say(f"  no chart was drawn: {type(error).__name__}: {error}")
+    else:
+        say(f"  written: {path}")
