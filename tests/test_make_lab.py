@@ -12,6 +12,8 @@ import urllib.request
 
 import pytest
 
+from labsupport.paths import cache_dir
+
 
 def free_port():
     with socket.socket() as listener:
@@ -49,7 +51,8 @@ def lab(checkout, home):
         process = subprocess.Popen(
             ["make", "lab", f"ARGS={options} --IdentityProvider.token=secret", *variables],
             cwd=checkout,
-            env={**os.environ, "HOME": str(home)},
+            # The models are not fetched anew for a home directory that is thrown away.
+            env={**os.environ, "HOME": str(home), "LABSUPPORT_CACHE": str(cache_dir())},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -275,15 +275,56 @@ def make(*arguments, cwd):
 
 def test_make_alone_lists_every_command(project):
     listed = set(re.findall(r"^make ([\w-]+)", make(cwd=project).stdout, re.MULTILINE))
-    assert {"lab", "test", "test-all", "benchmark", "notebooks", "format", "clean"} <= listed
+    assert {
+        "lab",
+        "fetch",
+        "test",
+        "test-all",
+        "benchmark",
+        "notebooks",
+        "format",
+        "clean",
+    } <= listed
 
 
 def test_make_test_runs_every_check(project):
     plan = make("-n", "test", f"PY={sys.executable}", cwd=project).stdout
-    steps = ["ruff check", "ruff format --check", "pyrefly check", '-m "not slow"', "--nbval-lax"]
+    steps = [
+        "labsupport.cli fetch",
+        "ruff check",
+        "ruff format --check",
+        "pyrefly check",
+        '-m "not slow"',
+        "--nbval-lax",
+    ]
     positions = [plan.find(step) for step in steps]
     assert -1 not in positions
     assert positions == sorted(positions)
+
+
+@pytest.fixture
+def offline_python(tmp_path):
+    """Stands in for .venv's Python: says what it is asked to run, and can fetch nothing."""
+    fetch = '*"labsupport.cli fetch"*) echo "labsupport: no network" >&2; exit 1'
+    interpreter(tmp_path / "bin", "python", f'echo "ran $*"; case "$*" in {fetch};; esac')
+    return tmp_path / "bin" / "python"
+
+
+def test_make_lab_starts_without_the_models_and_says_how_to_try_again(checkout, offline_python):
+    done = make("lab", f"PY={offline_python}", cwd=checkout)
+    assert done.returncode == 0
+    assert "labsupport: no network" in done.stderr
+    lines = done.stdout.splitlines()
+    assert "[warn] models are missing" in next(line for line in lines if "make fetch" in line)
+    assert "ran -m jupyterlab" in lines[-1]
+
+
+@pytest.mark.parametrize("command", ["test", "test-all", "notebooks", "fetch"])
+def test_what_needs_the_models_stops_without_them(checkout, offline_python, command):
+    done = make(command, f"PY={offline_python}", cwd=checkout)
+    assert done.returncode != 0
+    assert "labsupport: no network" in done.stderr
+    assert done.stdout.count("ran ") == 1
 
 
 def test_make_clean_keeps_the_students_work(checkout):

@@ -27,6 +27,15 @@ from labsupport.attention.registry import (
 )
 
 
+def shape_comes_back(call: AttentionCall) -> bool:
+    """Whether preparing for a shape may pay off: not beside a cache that grows with each call.
+
+    For a length not met before cuDNN makes a plan (some 50 ms on an H200, in each decode step), and
+    FlexAttention may compile for seconds.
+    """
+    return call.packed or call.q.shape[1] == call.k.shape[1]
+
+
 def _on_hopper_or_newer(call: AttentionCall) -> bool:
     return torch.cuda.get_device_capability(call.q.device) >= (9, 0)
 
@@ -63,7 +72,7 @@ BACKENDS: tuple[Backend, ...] = (
         run=builtin.run_sdpa(SDPBackend.CUDNN_ATTENTION),
         kernel=builtin.sdpa_kernel_name(SDPBackend.CUDNN_ATTENTION),
         further_reasons=builtin.sdpa_reasons(SDPBackend.CUDNN_ATTENTION),
-        in_auto=_on_hopper_or_newer,
+        in_auto=lambda call: _on_hopper_or_newer(call) and shape_comes_back(call),
     ),
     Backend(
         name="fa2",
@@ -139,7 +148,7 @@ BACKENDS: tuple[Backend, ...] = (
         kernel=lambda call: "torch.nn.attention.flex_attention.flex_attention (compiled)",
         further_reasons=flex.flex_reasons,
         # Its first call for a shape compiles for many seconds: on a CPU only where asked for.
-        in_auto=lambda call: call.q.device.type == "cuda",
+        in_auto=lambda call: call.q.device.type == "cuda" and shape_comes_back(call),
     ),
     Backend(
         name="flash_triton",

@@ -17,6 +17,8 @@ from labsupport.attention import (
     oracle_attention,
 )
 from labsupport.attention.backends import BACKENDS
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.implementations import by_name, shape_comes_back
 from labsupport.attention.reference import banded_attention
 from labsupport.precision.policy.boundaries import KernelDtype
 from tests.attention.cases import (
@@ -363,3 +365,14 @@ def test_the_front_door_compiles_to_the_same_results_and_reports(front_door, opt
     for got, right in zip(*results, strict=True):
         assert torch.equal(got, right)
     assert reports[0] == reports[1]
+
+
+def test_what_prepares_each_new_length_is_not_chosen_beside_a_growing_cache():
+    def call(seqlen_q, seqlen_k):
+        q, k = torch.zeros(1, seqlen_q, 2, 8), torch.zeros(1, seqlen_k, 2, 8)
+        return AttentionCall(q, k, k, causal=True)
+
+    assert shape_comes_back(call(64, 64))
+    assert not shape_comes_back(call(1, 64))
+    assert not shape_comes_back(call(16, 64))
+    assert not by_name("flex").in_auto(call(64, 64))  # on a CPU never

@@ -1,0 +1,224 @@
+"""Decode as fast as the memory allows: the lab's own loop.
+
+A decode step of a small model reads its weights in some 50 microseconds on a large GPU. An ordinary
+loop takes a hundred times as long, because Python launches some hundred kernels for each token,
+one by one. Three things remove that:
+
+1. Fixed shapes. Keys and values have their full length from the start. The token, its slot in the
+   cache, and the output are tensors on the GPU; each step changes them in place. So all steps are
+   the same sequence of kernels.
+2. `torch.compile` fuses the small operations between the matrix products into few kernels.
+3. A CUDA graph records those kernels once; one launch then replays a whole step, the choice of the
+   token and the step forward included. The CPU only queues replays. It waits for the GPU to look
+   for end tokens once in CHECK_EVERY steps, not after each.
+
+A fixed shape has a price: attention reads all slots, also those still empty (their weight is 0).
+So the cache is read up to a bound, with one graph for each bound: FIRST_SPAN slots, then twice as
+many, and so on.
+
+On a CPU the same step runs as it is, uncompiled: slower than it could be, with the same results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from labsupport.models.generation.generate import cut
+from labsupport.models.generation.prompts import Batch, check_room
+from labsupport.models.generation.result import Decoded
+from labsupport.models.generation.steps import step_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHECK_EVERY = 32
+FIRST_SPAN = 1024
+MODE = "max-autotune-no-cudagraphs"  # the graph is captured here, over the whole step
+
+
+class GraphedDecoder:
+    """Greedy decoding for a fixed batch and a bounded length.
+
+    Making one takes long on a GPU (it compiles, and captures); `run` may then be called often. It
+    keeps a copy of some of the model's weights (see `steps`) and a cache of the full length.
+
+    Args:
+        model: a Llama or GPT-2 of Transformers, in eval mode.
+        batch: rows.
+        length: slots of the cache: prompt and new tokens.
+        compile: with torch.compile (on a CPU that needs a C++ compiler); by default on GPUs where
+            Triton is installed.
+
+    Attributes:
+        how: in words, how a step is run.
+
+    Raises:
+        ValueError: a model that no step is written for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        batch: int = 1,
+        length: int,
+        compile: bool | None = None,
+    ) -> None:
+        device, gpu = model.device, model.device.type == "cuda"
+        if compile is None:
+            compile = gpu and has_triton()
+        self.how = "compiled" if compile else "not compiled"
+        self.how += ", a step is one CUDA graph" if gpu else ", without a graph (CPU)"
+        self.model = model
+        self.length = length
+        self.step = step_of(model, length)
+        shape = self.step.shape
+        size = (batch, shape.kv_heads, length, shape.head_dim)
+        self.keys = [
+            torch.zeros(size, dtype=model.dtype, device=device) for _ in range(shape.layers)
+        ]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.slots = torch.arange(length, device=device)
+        # The state that a step moves on.
+        self.token = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # where `token` belongs
+        self.first = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # behind the padding
+        self.output = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
+
+        self.spans = [FIRST_SPAN]
+        while self.spans[-1] < length:
+            self.spans.append(2 * self.spans[-1])
+        self.spans[-1] = min(self.spans[-1], length)
+        self._run_step = self._advance
+        if compile:
+            self._run_step = torch.compile(
+                self._advance, fullgraph=True, dynamic=False, mode=MODE if gpu else None
+            )
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        if compile or gpu:
+            self._prepare()
+
+    @torch.no_grad()
+    def run(self, batch: Batch, max_new_tokens: int, *, ends: Sequence[int] = ()) -> Decoded:
+        """Continue the prompts; the tokens are those of `prefill_and_decode`, up to rounding.
+
+        The prefill is the model's own. Rows that have ended are computed on until all have, and
+        cut; so are the up to CHECK_EVERY steps until that is noticed. Their time counts.
+        """
+        rows = len(self.token)
+        if len(batch.lengths) != rows or batch.width + max_new_tokens > self.length:
+            raise ValueError(
+                f"this decoder was made for {rows} rows of {self.length} tokens, but "
+                f"{len(batch.lengths)} of {batch.width} + {max_new_tokens} were given"
+            )
+        check_room(self.model, batch, max_new_tokens)
+        start = self._now()
+        self._prefill(batch)
+        prefill_s = self._now() - start
+        made = min(1, max_new_tokens)
+        start = time.perf_counter()
+        while made < max_new_tokens and not self._all_ended(batch.width, made, ends):
+            for _ in range(min(CHECK_EVERY, max_new_tokens - made)):
+                self._next(batch.width + made)
+                made += 1
+        decode_s = self._now() - start
+        columns = self.output[:, batch.width : batch.width + made].unbind(dim=1)
+        return Decoded(cut(columns, batch, ends), prefill_s, decode_s if made > 1 else 0.0)
+
+    def _prefill(self, batch: Batch) -> None:
+        from transformers import DynamicCache
+
+        past: Any = DynamicCache(config=self.model.config)
+        logits = self.model(
+            batch.ids,
+            attention_mask=batch.mask(batch.width),
+            position_ids=batch.positions,
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        for layer, keys, values in zip(past.layers, self.keys, self.values, strict=True):
+            keys[:, :, : batch.width] = layer.keys
+            values[:, :, : batch.width] = layer.values
+        self.token.copy_(logits.argmax(-1))
+        self.slot.fill_(batch.width)
+        self.first.copy_(batch.starts[:, None])
+        self.output[:, batch.width] = self.token
+
+    def _next(self, used: int) -> None:
+        """One step, when `used` slots hold a token or are about to."""
+        index = next(index for index, span in enumerate(self.spans) if span >= used)
+        if self.graphs:
+            self.graphs[index].replay()
+        else:
+            self._run_step(self.spans[index])
+
+    def _advance(self, span: int) -> None:
+        """From the newest token to the next one; attention sees slots below `span`."""
+        slots = self.slots[:span]
+        hidden = (slots > self.slot) | (slots < self.first)  # (batch, span)
+        hidden = hidden[:, None, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.keys[layer].index_copy_(2, self.slot, k[:, :, None])
+            self.values[layer].index_copy_(2, self.slot, v[:, :, None])
+            keys, values = self.keys[layer][:, :, :span], self.values[layer][:, :, :span]
+            # Query heads that share a key head are the rows of one product: K is read once.
+            q = q.unflatten(1, (keys.shape[1], -1))  # (batch, kv_heads, group, head_dim)
+            scores = (q @ keys.mT).float() * q.shape[-1] ** -0.5
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            return (weights.to(values.dtype) @ values).flatten(1)
+
+        logits = self.step(self.token, (self.slot - self.first[:, 0]), attend)
+        self.token.copy_(logits.argmax(-1))
+        self.slot.add_(1)
+        self.output.index_copy_(1, self.slot, self.token[:, None])
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Compile, and on a GPU capture, a step for each span.
+
+        What happens here is written into slot 0, which every prefill writes again.
+        """
+        # Each span is a compilation of its own; so is each decoder that was made before.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            for span in self.spans:
+                if self.model.device.type == "cuda":
+                    with torch.cuda.device(self.model.device):
+                        self.graphs.append(self._capture(span))
+                else:
+                    self.slot.zero_()
+                    self._run_step(span)
+
+    def _capture(self, span: int) -> torch.cuda.CUDAGraph:
+        # Compiling, choosing between kernels and the libraries' workspaces come before the capture,
+        # on a stream of their own.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.slot.zero_()
+                self._run_step(span)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.slot.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run_step(span)
+        return graph
+
+    def _all_ended(self, width: int, made: int, ends: Sequence[int]) -> bool:
+        if not ends:
+            return False
+        new = self.output[:, width : width + made]
+        return bool(torch.isin(new, torch.tensor(ends, device=new.device)).any(dim=1).all())
+
+    def _now(self) -> float:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter()

@@ -1,0 +1,194 @@
+"""One token through a Llama or a GPT-2, written over the weights of Transformers' own models.
+
+A step is called as
+
+    logits = step(token, position, attend)
+
+with `token` (batch,), `position` (batch,) and a function `attend(layer, q, k, v)` that keeps the
+cache: it takes q (batch, heads, head_dim) and the token's own k and v (batch, kv_heads, head_dim),
+and gives the attention output (batch, heads * head_dim). The logits are (batch, vocabulary).
+
+Nothing here depends on a value on the GPU, and all shapes are fixed: so a step can be compiled as
+one graph. Matrices that multiply the same vector are stacked into one, once: a decode step is a
+long chain of short kernels, and each one saved is time saved. The stacked copies (in Llama: Q, K,
+V, gate and up) are a second copy of about half of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cache must know of a model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class LlamaStep:
+    """Llama (Touvron et al., 2023): RMSNorm, rotary positions, SwiGLU, no biases.
+
+    Weights are as in `LlamaForCausalLM` when it was given; later changes of it are not seen.
+    """
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        config: Any = model.config
+        body: Any = model.get_decoder()
+        _refuse(
+            {
+                "hidden_act": (config.hidden_act, "silu"),
+                "attention_bias": (config.attention_bias, False),
+                "mlp_bias": (config.mlp_bias, False),
+            }
+        )
+        kind = config.rope_parameters["rope_type"]
+        if kind not in ("default", "linear", "llama3"):
+            raise ValueError(f"rotary positions of type {kind!r} change with the length")
+        self.head_dim = config.head_dim
+        self.shape = Shape(
+            len(body.layers), config.num_attention_heads, config.num_key_value_heads, self.head_dim
+        )
+        self.sizes = [
+            heads * self.head_dim
+            for heads in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
+        ]
+        self.eps = config.rms_norm_eps
+        self.embedding = body.embed_tokens.weight.detach()  # (vocabulary, dim)
+        self.norm = body.norm.weight.detach()
+        self.head = _classifier(model)
+        self.layers = [_llama_weights(layer) for layer in body.layers]
+        # The model's own table of angles, so that scaled variants come out right.
+        positions = torch.arange(length, device=model.device)[None]
+        cos, sin = body.rotary_emb(self.embedding[:1], positions)
+        self.cos, self.sin = cos[0].detach(), sin[0].detach()  # (length, head_dim)
+
+    def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:
+        """(batch,), (batch,) -> logits (batch, vocabulary)."""
+        x = F.embedding(token, self.embedding)  # (batch, dim)
+        cos, sin = self.cos[position][:, None], self.sin[position][:, None]
+        for index, weights in enumerate(self.layers):
+            h = self._normalized(x, weights["norm_1"])
+            q, k, v = (
+                part.unflatten(-1, (-1, self.head_dim))  # (batch, heads, head_dim)
+                for part in F.linear(h, weights["qkv"]).split(self.sizes, dim=-1)
+            )
+            mixed = attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            x = x + F.linear(mixed, weights["out"])
+            h = self._normalized(x, weights["norm_2"])
+            gate, up = F.linear(h, weights["gate_up"]).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, weights["down"])
+        return F.linear(self._normalized(x, self.norm), self.head)
+
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return weight * wide.to(x.dtype)
+
+
+class GPT2Step:
+    """GPT-2 (Radford et al., 2019): LayerNorm, learned positions, GELU, biases everywhere."""
+
+    def __init__(self, model: PreTrainedModel, length: int) -> None:
+        config: Any = model.config
+        body: Any = model.get_decoder()
+        _refuse(
+            {
+                "scale_attn_weights": (config.scale_attn_weights, True),
+                "scale_attn_by_inverse_layer_idx": (config.scale_attn_by_inverse_layer_idx, False),
+                "add_cross_attention": (config.add_cross_attention, False),
+            }
+        )
+        heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // heads
+        self.shape = Shape(len(body.h), heads, heads, self.head_dim)
+        self.body = body
+        self.head = _classifier(model)
+
+    def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:
+        """(batch,), (batch,) -> logits (batch, vocabulary)."""
+        x = self.body.wte(token) + self.body.wpe(position)  # (batch, dim)
+        for index, block in enumerate(self.body.h):
+            q, k, v = (
+                part.unflatten(-1, (-1, self.head_dim))  # (batch, heads, head_dim)
+                for part in _affine(block.ln_1(x), block.attn.c_attn).chunk(3, dim=-1)
+            )
+            x = x + _affine(attend(index, q, k, v), block.attn.c_proj)
+            h = block.mlp.act(_affine(block.ln_2(x), block.mlp.c_fc))
+            x = x + _affine(h, block.mlp.c_proj)
+        return F.linear(self.body.ln_f(x), self.head)
+
+
+def step_of(model: PreTrainedModel, length: int) -> LlamaStep | GPT2Step:
+    """The step of a model, for positions below `length`.
+
+    Raises:
+        ValueError: the model is neither a Llama nor a GPT-2, or has an option that no step knows.
+    """
+    known = {"LlamaForCausalLM": LlamaStep, "GPT2LMHeadModel": GPT2Step}
+    name = type(model).__name__
+    if name not in known:
+        raise ValueError(
+            f"there is no decode step for a {name}, only for {' and '.join(known)}: "
+            'use cache="static" or "dynamic"'
+        )
+    return known[name](model, length)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (rotary positions, Su et al., 2021).
+
+    Args:
+        x: (..., head_dim).
+        cos, sin: of the angles, broadcast against `x`; both halves hold the same angles.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _classifier(model: PreTrainedModel) -> Tensor:
+    layer: Any = model.get_output_embeddings()
+    return layer.weight.detach()  # (vocabulary, dim)
+
+
+def _llama_weights(layer: Any) -> dict[str, Tensor]:
+    attention, mlp = layer.self_attn, layer.mlp
+    with torch.no_grad():
+        return {
+            "norm_1": layer.input_layernorm.weight.detach(),
+            "qkv": torch.cat(
+                [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            ),
+            "out": attention.o_proj.weight.detach(),
+            "norm_2": layer.post_attention_layernorm.weight.detach(),
+            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            "down": mlp.down_proj.weight.detach(),
+        }
+
+
+def _affine(x: Tensor, layer: Any) -> Tensor:
+    """GPT-2's `Conv1D`: a linear layer whose weight is stored as (in, out)."""
+    return torch.addmm(layer.bias, x, layer.weight)
+
+
+def _refuse(options: dict[str, tuple[Any, Any]]) -> None:
+    for name, (given, known) in options.items():
+        if given != known:
+            raise ValueError(
+                f"the decode step knows {name}={known!r}, but the model has {given!r}: "
+                'use cache="static" or "dynamic"'
+            )

@@ -1,0 +1,211 @@
+"""A whole model's time and memory under different attention implementations, as a table.
+
+The table has the columns of `labsupport.profiling.run_grid`, so that the same charts and ratios
+apply. Weights and tokens are the same for all rows; only the attention function is exchanged.
+
+python -m labsupport.models.measure --lengths 2048,4096,8192 --save NAME     SmolLM2 reads a file
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from labsupport.attention import BackendUnavailableError
+from labsupport.models.integration.select import set_attention
+from labsupport.models.integration.used import attention_used, reset_attention_used
+from labsupport.models.likelihood import negative_log_likelihood
+from labsupport.profiling import measure_peak_memory, measure_time
+from labsupport.profiling.provenance import provenance
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import PreTrainedModel
+
+Direction = Literal["forward", "forward+backward"]
+
+# Transformers' own implementations, by its own names: its textbook, and its call of SDPA.
+TRANSFORMERS_OWN = ("eager", "sdpa")
+# A call that takes longer is timed while its memory is measured, and not a second time: counting
+# some hundred allocations costs it less than a thousandth.
+LONG_CALL_S = 0.4
+# Tokens whose logits exist together: few, so that memory is attention's, not the vocabulary's.
+CHUNK = 128
+
+
+def choose_attention(model: PreTrainedModel, attention: str) -> None:
+    """Give a model one of Transformers' own implementations, or one of the lab's backends.
+
+    Args:
+        attention: "eager" or "sdpa", or what `set_attention` takes.
+    """
+    if attention in TRANSFORMERS_OWN:
+        model.set_attn_implementation(attention)
+        reset_attention_used(model)
+    else:
+        set_attention(model, attention)
+
+
+def measure_model(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    attentions: Sequence[str] = ("eager", "flash"),
+    lengths: Sequence[int] = (512, 1024, 2048),
+    direction: Direction = "forward",
+    max_seconds: float = 2.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Time and extra memory of a language model on a text, by attention and length.
+
+    Args:
+        model: a causal language model; its attention is left at the last one measured.
+        ids: (batch, seqlen) tokens, as long as the longest of `lengths`.
+        attentions: "eager" and "sdpa" are Transformers' own; other names as in `set_attention`.
+        lengths: how many of the tokens are taken.
+        direction: "forward" evaluates the text (`negative_log_likelihood`); "forward+backward" is
+            the model's loss and its gradients, which count as extra memory.
+        max_seconds: time limit for the repeats of a short call.
+
+    Returns:
+        One row a case: backend, seqlen, batch, heads, kv_heads, head_dim, dtype, causal, direction;
+        status and reason ("ok", "out of memory", "unsupported"); kernel, what really ran;
+        median_ms, q1_ms, q3_ms, repeats; tokens_per_s; peak_memory_bytes, beyond what existed
+        before the call; loss, in nats a token. Provenance in `.attrs["provenance"]`.
+
+    Raises:
+        ValueError: `ids` is shorter than the longest length.
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    if ids.ndim != 2 or ids.shape[1] < max(lengths):
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)}; (batch, {max(lengths)} or more) is needed"
+        )
+    cases = [(length, attention) for length in lengths for attention in attentions]
+    record = provenance(model.device, model=model.config.model_type, direction=direction)
+    rows = []
+    for length, attention in tqdm(cases, disable=not progress, unit="case", leave=False):
+        row = _shape(model, ids) | {
+            "backend": attention,
+            "seqlen": length,
+            "kv_seqlen": length,
+            "direction": direction,
+        }
+        try:
+            choose_attention(model, attention)
+            row |= {"status": "ok", "reason": ""}
+            row |= _measure(model, ids[:, :length], direction, max_seconds)
+        except BackendUnavailableError as error:
+            row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            row |= {"status": "out of memory", "reason": " ".join(str(error).split())}
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = record
+    return table
+
+
+def _shape(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
+    config = model.config
+    heads = config.num_attention_heads
+    return {
+        "batch": ids.shape[0],
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "causal": True,
+    }
+
+
+def _measure(
+    model: PreTrainedModel, ids: Tensor, direction: Direction, max_seconds: float
+) -> dict[str, Any]:
+    losses: list[float] = []
+
+    def evaluate() -> None:
+        losses.append(negative_log_likelihood(model, ids, chunk=CHUNK))
+
+    def train() -> None:
+        model.zero_grad(set_to_none=True)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+
+    call = evaluate if direction == "forward" else train
+    seconds: list[float] = []
+    memory = measure_peak_memory(_clocked(call, seconds), device=model.device)
+    kernels = dict.fromkeys(use.kernel for use in attention_used(model))
+    row: dict[str, Any] = {
+        "kernel": " and ".join(kernels) or f"Transformers' {model.config._attn_implementation}",
+        "peak_memory_bytes": memory.peak_bytes,
+        "loss": losses[-1],
+    }
+    if model.device.type == "cpu" and seconds[-1] > LONG_CALL_S:
+        median = q1 = q3 = 1000 * seconds[-1]
+        repeats = 1
+    else:
+        timing = measure_time(  # measuring the memory has warmed it up
+            call, device=model.device, warmup=0, min_repeats=3, max_seconds=max_seconds
+        )
+        median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats
+    row |= {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "repeats": repeats}
+    row["tokens_per_s"] = ids.numel() / median * 1000
+    return row
+
+
+def _clocked(call: Callable[[], None], seconds: list[float]) -> Callable[[], None]:
+    def clocked() -> None:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+
+    return clocked
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Let a model read one of Python's own files, and print the table."""
+    from labsupport.models.sources.load import load_model
+    from labsupport.models.sources.text import source_text, tokens_of
+    from labsupport.profiling.runs import save_run
+    from labsupport.profiling.tables import readable, speedup
+
+    parser = argparse.ArgumentParser(
+        prog="python -m labsupport.models.measure", description=main.__doc__
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2", help="as for load_model")
+    add("--module", default="argparse", help="a module of Python's standard library: the text")
+    add("--attentions", default="eager,flash", help="separated by commas")
+    add("--lengths", default="1024,2048", help="tokens, separated by commas")
+    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
+    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    options = parser.parse_args(arguments)
+    lengths = [int(length) for length in options.lengths.split(",")]
+    attentions = options.attentions.split(",")
+    loaded = load_model(options.model, attention=None)
+    ids = tokens_of(loaded.tokenizer, source_text(options.module), max(lengths))
+    table = measure_model(
+        loaded.model, ids.to(loaded.model.device), attentions=attentions, lengths=lengths
+    )
+    table.attrs["provenance"] |= {"weights": loaded.source, "text": f"source of {options.module}"}
+    shown = readable(speedup(table, over=attentions[0]))
+    print(shown.assign(NLL=table.loss.round(5)).to_string(index=False))
+    if options.save:
+        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+
+
+if __name__ == "__main__":
+    main()

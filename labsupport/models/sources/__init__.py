@@ -1,0 +1,9 @@
+"""Where weights, vocabularies and text come from: a folder, the hub, a package registry.
+
+catalog   the models that have a name here
+packages  the packages that carry them, and what is inside
+download  one file over https
+build     from a package to a folder that can be opened
+load      a model and its tokenizer, by name
+text      long texts that every Python brings along
+"""

@@ -1,0 +1,76 @@
+"""The hub's files, from its cache on this disk or over the network, and why they cannot be had."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from labsupport.models.sources.catalog import CATALOG
+from labsupport.models.sources.download import DownloadError, connect
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def from_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> Any:
+    """What `opened` makes of the hub's files: of those in the cache, or, with `download`, of all.
+
+    Args:
+        hub_id: "owner/name".
+        download: whether the network may be used.
+        opened: called with `local_files_only`.
+
+    Raises:
+        FileNotFoundError: nothing in the cache, and no `download`.
+        DownloadError: the hub cannot be reached, or does not give the model.
+        ValueError: what is in the cache is no whole model.
+    """
+    if download:
+        problem = _hub_problem(hub_id)
+        if problem:
+            raise DownloadError(f"the hub could not be reached for {hub_id}: {problem}")
+    try:
+        return opened(local_files_only=not download)
+    except Exception as error:
+        if download:
+            raise DownloadError(f"the hub gave no {hub_id}: {first_line(error)}") from error
+        if in_hub_cache(hub_id):
+            raise ValueError(f"{hub_id} in the hub's cache: {first_line(error)}") from error
+        raise FileNotFoundError(
+            f"{hub_id} is not in the hub's cache on this machine; download=True fetches it. "
+            f"Without the hub there are: {', '.join(CATALOG)}"
+        ) from None
+
+
+def in_hub_cache(hub_id: str) -> bool:
+    """Whether the hub's local cache has a model's config and weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def there(file: str) -> bool:
+        return isinstance(try_to_load_from_cache(hub_id, file), str)
+
+    return there("config.json") and any(there(w) or there(f"{w}.index.json") for w in _WEIGHTS)
+
+
+def _hub_problem(hub_id: str) -> str | None:
+    """Why the hub cannot be reached. Transformers would find out too, after half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    url = f"{constants.ENDPOINT}/{hub_id}/resolve/main/config.json"
+    request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "labsupport"})
+    try:
+        with connect(request, timeout_s=10):
+            return None
+    except urllib.error.HTTPError:
+        return None  # it answers; what it means, Transformers explains better
+    except OSError as error:
+        return f"{constants.ENDPOINT}: {getattr(error, 'reason', error)}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, without its full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,83 @@
+"""Tiny models with random weights: the same each time, and small enough for every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCABULARY = 61
+WINDOW = 5
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "max_position_embeddings": 1024,
+}
+_DECODER = _COMMON | {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
+
+
+_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+_FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, _GPT2 | {"bos_token_id": 1, "eos_token_id": None}),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, _DECODER),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, _DECODER | {"sliding_window": WINDOW}),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, _DECODER | _SLIDING),
+    "bert": (hf.BertForMaskedLM, hf.BertConfig, _COMMON),
+}
+DECODERS = [family for family in _FAMILIES if family != "bert"]
+
+
+def tiny(family: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model of two layers, 4 heads of 8, in eval mode, on the CPU, with "eager" attention.
+
+    Args:
+        family: "gpt2"; "llama" (2 key/value heads); "mistral" (a window of 5 in each layer);
+            "qwen2" (the window in the second layer only); "bert" (sees both directions).
+        options: further entries of the config.
+    """
+    torch.manual_seed(0)
+    model_class, config_class, sizes = _FAMILIES[family]
+    model = model_class(config_class(**({"attn_implementation": "eager"} | sizes | options)))
+    # Initial weights of 0.02 give nearly uniform attention, which hides a wrong mask.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model.to(dtype).eval()
+
+
+def tokens(batch: int, length: int, *, seed: int = 0) -> torch.Tensor:
+    """(batch, length) token ids, none of them the padding token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def padding(batch: int, length: int, side: str) -> torch.Tensor | None:
+    """An attention mask (batch, length) of 0 and 1.
+
+    Args:
+        side: "none" (None), "ones", "left", "right", "lengths" (left and right, all different),
+            "holes" (zeros between ones), "empty" (the first row is nothing but padding).
+    """
+    if side == "none":
+        return None
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row in range(batch):
+        if side == "left":
+            mask[row, : 2 * row] = 0
+        elif side == "right" and row:
+            mask[row, -2 * row :] = 0
+        elif side == "lengths":
+            mask[row, :row] = 0
+            mask[row, length - row - 1 :] = 0
+        elif side == "holes":
+            mask[row, 2 + row : 4 + row] = 0
+        elif side == "empty" and row == 0:
+            mask[row] = 0
+    return mask
