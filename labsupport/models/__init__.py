@@ -5,6 +5,7 @@ llama2c/      llama2.c's checkpoint and tokenizer files
 integration/  labsupport's attention inside Transformers' models, and which of it really ran
 generation/   prefill and decode, and how long they take
 measure       a whole model's time and memory, by attention and length
+flops         the floating-point operations of a whole model
 likelihood    how well a model predicts a long text, without all of its logits at once
 
 Names are imported from these files when first used, so that importing the package stays light.

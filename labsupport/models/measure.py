@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import BackendUnavailableError
+from labsupport.models.flops import model_flops
 from labsupport.models.integration.select import set_attention
 from labsupport.models.integration.used import attention_used, reset_attention_used
 from labsupport.models.likelihood import negative_log_likelihood
@@ -76,8 +77,9 @@ def measure_model(
     Returns:
         One row a case: backend, seqlen, batch, heads, kv_heads, head_dim, dtype, causal, direction;
         status and reason ("ok", "out of memory", "unsupported"); kernel, what really ran;
-        median_ms, q1_ms, q3_ms, repeats; tokens_per_s; peak_memory_bytes, beyond what existed
-        before the call; loss, in nats a token. Provenance in `.attrs["provenance"]`.
+        median_ms, q1_ms, q3_ms, repeats; tokens_per_s; tflops, by the FLOPs of `model_flops`;
+        peak_memory_bytes, beyond what existed before the call; loss, in nats a token. Provenance in
+        `.attrs["provenance"]`.
 
     Raises:
         ValueError: `ids` is shorter than the longest length.
@@ -158,11 +160,14 @@ def _measure(
         repeats = 1
     else:
         timing = measure_time(  # measuring the memory has warmed it up
-            call, device=model.device, warmup=0, min_repeats=3, max_seconds=max_seconds
-        )
+            call, device=model.device, warmup=0, min_repeats=3, min_seconds=0.0,
+            max_seconds=max_seconds,
+        )  # fmt: skip
         median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats
     row |= {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "repeats": repeats}
     row["tokens_per_s"] = ids.numel() / median * 1000
+    flops = model_flops(model, *ids.shape, backward=direction == "forward+backward")
+    row["tflops"] = flops / median / 1e9
     return row
 
 
@@ -179,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Let a model read one of Python's own files, and print the table."""
     from labsupport.models.sources.load import load_model
     from labsupport.models.sources.text import source_text, tokens_of
+    from labsupport.profiling.hardware import measured_ceilings
     from labsupport.profiling.runs import save_run
     from labsupport.profiling.tables import readable, speedup
 
@@ -200,7 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = measure_model(
         loaded.model, ids.to(loaded.model.device), attentions=attentions, lengths=lengths
     )
-    table.attrs["provenance"] |= {"weights": loaded.source, "text": f"source of {options.module}"}
+    table.attrs["provenance"] |= {
+        "weights": loaded.source,
+        "text": f"source of {options.module}",
+        "matmul_tflops": measured_ceilings(loaded.model.device).matmul_tflops,
+    }
     shown = readable(speedup(table, over=attentions[0]))
     print(shown.assign(NLL=table.loss.round(5)).to_string(index=False))
     if options.save:

@@ -24,6 +24,9 @@ STYLES: dict[str, tuple[str, str]] = {
     "fa2": ("#882255", "<"),
     "fa4": ("#332288", ">"),
     "xformers": ("#999933", "h"),
+    # Inside of a model: Transformers' textbook; whichever IO-aware backend runs.
+    "eager": ("#000000", "o"),
+    "flash": ("#0072B2", "^"),
 }
 CROSS_SPACING = 0.065  # of the height of a panel, between two lines of crosses
 _SPARE = ("#117733", "#661100", "#6699CC", "#AA4466")

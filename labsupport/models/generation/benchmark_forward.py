@@ -8,11 +8,11 @@ import torch
 
 from labsupport.attention import BackendUnavailableError, available_backends
 from labsupport.attention.flash_triton import mode
+from labsupport.models.flops import model_flops
 from labsupport.models.generation.benchmark import Row, attempt, times
 from labsupport.models.generation.benchmark_models import (
     gpt2,
     llama_1b,
-    prefill_flops,
     random_ids,
     tiny_llama,
 )
@@ -81,7 +81,7 @@ def _prefill(
 
         memory = measure_peak_memory(call, device=device)
         timing = measure_time(call, device=device, max_seconds=MAX_SECONDS[device.type])
-        tflops = prefill_flops(model, batch, seqlen) / timing.median / 1e9
+        tflops = model_flops(model, batch, seqlen, logits=1) / timing.median / 1e9
         ceiling = ceilings.matmul_tflops[dtype_name]
         kernels = dict.fromkeys(use.kernel for use in attention_used(model))
         return times(timing) | {

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def llama_110m(device: torch.device, dtype: torch.dtype, length: int = 1024) -> Any:
@@ -92,20 +92,6 @@ def random_ids(model: Any, batch: int, seqlen: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (batch, seqlen), generator=generator)
     return ids.to(model.device)
-
-
-def prefill_flops(model: Any, batch: int, seqlen: int) -> int:
-    """FLOPs of one causal forward whose logits are computed for the last position alone."""
-    config = model.config
-    linear = sum(
-        module.weight.numel()
-        for module in model.get_decoder().modules()
-        if isinstance(module, nn.Linear)
-    )
-    head = config.hidden_size * config.vocab_size
-    heads = config.num_attention_heads * config.head_dim
-    attention = config.num_hidden_layers * batch * 2 * seqlen**2 * heads
-    return 2 * linear * batch * seqlen + 2 * head * batch + attention
 
 
 def decode_bytes(model: Any, batch: int, cached: float) -> float:
