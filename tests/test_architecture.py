@@ -27,7 +27,10 @@ OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 DOORS = {"triton": "labsupport/attention/flash_triton/"}
 KERNELS = tuple(
     f"labsupport.attention.flash_triton.{name}"
-    for name in ("tiles", "forward", "backward", "decode", "version1")
+    for name in (
+        *("tiles", "forward", "backward", "forward_hopper", "backward_hopper"),
+        *("decode", "version1", "with_update"),
+    )
 )
 
 

@@ -14,7 +14,7 @@ def run_triton(call: AttentionCall) -> Result:
     """Run the kernels on a batch."""
     from labsupport.attention.flash_triton.operators import flash_attention_triton
 
-    return flash_attention_triton(
+    out, lse = flash_attention_triton(
         call.q,
         call.k,
         call.v,
@@ -25,12 +25,19 @@ def run_triton(call: AttentionCall) -> Result:
         cu_seqlens_q=call.cu_seqlens_q,
         cu_seqlens_k=call.cu_seqlens_k,
     )
+    return out, lse if call.return_lse else None
 
 
 def triton_kernel_name(call: AttentionCall) -> str:
-    """Compiled or interpreted: that makes all the difference."""
+    """Which kernel, and compiled or interpreted: that makes all the difference."""
+    from labsupport.attention.flash_triton import geometry, launch_hopper
+
+    about = geometry.Geometry(call.scale, slopes=call.alibi_slopes, cu_seqlens_q=call.cu_seqlens_q)
+    name = "forward.forward_kernel"
+    if launch_hopper.takes(about, call.q, call.k, call.v):
+        name = "forward_hopper.hopper_forward_kernel"
     how = ", interpreted" if mode.interpreted() else ""
-    return f"labsupport.attention.flash_triton.forward.forward_kernel{how}"
+    return f"labsupport.attention.flash_triton.{name}{how}"
 
 
 def triton_reasons(call: AttentionCall) -> list[str]:

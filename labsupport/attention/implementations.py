@@ -168,8 +168,8 @@ BACKENDS: tuple[Backend, ...] = (
         run_packed=own.run_triton,
         kernel=own.triton_kernel_name,
         further_reasons=own.triton_reasons,
-        # Not before it has been measured against the others, and never interpreted unasked.
-        in_auto=lambda call: False,
+        # After FlexAttention, so for what no other backend takes; never interpreted unasked.
+        in_auto=lambda call: call.q.device.type == "cuda",
     ),
     Backend(
         name="flash_torch",

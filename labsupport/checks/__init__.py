@@ -7,10 +7,27 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     softmax    exercise 1-3
     flash      exercises 1-4 and 1-5
     dtypes     exercise 1-6
+    layout     exercise 2-1
+    registered exercise 2-2, with small_models to put a function into
+    decoding   exercise 2-3
+    amdahl     exercise 2-4
+    policies   exercise 2-5
+    kernel     the update of a Triton kernel
     verdict    how a result is judged, and how a mistake is recognised
     mistakes   what typical wrong solutions compute
 """
 
+from labsupport.checks.amdahl import (
+    check_amdahl,
+    check_attention_share,
+    flop_share,
+    overall_speedup,
+)
+from labsupport.checks.decoding import (
+    check_visible_decoding,
+    check_visible_padding,
+    check_visible_positions,
+)
 from labsupport.checks.dtypes import (
     check_half_attention,
     check_half_dtype_edges,
@@ -24,6 +41,27 @@ from labsupport.checks.flash import (
     check_forward_lse,
     check_forward_memory,
     check_forward_values,
+)
+from labsupport.checks.kernel import (
+    check_update_dtype,
+    check_update_extremes,
+    check_update_values,
+)
+from labsupport.checks.layout import (
+    check_flash_layout,
+    check_split_heads,
+    check_split_qkv,
+)
+from labsupport.checks.policies import (
+    check_policy_devices,
+    check_policy_memory,
+    check_policy_range,
+)
+from labsupport.checks.registered import (
+    check_registered_memory,
+    check_registered_models,
+    check_registered_refusals,
+    check_registered_values,
 )
 from labsupport.checks.softmax import (
     check_running_extremes,
@@ -42,9 +80,12 @@ from labsupport.checks.yours import compare_prediction, yours_or_ours
 
 __all__ = [
     "CheckFailed",
+    "check_amdahl",
+    "check_attention_share",
     "check_backward_edges",
     "check_backward_memory",
     "check_backward_values",
+    "check_flash_layout",
     "check_forward_edges",
     "check_forward_lse",
     "check_forward_memory",
@@ -53,13 +94,30 @@ __all__ = [
     "check_half_dtype_edges",
     "check_half_dtype_values",
     "check_largest_length",
+    "check_policy_devices",
+    "check_policy_memory",
+    "check_policy_range",
+    "check_registered_memory",
+    "check_registered_models",
+    "check_registered_refusals",
+    "check_registered_values",
     "check_running_extremes",
     "check_running_streams",
     "check_running_values",
     "check_score_bytes",
+    "check_split_heads",
+    "check_split_qkv",
     "check_textbook_empty_rows",
     "check_textbook_mask",
     "check_textbook_values",
+    "check_update_dtype",
+    "check_update_extremes",
+    "check_update_values",
+    "check_visible_decoding",
+    "check_visible_padding",
+    "check_visible_positions",
     "compare_prediction",
+    "flop_share",
+    "overall_speedup",
     "yours_or_ours",
 ]

@@ -14,6 +14,14 @@ tables       ratios, readable columns, lines to judge by
 accuracy     how far outputs are from the oracle
 runs         tables kept under data/runs/
 
+Commands that judge and tune the lab's own kernels on a GPU:
+
+peers         forward and backward beside the best libraries, shape by shape
+decode_peers  decoding from a long cache beside them, in GB/s
+loop_orders   version 1's loop order against version 2's
+tune          which tilings are the fastest (tune_jobs: what it tries)
+graphs        calls recorded as CUDA graphs, so that launches do not count
+
 Names are imported from these files when first used, so that importing the package stays light.
 """
 

@@ -3,6 +3,7 @@
     D  = rowsum(dO * O)            one number a query; minus dL, where a gradient reaches L
     P  = exp(S - L),   dS = P * (dO V^T - D)
 
+    one program for each block of queries:  D
     one program for each block of keys:     dV_j = sum_i P^T dO_i,  dK_j = sum_i dS^T Q_i * scale
     one program for each block of queries:  dQ_i = sum_j dS K_j * scale
 
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from labsupport.attention.flash_triton.tiles import (
     LOG2_E,
+    SIZES,
     distance_penalty,
     hide,
     load_rows,
@@ -27,13 +29,17 @@ from labsupport.attention.flash_triton.tiles import (
 )
 
 
-@triton.jit
-def delta_kernel(
-    O, dO, dL, Delta, stride_ob, stride_on, stride_oh, stride_od,
-    stride_gb, stride_gn, stride_gh, stride_gd, stride_lb, stride_lh, heads, seqlen, blocks,
-    HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WITH_DL: tl.constexpr,
+@triton.jit(do_not_specialize=SIZES)
+def rows_kernel(
+    O, dO, L, dL, Shift, Delta, stride_ob, stride_on, stride_oh, stride_od,
+    stride_gb, stride_gn, stride_gh, stride_gd, stride_lb, stride_lh, stride_rb, stride_rh,
+    heads, seqlen, blocks, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    WITH_DL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO * O) - dL: blocks of queries x heads x batch. Packed: all sequences as one."""
+    """Two numbers a query: Shift, which is L as the other kernels want it, and Delta = D.
+
+    Grid: blocks of queries x heads x batch. Packed: all sequences as one.
+    """
     program = tl.program_id(0)
     first = (program % blocks * BLOCK).to(tl.int64)
     head = (program // blocks % heads).to(tl.int64)
@@ -41,36 +47,62 @@ def delta_kernel(
     count = (seqlen - first).to(tl.int32)
     O += batch * stride_ob + head * stride_oh + first * stride_on
     dO += batch * stride_gb + head * stride_gh + first * stride_gn
-    at = batch * stride_lb + head * stride_lh + first + tl.arange(0, BLOCK)
-    inside = tl.arange(0, BLOCK) < count
+    r = tl.arange(0, BLOCK)
+    from_l = batch * stride_lb + head * stride_lh + first + r
+    to = batch * stride_rb + head * stride_rh + first + r
     o = load_rows(O, count, stride_on, stride_od, HEAD_DIM, D, BLOCK)
     do = load_rows(dO, count, stride_gn, stride_gd, HEAD_DIM, D, BLOCK)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if WITH_DL:
-        delta -= tl.load(dL + at, mask=inside, other=0.0)
-    tl.store(Delta + at, delta, mask=inside)
+        delta -= tl.load(dL + from_l, mask=r < count, other=0.0)
+    tl.store(Delta + to, delta, mask=r < count)
+    lse = tl.load(L + from_l, mask=r < count, other=0.0)
+    # exp(S - L) must be 0, not NaN, for a query that saw no key (L = -inf).
+    shift = tl.where(lse == -float("inf"), float("inf"), lse) * (1.0 if WIDE else LOG2_E)
+    tl.store(Shift + to, shift, mask=r < count)
 
 
 @triton.jit
-def recomputed(s, lse, WIDE: tl.constexpr):
-    """P = exp(S - L); s and lse carry the factor log2(e), unless WIDE.
+def recomputed(s, shift, WIDE: tl.constexpr):
+    """P = exp(S - L); s and shift carry the factor log2(e), unless WIDE.
 
     In float32 the difference is taken first: a product rounded at the size of S, not of S - L,
     would cost a digit. In half precision nobody would see it, and it saves a multiplication.
     """
-    return tl.exp2((s - lse) * LOG2_E) if WIDE else tl.exp2(s - lse)
+    return tl.exp2((s - shift) * LOG2_E) if WIDE else tl.exp2(s - shift)
+
+
+@triton.jit
+def fold_queries(
+    dk, dv, s, v, q, do, shift, delta, WIDE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Add what a tile of queries gives to dk and dv; s is S^T, (keys, queries)."""
+    p = recomputed(s, shift[None, :], WIDE)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def fold_keys(dq, s, do, k, v, shift, delta, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add what a tile of keys gives to dq; s is S, (queries, keys)."""
+    p = recomputed(s, shift[:, None], WIDE)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def keys_tiles(
-    dk, dv, k, v, Q, dO, L, Delta, j, start, stop, scale, slope, offset, seqlen_q, seqlen_k,
+    dk, dv, k, v, Q, dO, Shift, Delta, j, start, stop, scale, slope, offset, seqlen_q, seqlen_k,
     left, right, stride_qn, stride_qd, stride_gn, stride_gd,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries start..stop give to dk and dv of a block of keys; tiles transposed."""
-    unit = 1.0 if WIDE else LOG2_E
     r = tl.arange(0, BLOCK_Q)
     first = tl.cast(start, tl.int64)
     Q += first * stride_qn
@@ -79,28 +111,22 @@ def keys_tiles(
         count = seqlen_q - i
         q = load_rows(Q, count, stride_qn, stride_qd, HEAD_DIM, D, BLOCK_Q)
         do = load_rows(dO, count, stride_gn, stride_gd, HEAD_DIM, D, BLOCK_Q)
-        lse = tl.load(L + i + r, mask=r < count, other=float("inf"))
-        # exp(S - L) must be 0, not NaN, for a query that saw no key (L = -inf).
-        lse = tl.where(lse == -float("inf"), float("inf"), lse) * unit
+        shift = tl.load(Shift + i + r, mask=r < count, other=float("inf"))
         delta = tl.load(Delta + i + r, mask=r < count, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         if ALIBI:
             s -= distance_penalty(slope, (i + r)[None, :], j[:, None], offset)
         if MASKED:
             s = hide(s, (i + r)[None, :], j[:, None], offset, seqlen_k, left, right, LEFT, RIGHT)
-        p = recomputed(s, lse[None, :], WIDE)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = fold_queries(dk, dv, s, v, q, do, shift, delta, WIDE, PRECISION)
         Q += BLOCK_Q * stride_qn
         dO += BLOCK_Q * stride_gn
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
-    Q, K, V, dO, dK, dV, L, Delta, slopes, cu_q, cu_k, scale,
+    Q, K, V, dO, dK, dV, Shift, Delta, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd, stride_gb, stride_gn, stride_gh, stride_gd,
     stride_dkb, stride_dkn, stride_dkh, stride_dkd, stride_dvb, stride_dvn, stride_dvh, stride_dvd,
@@ -134,31 +160,27 @@ def keys_kernel(
         start, full_start, full_stop, stop = runs(
             first - offset, last - offset, seqlen_q, right, left, BLOCK_Q, RIGHT, LEFT
         )
-        # Keys beyond the end have to be hidden in every tile.
-        edge = tl.cdiv(stop, BLOCK_Q) * BLOCK_Q
-        full_start = tl.where(count < BLOCK_K, edge, full_start)
-        full_stop = tl.where(count < BLOCK_K, edge, full_stop)
         for g in range(group):
             head = kv_head * group + g
             q_h = Q + batch * stride_qb + head * stride_qh + start_q * stride_qn
             do_h = dO + batch * stride_gb + head * stride_gh + start_q * stride_gn
-            l_h = L + batch * stride_lb + head * stride_lh + start_q
+            shift_h = Shift + batch * stride_lb + head * stride_lh + start_q
             delta_h = Delta + batch * stride_lb + head * stride_lh + start_q
             slope = tl.load(slopes + batch * stride_slope + head) * unit if ALIBI else 0.0
             dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, l_h, delta_h, j, start, tl.minimum(full_start, stop),
+                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, start, tl.minimum(full_start, stop),
                 scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
                 stride_qn, stride_qd, stride_gn, stride_gd,
                 HEAD_DIM, D, BLOCK_Q, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
             )  # fmt: skip
             dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, l_h, delta_h, j, full_start, full_stop,
+                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, full_start, full_stop,
                 scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
                 stride_qn, stride_qd, stride_gn, stride_gd,
                 HEAD_DIM, D, BLOCK_Q, False, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
             )  # fmt: skip
             dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, l_h, delta_h, j, full_stop, stop,
+                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, full_stop, stop,
                 scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
                 stride_qn, stride_qd, stride_gn, stride_gd,
                 HEAD_DIM, D, BLOCK_Q, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
@@ -171,7 +193,7 @@ def keys_kernel(
 
 @triton.jit
 def queries_tiles(
-    dq, q, do, lse, delta, K, V, i, start, stop, scale, slope, offset, seqlen_k, left, right,
+    dq, q, do, shift, delta, K, V, i, start, stop, scale, slope, offset, seqlen_k, left, right,
     stride_kn, stride_kd, stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, WIDE: tl.constexpr,
@@ -191,18 +213,15 @@ def queries_tiles(
             s -= distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
         if MASKED:
             s = hide(s, i[:, None], (j + c)[None, :], offset, seqlen_k, left, right, LEFT, RIGHT)
-        p = recomputed(s, lse[:, None], WIDE)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = fold_keys(dq, s, do, k, v, shift, delta, WIDE, PRECISION)
         K += BLOCK_K * stride_kn
         V += BLOCK_K * stride_vn
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def queries_kernel(
-    Q, K, V, dO, dQ, L, Delta, slopes, cu_q, cu_k, scale,
+    Q, K, V, dO, dQ, Shift, Delta, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd, stride_gb, stride_gn, stride_gh, stride_gd,
     stride_dqb, stride_dqn, stride_dqh, stride_dqd,
@@ -233,8 +252,7 @@ def queries_kernel(
         at = batch * stride_lb + head * stride_lh + rows + r
         q = load_rows(Q, count, stride_qn, stride_qd, HEAD_DIM, D, BLOCK_Q)
         do = load_rows(dO, count, stride_gn, stride_gd, HEAD_DIM, D, BLOCK_Q)
-        lse = tl.load(L + at, mask=r < count, other=float("inf"))
-        lse = tl.where(lse == -float("inf"), float("inf"), lse) * unit
+        shift = tl.load(Shift + at, mask=r < count, other=float("inf"))
         delta = tl.load(Delta + at, mask=r < count, other=0.0)
         slope = tl.load(slopes + batch * stride_slope + head) * unit if ALIBI else 0.0
         dq = tl.zeros([BLOCK_Q, D], tl.float32)
@@ -244,19 +262,19 @@ def queries_kernel(
         )
         if LEFT:
             dq = queries_tiles(
-                dq, q, do, lse, delta, K, V, i, start, tl.minimum(full_start, stop),
+                dq, q, do, shift, delta, K, V, i, start, tl.minimum(full_start, stop),
                 scale * unit, slope, offset, seqlen_k, left, right,
                 stride_kn, stride_kd, stride_vn, stride_vd,
                 HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
             )  # fmt: skip
         dq = queries_tiles(
-            dq, q, do, lse, delta, K, V, i, full_start, full_stop,
+            dq, q, do, shift, delta, K, V, i, full_start, full_stop,
             scale * unit, slope, offset, seqlen_k, left, right,
             stride_kn, stride_kd, stride_vn, stride_vd,
             HEAD_DIM, D, BLOCK_K, False, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
         )  # fmt: skip
         dq = queries_tiles(
-            dq, q, do, lse, delta, K, V, i, full_stop, stop,
+            dq, q, do, shift, delta, K, V, i, full_stop, stop,
             scale * unit, slope, offset, seqlen_k, left, right,
             stride_kn, stride_kd, stride_vn, stride_vd,
             HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,

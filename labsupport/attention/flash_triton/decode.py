@@ -22,7 +22,7 @@ https://pytorch.org/blog/flash-decoding/.
 import triton
 import triton.language as tl
 
-from labsupport.attention.flash_triton.forward import fold_tiles
+from labsupport.attention.flash_triton.forward import finish, fold_tiles
 from labsupport.attention.flash_triton.tiles import LOG2_E, runs
 
 
@@ -82,9 +82,7 @@ def splits_kernel(
         HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
     )  # fmt: skip
 
-    sees_nothing = l == 0.0
-    o /= tl.where(sees_nothing, 1.0, l)[:, None]
-    lse = (m + tl.log2(tl.where(sees_nothing, 1.0, l))) / LOG2_E  # m is -inf where nothing is seen
+    o, lse = finish(m, l, o)
     split = split.to(tl.int64)
     o_at = split * stride_os + batch * stride_ob + i.to(tl.int64) * stride_on + head * stride_oh
     o_at = O + o_at[:, None] + d[None, :] * stride_od

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from labsupport.attention.flash_triton.tiles import (
     LOG2_E,
+    SIZES,
     distance_penalty,
     hide,
     load_rows,
@@ -25,6 +26,26 @@ from labsupport.attention.flash_triton.tiles import (
     sequence,
     store_rows,
 )
+
+
+@triton.jit
+def fold(m, l, o, s, v, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Fold one tile of scores, still to be multiplied by scale > 0, into m, l and o."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+    p = tl.exp2(s * scale - shift[:, None])  # scaled here, it is one instruction: multiply-add
+    alpha = tl.exp2(m - shift)
+    l = l * alpha + tl.sum(p, 1)
+    o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision=PRECISION)
+    return m_new, l, o
+
+
+@triton.jit
+def finish(m, l, o):
+    """The output and the natural-log L of what was folded; 0 and -inf where nothing was seen."""
+    divisor = tl.where(l == 0.0, 1.0, l)
+    return o / divisor[:, None], (m + tl.log2(divisor)) / LOG2_E  # m is -inf there
 
 
 @triton.jit
@@ -43,28 +64,19 @@ def fold_tiles(
     for j in tl.range(start, stop, BLOCK_K):
         inside = (c < seqlen_k - j) if MASKED else (c < BLOCK_K)
         k = tl.load(k_at, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-        s = tl.dot(q, k, input_precision=PRECISION) * scale
+        s = tl.dot(q, k, input_precision=PRECISION)
         if ALIBI:
-            s -= distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
+            s = s * scale - distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
         if MASKED:
             s = hide(s, i[:, None], (j + c)[None, :], offset, seqlen_k, left, right, LEFT, RIGHT)
-
-        m_new = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s - shift[:, None])
-        alpha = tl.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
         v = tl.load(v_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-
+        m, l, o = fold(m, l, o, s, v, 1.0 if ALIBI else scale, MASKED, PRECISION)
         k_at += BLOCK_K * stride_kn
         v_at += BLOCK_K * stride_vn
     return m, l, o
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     Q, K, V, O, L, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
@@ -119,10 +131,6 @@ def forward_kernel(
             offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
             HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
         )  # fmt: skip
-        sees_nothing = l == 0.0
-        o /= tl.where(sees_nothing, 1.0, l)[:, None]
+        o, lse = finish(m, l, o)
         store_rows(O, o, seqlen_q - first, stride_on, stride_od, HEAD_DIM, D, BLOCK_Q)
-        lse = (
-            m + tl.log2(tl.where(sees_nothing, 1.0, l))
-        ) / LOG2_E  # m is -inf where nothing is seen
         tl.store(L + r, lse, mask=i < seqlen_q)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.tuning import Tiling, padded
+from labsupport.attention.flash_triton.geometry import positive
+from labsupport.attention.flash_triton.tuning import Tiling, overridden, padded
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
@@ -137,6 +138,7 @@ def decode(
         slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
         stride_slope = slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0
         scale = 1 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
+        q, scale = positive(q, scale)
         with autocast_off(q), torch.cuda.device_of(q):
             from labsupport.attention.flash_triton.decode import merge_kernel, splits_kernel
 
@@ -184,6 +186,8 @@ def tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     Rows: 16 at least, for the tensor cores; at most as many as the registers can hold beside it.
     More rows than that are cut into several tiles, which each read the keys.
     """
+    if (chosen := overridden("decode")) is not None:
+        return chosen
     width = max(64, padded(head_dim))
     block_k = 2**14 // dtype.itemsize // width
     if dtype == torch.float32:

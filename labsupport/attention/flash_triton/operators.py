@@ -3,7 +3,8 @@
 A custom operator is opaque to `torch.compile` (no graph break, no tracing into Triton), says its
 outputs' shapes to fake tensors, and has a backward that autograd knows. Both outputs are
 differentiable: a gradient of the log-sum-exp, which merging partial results needs, only changes the
-vector D of the backward (dS = P * (dP - D + dL)).
+vector D of the backward (dS = P * (dP - D + dL)). In eager mode, where nobody looks at operators,
+an autograd function launches the same kernels.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from labsupport.attention.flash_triton.launch import Geometry, backward, forward
+from labsupport.attention.flash_triton.geometry import Geometry
+from labsupport.attention.flash_triton.launch import backward, forward
 from labsupport.attention.flash_triton.mode import interpreted
 from labsupport.attention.inputs import AttentionInputError, check_math_layout
 
@@ -103,6 +107,38 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 forward_operator.register_autograd(_differentiate, setup_context=_remember)
 
 
+class _Function(torch.autograd.Function):
+    """The same without an operator, which costs up to 0.4 ms of Python a call with its backward."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, float32_out: bool
+    ) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v, geometry, float32_out=float32_out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, ctx.geometry, _ = inputs
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *backward(dout, q, k, v, out, lse, ctx.geometry, dlse=dlse), None, None
+
+
+def _is_watched(q: Tensor) -> bool:
+    """Whether somebody looks at operators: torch.compile, fake tensors, a dispatch mode."""
+    return (
+        torch.compiler.is_compiling()
+        or type(q) not in (Tensor, torch.nn.Parameter)
+        or _get_current_dispatch_mode() is not None
+    )
+
+
 def flash_attention_triton(
     q: Tensor,
     k: Tensor,
@@ -146,21 +182,14 @@ def flash_attention_triton(
         max_seqlen_q = max_seqlen_q or int(cu_seqlens_q.diff().max())
         max_seqlen_k = max_seqlen_k or int(cu_seqlens_k.diff().max())
         cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.int(), cu_seqlens_k.int()
-    return forward_operator(
-        q,
-        k,
-        v,
-        alibi_slopes,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
-        left,
-        0 if causal else right,
-        "tf32" if allow_tf32 else "ieee",
-        float32_out,
-    )
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    band = scale, left, 0 if causal else right
+    precision = "tf32" if allow_tf32 else "ieee"
+    if _is_watched(q):
+        return forward_operator(q, k, v, alibi_slopes, *packed, *band, precision, float32_out)
+    geometry = Geometry(*band, alibi_slopes, *packed, precision)
+    return _Function.apply(q, k, v, geometry, float32_out)
 
 
 class TritonFlashAttentionFunction:

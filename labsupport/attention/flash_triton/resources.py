@@ -2,6 +2,7 @@
 
     python -m labsupport.attention.flash_triton.resources --capability 90 --head-dim 64,128
     python -m labsupport.attention.flash_triton.resources --kernel keys --head-dim 128 --search
+    python -m labsupport.attention.flash_triton.resources --capability 90 --hopper
 
 Triton compiles for any NVIDIA GPU on any machine, and brings NVIDIA's `cuobjdump`, which takes the
 result apart. So one can see before anything runs whether a tiling fits, and what limits it:
@@ -39,7 +40,7 @@ import torch
 from tqdm.auto import tqdm
 
 from labsupport.attention.flash_triton.mode import VARIABLE
-from labsupport.attention.flash_triton.tuning import HALF, Tiling, padded, tiling
+from labsupport.attention.flash_triton.tuning import HALF, HOPPER, Tiling, padded, tiling
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,6 +103,7 @@ class Case:
     causal: bool
     grouped: bool
     precision: str
+    hopper: bool
     block_q: int
     block_k: int
     warps: int
@@ -117,6 +119,7 @@ def compile_report(
     causal: bool = False,
     grouped: bool = False,
     precision: str = "ieee",
+    hopper: bool = False,
     search: bool = False,
     tilings: Sequence[Tiling] | None = None,
 ) -> pd.DataFrame:
@@ -131,14 +134,15 @@ def compile_report(
         grouped: for fewer key/value heads than heads; Triton compiles a kernel of its own for
             one key/value head for each head.
         precision: "ieee" or "tf32", for float32.
+        hopper: the kernels for Hopper: capability 90, half precision, head_dim 64 or 128.
         search: besides the tilings of `tuning.py`, those that differ from them in one number, by
             one step (blocks and warps doubled or halved, one stage more or less).
         tilings: these instead of the ones of `tuning.py`.
 
     Returns:
         a row a case: its own columns (capability, kernel, head_dim, dtype, causal, grouped,
-        precision, block_q, block_k, warps, stages), registers a thread, spilled_bytes a thread,
-        shared_kib a program, programs a multiprocessor, and the counts of instructions
+        precision, hopper, block_q, block_k, warps, stages), registers a thread, spilled_bytes a
+        thread, shared_kib a program, programs a multiprocessor, and the counts of instructions
         hgmma, hmma, exp2, async_copies and local. Where the compiler gives up, `problem` says why,
         and these are missing.
 
@@ -156,14 +160,18 @@ def compile_report(
     _check("dtype", dtypes, TYPES)
     _check("kernel", kernels, HALF)
     _check("precision", [precision], ("ieee", "tf32"))
+    if hopper:
+        _check("capability of Hopper", capabilities, [90])
+        _check("head_dim of the kernels for Hopper", head_dims, list(HOPPER["forward"]))
+        _check("dtype of the kernels for Hopper", dtypes, [torch.bfloat16, torch.float16])
     cases = []
     for capability, dtype, kernel, head_dim in itertools.product(
         capabilities, dtypes, kernels, head_dims
     ):
-        chosen = tiling(kernel, head_dim, dtype, interpreted=False)
+        chosen = tiling(kernel, head_dim, dtype, interpreted=False, hopper=hopper)
         for plan in tilings or ([chosen, *neighbours(chosen)] if search else [chosen]):
             name = str(dtype).removeprefix("torch.")
-            given = capability, kernel, head_dim, name, causal, grouped, precision
+            given = capability, kernel, head_dim, name, causal, grouped, precision, hopper
             cases.append(Case(*given, plan.block_q, plan.block_k, plan.warps, plan.stages))
     rows = tqdm(_compile_elsewhere(cases), total=len(cases), unit="kernel", disable=None)
     return pd.DataFrame(asdict(case) | row for case, row in zip(cases, rows, strict=True))
@@ -182,11 +190,8 @@ def neighbours(plan: Tiling) -> list[Tiling]:
 
 def format_report(table: pd.DataFrame) -> str:
     """The table as text, without the columns that say the same everywhere."""
-    shown = [
-        name
-        for name in table
-        if name not in ("causal", "grouped", "precision", "problem") or table[name].nunique() > 1
-    ]
+    optional = ("causal", "grouped", "precision", "hopper", "problem")
+    shown = [name for name in table if name not in optional or table[name].nunique() > 1]
     return table[shown].to_string(index=False, na_rep="-", float_format="{:g}".format)
 
 
@@ -204,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="ieee", help="of float32: ieee or tf32")
     parser.add_argument("--causal", action="store_true", help="with a causal mask")
     parser.add_argument("--grouped", action="store_true", help="fewer key/value heads than heads")
+    parser.add_argument("--hopper", action="store_true", help="the kernels for Hopper GPUs")
     parser.add_argument("--search", action="store_true", help="also tilings next to the table's")
     options = parser.parse_args(arguments)
     try:
@@ -215,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             causal=options.causal,
             grouped=options.grouped,
             precision=options.precision,
+            hopper=options.hopper,
             search=options.search,
         )
     except (ValueError, ModuleNotFoundError) as error:
@@ -295,8 +302,8 @@ def _source(case: Case) -> Any:
     from triton.compiler import ASTSource
 
     file = "forward" if case.kernel == "forward" else "backward"
-    module = import_module(f"labsupport.attention.flash_triton.{file}")
-    kernel = getattr(module, f"{case.kernel}_kernel")
+    module = import_module(f"labsupport.attention.flash_triton.{file}{'_hopper' * case.hopper}")
+    kernel = getattr(module, f"{'hopper_' * case.hopper}{case.kernel}_kernel")
     constants: dict[str, Any] = {
         "HEAD_DIM": case.head_dim, "D": padded(case.head_dim),
         "BLOCK_Q": case.block_q, "BLOCK_K": case.block_k,
@@ -307,12 +314,18 @@ def _source(case: Case) -> Any:
     constants |= {name: 1 for name in kernel.arg_names if re.fullmatch(r"stride_\w+d", name)}
     if not case.grouped:
         constants["group"] = 1
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     element = TYPES[getattr(torch, case.dtype)]
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("L", "Delta"):
+        elif name == "Rows":
+            signature[name] = f"tensordesc<fp32[1,1,1,{case.block_q}]>"
+        elif case.hopper and name.lstrip("d")[0].isupper() and name != "L":
+            rows = case.block_q if name.lstrip("d") in "QO" else case.block_k
+            signature[name] = f"tensordesc<{element}[1,1,{rows},{case.head_dim}]>"
+        elif name in ("L", "Shift", "Delta"):
             signature[name] = "*fp32"
         elif name.lstrip("d")[0].isupper():
             signature[name] = f"*{element}"

@@ -11,8 +11,15 @@ right = 0. For a block of rows the columns fall into up to three runs of tiles:
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
+
+# Triton compiles anew for sizes that are 1, or a multiple of 16. Of these it would gain nothing.
+SIZES = (
+    *("heads", "seqlen", "seqlen_q", "seqlen_k", "left", "right", "blocks"),
+    *("stride_lb", "stride_lh", "stride_slope"),
+)
 
 
 @triton.jit
@@ -88,3 +95,16 @@ def store_rows(
     d = tl.arange(0, D)[None, :]
     here = (r < count) & (d < HEAD_DIM)
     tl.store(X + r * stride_n + d * stride_d, x.to(X.dtype.element_ty), mask=here)
+
+
+def describe(x, rows):
+    """(batch, seqlen, heads, head_dim) for the copy engine, in tiles of (rows, head_dim)."""
+    batch, seqlen, heads, head_dim = x.shape
+    stride_b, stride_n, stride_h, stride_d = x.stride()
+    shape, strides = [batch, heads, seqlen, head_dim], [stride_b, stride_h, stride_n, stride_d]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, head_dim])
+
+
+def describe_rows(x, rows):
+    """(2, batch, heads, seqlen): two numbers a query, in tiles of (rows,)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, 1, rows])

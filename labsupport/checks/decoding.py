@@ -1,0 +1,201 @@
+"""Checks of exercise 2-3: which keys a query may see while text is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.attention import oracle_attention
+from labsupport.checks.verdict import CheckFailed, call, passed
+
+
+def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-3: prefill, one new token, several new tokens; no padding.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for seqlen_q, seqlen_k in ((5, 5), (1, 6), (3, 8 + seed % 5), (6, 7)):
+        given = call(student, seqlen_q, seqlen_k)
+        _judge(given, seqlen_q, seqlen_k, None)
+    passed("each query sees what came before it, and itself", seed)
+
+
+def check_visible_padding(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-3: keys that are padding are hidden, on the left or on the right.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for seqlen_q, seqlen_k, lengths, side in (
+        (5, 5, (5, 3, 2), "left"),
+        (1, 6, (6, 4), "left"),
+        (3, 8, (8, 2 + seed % 5), "left"),
+        (4, 4, (2, 4), "right"),
+        (3, 3, (3, 3, 1), "left"),
+    ):
+        valid = _valid(seqlen_k, lengths, side)
+        given = call(student, seqlen_q, seqlen_k, valid)
+        _judge(given, seqlen_q, seqlen_k, valid)
+    passed("padding is hidden from every query, in the shape (batch, 1, seqlen_q, seqlen_k)", seed)
+
+
+def check_visible_decoding(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-3: a padded batch, in chunks and token by token, gives what each text gives alone.
+
+    Raises:
+        CheckFailed: the output of some token differs; says in which step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths, heads, n, d = (9, 6), 2, 9, 8
+    q, k, v = torch.randn(3, len(lengths), heads, n, d, generator=generator, dtype=torch.float64)
+    valid = _valid(n, lengths, "left")
+    end = 0
+    for name, new in (("prefill", 4), ("a chunk", 3), ("a new token", 1), ("a new token", 1)):
+        start, end = end, end + new
+        mask = call(student, new, end, valid[:, :end])
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            raise CheckFailed("return a boolean tensor: True where a query may look.")
+        try:
+            out = F.scaled_dot_product_attention(
+                q[:, :, start:end], k[:, :, :end], v[:, :, :end], attn_mask=mask
+            )
+        except RuntimeError as error:
+            raise CheckFailed(
+                f"scaled_dot_product_attention refuses your mask of shape {tuple(mask.shape)} for "
+                f"q {tuple(q[:, :, start:end].shape)} and k {tuple(k[:, :, :end].shape)}: {error}"
+            ) from error
+        for row, length in enumerate(lengths):
+            first = n - length  # position of the first real token
+            alone, _ = oracle_attention(
+                *(x[row : row + 1, :, first:end] for x in (q, k, v)), causal=True
+            )
+            real = slice(max(start, first), end)
+            wanted = alone[:, :, real.start - first :]
+            given = out[row : row + 1, :, real.start - start :]
+            if not torch.allclose(given, wanted, rtol=0.0, atol=1e-10):
+                raise CheckFailed(
+                    f"step {start} to {end - 1} ({name}; {new} queries, {end} keys): text {row} of "
+                    f"the batch, which has {n - length} tokens of padding on its left, gets other "
+                    "outputs than alone. Its real tokens must see its earlier real tokens, and "
+                    "nothing else."
+                )
+    passed("a padded batch, in chunks and token by token, equals each text alone", seed)
+
+
+def _judge(given: Any, seqlen_q: int, seqlen_k: int, valid: Tensor | None) -> None:
+    right = _mask(seqlen_q, seqlen_k, valid)
+    where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
+    if not isinstance(given, Tensor):
+        raise CheckFailed(f"{where} must return a tensor, not {type(given).__name__}.")
+    if given.dtype != torch.bool:
+        raise CheckFailed(
+            f"{where} is {str(given.dtype).removeprefix('torch.')}: return booleans. "
+            "scaled_dot_product_attention adds a mask of numbers to the scores, and adding 1 hides "
+            "nothing."
+        )
+    if given.shape != right.shape:
+        raise CheckFailed(f"{where} has shape {tuple(given.shape)}. {_of_shape(given, right)}")
+    if torch.equal(given, right):
+        return
+    for diagnosis, wrong in _wrong_masks(seqlen_q, seqlen_k, valid).items():
+        if wrong.shape == given.shape and torch.equal(wrong, given):
+            raise CheckFailed(f"{where} is wrong. {diagnosis}")
+    place = tuple((given != right).nonzero()[0].tolist())
+    *_, query, key = place
+    raise CheckFailed(
+        f"{where} is wrong, first at {place}: query {query} is at position "
+        f"{seqlen_k - seqlen_q + query}, and {'may' if right[place] else 'must not'} see key {key}."
+    )
+
+
+def _of_shape(given: Tensor, right: Tensor) -> str:
+    wanted = f"It must be {tuple(right.shape)}"
+    if right.ndim == 2:
+        return f"{wanted}, (seqlen_q, seqlen_k)."
+    if given.shape == right.shape[-2:]:
+        return f"{wanted}: the texts of the batch are padded differently. Is `valid` ignored?"
+    return (
+        f"{wanted}, (batch, 1, seqlen_q, seqlen_k): the 1 stands for the heads. Without it, "
+        "broadcasting takes the batch for the heads."
+    )
+
+
+def _wrong_masks(seqlen_q: int, seqlen_k: int, valid: Tensor | None) -> dict[str, Tensor]:
+    """What typical mistakes return."""
+    top_left = (
+        "The diagonal starts at the top left: query 0 is taken for the first token of the text. "
+        "The queries are its last tokens, so query i is at position i + seqlen_k - seqlen_q."
+    )
+    own = "A query does not see itself: key and query at the same position belong together."
+    future = "Each query sees one token of its future: the diagonal is one too far to the right."
+    wrong = {
+        top_left: _mask(seqlen_q, seqlen_k, valid, shift=seqlen_q - seqlen_k),
+        own: _mask(seqlen_q, seqlen_k, valid, shift=-1),
+        future: _mask(seqlen_q, seqlen_k, valid, shift=1),
+        "It is inverted: True means that a query MAY look.": ~_mask(seqlen_q, seqlen_k, valid),
+        "The triangle is inverted: it shows the future and hides the past.": (
+            _mask(seqlen_q, seqlen_k, valid, triangle=Tensor.triu)
+        ),
+        (
+            "Nothing is hidden. That is right for one new token; of several new tokens, the first "
+            "must not see the last."
+        ): _mask(seqlen_q, seqlen_k, valid, shift=seqlen_q),
+    }
+    if valid is None:
+        return wrong
+    causal = _mask(seqlen_q, seqlen_k, None)
+    of_queries = valid[:, None, seqlen_k - seqlen_q :, None]
+    right = _mask(seqlen_q, seqlen_k, valid)
+    empty = ~right.any(-1, keepdim=True)
+    return {
+        **wrong,
+        "Padding is not hidden: `valid` is ignored.": causal.expand_as(right),
+        (
+            "`valid` hides queries as well as keys. What a padding token computes, nobody looks "
+            "at; hide it as a key only."
+        ): right & of_queries,
+        (
+            "`valid` hides queries, not keys: it belongs to the last dimension, "
+            "valid[:, None, None, :]."
+        ): causal & of_queries,
+        "Padding is shown and text is hidden: `valid` is True for text.": (
+            causal & ~valid[:, None, None, :]
+        ),
+        "Causal OR valid: a key must be both, in the past and text.": (
+            causal | valid[:, None, None, :]
+        ),
+        (
+            "The rows of padding tokens, which see no key, were filled. Leave them False: the "
+            "kernels define their output as 0."
+        ): right | empty,
+        (
+            "In the rows of padding tokens the query sees itself. Leave them False: the kernels "
+            "define their output as 0."
+        ): right | (empty & _mask(seqlen_q, seqlen_k, None) & ~_mask(seqlen_q, seqlen_k, None, -1)),
+    }
+
+
+def _mask(
+    seqlen_q: int,
+    seqlen_k: int,
+    valid: Tensor | None,
+    shift: int = 0,
+    triangle: Callable[..., Tensor] = Tensor.tril,
+) -> Tensor:
+    """The mask, its diagonal moved by `shift` to the right."""
+    ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    causal = triangle(ones, seqlen_k - seqlen_q + shift)
+    return causal if valid is None else causal & valid[:, None, None, :]
+
+
+def _valid(seqlen: int, lengths: tuple[int, ...], side: str) -> Tensor:
+    position = torch.arange(seqlen)
+    rows = [
+        position >= seqlen - length if side == "left" else position < length for length in lengths
+    ]
+    return torch.stack(rows)

@@ -1,0 +1,312 @@
+"""Checks of the exercise that writes a Triton kernel's heart: the update of (m, l, acc).
+
+The student's `update(m, l, acc, scores, v) -> (m, l, acc)` is put into a small kernel
+(`attention_with_update`), interpreted where there is no GPU and compiled where there is one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labsupport.attention.flash_triton import mode
+from labsupport.attention.online_softmax import finite_or_zero
+from labsupport.checks.verdict import CheckFailed, judge, passed
+
+BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+MISTAKES = {
+    "nothing rescaled": (
+        "Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new) "
+        "before you add the new tile."
+    ),
+    "l not rescaled": (
+        "acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too."
+    ),
+    "acc not rescaled": (
+        "m and l are right, but acc is not rescaled when the maximum rises: multiply each row of "
+        "it by exp2(m - m_new), that is alpha[:, None], before you add P V."
+    ),
+    "maximum of the tile": (
+        "m is the maximum of the last tile only: keep the larger one of the old m and of the "
+        "tile's maximum, tl.maximum(m, tl.max(scores, 1))."
+    ),
+    "m not returned": (
+        "The old m comes back: return m_new, or the next tile does not know what l and acc were "
+        "scaled by."
+    ),
+    "exp": (
+        "exp is used for exp2: the scores carry the factor log2(e), so that exp2(scores - m) is "
+        "the softmax's exponential. (A second factor log2(e) does the same damage.)"
+    ),
+    "exp in P": (
+        "P is computed with exp, alpha with exp2: the scores carry the factor log2(e), so both "
+        "take exp2."
+    ),
+    "exp in alpha": (
+        "alpha is computed with exp, P with exp2: the scores carry the factor log2(e), so both "
+        "take exp2."
+    ),
+    "nothing subtracted": (
+        "The maximum is never subtracted: this is exp2(scores), which overflows for large scores. "
+        "P is exp2(scores - m_new)."
+    ),
+    "not subtracted in P": (
+        "l and acc are rescaled, but P is exp2(scores) without the maximum: exp2(scores - m_new)."
+    ),
+    "old maximum in P": (
+        "P is computed under the old maximum, which is -inf at first: subtract m_new."
+    ),
+    "alpha upside down": (
+        "Everything is NaN from the first tile on, as with alpha = exp2(m_new - m), where m is "
+        "-inf. What was summed under a smaller maximum has to shrink: alpha = exp2(m - m_new)."
+    ),
+    "divided in every step": (
+        "acc is divided by l in every step: the kernel divides once, after the last tile."
+    ),
+    "nothing added to l": "l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).",
+    "empty rows give NaN": (
+        "A row whose keys are all hidden gives NaN: its m is still -inf, and -inf - (-inf) is NaN. "
+        "Subtract 0 where m_new is -inf."
+    ),
+}
+WIDENED = (
+    "v is widened to float32 for the product: that leaves the fast path of the tensor cores, which "
+    "take both factors in 16 bits. Round P instead: p.to(v.dtype)."
+)
+ROUNDED_SUM = (
+    "l is only as exact as {dtype}: add up P in float32, and round it for the product with v alone."
+)
+NARROW_ACC = (
+    "acc overflows: it is kept or added up in v's dtype. Keep it in float32; tl.dot(p, v, acc) "
+    "accumulates there."
+)
+
+
+def check_update_values(update: Any, seed: int = 0) -> None:
+    """m, l and out of random rows, in tiles that divide the lengths, without a mask.
+
+    Args:
+        update: a `@triton.jit` function, as `attention_with_update` takes it.
+        seed: draws other inputs.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    _judge(update, _rising(32, 80, seed))
+    passed("m, l and the output agree with the oracle", seed)
+
+
+def check_update_extremes(update: Any, seed: int = 0) -> None:
+    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
+        where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
+        _judge(update, _rising(n_q, n_k, seed), where, causal=True)
+    for what, scores in {
+        "scores around 1000": (1000, 999, 998, 1001),
+        "scores around -1000": (-1000, -999, -998, -1001),
+        "scores that rise from -2000 to 2000": (-2000, 0, 1000, 2000),
+    }.items():
+        out, _, l = _run(update, inputs := _of_scores(scores), softmax_scale=1 / LOG2_E)
+        if not (out.isfinite().all() and l.isfinite().all()) or (l == 0).any():
+            raise CheckFailed(
+                f"With {what} the result is inf, NaN or 0 / 0: subtract the maximum inside of "
+                "exp2, as exp2(scores - m_new). exp2(scores) / exp2(m_new) is the same only on "
+                "paper."
+            )
+        _judge(update, inputs, f"(with {what}) ", softmax_scale=1 / LOG2_E)
+    passed("no overflow, no NaN, and rows without a key keep m = -inf, l = 0", seed)
+
+
+def check_update_dtype(update: Any) -> None:
+    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    out, _, _ = _run(update, *_two_levels(0, 2.0**12))
+    if not out.isfinite().all():
+        raise CheckFailed(NARROW_ACC)
+    # 2^-26 is no float16, and rounds to 0.
+    out, _, _ = _run(update, *_two_levels(26, 2.0**14))
+    if out.any():
+        raise CheckFailed(WIDENED)
+    # Half way between two float16 numbers, or nearly: all of these P are rounded down.
+    inputs, scale = _two_levels(-math.log2(0.25 * (1 + 0.98 * 2**-11)), 1.0)
+    _judge(update, inputs, softmax_scale=scale)
+    single = _rising(32, 48, seed=0, dtype=torch.float32)
+    _judge(update, single, "(float32 inputs) ", allowed=1e-4 if mode.interpreted() else 1e-2)
+    passed("P is rounded to v's dtype for the product; m, l and acc stay in float32")
+
+
+def _judge(
+    update: Any,
+    inputs: Inputs,
+    where: str = "",
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    allowed: float | None = None,
+) -> None:
+    results = _run(update, inputs, causal=causal, softmax_scale=softmax_scale)
+    options = inputs, causal, softmax_scale
+    expected = _reference(*options)
+    if allowed is None:
+        # Half a unit in the last place of float16 for each weight, and one for the output.
+        allowed = 2**-10 * float(inputs[2].abs().max())
+    limits = allowed, 1e-4, 1e-4 * float(expected[2].max())
+    if _agree(results, expected, limits):
+        return
+    for mistake, diagnosis in MISTAKES.items():
+        wrong = _reference(*options, mistake)
+        near = [max(limit, 1e-3 * _size(x)) for limit, x in zip(limits, wrong, strict=True)]
+        # On some inputs a mistake does no harm: there it explains nothing.
+        if _agree(results, wrong, near) and not _agree(wrong, expected, near):
+            raise CheckFailed(f"{where}{diagnosis}")
+    _, m, l = results
+    empty = expected[1] == -torch.inf
+    if (m[empty] > -torch.inf).any():
+        raise CheckFailed(
+            f"{where}m of a row that has seen no key must stay -inf, but is "
+            f"{m[empty].max().item():g}: replace -inf only in what you subtract."
+        )
+    rough = 1e-4, 4e-3 * _size(expected[2])
+    in_half = inputs[2].dtype != torch.float32 and _agree((m, l), expected[1:], rough)
+    if in_half and not _agree((l,), expected[2:], limits[2:]):
+        raise CheckFailed(where + ROUNDED_SUM.format(dtype=str(inputs[2].dtype)[6:]))
+    for index, name in ((1, "m"), (2, "l"), (0, "out")):
+        judge(where + name, results[index], expected[index], allowed=limits[index])
+
+
+def _agree(results: Sequence[Tensor], expected: Sequence[Tensor], limits: Sequence[float]) -> bool:
+    return all(
+        torch.allclose(a.double(), b, rtol=0, atol=limit, equal_nan=True)
+        for a, b, limit in zip(results, expected, limits, strict=True)
+    )
+
+
+def _size(x: Tensor) -> float:
+    finite = x[x.isfinite()].abs()
+    return float(finite.max()) if len(finite) else 0.0
+
+
+def _run(update: Any, inputs: Inputs, softmax_scale: float | None = None, *, causal: bool = False):
+    """Out, m and l of the kernel with the student's update, on the CPU.
+
+    Raises:
+        CheckFailed: it is no kernel function, not written yet, or does not run.
+    """
+    if (reason := mode.missing()) is not None:
+        raise CheckFailed(f"kernels cannot run here: {reason}")
+    function = getattr(update, "fn", None)
+    name = getattr(update, "__name__", "your update")
+    if function is None:
+        raise CheckFailed(f"{name} is no kernel function: put @triton.jit on the line above it.")
+    if "raise NotImplementedError" in inspect.getsource(function):
+        raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
+    from labsupport.attention.flash_triton.with_update import attention_with_update
+
+    device = "cpu" if mode.interpreted() else "cuda"
+    tensors = (tensor.to(device) for tensor in inputs)
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    try:
+        with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN
+            results = attention_with_update(
+                update, *tensors, block_q=BLOCK, block_k=BLOCK, **options
+            )
+        return tuple(tensor.cpu() for tensor in results)
+    except Exception as error:
+        raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
+
+
+def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
+    first = error
+    while first.__cause__ is not None:  # the others only say where
+        first = first.__cause__
+    said = (str(first).strip().splitlines() or [""])[-1]  # a compiler's error begins with the code
+    if "same dtype" in said:
+        return (
+            f"tl.dot wants both factors in one dtype. v has the inputs' dtype, {str(dtype)[6:]} "
+            "here; P was computed in float32: round it, p.to(v.dtype)."
+        )
+    if "unpack" in said or "index out of range" in said:
+        return f"{name} must return three values, m, l and acc ({said})."
+    if "Loop-carried variable acc" in said:
+        return NARROW_ACC
+    return f"{name} does not run. {type(first).__name__}: {said}"
+
+
+def _reference(
+    inputs: Inputs, causal: bool, softmax_scale: float | None, mistake: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, m (base 2) and l in float64, tile by tile, with one mistake or without."""
+    q, k, v = inputs
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    scale = LOG2_E * (softmax_scale or 1 / math.sqrt(q.shape[-1]))
+    scores = q.double() @ k.double().mT * scale
+    if causal:
+        hidden = torch.ones(n_q, n_k).tril(n_k - n_q) == 0
+        scores = scores.masked_fill(hidden, -torch.inf)
+    exp: Callable[[Tensor], Tensor] = torch.exp
+    of_p = exp if mistake in ("exp", "exp in P") else torch.exp2
+    of_alpha = exp if mistake in ("exp", "exp in alpha") else torch.exp2
+    m, l, acc = scores.new_full((n_q,), -torch.inf), scores.new_zeros(n_q), q.double() * 0
+    for cols in torch.arange(n_k).split(BLOCK):
+        s = scores[:, cols]
+        m_new = s.amax(-1) if mistake == "maximum of the tile" else m.maximum(s.amax(-1))
+        shift = m_new if mistake == "empty rows give NaN" else finite_or_zero(m_new)
+        shift = shift * 0 if mistake == "nothing subtracted" else shift
+        alpha = of_alpha(shift - m if mistake == "alpha upside down" else m - shift)
+        if mistake == "nothing subtracted":
+            alpha = torch.ones_like(alpha)
+        under = m if mistake == "old maximum in P" else shift
+        p = of_p(s if mistake == "not subtracted in P" else s - under[:, None])
+        l = l if mistake in ("l not rescaled", "nothing rescaled") else l * alpha
+        l = l if mistake == "nothing added to l" else l + p.sum(-1)
+        acc = acc if mistake in ("acc not rescaled", "nothing rescaled") else acc * alpha[:, None]
+        acc = acc + p.to(v.dtype).double() @ v[cols].double()
+        if mistake == "divided in every step":
+            acc = acc / l[:, None]
+        m = m if mistake == "m not returned" else m_new
+    return acc / torch.where(l == 0, 1.0, l)[:, None], m, l
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def _rising(n_q: int, n_k: int, seed: int, dtype: torch.dtype = torch.float16) -> Inputs:
+    """Random rows; later keys score higher, so that the maximum rises from tile to tile."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, HEAD_DIM, generator=generator) for n in (n_q, n_k, n_k))
+    k = k + torch.linspace(0, 0.5, n_k)[:, None] * q.mean(dim=0).sign()
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _of_scores(scores: Sequence[int]) -> Inputs:
+    """Rows whose base-2 scores, with softmax_scale = 1 / log2(e), are these, one a tile."""
+    q = torch.zeros(BLOCK, HEAD_DIM, dtype=torch.float16)
+    q[:, 0] = 1
+    k = torch.zeros(len(scores) * BLOCK, HEAD_DIM, dtype=torch.float16)
+    k[:, 0] = torch.tensor(scores).repeat_interleave(BLOCK)
+    v = torch.arange(len(k), dtype=torch.float16)[:, None] / 32 + torch.zeros_like(k)
+    return q, k, v
+
+
+def _two_levels(drop: float, value: float) -> tuple[Inputs, float]:
+    """One key with score 0 and V = 0; all others `drop` lower in base 2, and V = `value`."""
+    q, k, v = _of_scores((-1, -1, -1, -1))
+    k[0], v[:] = 0, value
+    v[0] = 0
+    # With drop = 0 all scores are equal.
+    return (q, k, v), drop / LOG2_E or 1e-30

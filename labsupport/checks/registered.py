@@ -1,0 +1,313 @@
+"""Checks of exercise 2-2: an attention function of one's own inside Transformers' models.
+
+A wrong result is compared with what textbook attention with one typical mistake gives: called
+directly, and inside the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
+from labsupport.checks.small_models import decode, small_models, use_attention
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed
+from labsupport.profiling.memory import LargestTensor
+
+MISTAKES = {
+    "is_causal ignored": (
+        "is_causal stands among the keyword arguments, and overrules module.is_causal unless it "
+        "is None."
+    ),
+    "scaling ignored": (
+        "`scaling` is ignored. The model decides by what the scores are multiplied: pass it on as "
+        "softmax_scale."
+    ),
+    "always causal": (
+        "It is causal where the model is not: an encoder such as BERT looks both ways. Ask "
+        "module.is_causal."
+    ),
+    "never causal": "The future is visible: module.is_causal is True here, so pass causal=True.",
+    "top-left": (
+        "The causal mask is aligned top-left. With a cache there are more keys than queries, and "
+        "the queries are the last tokens: bottom-right, as flash_attention(causal=True) does it."
+    ),
+    "not transposed": (
+        "Each token attends across heads: Transformers gives (batch, heads, seqlen, head_dim), "
+        "flash_attention takes (batch, seqlen, heads, head_dim). Transpose q, k and v."
+    ),
+    "viewed": (
+        "q, k and v were brought to the right shape by view or reshape, which mixes heads and "
+        "positions: swap the dimensions with transpose(1, 2)."
+    ),
+    "k and v swapped": "key and value are swapped.",
+    "heads shared in turns": (
+        "Key heads are shared in the wrong order: consecutive query heads share one. "
+        "flash_attention takes grouped heads as they are; repeat nothing."
+    ),
+}
+
+
+def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-2: called directly: layout, scaling, causality, grouped heads.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for n_q, n_k, kv_heads, of_module, options in (
+        (6, 6, 4, False, {}),
+        (6, 6, 4, True, {}),
+        (6, 6, 4, True, {"is_causal": None}),
+        (5, 9, 4, False, {"scaling": 0.7}),
+        (6, 6, 2, True, {"scaling": 0.1}),
+        (3, 8, 2, True, {}),
+        (1, 8, 1, True, {}),
+        (6, 6, 4, True, {"is_causal": False}),
+        (6, 6, 4, False, {"is_causal": True}),
+    ):
+        inputs = _inputs(n_q, n_k, kv_heads, seed)
+        module = _module(of_module)
+        given = (module, *inputs, None)
+        out = _output(call(student, *given, **options), given, options)
+        exact = RIGHT(module, *(x.double() for x in inputs), None, **options)[0]
+        textbook = RIGHT(*given, **options)[0]
+        said = ", ".join(f"{k}={v}" for k, v in options.items())
+        mistakes = [
+            Mistake(text, partial(_try, partial(_with_mistake(m), *given, **options)))
+            for m, text in MISTAKES.items()
+        ]
+        judge(
+            f"(seqlen_q {n_q}, seqlen_k {n_k}, heads 4, kv_heads {kv_heads}, "
+            f"module.is_causal {of_module}{', ' * bool(said)}{said}) out",
+            out,
+            exact,
+            allowed=compare_with_oracle(textbook, textbook, exact).allowed,
+            mistakes=mistakes,
+            dtype=inputs[0].dtype,
+        )
+    passed("layout, scaling, causality and grouped heads are right", seed)
+
+
+def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-2: registered with Transformers, in a GPT-2, a Llama and a BERT of random weights.
+
+    Raises:
+        CheckFailed: a model's logits are not those of its eager attention; names the mistake.
+    """
+
+    def checked(*given: Any, **options: Any) -> Any:
+        return _output(call(student, *given, **options), given, options), None
+
+    for name, model in small_models(seed).items():
+        for use, run in (("one pass", _logits), ("in pieces, with a cache", decode)):
+            if name == "BERT" and run is decode:
+                continue
+            expected = run(model, "eager")
+            judge(
+                f"({name}, {use}) what the model returns",
+                run(model, checked),
+                expected,
+                allowed=1e-5,
+                mistakes=[
+                    Mistake(text, partial(_try, partial(run, model, _with_mistake(m))))
+                    for m, text in MISTAKES.items()
+                ],
+            )
+    passed("GPT-2, Llama and BERT return the same as with eager attention, cache included", seed)
+
+
+def check_registered_memory(student: Callable[..., Any]) -> None:
+    """Exercise 2-2: FlashAttention runs, not the textbook, and shared keys are not repeated.
+
+    Raises:
+        CheckFailed: naming the shape of the largest tensor and the operator that made it.
+    """
+    for n_q, kv_heads, is_causal in ((512, 4, True), (512, 4, False), (4, 1, False)):
+        q, k, v = _inputs(n_q, 512, kv_heads, seed=0)
+        with LargestTensor() as largest:
+            call(student, _module(is_causal), q, k, v, None)
+        if largest.numel <= max(q.numel(), k.numel()):
+            continue
+        what = (
+            f"a tensor of shape {largest.shape} was created (by {largest.op}) for q "
+            f"{tuple(q.shape)} and k {tuple(k.shape)}: "
+        )
+        if kv_heads < q.shape[1] and largest.numel == k.numel() * q.shape[1]:
+            raise CheckFailed(
+                f"{what}k or v was repeated to {q.shape[1]} heads. flash_attention takes grouped "
+                "heads as they are."
+            )
+        raise CheckFailed(
+            f"{what}that is a matrix of scores, or a mask. This is textbook attention; call "
+            "flash_attention."
+        )
+    passed("no matrix of scores, and no repeated keys")
+
+
+def check_registered_refusals(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 2-2: what it cannot do, a mask or dropout, is refused and not left out.
+
+    Raises:
+        CheckFailed: it returned a result, or stumbled instead of refusing.
+    """
+    q, k, v = _inputs(6, 6, 2, seed)
+    module = _module(is_causal=True)
+    given = (module, q, k, v, None)
+    plain = _output(call(student, *given, dropout=0.0), given, {})
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[1, :, :, :2] = False  # the second text begins with two tokens of padding
+    refused, out = _try_refusal(student, "a mask", module, q, k, v, mask)
+    if not refused:
+        ignored = isinstance(out, Tensor) and torch.equal(out, plain)
+        effect = (
+            "Your function ignores it: every token would look at the padding, and the model's "
+            "answer would be wrong without a word."
+            if ignored
+            else "flash_attention has no such argument: did another function compute this?"
+        )
+        raise CheckFailed(
+            f"attention_mask holds padding, and a result came back. {effect} "
+            "Raise a ValueError when attention_mask is not None."
+        )
+    refused, _ = _try_refusal(student, "dropout", *given, dropout=0.1)
+    if not refused:
+        raise CheckFailed(
+            "dropout is 0.1, and a result came back without it: flash_attention here has no "
+            "dropout. Raise a ValueError when dropout is not 0."
+        )
+    passed("a mask and dropout are refused, not ignored", seed)
+
+
+def _try_refusal(
+    student: Callable[..., Any], what: str, *args: Any, **options: Any
+) -> tuple[bool, Any]:
+    """Whether a call was refused, and if not, what came back."""
+    try:
+        result = student(*args, **options)
+    except (ValueError, NotImplementedError):
+        return True, None
+    except Exception as error:
+        raise CheckFailed(
+            f"with {what} your function fails by accident ({type(error).__name__}: {error}): raise "
+            "a ValueError that says what it cannot do."
+        ) from error
+    return False, result[0] if isinstance(result, tuple) and result else result
+
+
+def _output(result: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The output out of (out, None), of the right shape; anything else is named."""
+    if isinstance(result, Tensor):
+        raise CheckFailed(
+            "you return one tensor; Transformers expects two values: return out, None. (The second "
+            "would be the weights, which FlashAttention never stores.)"
+        )
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        raise CheckFailed("return two values: out, None.")
+    if result[1] is not None:
+        raise CheckFailed(
+            "the second value is for the attention weights, and FlashAttention stores none: return "
+            "out, None."
+        )
+    query, out = given[1], result[0]
+    batch, heads, n_q, d = query.shape
+    if out.shape == (batch, n_q, heads, d):
+        return out
+    if out.shape == query.shape:
+        numbers = RIGHT(*given, **options)[0].transpose(1, 2)
+        raise CheckFailed(
+            f"out has shape {tuple(out.shape)}, Transformers' layout. "
+            + (
+                "Its numbers are right: do not transpose it back, the model goes on with "
+                "(batch, seqlen_q, heads, head_dim)."
+                if torch.allclose(out, numbers, atol=1e-4)
+                else "flash_attention takes and returns (batch, seqlen, heads, head_dim): "
+                "transpose q, k and v before."
+            )
+        )
+    raise CheckFailed(
+        f"out has shape {tuple(out.shape)}, but (batch, seqlen_q, heads, head_dim) = "
+        f"{(batch, n_q, heads, d)} was expected."
+    )
+
+
+def _with_mistake(mistake: str | None) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function for Transformers, by the textbook, with one mistake."""
+
+    def function(
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if is_causal is None or mistake == "is_causal ignored":
+            is_causal = bool(module.is_causal)
+        causal = {"always causal": True, "never causal": False}.get(mistake or "", is_causal)
+        if mistake == "scaling ignored":
+            scaling = None
+        if mistake == "k and v swapped":
+            k, v = v, k
+        if mistake == "not transposed":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if mistake == "viewed":
+            q, k, v = (
+                x.reshape(x.shape[0], x.shape[2], x.shape[1], -1).transpose(1, 2) for x in (q, k, v)
+            )
+        group = q.shape[1] // k.shape[1]
+        shared_in_turns = mistake == "heads shared in turns"
+        k, v = (
+            x.repeat(1, group, 1, 1) if shared_in_turns else x.repeat_interleave(group, dim=1)
+            for x in (k, v)
+        )
+        exact = oracle_attention if q.dtype == torch.float64 else standard_attention
+        if causal and mistake == "top-left":
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+            out = exact(q, k, v, mask, softmax_scale=scaling)[0]
+        else:
+            out = exact(q, k, v, causal=causal, softmax_scale=scaling)[0]
+        return (out if mistake == "not transposed" else out.transpose(1, 2)), None
+
+    return function
+
+
+RIGHT = _with_mistake(None)
+
+
+def _try(compute: Callable[[], Any]) -> Tensor:
+    """What a mistake gives; where it cannot be computed, a tensor that matches nothing."""
+    try:
+        result = compute()
+    except (RuntimeError, ValueError, ZeroDivisionError):
+        return torch.empty(0)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _logits(model: Any, attention: Callable[..., Any] | str) -> Tensor:
+    """Everything that a model returns for one batch without padding, in one pass."""
+    ids = torch.arange(14).view(2, 7) * 5 % 31
+    with use_attention(model, attention), torch.no_grad():
+        return model(ids)[0]
+
+
+def _inputs(n_q: int, n_k: int, kv_heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query (2, 4, n_q, 16), key and value (2, kv_heads, n_k, 16), as a model gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(2, n, h * 16, generator=generator).view(2, n, h, 16).transpose(1, 2)
+        for n, h in ((n_q, 4), (n_k, kv_heads), (n_k, kv_heads))
+    )
+    return q, k, v
+
+
+def _module(is_causal: bool) -> nn.Module:
+    """What stands for the model's attention layer."""
+    module: Any = nn.Module()
+    module.is_causal, module.layer_idx = is_causal, 0
+    return module.eval()

@@ -1,0 +1,192 @@
+"""The check of a kernel's update: right ones pass, and each mistake gets its own diagnosis."""
+
+import importlib.util
+import sys
+from itertools import count
+
+import pytest
+
+from labsupport import checks
+
+if sys.platform != "linux":
+    pytest.skip("Triton exists for Linux only", allow_module_level=True)
+
+from labsupport.attention.flash_triton.with_update import softmax_update
+from tests.checks.test_textbook import diagnosis
+
+UPDATE = [checks.check_update_values, checks.check_update_extremes, checks.check_update_dtype]
+
+SOLUTION = """
+@triton.jit
+def update(m, l, acc, scores, v):
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(scores - shift[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+    return m_new, l, acc
+"""
+ANOTHER_STYLE = """
+@triton.jit
+def largest(m, scores):
+    return tl.where(tl.max(scores, axis=1) > m, tl.max(scores, axis=1), m)
+
+@triton.jit
+def update(m_old, l, acc, s, v):
+    m = largest(m_old, s)
+    seen = m > float("-inf")
+    p = tl.where(seen[:, None], tl.math.exp2(s - m[:, None]), 0.0)
+    alpha = tl.where(m_old > float("-inf"), tl.math.exp2(m_old - m), 0.0)
+    l *= alpha
+    l += tl.sum(p, axis=1)
+    acc *= alpha[:, None]
+    return m, l, tl.dot(p.to(v.type.element_ty), v, acc)
+"""
+
+
+@pytest.fixture
+def jitted(tmp_path):
+    """Kernel functions need a file: Triton reads their source."""
+    number = count()
+
+    def define(source, name="update"):
+        file = tmp_path / f"cell{next(number)}.py"
+        file.write_text(f"import triton\nimport triton.language as tl\n{source}")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    return define
+
+
+@pytest.fixture
+def broken(jitted):
+    def define(*changes):
+        source = SOLUTION
+        for old, new in changes:
+            assert old in source, f"the solution no longer contains {old!r}"
+            source = source.replace(old, new)
+        return jitted(source)
+
+    return define
+
+
+@pytest.mark.parametrize("check", UPDATE)
+@pytest.mark.parametrize("source", [SOLUTION, ANOTHER_STYLE], ids=["solution", "another style"])
+def test_right_updates_pass_and_write_nothing_else(check, source, jitted, capfd):
+    check(jitted(source))
+    printed, warned = capfd.readouterr()
+    assert printed.startswith("[ok]")
+    assert warned == ""
+
+
+@pytest.mark.parametrize("check", UPDATE)
+def test_the_labs_own_update_passes(check):
+    check(softmax_update)
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_other_seeds_pass_too(seed, jitted):
+    checks.check_update_values(jitted(SOLUTION), seed=seed)
+    checks.check_update_extremes(jitted(SOLUTION), seed=seed)
+
+
+MISTAKES = {
+    "nothing rescaled": (
+        [("l * alpha", "l"), ("acc * alpha[:, None]", "acc")],
+        "Neither l nor acc is rescaled",
+    ),
+    "l not rescaled": ([("l * alpha", "l")], "running sum l is not"),
+    "acc not rescaled": ([("acc * alpha[:, None]", "acc")], "acc is not rescaled"),
+    "maximum of the tile": (
+        [("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)")],
+        "maximum of the last tile",
+    ),
+    "old m returned": ([("return m_new", "return m")], "return m_new"),
+    "exp": ([("tl.exp2(", "tl.exp(")], "exp is used for exp2"),
+    "log2(e) twice": (
+        [("exp2(m - shift)", "exp2((m - shift) * 1.4426950408889634)"),
+         ("exp2(scores - shift[:, None])", "exp2((scores - shift[:, None]) * 1.4426950408889634)")],
+        "second factor log2(e)",
+    ),
+    "exp in P alone": ([("tl.exp2(scores", "tl.exp(scores")], "P is computed with exp,"),
+    "exp in alpha alone": ([("tl.exp2(m", "tl.exp(m")], "alpha is computed with exp,"),
+    "nothing subtracted": (
+        [("scores - shift[:, None]", "scores"), ("l * alpha", "l"), ("acc * alpha[:, None]", "acc")],
+        "never subtracted",
+    ),
+    "not subtracted in P": ([("scores - shift[:, None]", "scores")], "without the maximum"),
+    "old maximum in P": ([("scores - shift[:, None]", "scores - m[:, None]")], "old maximum"),
+    "alpha upside down": ([("m - shift)", "shift - m)")], "has to shrink"),
+    "divided in every step": ([("v)\n", "v)\n    acc = acc / l[:, None]\n")], "divides once"),
+    "nothing added to l": ([(" + tl.sum(p, 1)", "")], "own sum is not added"),
+    "NaN in empty rows": (
+        [('tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new")],
+        "-inf - (-inf) is NaN",
+    ),
+    "0 for -inf": ([("return m_new", "return shift")], "must stay -inf, but is 0"),
+    "a large number for -inf": (
+        [("tl.maximum(m, tl.max(scores, 1))", "tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e6)")],
+        "must stay -inf, but is -1e+06",
+    ),
+    "P not rounded": ([("p.to(v.dtype)", "p")], "one dtype"),
+    "always float16": ([("p.to(v.dtype)", "p.to(tl.float16)")], "the inputs' dtype, float32 here"),
+    "v widened": ([("tl.dot(p.to(v.dtype), v)", "tl.dot(p, v.to(tl.float32))")], "widened"),
+    "l from rounded P": (
+        [("exp2(scores - shift[:, None])", "exp2(scores - shift[:, None]).to(v.dtype).to(tl.float32)")],
+        "exact as float16",
+    ),
+    "two values": ([("return m_new, l, acc", "return m_new, l")], "three values, m, l and acc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_gets_its_own_diagnosis(changes, said, broken):
+    assert said in diagnosis(broken(*changes), *UPDATE)
+
+
+def test_a_quotient_of_exponentials_overflows(broken):
+    """The same on paper; and right for small scores."""
+    quotient = "tl.exp2(scores) / tl.exp2(shift)[:, None]"
+    student = broken(("tl.exp2(scores - shift[:, None])", quotient))
+    checks.check_update_values(student)
+    assert "inside of exp2" in diagnosis(student, *UPDATE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([("v)\n", "v)\n    acc = acc.to(v.dtype)\n")], "acc overflows"),
+        ([("tl.sum(p, 1)", "tl.sum(p, 1).to(v.dtype)")], "exact as float16"),
+    ],
+)
+def test_sums_in_the_inputs_dtype_are_found(changes, said, broken):
+    """Random inputs might let float16 sums pass: these do not."""
+    student = broken(*changes)
+    messages = [diagnosis(student, check) for check in UPDATE if check_fails(check, student)]
+    assert any(said in message for message in messages), messages
+
+
+def check_fails(check, student):
+    try:
+        check(student)
+    except checks.CheckFailed:
+        return True
+    return False
+
+
+def test_two_mistakes_at_once_say_where_the_result_goes_wrong(broken):
+    student = broken(("l * alpha", "l"), ("return m_new", "return m_new + 1"))
+    assert "m is wrong" in diagnosis(student, *UPDATE)
+
+
+def test_a_stub_and_a_plain_function_are_named_as_what_they_are(jitted):
+    stub = SOLUTION[: SOLUTION.index("    m_new")] + "    raise NotImplementedError\n"
+    assert "not written yet" in diagnosis(jitted(stub), *UPDATE)
+    assert "@triton.jit" in diagnosis(jitted(SOLUTION.replace("@triton.jit", "")), *UPDATE)
+
+
+def test_what_does_not_run_says_why(broken):
+    assert "v_new" in diagnosis(broken(("return m_new", "return v_new")), *UPDATE)
