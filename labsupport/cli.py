@@ -50,6 +50,9 @@ def doctor(
 ) -> None:
     """Say what works on this machine, what does not, and how to mend it."""
     if report is not None:
+        for option, given in (("--json", as_json), ("--quick", quick)):
+            if given:
+                raise ValueError(f"a report is always whole, and Markdown: run it without {option}")
         _write_report(report, log)
         return
     if log is not None:

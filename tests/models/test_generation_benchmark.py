@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from labsupport.models.flops import model_flops
 from labsupport.models.generation import benchmark
 from labsupport.models.generation.benchmark import attempt, format_table, main, run
 from labsupport.models.generation.benchmark_models import (
     decode_bytes,
-    prefill_flops,
     random_ids,
     tiny_llama,
 )
@@ -29,7 +29,7 @@ def test_the_flops_are_those_that_pytorch_counts_with_attention_halved():
     attention = products[torch.ops.aten.bmm]
     # Rotary angles are a product as well: one of (head_dim / 2) x 1 x seqlen a row, at most.
     linear = counter.get_total_flops() - attention
-    assert linear + attention // 2 == pytest.approx(prefill_flops(model, 3, 50), rel=1e-3)
+    assert linear + attention // 2 == pytest.approx(model_flops(model, 3, 50, logits=1), rel=1e-3)
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -89,8 +92,76 @@ def test_the_result_is_written_as_json(program, tmp_path):
     assert result["prompt"] == TEXTS[1]
     assert result["attention"][0]["backend"] == "sdpa_flash"
     assert result["provenance"]["versions"]["torch"]
-    program(TEXTS[1], "--max-new-tokens", 1, "--json", file)
-    assert json.loads(file.read_text(encoding="utf-8"))["decode_tokens_per_s"] is None
+    other = tmp_path / "other.json"
+    program(TEXTS[1], "--max-new-tokens", 1, "--json", other)
+    assert json.loads(other.read_text(encoding="utf-8"))["decode_tokens_per_s"] is None
+
+
+def strict(text):
+    """The value of a JSON text that has no NaN, which Python's reader would let through."""
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_has_no_nan_in_its_table_and_the_text_no_rate_that_is_none(program, tmp_path):
+    file = tmp_path / "result.json"
+    done = program(TEXTS[1], "--max-new-tokens", 1, "--compare", "--json", file)
+    assert [row["decode_tokens_per_s"] for row in strict(file.read_text())["table"]] == [None, None]
+    assert "nan" not in done.stdout
+    assert "decode" not in done.stdout
+    assert "prefill" in done.stdout
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    program, tmp_path
+):
+    (tmp_path / "there.json").write_text("mine")
+    for name, message in {"there.json": "exists", "no/such.json": "there is no folder"}.items():
+        done = program("w05", "--model", "no/such.bin", "--json", tmp_path / name, ok=False)
+        assert message in str(done.exception)
+        assert "such.bin" not in str(done.exception)
+    assert (tmp_path / "there.json").read_text() == "mine"
+
+
+def test_a_prompt_file_that_is_no_text_is_named(program, tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    done = program("--prompt-file", tmp_path / "picture.png", ok=False)
+    assert "picture.png is no text in UTF-8" in str(done.exception)
+
+
+def test_the_environment_variable_chooses_the_attention_of_the_program(project, folder):
+    def run(choice):
+        command = [sys.executable, "-m", "labsupport.cli", "generate", "w05", "--device", "cpu"]
+        command += ["--model", str(folder), "--max-new-tokens", "2"]
+        environment = {**os.environ, "LABSUPPORT_ATTENTION": choice}
+        return subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment)
+
+    assert "attention  standard attention (standard: " in run("standard").stdout
+    wrong = run("standrad")
+    assert wrong.returncode == 1
+    assert "unknown attention 'standrad' in the environment variable" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "second"),
+    [
+        ("flash_torch", [], "flash_torch"),
+        ("flash_torch", ["--attention", "sdpa_flash"], "sdpa_flash"),
+        ("standard", [], "flash"),
+    ],
+)
+def test_compare_sets_the_chosen_attention_against_the_standard_one(
+    program, monkeypatch, variable, options, second
+):
+    monkeypatch.setenv("LABSUPPORT_ATTENTION", variable)
+    done = program(TEXTS[1], "--max-new-tokens", 2, "--compare", "-v", *options)
+    assert "standard (labsupport" in done.stdout
+    assert f"\n{second} (" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Using")]
+    assert len(lines) == len(set(lines)) == 8  # four layers, two kinds
 
 
 def test_compare_runs_both_kinds_and_says_how_far_they_agree(program, tmp_path):

@@ -5,15 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers as hf
 from torch.nn.attention.bias import causal_lower_right
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from labsupport.models.generation.compare import (
-    _oracle_logits,
-    _widened,
-    compare_attention,
-    first_difference,
-    prompt_logits,
-)
+from labsupport.models.generation.compare import compare_attention, first_difference
+from labsupport.models.generation.oracle import oracle_logits, prompt_logits, same_norm, widened
 from labsupport.models.generation.prompts import batch_of
 from labsupport.models.integration.register import register_attention
 from labsupport.models.integration.select import set_attention
@@ -101,11 +98,12 @@ def test_the_oracle_computes_in_float64_throughout():
     batch = batch_of(ROWS[:1], "cpu")
     for family in ("llama", "gpt2"):
         model = lively(family)
-        truth, name = _oracle_logits(model, batch)
+        truth, name = oracle_logits(model, batch)
         assert name == "the model in float64"
         torch.testing.assert_close(prompt_logits(model, batch), truth, rtol=1e-4, atol=1e-4)
         # An oracle that rounded to float32 on its way would keep less than this change of a weight.
-        wide = _widened(model, torch.float64)
+        wide, kept = widened(model, torch.float64)
+        assert kept == []
         before = prompt_logits(wide, batch)
         with torch.no_grad():
             wide.get_decoder().get_input_embeddings().weight[:, 0] += 1e-11
@@ -114,6 +112,58 @@ def test_the_oracle_computes_in_float64_throughout():
         assert (moved > 0).double().mean() > 0.9
         assert model.dtype == torch.float32
         assert model.config._attn_implementation == "eager"
+
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("name", ["Gemma", "Qwen3"])
+def test_the_oracle_knows_norms_of_other_kinds(name, tokenizer):
+    """Gemma's weight is stored less 1; Qwen3 has norms within its attention."""
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**SMALL)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    batch = batch_of(ROWS[:1], "cpu")
+    truth, how = oracle_logits(model, batch)
+    assert how == "the model in float64"
+    torch.testing.assert_close(prompt_logits(model, batch), truth, rtol=1e-4, atol=1e-4)
+    found = compare_attention(model, tokenizer, TEXTS[0], max_new_tokens=2, repeats=1)
+    assert found.agree
+
+
+class ClippedRMSNorm(LlamaRMSNorm):
+    """A norm that PyTorch's cannot replace."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).clamp(-1, 1)
+
+
+def test_a_norm_that_is_not_known_is_kept_and_said_to_be(tokenizer):
+    model = lively("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = ClippedRMSNorm
+    batch = batch_of(ROWS[:1], "cpu")
+    truth, how = oracle_logits(model, batch)
+    assert how == "the model in float64 (but ClippedRMSNorm in float32)"
+    torch.testing.assert_close(prompt_logits(model, batch), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["eps", "weight"])
+def test_a_norm_is_replaced_by_one_that_computes_the_same(change):
+    norm = LlamaRMSNorm(16, eps=1e-6)
+    same = same_norm(norm)
+    assert isinstance(same, torch.nn.RMSNorm)
+    assert same.eps == 1e-6
+    if change == "eps":
+        norm.eps = 1e-6
+        norm.variance_epsilon = 1e-6
+        norm.forward = LlamaRMSNorm(16, eps=1e-5).forward
+    else:
+        norm.forward = lambda rows: LlamaRMSNorm.forward(norm, rows) * 1.001
+    assert same_norm(norm) is None
 
 
 def test_two_different_backends_are_needed(tokenizer):

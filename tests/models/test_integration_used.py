@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from labsupport.attention import flash_torch
+from labsupport.models.generation.result import attention_lines
 from labsupport.models.integration import used
 from labsupport.models.integration.select import set_attention
 from labsupport.models.integration.used import attention_used, reset_attention_used
@@ -150,6 +151,32 @@ def test_the_log_does_not_say_flashattention_of_a_stored_mask(caplog):
         "Using FlashAttention for layer 0 (sdpa_flash)",
         "Using a fused kernel with a stored mask for layer 0 (sdpa_flash)",
     ]
+
+
+def test_a_report_says_what_the_log_says():
+    model = tiny("llama", num_hidden_layers=1)
+    set_attention(model, "sdpa_flash")
+    past = DynamicCache(config=model.config)
+    for length in (4, 3):
+        model(tokens(1, length), past_key_values=past)
+    said = [line.partition(" (")[0] for line in attention_lines(attention_used(model))]
+    assert said == ["FlashAttention", "a fused kernel with a stored mask"]
+
+
+def test_where_counts_begin_again_the_log_can_say_each_line_once(caplog):
+    model = tiny("llama", num_hidden_layers=1)
+    caplog.set_level(logging.INFO, "labsupport.models")
+
+    def switch() -> None:
+        for backend in ("standard", "flash_torch", "standard"):
+            set_attention(model, backend)
+            model(tokens(1, 4))
+
+    with used.each_line_once():
+        switch()
+    assert len(caplog.records) == 2
+    switch()
+    assert len(caplog.records) == 2 + 3
 
 
 def test_nothing_is_printed_unasked(capfd):

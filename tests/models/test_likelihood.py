@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers as hf
 
 from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
@@ -57,12 +58,58 @@ def test_ids_of_another_kind_are_refused():
         negative_log_likelihood(model, torch.ones(1, 5))
 
 
-def test_a_model_that_changes_its_logits_afterwards_is_refused():
-    import transformers as hf
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+DECODER = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2}
 
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    config = hf.Gemma2Config(
-        **sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Gemma2ForCausalLM", DECODER | {"head_dim": 8}),  # caps its logits
+        ("GraniteForCausalLM", DECODER | {"logits_scaling": 2.0}),
+        ("CohereForCausalLM", DECODER),  # scales them
+        ("BertLMHeadModel", SIZES | {"num_attention_heads": 4, "is_decoder": True}),  # two layers
+    ],
+)
+def test_a_model_whose_head_is_more_than_one_matrix_is_refused(name, sizes):
+    model_class = getattr(hf, name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**sizes, pad_token_id=0)).eval()
+    with pytest.raises(ValueError, match=f"{name} does more than one matrix product"):
+        negative_log_likelihood(model, torch.arange(5)[None])
+
+
+def test_a_model_without_a_head_or_with_an_encoder_is_refused():
+    t5 = hf.T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    for model in (tiny("llama").model, hf.T5ForConditionalGeneration(t5)):
+        with pytest.raises(ValueError, match="is no causal language model"):
+            negative_log_likelihood(model.eval(), torch.arange(5)[None])
+
+
+def test_texts_beyond_the_positions_or_the_vocabulary_are_refused():
+    model = tiny("gpt2", n_positions=16)
+    negative_log_likelihood(model, torch.arange(16)[None])
+    with pytest.raises(ValueError, match="the text has 17 tokens, and the model has 16 positions"):
+        negative_log_likelihood(model, torch.arange(17)[None])
+    with pytest.raises(ValueError, match="a token 61, and the model's embedding has 61 rows"):
+        negative_log_likelihood(model, torch.tensor([[3, 61]]))
+
+
+def test_dropout_that_is_active_is_refused():
+    ids = torch.arange(9)[None]
+    with pytest.raises(ValueError, match=r"its dropout is active: model.eval\(\)"):
+        negative_log_likelihood(tiny("gpt2").train(), ids)
+    assert negative_log_likelihood(tiny("llama").train(), ids) == pytest.approx(
+        negative_log_likelihood(tiny("llama"), ids)
     )
-    with pytest.raises(ValueError, match="final_logit_softcapping"):
-        negative_log_likelihood(hf.Gemma2ForCausalLM(config), torch.arange(5)[None])
+
+
+def test_the_model_runs_once():
+    from labsupport.models import attention_used, set_attention
+
+    model = tiny("llama")
+    set_attention(model, "flash")
+    negative_log_likelihood(model, torch.arange(9)[None], chunk=2)
+    assert [use.calls for use in attention_used(model)] == [1, 1]
+    assert not model.base_model._forward_hooks
+    assert not model.lm_head._forward_hooks

@@ -7,6 +7,7 @@ import time
 
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from labsupport.plotting import Chart, alt_text
 from labsupport.plotting.monitor import plot_monitor
@@ -161,6 +162,9 @@ def test_wrong_use_is_told():
     unused = monitor()
     with pytest.raises(RuntimeError, match="nothing is sampled yet"):
         _ = unused.peak_bytes
+    with pytest.raises(RuntimeError, match="nothing is sampled yet"):
+        _ = unused.mean_bytes
+    assert str(unused) == "nothing is sampled yet: use `with monitor() as watch: ...`"
     with unused:
         pass
     with pytest.raises(RuntimeError, match="has been used"):
@@ -253,6 +257,45 @@ def test_a_gpu_has_panels_of_its_own_and_is_described():
     assert "GPU memory used by everybody: peak 3.0 GiB at 1.0 s, 1.0 GiB at the end" in words
     assert "40% on average" in words
     assert isinstance(chart, Chart)
+
+
+def test_the_words_stay_inside_the_picture_however_long_they_are():
+    samples = pd.DataFrame({"time_s": [0.0, 1.0], "rss_bytes": [1e9, 2e9],
+                            "gpu_tree_bytes": [1e9, 9.5 * 2**30]})  # fmt: skip
+    chart = plot_monitor(
+        samples,
+        title="python -c 'import torch; x = torch.ones(10**8); print(x.sum())' and more words: "
+        + "at most 1.9 GiB, 1.4 GiB on average" + "x" * 120,
+        limit=("memory limit of this container or job", 140.0 * 2**30),
+        gpu_limit=("memory of this GPU (NVIDIA H100 80GB HBM3 MIG 1g.10gb)", 140.4 * 2**30),
+        start_bytes=1e9,
+        small_print="NVIDIA H200, 2026-01-01, " + "how it was sampled, " * 20,
+    )  # fmt: skip
+    canvas = FigureCanvasAgg(chart)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    texts = [text for axes in chart.axes for text in axes.get_legend().get_texts()]
+    texts += chart.texts
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert len(boxes) >= 7
+    assert all(box.x0 >= 0 and box.x1 <= chart.bbox.width for box in boxes)
+    assert all(box.y0 >= 0 and box.y1 <= chart.bbox.height for box in boxes)
+
+
+def test_a_number_and_its_unit_stay_on_one_line():
+    samples = pd.DataFrame({"time_s": [0.0, 1.0], "rss_bytes": [1e9, 2e9]})
+    for length in (58, 62):
+        title = f"{'x' * length} at most 2.8 GiB on average"
+        lines = plot_monitor(samples, title=title).get_suptitle().split("\n")
+        assert any("2.8\N{NO-BREAK SPACE}GiB" in line for line in lines)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gpu_that_is_not_used_is_drawn_as_zero():
+    samples = pd.DataFrame({"time_s": [0.0], "rss_bytes": [1e9], "gpu_tree_bytes": [0.0]})
+    chart = plot_monitor(samples, title="A finding", gpu_limit=("memory of a GPU", 8e9))
+    assert chart.axes[1].get_ylim()[0] == 0 < chart.axes[1].get_ylim()[1]
+    assert all(axes.get_xlim()[1] > 0 for axes in chart.axes)
 
 
 def test_a_table_of_something_else_is_refused():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -28,8 +30,12 @@ def generate_command(
         Option(help="A known name (smollm2, stories15m, gpt2), a folder, a .bin file, a hub id."),
     ] = "smollm2",
     attention: Annotated[
-        str, Option(help="standard, flash (any IO-aware backend), auto, or a backend's name.")
-    ] = "auto",
+        str | None,
+        Option(
+            help="standard, flash (any IO-aware backend), auto, or a backend's name. "
+            "Default: the environment variable LABSUPPORT_ATTENTION, else auto."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, Option(help="At most so many; 0 runs the prefill alone.")] = 64,
     cache: Annotated[str, Option(help="dynamic, static, or graphed (the lab's fast loop).")] = (
         "dynamic"
@@ -79,14 +85,17 @@ def generate_command(
             "--compare takes one greedy text with the dynamic cache: "
             "leave --temperature, --batch and --cache away"
         )
+    _check_json(json_file)
     if verbose:
         _log_to_stderr()
 
     from labsupport.models import generate, load_model
+    from labsupport.models.integration.select import chosen_attention
     from labsupport.profiling.provenance import provenance
 
+    chosen = chosen_attention(attention)
     loaded = load_model(
-        model, attention=attention, dtype=_dtype(dtype), device=device, download=download
+        model, attention=chosen, dtype=_dtype(dtype), device=device, download=download
     )
     if chat is None:
         chat = bool(getattr(loaded.tokenizer, "chat_template", None))
@@ -96,7 +105,7 @@ def generate_command(
     if compare:
         from labsupport.models import compare_attention
 
-        backends = ("standard", "flash" if attention in ("standard", "auto") else attention)
+        backends = ("standard", "flash" if chosen in ("standard", "auto") else chosen)
         comparison = compare_attention(
             loaded.model,
             loaded.tokenizer,
@@ -136,7 +145,8 @@ def generate_command(
         result |= _generation_as_json(done)
     if json_file is not None:
         result["provenance"] = provenance(loaded.model.device)
-        json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        text = json.dumps(_as_json(result), indent=2, ensure_ascii=False, allow_nan=False)
+        json_file.write_text(text + "\n", "utf-8")
     if not agree:
         raise typer.Exit(1)
 
@@ -144,7 +154,24 @@ def generate_command(
 def _prompt(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ValueError("give a prompt, or --prompt-file FILE (one of them)")
-    return prompt if prompt is not None else Path(str(file)).read_text(encoding="utf-8")
+    if file is None:
+        return str(prompt)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error.reason}") from None
+
+
+def _check_json(file: Path | None) -> None:
+    """Refuse a file that could not be written, before anything long begins."""
+    if file is None:
+        return
+    if file.exists():
+        raise FileExistsError(f"{file} exists: choose another name for --json")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {file.parent} to write {file.name} to")
+    if not os.access(file.parent, os.W_OK):
+        raise PermissionError(f"the folder {file.parent} cannot be written to")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -173,17 +200,23 @@ def _print_step(step: int, tokens: Any, seconds: float) -> None:
 
 def _generation_as_json(done: Generation) -> dict[str, Any]:
     rates = ("new_tokens", "prefill_tokens_per_s", "decode_tokens_per_s")
-    record = asdict(done) | {name: getattr(done, name) for name in rates}
-    # JSON has no NaN: no decode step, no rate.
-    return {name: None if value != value else value for name, value in record.items()}
+    return asdict(done) | {name: getattr(done, name) for name in rates}
 
 
 def _comparison_as_json(comparison: Comparison) -> dict[str, Any]:
     names = ("max_difference", "bound", "oracle", "parted_at", "gap", "near_tie")
     record = {name: getattr(comparison, name) for name in (*names, "same_text", "agree")}
-    record = {name: None if value != value else value for name, value in record.items()}
     record["table"] = comparison.table.to_dict("records")
     record["generations"] = {
         name: _generation_as_json(done) for name, done in comparison.generations.items()
     }
     return record
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has no NaN (no decode step, no rate), and no infinity."""
+    if isinstance(value, dict):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,17 +15,16 @@ logits of the two tokens are at most 2 (e + b) apart: each of the two logits mov
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from labsupport.models.generation.generate import generate
-from labsupport.models.generation.prompts import Batch, check_room, encode
+from labsupport.models.generation.oracle import oracle_logits, prompt_logits
+from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
 from labsupport.models.generation.result import Generation
 from labsupport.profiling.memory import format_bytes, measure_peak_memory
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0  # the other kind's error against the standard one's
 SLACK = 1e-5  # of the logits' standard deviation
-POSITIONS = 256  # the logits of all positions of a long prompt would not fit
+DECODE = "decode_tokens_per_s"  # NaN without a decode step
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Comparison:
                 f"{row['backend']} ({row['kernel']})",
                 f"  prefill {row['prefill_tokens_per_s']:,.1f} tokens/s, "
                 f"{format_bytes(row['prefill_peak_bytes'])} extra",
-                f"  decode  {row['decode_tokens_per_s']:,.1f} tokens/s",
+                *([f"  decode  {rate:,.1f} tokens/s"] if (rate := row[DECODE]) == rate else []),
                 f"  memory  {format_bytes(row['peak_bytes'])} at the peak, "
                 f"{format_bytes(row['mean_bytes'])} on average "
                 f"({self.generations[row['backend']].memory})",
@@ -132,13 +131,30 @@ def compare_attention(
     Raises:
         ValueError: not two different backends; otherwise as `generate` and `set_attention`.
     """
-    from labsupport.models.integration.select import set_attention
+    from labsupport.models.integration.used import each_line_once
 
     if len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
+    check_model(model)
     batch = encode(tokenizer, prompt, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)
-    truth, oracle = _oracle_logits(model, batch)
+    with each_line_once():
+        return _compare(model, tokenizer, prompt, batch, backends, max_new_tokens, chat, repeats)
+
+
+def _compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    batch: Batch,
+    backends: tuple[str, str],
+    max_new_tokens: int,
+    chat: bool,
+    repeats: int,
+) -> Comparison:
+    from labsupport.models.integration.select import set_attention
+
+    truth, oracle = oracle_logits(model, batch)
 
     runs: dict[str, list[Generation]] = {name: [] for name in backends}
     logits, prefill_bytes = {}, {}
@@ -191,44 +207,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def prompt_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Logits of the prompt's last POSITIONS positions, on the CPU: (positions, vocabulary)."""
-    keep = min(batch.width, POSITIONS)
-    return model(batch.ids, use_cache=False, logits_to_keep=keep).logits[0].double().cpu()
-
-
-@torch.inference_mode()
 def _prefill(model: PreTrainedModel, batch: Batch) -> Any:
     return model(batch.ids, use_cache=True, logits_to_keep=1)
-
-
-def _oracle_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, str]:
-    wide = torch.float64
-    if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16):
-        wide = torch.float32  # exact enough to judge 16 bits, and fast on every GPU
-    name = str(wide).removeprefix("torch.")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # no TF32
-    try:
-        return prompt_logits(_widened(model, wide), batch), f"the model in {name}"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _widened(model: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy of the model that computes in `dtype` throughout, by textbook attention."""
-    from labsupport.models.integration.select import set_attention
-
-    wide = copy.deepcopy(model).to(dtype)
-    set_attention(wide, "standard")
-    # Transformers' RMSNorm computes in float32 whatever it is given.
-    for module in list(wide.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=dtype)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return wide
 
 
 def _gap(model: PreTrainedModel, batch: Batch, rows: list[list[int]], index: int) -> float:
@@ -242,7 +222,7 @@ def _gap(model: PreTrainedModel, batch: Batch, rows: list[list[int]], index: int
     return float(logits[rows[0][index]] - logits[rows[1][index]])
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item()
 
 
@@ -259,7 +239,7 @@ def _table(
                 "backend": name,
                 "kernel": " and ".join(kernels),
                 "prefill_tokens_per_s": statistics.median(g.prefill_tokens_per_s for g in done),
-                "decode_tokens_per_s": statistics.median(g.decode_tokens_per_s for g in done),
+                DECODE: statistics.median(g.decode_tokens_per_s for g in done),
                 "prefill_peak_bytes": prefill_bytes[name],
                 # The largest: on a CPU a later run may find memory that was not given back.
                 "peak_bytes": max(g.peak_bytes for g in done),

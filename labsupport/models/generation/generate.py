@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from labsupport.models.generation.memory import MemorySampler
-from labsupport.models.generation.prompts import Batch, check_room, encode, end_tokens
+from labsupport.models.generation.prompts import Batch, check_model, check_room, encode, end_tokens
 from labsupport.models.generation.result import Decoded, Generation
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def generate(
         on_step: called after each step with its number, the tokens, its seconds.
 
     Raises:
-        ValueError: options that make no sense, a prompt that does not fit, a model in training
-            mode.
+        ValueError: options that make no sense; a prompt, or a tokenizer, that does not fit; a model
+            in training mode, or one that does not continue texts.
     """
     _check_options(model, max_new_tokens, cache, temperature, top_k, on_step)
     batch = encode(tokenizer, prompts, model.device, chat=chat)
@@ -235,14 +235,15 @@ def _check_options(
     top_k: int | None,
     on_step: OnStep | None,
 ) -> None:
+    check_model(model)
     if model.training:
         raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     if cache not in KINDS:
         raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or more, and finite, got {temperature}")
     if top_k is not None and (top_k < 1 or not temperature):
         raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
     if cache == "graphed" and (temperature or on_step):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ def encode(
 
     Raises:
         TypeError: a prompt is no text.
-        ValueError: no prompt, or no tokenizer; an empty text without such a token; `chat` without
-            a template.
+        ValueError: no prompt, or no tokenizer; an empty text without such a token; a text of which
+            the tokenizer makes no tokens; `chat` without a template.
     """
     if tokenizer is None:
         raise ValueError(
@@ -103,26 +103,54 @@ def encode(
         texts = [_as_message(tokenizer, text) for text in texts]
     # The chat template writes the special tokens itself.
     rows = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in texts]
-    for index, row in enumerate(rows):
-        if not row:
-            rows[index] = [_first_token(tokenizer)]
+    for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
+        if row:
+            continue
+        if text:
+            raise ValueError(
+                f"the tokenizer makes no token of the text {text[:40]!r}: "
+                "it has no vocabulary, or drops such characters"
+            )
+        rows[index] = [_first_token(tokenizer)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return batch_of(rows, device, 0 if pad is None else pad)
 
 
-def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
-    """Refuse prompts that, with the new tokens, are longer than the model's positions.
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse what cannot continue a text.
 
     Raises:
-        ValueError: with both numbers, and what would fit.
+        ValueError: the model has no classifier, sees what follows, or is an encoder and a decoder.
     """
+    able = getattr(model, "can_generate", lambda: False)()
+    if not able or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} does not continue texts: this needs a causal language model "
+            "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
+        )
+
+
+def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
+    """Refuse tokens that the model has no place for.
+
+    Raises:
+        ValueError: a token beyond the rows of the embedding; a prompt that, with the new tokens, is
+            longer than the model's positions. With both numbers, and what would fit.
+    """
+    embedding: Any = model.get_input_embeddings()
+    rows, largest = embedding.weight.shape[0], int(batch.ids.max())
+    if largest >= rows:
+        raise ValueError(
+            f"there is a token {largest}, and the model's embedding has {rows} rows: "
+            "this tokenizer does not belong to this model"
+        )
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(batch.lengths)
     if limit is None or longest + max_new_tokens <= limit:
         return
     if longest > limit:
         raise ValueError(
-            f"the prompt has {longest} tokens, and the model has {limit} positions: shorten it"
+            f"the text has {longest} tokens, and the model has {limit} positions: shorten it"
         )
     raise ValueError(
         f"{longest} tokens of prompt and {max_new_tokens} new ones are "
@@ -149,8 +177,8 @@ def end_tokens(
 def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
-            "chat=True wraps the prompt by the tokenizer's chat template, and this tokenizer has "
-            "none: pass chat=False, or use an instruction-tuned model such as smollm2"
+            "chat=True (--chat) wraps the prompt by the tokenizer's chat template, and this "
+            "tokenizer has none: leave it away, or use an instruction-tuned model such as smollm2"
         )
     messages = [{"role": "user", "content": text}]
     wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

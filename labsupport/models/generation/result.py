@@ -67,6 +67,11 @@ class Generation:
         return sum(map(len, self.token_ids))
 
     @property
+    def decoded_tokens(self) -> int:
+        """New tokens of all rows, without each row's first, which is the prefill's."""
+        return sum(max(0, len(row) - 1) for row in self.token_ids)
+
+    @property
     def prefill_tokens_per_s(self) -> float:
         """Prompt tokens, of all rows, per second."""
         return sum(self.prompt_tokens) / self.prefill_s
@@ -74,7 +79,7 @@ class Generation:
     @property
     def decode_tokens_per_s(self) -> float:
         """New tokens of all rows, without each row's first, per second; NaN without such tokens."""
-        tokens = sum(max(0, len(row) - 1) for row in self.token_ids)
+        tokens = self.decoded_tokens
         return tokens / self.decode_s if tokens else float("nan")
 
     def __str__(self) -> str:
@@ -83,9 +88,9 @@ class Generation:
             f"prefill  {sum(self.prompt_tokens):6} tokens in {self.prefill_s:8.3f} s: "
             f"{self.prefill_tokens_per_s:10,.1f} tokens/s"
         ]
-        if self.decode_s:
+        if self.decoded_tokens:
             lines.append(
-                f"decode   {self.new_tokens - rows:6} tokens in {self.decode_s:8.3f} s: "
+                f"decode   {self.decoded_tokens:6} tokens in {self.decode_s:8.3f} s: "
                 f"{self.decode_tokens_per_s:10,.1f} tokens/s"
                 + (f" (batch {rows})" if rows > 1 else "")
             )
@@ -105,11 +110,11 @@ class Generation:
 
 def attention_lines(uses: Sequence[Used]) -> list[str]:
     """Which attention ran, one line for each implementation: 'sdpa_flash (...) in layers 0-29'."""
-    from labsupport.models.integration.used import ranges
+    from labsupport.models.integration.used import kind_of_attention, ranges
 
     layers: dict[str, list[int]] = {}
     for use in uses:
-        kind = {True: "FlashAttention", False: "standard attention", None: "your function"}
-        name = f"{kind[use.io_aware]} ({use.backend}: {use.kernel})"
+        kind = kind_of_attention(use.backend, use.io_aware)
+        name = f"{kind} ({use.backend}: {use.kernel})"
         layers.setdefault(name, []).append(use.layer)
     return [f"{name} in layers {ranges(which)}" for name, which in layers.items()]

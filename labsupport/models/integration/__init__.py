@@ -9,3 +9,7 @@ used       attention_used: what ran in which layer, and the log
 """
 
 import labsupport.attention as _attention  # noqa: F401  before Transformers: both import Triton
+from labsupport.models.integration.register import register_backends
+
+# A model that was saved whole by `torch.save` finds its attention's name again.
+register_backends()

@@ -45,6 +45,11 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
     A float32 model that will run under autocast is judged by its dtype: call this inside of it.
     Starts the counts of `attention_used` again.
 
+    The choice is kept in the model's config: two models that were built from one config object
+    share it. A whole model that `torch.save` wrote needs `import labsupport.models.integration`
+    in the process that loads it; without, its forward ends in KeyError: `lab_fa` is no
+    valid attention. (A state dict, or `save_pretrained`, needs nothing.)
+
     Raises:
         AttentionInputError: not a Transformers model, or no such backend.
         BackendUnavailableError: the backend cannot run this model's device, dtype, heads or
@@ -52,7 +57,7 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
         AttentionRefusedError: this model's attention cannot be replaced, or computes something
             that labsupport's does not.
     """
-    chosen = _chosen(backend)
+    chosen = chosen_attention(backend)
     if not isinstance(model, PreTrainedModel):
         raise AttentionInputError(
             f"set_attention takes a model of Transformers, but a {type(model).__name__} was given."
@@ -65,7 +70,12 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
     reset_attention_used(model)
 
 
-def _chosen(backend: str | None) -> str:
+def chosen_attention(backend: str | None = None) -> str:
+    """The choice that `set_attention` would make: of the argument, else of the variable, else auto.
+
+    Raises:
+        AttentionInputError: no such backend.
+    """
     given = os.environ.get(VARIABLE) if backend is None else backend
     chosen = given or "auto"
     if chosen in choices():

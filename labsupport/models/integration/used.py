@@ -8,6 +8,7 @@ mix, and a copy of a model starts at zero.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -124,10 +125,29 @@ def note(module: nn.Module, backend: str, kernel: str, io_aware: bool | None) ->
         calls[what] = 1
     if new:
         layer = type(module).__name__ if record.index is None else f"layer {record.index}"
-        log.info("Using %s for %s (%s)", _kind(backend, io_aware), layer, backend)
+        log.info("Using %s for %s (%s)", kind_of_attention(backend, io_aware), layer, backend)
 
 
-def _kind(backend: str, io_aware: bool | None) -> str:
+@contextlib.contextmanager
+def each_line_once() -> Iterator[None]:
+    """Inside, the log says each line once, also where the counts begin again."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
+        new = line not in said
+        said.add(line)
+        return new
+
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
+
+
+def kind_of_attention(backend: str, io_aware: bool | None) -> str:
+    """What ran, in words: "FlashAttention", "standard attention", and what is neither."""
     if io_aware is None:
         return "your function"
     if io_aware:

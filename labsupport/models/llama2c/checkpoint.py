@@ -141,6 +141,7 @@ def read_checkpoint(path: str | Path) -> LlamaForCausalLM:
         FileNotFoundError: there is no such file.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     path = Path(path)
     with path.open("rb") as file:
@@ -184,10 +185,11 @@ def read_checkpoint(path: str | Path) -> LlamaForCausalLM:
         eos_token_id=2,
         dtype=torch.float32,
     )
-    with torch.random.fork_rng(devices=[]):  # the weights it draws are thrown away
+    with torch.device("meta"):  # draws no weights that would be thrown away
         model = LlamaForCausalLM(config)
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are in no file
     # A llama2.c model says that it is done by beginning the next text.
     model.generation_config.eos_token_id = [1, 2]
     setattr(model, TABLES, tables)

@@ -4,6 +4,7 @@ catalog   the models that have a name here
 packages  the packages that carry them, and what is inside
 download  one file over https
 build     from a package to a folder that can be opened
+opening   a folder or a hub id, by Transformers
 load      a model and its tokenizer, by name
 text      long texts that every Python brings along
 """

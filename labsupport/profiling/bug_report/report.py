@@ -63,18 +63,36 @@ def write_report(path: Path, log: Path | None = None) -> Path:
         FileNotFoundError: its folder, or the log, does not exist.
         OSError: a file cannot be read or written.
     """
-    if path.exists() or path.is_symlink():
-        raise FileExistsError(
-            f"{path} exists, and a report overwrites nothing: choose another name"
-        )
+    _refuse_existing(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
     if log is not None:
         log_tail(log)  # before the half minute that the rest takes
-    text = collect(log)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+    save_new(path, collect(log))
     return path
+
+
+def save_new(path: Path, text: str) -> None:
+    """Write a new file: the whole of it or, on a full disk, nothing.
+
+    Raises:
+        FileExistsError: `path` exists.
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        _refuse_existing(path)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(
+            f"{path} exists, and a report overwrites nothing: choose another name"
+        )
 
 
 def collect(log: Path | None = None) -> str:

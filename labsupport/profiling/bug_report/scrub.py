@@ -14,7 +14,7 @@ import re
 import shlex
 import socket
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
 HOME, USER, HOST, SECRET, EMAIL = "~", "<user>", "<host>", "<secret>", "<email>"
@@ -26,18 +26,36 @@ _COMMON = {
 }  # fmt: skip
 _WHOLE_WORD_BELOW = 5  # a shorter name is replaced as a whole word only: "ann" is in "cannot"
 
-# "tokens" and "tokenizer" are not secrets in a lab about language models.
-_SECRET_NAME = (
-    r"(?:secret|passw(?:or)?d|passphrase|pwd|token(?!s|iz)|credential|"
-    r"(?:api|access|auth|private|signing|encryption)[_-]?key)"
+# Names of secrets: words that say it wherever they stand in a name, and words that also mean other
+# things here ("cache key", "backward pass"). Both are looked for in names of environment variables;
+# in texts, the value after one of the second kind must look like a secret too.
+# "tokens", "eos_token_id", "time per token: 12.3", "token = forward()" are of language models.
+_PLAIN = (
+    r"secret|passw(?:or)?d|passphrase|pwd(?!=[/~])|credential|"
+    r"token(?!s|iz|_id|\s*[=:]\s*(?:[\d.]{1,8}(?![\w.-])|\w{1,40}[(\[]|tensor\b|tokenizer\.))|"
+    r"(?:api|access|account|auth|session|private|signing|encryption)(?:[_-]?key|\ key\b)|"
+    r":_auth|(?<=[a-z0-9][_-])(?<!ward_)pass(?![a-z])"
 )
-_ENVIRONMENT_NAMES = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASS|_PWD|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE
+_AMBIGUOUS = r"key|pass|auth|cookie"
+_ENVIRONMENT_NAMES = re.compile(f"{_PLAIN}|{_AMBIGUOUS}", re.IGNORECASE)
+_NO_SECRETS = {"PWD", "OLDPWD"}  # the working directory
+
+_IS = r"\\?[\"']?\s*[=:]\s*"  # in a file, an environment, a query, JSON, Python
+_CONSTANT = r"(?:true|false|none|null)\b"
+_VALUE = rf"(?!{_CONSTANT})[^\s\"',;&<>()\[\]{{}}]"
+# Letters and digits in one piece: no number, no address, no dotted name, no call, no snake_case.
+_RANDOM = (
+    r"(?!0x)(?=[^\s\"',;]{0,80}\d)(?=[^\s\"',;]{0,80}[a-z])"
+    r"[a-z0-9+/=~!@#$%^*-]{AT_LEAST,}+(?!\.?[\w(\[])"
+)
+_COMMIT = (  # what stands before 40 digits that are no key
+    r"(?<![a-z])(?:(?:commit|git)(?:_(?:version|commit|sha|hash|id))?|revision|rev|ref|head|tree|"
+    r"blob|checkout|snapshots|sha1)[^\w\r\n]{1,4}|git\+\S{1,200}@"
 )
 
 # (what, by what), in this order: a later rule must not spoil what an earlier one looks for.
 # Lengths are bounded, or a long line without a space would take minutes.
-_PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_PATTERNS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), replacement)
     for pattern, replacement in (
         # Colours and cursor movements of a terminal: they would cut a word in two.
@@ -64,31 +82,68 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![a-z0-9])xox[a-z]-[\w-]{8,}", SECRET),
         (r"(?<![a-z0-9])(?:npm|nvapi|dckr_pat|r8)[_-][\w-]{16,}", SECRET),
         (r"(?<![a-z0-9])pypi-[\w-]{16,}", SECRET),
+        (r"(?<![a-z0-9])wandb_v\d+_\w{16,}", SECRET),
         (r"(?<![a-z0-9])AIza[\w-]{20,}", SECRET),
         (r"(?<![a-z0-9])(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}", SECRET),
         (r"(?<![a-z0-9])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?", SECRET),
-        # name = value, where the name says that the value is secret: in a file, an environment, a
-        # query, JSON, an option of a program.
+        # name = value, where the name says that the value is secret.
         (
-            rf"({_SECRET_NAME}s?[\w.-]{{0,40}}\\?[\"']?\s*[=:]\s*\\?)([\"'])(?:\\.|(?!\2).)+\2",
+            rf"((?:{_PLAIN})s?[\w.-]{{0,40}}{_IS}\\?)([\"'])(?:\\.|(?!\2).)+\2",
+            rf"\1\2{SECRET}\2",
+        ),
+        (rf"((?:{_PLAIN})[\w.-]{{0,40}}{_IS}){_VALUE}{{4,}}", rf"\1{SECRET}"),
+        # SERVICE_KEY=..., as variables of an environment are written.
+        (
+            rf"((?-i:[A-Z0-9]_(?:KEY|AUTH)){_IS})([\"'])(?:\\.|(?!\2).)+\2",
+            rf"\1\2{SECRET}\2",
+        ),
+        (rf"((?-i:[A-Z0-9]_(?:KEY|AUTH)){_IS}){_VALUE}{{8,}}", rf"\1{SECRET}"),
+        # wandb_key=..., "key": "...", --key ...
+        (
+            rf"((?:(?<![a-z0-9])|(?-i:(?<=[a-z])(?=[A-Z])))(?:{_AMBIGUOUS})(?:{_IS}\\?[\"']?|(?<=-key)\s+))"
+            rf"{_RANDOM.replace('AT_LEAST', '12')}",
+            rf"\1{SECRET}",
+        ),
+        (rf"((?<![a-z0-9])(?:pass|auth){_IS}){_RANDOM.replace('AT_LEAST', '6')}", rf"\1{SECRET}"),
+        # Options of programs.
+        (
+            rf"(--?[\w-]{{0,40}}(?:{_PLAIN})\s+)(?!-)\S{{4,}}",
+            rf"\1{SECRET}",
+        ),
+        (
+            r"((?<!\S)(?:-u|--(?:proxy-)?user)[\s=]*)([\"'])[^\"':\r\n]+:[^\"'\r\n]+\2",
             rf"\1\2{SECRET}\2",
         ),
         (
-            rf"({_SECRET_NAME}[\w.-]{{0,40}}\s*[=:]\s*)[^\s\"',;&<>()\[\]{{}}]{{4,}}",
+            r"((?<!\S)(?:-u|--(?:proxy-)?user)[\s=]*[\"']?)(?!\d+:\d)[^\s:\"'/\\]+:[^\s\"']+",
             rf"\1{SECRET}",
         ),
+        (r"(\b(?:sshpass|mysql\w*|mariadb)\b[^\r\n]{0,80}?\s-p\s*)[^\s-]\S*", rf"\1{SECRET}"),
+        # Files of the kind of .netrc.
         (
-            r"(--?[\w-]{0,40}(?:secret|passw(?:or)?d|passphrase|token(?!s|iz)|api[_-]?key)\s+)(?!-)\S{4,}",
+            r"(\blogin\s+\S+\s+password\s+|"
+            r"(?:\A|\n)[ \t]*password[ \t]+(?=\S+[ \t]*(?:\r?\n|\Z)))\S+",
             rf"\1{SECRET}",
         ),
+        (r"(\bpassword\s+)(?=\S*\d)[^\s:=]{6,}", rf"\1{SECRET}"),
         # What signs an address: Amazon's, Azure's and Google's storage.
         (
             r"([?&](?:sig|signature|x-(?:amz|goog)-[\w-]{1,40}|key|code)=)[^&\s\"'<>]+",
             rf"\1{SECRET}",
         ),
+        # Forty hexadecimal digits are a key, unless they are said to be a commit.
+        (
+            rf"({_COMMIT})?(?<![a-z0-9])[0-9a-f]{{40}}(?![a-z0-9])",
+            lambda found: found[0] if found[1] else SECRET,
+        ),
         (r"\b[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,8}[a-z]{2,24}\b", EMAIL),
-        # Other people's home folders.
-        (r"([/\\]+(?:home|Users)[/\\]+)(?!<)[^/\\\s\"':,;)\]}]+", rf"\1{USER}"),
+        # Other people's home folders; on Windows, their names may be of several words.
+        (
+            r"([/\\]+(?:home|Users)[/\\]+)(?!<)"
+            r"(?:(?<=\\)[^/\\\r\n\"':,;)\]}]{1,64}(?=\\)|"
+            r"[^/\\\s\"':,;)\]}]+(?-i:\ [A-Z][\w.-]*)*)",
+            rf"\1{USER}",
+        ),
     )
 )
 
@@ -143,7 +198,7 @@ def _secrets() -> set[str]:
     return {
         value.strip()
         for name, value in os.environ.items()
-        if _ENVIRONMENT_NAMES.search(name) and len(value.strip()) >= 6
+        if _ENVIRONMENT_NAMES.search(name) and name not in _NO_SECRETS and len(value.strip()) >= 6
     }
 
 

@@ -63,7 +63,7 @@ def run_monitored(
         cannot be executed.
 
     Raises:
-        ValueError: the interval is too short, or the chart's type is unknown.
+        ValueError: the interval is too short, the chart's type is unknown, or both files are one.
         OSError: a file exists already, or cannot be written. Then nothing is run.
     """
     _check_files(out, chart, force)
@@ -140,6 +140,8 @@ def _csv(path: Path | None, columns: tuple[str, ...]) -> Iterator[_Csv]:
 def _check_files(out: Path | None, chart: Path | None, force: bool) -> None:
     if chart is not None and chart.suffix.lower() not in CHART_TYPES:
         raise ValueError(f"{chart}: a chart's name ends in {', '.join(CHART_TYPES)}")
+    if out is not None and chart is not None and out.resolve() == chart.resolve():
+        raise ValueError(f"--out and --chart name the same file, {out}: choose two names")
     for path in (out, chart):
         if path is None:
             continue
@@ -164,19 +166,23 @@ def _not_started(command: list[str], error: OSError) -> int:
 
 
 def _report(sampler: Sampler, maxrss: int, floor: int, lasted: float) -> None:
-    lines = memory_lines(sampler)
-    peak = readable_bytes(maxrss)
-    if maxrss > floor:
-        lines.insert(1, f"the system's own peak of its largest single process: {peak} (ru_maxrss)")
+    # A process starts as a copy of ours, and the system counts that too.
+    size = readable_bytes(maxrss)
+    peak = f"{size} (ru_maxrss)" if maxrss > floor else f"below {size}"
+    own = f"the system's own peak of its largest single process: {peak}"
+    if sampler.tree.seen == 0:
+        lines = ["it ended before the first sample: its memory was never read", own]
     else:
-        # A process starts as a copy of ours, and the system counts that too.
-        lines.insert(1, f"the system's own peak of its largest single process: below {peak}")
-    lines += [sampling_line(sampler, sampler.cpu_s / lasted), MISSED]
+        first, *rest = memory_lines(sampler)
+        lines = [first, own, *rest, sampling_line(sampler, sampler.cpu_s / lasted), MISSED]
     for line in lines:
         say(f"  {line}")
 
 
 def _draw(sampler: Sampler, path: Path, command: list[str]) -> None:
+    if sampler.tree.seen == 0:
+        say("  no chart was drawn: there is nothing to draw")
+        return
     recording = sampler.recording
     peak, mean = recording.peak("rss_bytes")[1], recording.mean("rss_bytes")
     title = f"{_short(command)}: at most {readable_bytes(peak)}, {readable_bytes(mean)} on average"

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 DEFAULT_INTERVAL_S = 0.1
 SHORTEST_INTERVAL_S = 0.001
+NOT_STARTED = "nothing is sampled yet: use `with monitor() as watch: ...`"
 
 
 class Sampler:
@@ -172,7 +173,7 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
     @property
     def mean_bytes(self) -> float:
         """See the class."""
-        return self.recording.mean("rss_bytes")
+        return self._started().mean("rss_bytes")
 
     @property
     def start_bytes(self) -> int:
@@ -246,6 +247,8 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
         )
 
     def __str__(self) -> str:
+        if self._thread is None:
+            return NOT_STARTED
         lines = memory_lines(self._sampler, extra=True)
         if self.kernel_peak_bytes is not None:
             peak = readable_bytes(self.kernel_peak_bytes)
@@ -256,7 +259,7 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
 
     def _started(self) -> Recording:
         if self._thread is None:
-            raise RuntimeError("nothing is sampled yet: use `with monitor() as watch: ...`")
+            raise RuntimeError(NOT_STARTED)
         return self.recording
 
     def _peak(self, column: str) -> float:
