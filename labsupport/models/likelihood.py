@@ -92,6 +92,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_dropout(model: Any) -> bool:
-    config = model.config.get_text_config().to_dict()
-    rates = (value for name, value in config.items() if "drop" in name)
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    # Attention's own is a number in the configuration; a module in it may belong to another head.
+    rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
+    return any(rates)

@@ -19,16 +19,16 @@ def solution_source(notebook: str, grade_id: str) -> str:
     raise LookupError(f"{path.name} has no cell {grade_id}")
 
 
-def function(source: str, name: str):
-    """Run `source` and return the function `name` that it defines."""
-    namespace = {"torch": torch, "math": math}
+def function(source: str, name: str, **imported):
+    """Run `source`, where `imported` is known, and return the function `name` that it defines."""
+    namespace = {"torch": torch, "math": math, **imported}
     exec(source, namespace)
     return namespace[name]
 
 
-def broken(source: str, name: str, *changes: tuple[str, str]):
+def broken(source: str, name: str, *changes: tuple[str, str], **imported):
     """The function with each (old, new) replaced; fails when an old text is not there."""
     for old, new in changes:
         assert old in source, f"the solution no longer contains {old!r}"
         source = source.replace(old, new)
-    return function(source, name)
+    return function(source, name, **imported)

@@ -8,7 +8,7 @@ import transformers as hf
 
 from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
-from tests.models.tiny import DECODERS, VOCABULARY, tiny
+from tests.models.tiny import DECODERS, VOCABULARY, tiny, tokens
 
 
 def own_loss(model, ids):
@@ -113,3 +113,10 @@ def test_the_model_runs_once():
     assert [use.calls for use in attention_used(model)] == [1, 1]
     assert not model.base_model._forward_hooks
     assert not model.lm_head._forward_hooks
+
+
+def test_a_model_without_dropout_is_evaluated_in_training_mode_too():
+    none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = tiny("gpt2", **none)
+    ids = tokens(1, 12)
+    assert negative_log_likelihood(model.train(), ids) == negative_log_likelihood(model.eval(), ids)

@@ -1,0 +1,1027 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2 · FlashAttention inside real models: reading, training, generating
+#
+# **After this notebook you can**
+#
+# - exchange the attention of a Transformers model, keep its weights, and prove that nothing else changed;
+# - say which kernel ran in which layer, instead of hoping;
+# - measure what FlashAttention brings to a *whole* model: time, memory, tokens per second, in training and in inference;
+# - put the causal mask in the right place when keys outnumber queries, which is every step of generation;
+# - predict the gain from attention's share, and name the cases where there is none;
+# - choose dtypes for inference, and check them.
+#
+# **Time** about 75 minutes; the exercises take 60 of them. **You need** notebook 1, and to have seen Hugging Face
+# Transformers before. A laptop is enough: the model has 135 million parameters.
+#
+# **To read beside it**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
+# [glossary](../theory/glossary.md) fixes the words.
+#
+# **How to work.** As in notebook 1: run the cells in order, write your guesses down, and let the checks tell you which
+# mistake you made.
+
+# %%
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import transformers
+
+from labsupport import checks, models, plotting
+from labsupport.attention import flash_attention
+from labsupport.profiling import environment_card
+
+transformers.logging.set_verbosity_error()
+torch.manual_seed(0)
+environment_card()
+
+# %%
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+lengths = [512, 1024, 2048, 4096] if device.type == "cuda" else [256, 512, 1024]
+
+# %% [markdown]
+# ## 2.1 · A real model and a real text
+#
+# SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to 8,192
+# tokens. `make lab` has fetched it. Speed could be measured with random weights. But that two attention implementations give
+# the same *answers* shows only in a model that has some.
+
+# %%
+smollm2 = models.load_model("smollm2", attention=None, dtype=torch.float32, device=device)
+model, tokenizer = smollm2.model, smollm2.tokenizer
+print(smollm2.source)
+
+# %% [markdown]
+# Does it work? *Greedy* decoding takes the likeliest token at each step, so it always gives the same answer.
+
+# %%
+question = "What is the capital of France?"
+answer = models.generate(model, tokenizer, question, chat=True, max_new_tokens=16)
+print(answer.text)
+
+# %% [markdown]
+# The text to read is Python itself: a file of its standard library. How well a model predicts a text is measured by the
+# *negative log-likelihood*, NLL: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152
+# tokens costs $\ln 49{,}152 = 10.8$.
+
+# %%
+ids = models.tokens_of(tokenizer, models.source_text("argparse"), lengths[-1]).to(device)
+print(tokenizer.decode(ids[0, 600:660]))
+print("...")
+nll = models.negative_log_likelihood(model, ids[:, :512])
+print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
+
+# %% [markdown]
+# ## 2.2 · Two layouts
+#
+# A projection gives each token one long vector, in which the heads lie side by side. From there two customs lead on:
+#
+# | layout | shape | who uses it |
+# | --- | --- | --- |
+# | flash-attn's | `(batch, seqlen, heads, head_dim)` | flash-attn, this lab |
+# | SDPA's | `(batch, heads, seqlen, head_dim)` | PyTorch, Transformers |
+#
+# Both hold the same numbers. To go from one to the other, nothing has to move in memory: a *view* with other strides is
+# enough. But a `reshape` into the shape that you want is no conversion. Watch it mix up heads and tokens, without a word:
+
+# %% tags=["nbval-check-output"]
+x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
+print("head 0:", x[0, 0].tolist(), "  head 1:", x[0, 1].tolist())
+print("token 0, transposed:", x.transpose(1, 2)[0, 0].tolist())
+print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two tokens of head 0")
+
+
+# %% [markdown]
+# The shapes are the same. No kernel can notice.
+
+# %% [markdown]
+# ### Exercise 2-1 · From a model's tensors to flash-attn's layout
+# ●○○ · 10 minutes · 5 points
+#
+# FlashAttention's kernels read strided tensors: they need the dimensions in the right order, not the numbers in a new place.
+# So do all three conversions without copying anything.
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `split_heads(x, heads)` | `x`: `(batch, seqlen, heads * head_dim)`, the output of a projection | `(batch, seqlen, heads, head_dim)` |
+# | `to_flash_layout(x)` | `x`: `(batch, heads, seqlen, head_dim)`, as Transformers passes it to attention | `(batch, seqlen, heads, head_dim)` |
+# | `split_qkv(qkv, heads, kv_heads)` | `qkv`: `(batch, seqlen, (heads + 2 * kv_heads) * head_dim)`, one projection for all: first all heads of q, then all of k, then all of v | `q`: `(batch, seqlen, heads, head_dim)`; `k` and `v`: `(batch, seqlen, kv_heads, head_dim)` |
+#
+# Every result is a *view*: it lives in the memory of the argument. In a projection's output the numbers of one head stand
+# together, head after head.
+#
+# <details><summary>Hint</summary>
+#
+# `view` and `unflatten` count the numbers in memory anew, in their old order; `transpose` swaps two dimensions. Of shape alone
+# you cannot see which one was right: both can give the same. `split` takes a list of widths, which need not be equal.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-1-layout", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def split_heads(x, heads):
+    """(batch, seqlen, heads * head_dim) as (batch, seqlen, heads, head_dim)."""
+    ### BEGIN SOLUTION
+    return x.unflatten(-1, (heads, -1))
+    ### END SOLUTION
+
+
+def to_flash_layout(x):
+    """(batch, heads, seqlen, head_dim) as (batch, seqlen, heads, head_dim)."""
+    ### BEGIN SOLUTION
+    return x.transpose(1, 2)
+    ### END SOLUTION
+
+
+def split_qkv(qkv, heads, kv_heads):
+    """One projection as q, k, v in flash-attn's layout."""
+    ### BEGIN SOLUTION
+    head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    q, k, v = qkv.split(widths, dim=-1)
+    return split_heads(q, heads), split_heads(k, kv_heads), split_heads(v, kv_heads)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-1-layout-heads", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_split_heads(split_heads)
+### BEGIN HIDDEN TESTS
+checks.check_split_heads(split_heads, seed=11)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-1-layout-flash", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_flash_layout(to_flash_layout)
+### BEGIN HIDDEN TESTS
+checks.check_flash_layout(to_flash_layout, seed=12)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-1-layout-qkv", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_split_qkv(split_qkv)
+### BEGIN HIDDEN TESTS
+checks.check_split_qkv(split_qkv, seed=13)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ## 2.3 · The same weights, another attention
+#
+# How does one tell a Transformers model to use FlashAttention? Many tutorials say `use_flash_attn=True`. Try it:
+
+# %% tags=["nbval-check-output"]
+from transformers import GPT2Config, GPT2LMHeadModel
+
+tiny = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 100}
+asked = GPT2LMHeadModel(GPT2Config(use_flash_attn=True, **tiny))
+plain = GPT2LMHeadModel(GPT2Config(**tiny))
+print("the configuration says:", asked.config.use_flash_attn)
+same = asked.config._attn_implementation == plain.config._attn_implementation
+print("the same attention as without it:", same)
+
+
+# %% [markdown]
+# A configuration keeps every name that you give it, also one that nobody reads. There is no error, and no effect.
+#
+# What works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from it. Each
+# layer then calls that function with queries, keys and values in SDPA's layout, and wants the output back in flash-attn's. You
+# can put a function of your own into the table.
+
+# %% [markdown]
+# ### Exercise 2-2 · Your own attention in a Transformers model
+# ●●○ · 15 minutes · 5 points
+#
+# A model of Transformers calls whatever attention function its configuration names. Write one that calls `flash_attention`.
+#
+# | argument | | |
+# | --- | --- | --- |
+# | `module` | the model's attention layer | `module.is_causal` says whether the future is hidden |
+# | `query` | `(batch, heads, seqlen_q, head_dim)` | in decoding, the *last* `seqlen_q` tokens |
+# | `key`, `value` | `(batch, kv_heads, seqlen_k, head_dim)` | `kv_heads` may be smaller than `heads` |
+# | `attention_mask` | a tensor, or `None` | without padding it is `None` here |
+# | `scaling` | a number, or `None` | factor on the scores; `None` means $1/\sqrt d$ |
+# | `dropout` | a number | 0 in inference |
+# | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | overrules `module.is_causal`, unless `None` or absent |
+#
+# Return two values: the output `(batch, seqlen_q, heads, head_dim)`, and `None`. (There the attention weights would stand, which
+# FlashAttention never stores.)
+#
+# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask
+# at the bottom right. It takes neither masks nor dropout. Whoever asks for them must not get a wrong answer without a word: raise
+# a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
+#
+# <details><summary>Hint</summary>
+#
+# You wrote the conversion in exercise 2-1. The output of `flash_attention` is already in the layout that the model wants. Write
+# `kwargs.get("is_causal")`, and take `module.is_causal` when that is `None`.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-2-own-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def lab_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """What Transformers calls as attention: (output, None), by flash_attention."""
+    ### BEGIN SOLUTION
+    if attention_mask is not None:
+        raise ValueError("lab_attention takes no mask: give it texts without padding.")
+    if dropout != 0:
+        raise ValueError("lab_attention has no dropout: call model.eval().")
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = module.is_causal
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attention(q, k, v, causal=causal, softmax_scale=scaling), None
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-2-own-attention-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_registered_values(lab_attention)
+### BEGIN HIDDEN TESTS
+checks.check_registered_values(lab_attention, seed=21)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-2-own-attention-models", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_registered_models(lab_attention)
+### BEGIN HIDDEN TESTS
+checks.check_registered_models(lab_attention, seed=22)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-2-own-attention-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_registered_memory(lab_attention)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-2-own-attention-refusals", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_registered_refusals(lab_attention)
+### BEGIN HIDDEN TESTS
+checks.check_registered_refusals(lab_attention, seed=24)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Put it into SmolLM2, and compare with Transformers' own textbook, which it calls `eager`. The weights stay where they are. The
+# logits, the scores of the 49,152 possible next tokens, lie between about -10 and 30. Guess: how far do the two attention
+# functions pull them apart, at most?
+
+# %%
+predicted_difference = None  # your guess, a number
+
+# %%
+from labsupport.models.integration.functions import backend_function
+
+own = checks.yours_or_ours(lab_attention, backend_function("flash"), checks.check_registered_values)
+logits = {}
+for name in ("eager", models.register_attention("mine", own)):
+    model.set_attn_implementation(name)
+    nll = models.negative_log_likelihood(model, ids[:, :512])
+    print(f"{name:6} NLL {nll:.6f}")
+    with torch.inference_mode():
+        logits[name] = model(ids[:, :512], logits_to_keep=16).logits
+difference = (logits["mine"] - logits["eager"]).abs().max().item()
+checks.compare_prediction("Largest difference of a logit", predicted_difference, difference)
+
+# %% [markdown]
+# The same function, but for float32's rounding. 30 layers do not blow it up.
+#
+# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own kernels and
+# > looks for it on its hub. `models.register_attention` refuses such names, and says why.
+#
+# ### Padding
+#
+# Your function refuses masks, for a good reason. In a batch of prompts the short ones are filled up with *padding*, and a
+# function that ignores the mask lets real tokens look at it. Transformers even makes that easy. Whoever registers an attention
+# function has to register, in a second table, a function that *makes masks*. Without one, there is no mask, and no error either:
+
+# %%
+from transformers import AttentionInterface
+
+
+def ignores_padding(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("ignores_padding", ignores_padding)
+prompts = ["The capital of Italy is", "Once upon a time, in a small house by the sea, there lived"]
+tokenizer.padding_side = "left"
+
+
+def first_logits(texts):
+    """Logits of the token after the first text."""
+    inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
+    positions = (inputs.attention_mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        return model(**inputs, position_ids=positions).logits[0, -1]
+
+
+def alone_and_padded():
+    alone, padded = first_logits(prompts[:1]), first_logits(prompts)
+    said = [repr(tokenizer.decode(logits.argmax())) for logits in (alone, padded)]
+    print(f"alone {said[0]}, padded {said[1]}; largest change {(alone - padded).abs().max():.1g}")
+
+
+model.set_attn_implementation("ignores_padding")
+alone_and_padded()
+
+# %% [markdown]
+# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that
+# never stores the N × N scores. Padding is cut out, so that nothing is computed for it; what a backend cannot do is refused,
+# with its reasons. And it keeps a record of what really ran:
+
+# %%
+models.set_attention(model, "flash")
+alone_and_padded()
+print(models.attention_used(model))
+
+# %% [markdown]
+# The log says the same, one line for each layer ("Using FlashAttention for layer 3 (sdpa_flash)"), and the environment variable
+# `LABSUPPORT_ATTENTION` makes the choice without touching the program.
+
+# %% [markdown]
+# ## 2.4 · Reading a long text
+#
+# Now the whole model reads the same text, with `eager` and with FlashAttention. In notebook 1, attention *alone* became
+# several times as fast. Guess: how many times as fast is the *whole model*, at the longest length?
+
+# %%
+predicted_gain = None  # your guess, a number, before you run the next cell
+
+# %%
+from labsupport.profiling import speedup
+
+columns = {
+    "backend": "attention",
+    "seqlen": "tokens",
+    "median_ms": "time, ms",
+    "tokens_per_s": "tokens/s",
+    "speedup": "speed-up",
+    "peak_memory_bytes": "extra memory, MiB",
+    "loss": "NLL",
+}
+
+
+def shown(table):
+    table = table.assign(peak_memory_bytes=table.peak_memory_bytes / 2**20)
+    digits = {"median_ms": 1, "tokens_per_s": 0, "speedup": 2, "peak_memory_bytes": 0, "loss": 5}
+    return table[[name for name in columns if name in table]].round(digits).rename(columns=columns)
+
+
+reading = models.measure_model(model, ids, attentions=["eager", "flash"], lengths=lengths)
+reading = speedup(reading, over="eager")
+longest = reading[reading.seqlen == lengths[-1]].set_index("backend")
+gain = longest.speedup["flash"]
+checks.compare_prediction("Gain of the whole model", predicted_gain, gain, "times")
+shown(reading)
+
+# %%
+saving = longest.peak_memory_bytes["eager"] / longest.peak_memory_bytes["flash"]
+plotting.plot_memory(
+    reading,
+    title=f"With eager the model needs {saving:.0f} times the extra memory for {lengths[-1]:,} tokens",
+    references=[plotting.Reference("S and P of one layer", lambda n: 2 * 9 * n**2 * 4 / 2**20)],
+)
+
+# %% [markdown]
+# At the left end the gain is small; it grows with the length. The memory tells the story more clearly than the time: `eager`
+# follows the line of *one* layer's $S$ and $P$ (one layer at a time is alive in a forward pass), FlashAttention has no such
+# term. And the last column of the table is the control: the losses agree to the last digit shown. Same weights, same
+# function.
+#
+# But the gain of the whole model stays below that of attention alone. Section 2.9 says why, with numbers.
+
+# %% [markdown]
+# ## 2.5 · Training
+#
+# Training also runs backward, and must keep what the backward pass needs, in all layers at once. Here the textbook keeps its
+# N × N weights $P$ in each layer. The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words
+# does not hide attention). Its weights are random: for time and memory that makes no difference.
+
+# %%
+sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
+try:
+    gpt2 = GPT2LMHeadModel(GPT2Config(**sizes)).to(device).train()
+    models.set_attention(gpt2, "flash")
+    gpt2(torch.zeros(1, 8, dtype=torch.long, device=device))
+except RuntimeError as error:
+    print(type(error).__name__, "-", error)
+
+# %% [markdown]
+# GPT-2 drops a tenth of the attention weights at random while it learns, by default. The kernels here do not have that; it is
+# refused rather than left out in silence. Today's models train without it.
+
+# %%
+no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout)).to(device).train()
+text = "".join(models.python_topics().values()).encode()
+text_bytes = torch.tensor(list(text[: lengths[-1]]), device=device)[None]
+
+
+def gradients(name):
+    models.set_attention(gpt2, name)
+    gpt2.zero_grad()
+    gpt2(text_bytes[:, :256], labels=text_bytes[:, :256]).loss.backward()
+    return torch.cat([p.grad.flatten() for p in gpt2.parameters()])
+
+
+reference = gradients("standard")
+error = (gradients("flash") - reference).norm() / reference.norm()
+print(f"relative difference of all {reference.numel():,} gradients: {error:.0e}")
+
+# %% [markdown]
+# The same gradients, so the same training. Guess before you measure: how many times the memory does one step take with `eager`, at
+# the longest length?
+
+# %%
+predicted_saving = None  # your guess, a number
+
+# %%
+both = {"attentions": ["eager", "flash"], "lengths": [lengths[0], lengths[-1]]}
+training = pd.concat(
+    models.measure_model(gpt2, text_bytes, direction=direction, **both)
+    for direction in ("forward", "forward+backward")
+)
+training = speedup(training, over="eager")
+step = training[(training.seqlen == lengths[-1]) & (training.direction == "forward+backward")]
+step = step.set_index("backend")
+saving = step.peak_memory_bytes["eager"] / step.peak_memory_bytes["flash"]
+checks.compare_prediction("Memory of a step, eager over flash", predicted_saving, saving, "times")
+shown(training.assign(backend=training.backend + ", " + training.direction)).drop(columns="NLL")
+
+# %% [markdown]
+# In training the difference is larger than in reading, in memory and at the long end in time, too: now $P$ of *all* layers has to
+# be kept, and read again. At the short end there is hardly anything to gain; FlashAttention even computes more, since the
+# backward pass recomputes $S$.
+
+# %% [markdown]
+# ## 2.6 · Who may look where: GPT and BERT
+#
+# A GPT writes from left to right: a *causal* mask. A BERT reads a whole sentence at once: each token sees all others, in both
+# directions. For $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips
+# the hidden tiles; the textbook computes all of the pairs, and then hides half.
+
+# %%
+from labsupport.profiling import grid, run_grid
+
+shape = {"heads": 8, "head_dim": 64, "causal": [False, True]}
+fused = "sdpa_flash" if device.type == "cpu" else "sdpa_efficient"  # takes float32 on a GPU too
+cases = grid(["standard", fused], [1024], **shape)
+masks = run_grid(cases, device=device, measure_error=False, max_seconds=0.4)
+masks["GFLOPs needed"] = masks.tflops * masks.median_ms
+masks["time, ms"] = masks.median_ms
+masks.pivot(index="backend", columns="causal", values=["GFLOPs needed", "time, ms"]).round(1)
+
+# %% [markdown]
+# The GFLOPs of a causal call are half. FlashAttention takes the gift: its time falls (not quite to a half, since the tiles on the
+# diagonal are computed in full, and short rows occupy the cores less well). The textbook computes everything, and then spends
+# another pass on hiding: causal is *slower* for it.
+#
+# In a model, the direction comes from the layer (`module.is_causal`), as in your function. A BERT with random weights, and a
+# batch with padding, under the textbook and under FlashAttention:
+
+# %%
+from transformers import BertConfig, BertModel
+
+bert_sizes = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+}
+bert = BertModel(BertConfig(vocab_size=100, **bert_sizes)).to(device).eval()
+words = torch.randint(100, (2, 10), device=device)
+mask = torch.ones_like(words)
+mask[1, 6:] = 0  # the second text has 6 tokens
+states = {}
+for name in ("standard", "flash"):
+    models.set_attention(bert, name)
+    with torch.inference_mode():
+        states[name] = bert(words, attention_mask=mask).last_hidden_state[mask.bool()]
+print(
+    f"largest difference at real tokens: {(states['standard'] - states['flash']).abs().max():.0e}"
+)
+
+# %% [markdown]
+# ## 2.7 · Generating text: two phases, and a cache
+#
+# To write the next token, a model needs the keys and values of all tokens before it. They do not change any more: a causal
+# mask keeps the past from looking ahead. So they are kept, in the *KV cache*, and generation has two phases:
+#
+# | phase | queries | keys | |
+# | --- | --- | --- | --- |
+# | *prefill* | the whole prompt, $N$ | $N$ | once |
+# | *decode* | 1, the newest token | all so far | once for each new token |
+#
+# In the decode phase there are more keys than queries, and "causal" needs care. PyTorch's `is_causal=True` aligns the mask at the
+# top left. What does a single new query see then?
+
+# %% tags=["nbval-check-output"]
+torch.manual_seed(0)
+q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 8)
+top_left = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+right = F.scaled_dot_product_attention(q, k, v)  # the newest token sees everything
+print("is_causal=True gives value 0 alone:", torch.allclose(top_left, v[:, :, :1]))
+print("is that right?", torch.allclose(top_left, right))
+
+
+# %% [markdown]
+# It sees the first token of the text, and nothing else. There is no error; the text just becomes nonsense.
+
+# %% [markdown]
+# ### Exercise 2-3 · Who sees whom, while text is generated
+# ●●○ · 10 minutes · 5 points
+#
+# | `visible(seqlen_q, seqlen_k, valid=None)` | | |
+# | --- | --- | --- |
+# | `seqlen_q` | integer | the queries: the *last* `seqlen_q` of the `seqlen_k` tokens |
+# | `seqlen_k` | integer | all keys: the cache, and the new tokens |
+# | `valid` | `(batch, seqlen_k)`, boolean, or `None` | `False` where a key is padding |
+# | returns, without `valid` | `(seqlen_q, seqlen_k)`, boolean | `True` where a query may look |
+# | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
+#
+# A query sees itself and every earlier key that is not padding. The rule holds for each query, also for one that is padding
+# itself. With padding on the left such a query sees nothing, and its row stays `False` throughout. SDPA and FlashAttention
+# define its output as 0, and nobody reads it.
+#
+# <details><summary>Hint</summary>
+#
+# Query `i` is at position `i + seqlen_k - seqlen_q`. `tril` takes a `diagonal`. Indexing with `None` adds a dimension of
+# size 1: which two does `valid` lack, and where?
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-3-decoding-mask", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def visible(seqlen_q, seqlen_k, valid=None):
+    """Boolean mask for the last seqlen_q of seqlen_k tokens: True where a query may look."""
+    ### BEGIN SOLUTION
+    device = None if valid is None else valid.device
+    ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    causal = ones.tril(diagonal=seqlen_k - seqlen_q)
+    return causal if valid is None else causal & valid[:, None, None, :]
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-positions", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_visible_positions(visible)
+### BEGIN HIDDEN TESTS
+checks.check_visible_positions(visible, seed=31)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-padding", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_visible_padding(visible)
+### BEGIN HIDDEN TESTS
+checks.check_visible_padding(visible, seed=32)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-steps", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_visible_decoding(visible)
+### BEGIN HIDDEN TESTS
+checks.check_visible_decoding(visible, seed=33)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# ### What the cache is worth, and what it costs
+#
+# Without a cache each new token is a prefill of the whole text so far. Guess: how many times as long does a step take without it,
+# behind a prompt of 256 tokens?
+
+# %%
+predicted_cache = None  # your guess, a number
+
+# %%
+from labsupport.profiling import measure_time
+
+models.set_attention(model, "flash")
+with torch.inference_mode():
+    cache = model(ids[:, :256], use_cache=True, logits_to_keep=1).past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+
+    def step_with():  # adds one token to the cache
+        model(ids[:, 256:257], past_key_values=cache)
+
+    def step_without():
+        model(ids[:, :257], use_cache=False, logits_to_keep=1)
+
+    quick = {"device": device, "warmup": 1, "min_repeats": 3, "max_seconds": 0.5}
+    times = [measure_time(call, **quick).median for call in (step_with, step_without)]
+print(f"a step with the cache: {times[0]:.0f} ms, without: {times[1]:.0f} ms")
+worth = times[1] / times[0]
+checks.compare_prediction("What the cache is worth", predicted_cache, worth, "times")
+
+# %%
+config = model.config
+per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+print(f"by formula: 2 · layers · kv_heads · head_dim · 4 bytes = {per_token:,} bytes a token")
+print(f"in the cache: {held / 256:,.0f} bytes a token")
+
+# %% [markdown]
+# The formula has `kv_heads` in it, not `heads`. SmolLM2's nine query heads share three of keys and values, and its cache is a
+# third of what it would be. That is what *grouped-query attention* is for.
+#
+# ### Both kinds of attention, one prompt
+#
+# Prefill and decode, timed apart. Guess: how many times as fast is *decoding* with FlashAttention?
+
+# %%
+predicted_decode = None  # your guess, a number
+
+# %%
+prompt = tokenizer.decode(ids[0, :128])
+compared = models.compare_attention(model, tokenizer, prompt, max_new_tokens=8)
+rates = compared.table.set_index("backend")
+ratio = rates.decode_tokens_per_s["flash"] / rates.decode_tokens_per_s["standard"]
+checks.compare_prediction("Decoding, flash over standard", predicted_decode, ratio, "times")
+print(compared)
+
+# %% [markdown]
+# The prefill gains a little at this length. A decode step gains next to nothing. Its scores are one *row* per head: there is no
+# N × N to avoid. What a step does is read all weights and the whole cache once, and FlashAttention reads them just as the
+# textbook does. It is *memory-bound*, and the memory has to be read.
+#
+# The report also compares the logits. The two differ, by rounding, within a bound that is measured rather than assumed:
+# the distance of each from the same model in float64. Where two tokens are almost equally likely, rounding may pick another one,
+# and from there on the texts differ. That is no mistake, as long as the logits are within the bound.
+
+# %% [markdown]
+# ## 2.8 · One request, or many
+#
+# A decode step reads every weight of the model, for one token. It could multiply them with the tokens of other requests in the
+# same pass. Guess: how many times as many tokens per second does the model write for 16 requests at once?
+
+# %%
+predicted_throughput = None  # your guess, a number
+
+# %%
+rows = []
+for requests in (1, 4, 16):
+    written = models.generate(
+        model, tokenizer, [prompts[1]] * requests, max_new_tokens=12, stop_at_end=False
+    )
+    rows.append((requests, 1000 * written.decode_s / 11, written.decode_tokens_per_s))
+serving = pd.DataFrame(rows, columns=["requests", "latency, ms a token", "throughput, tokens/s"])
+many = serving.iloc[-1, 2] / serving.iloc[0, 2]
+checks.compare_prediction("Throughput of 16 over 1", predicted_throughput, many, "times")
+serving.round(1)
+
+
+# %% [markdown]
+# A step for 16 requests takes longer than one for a single request, but not 16 times as long: weights are read once a step, for all
+# of them together. So
+# *throughput* (tokens per second, for all) and *latency* (time per token, for one) pull in different directions, and a benchmark
+# that names one without the batch size says little. FlashAttention is no part of this.
+
+# %% [markdown]
+# ## 2.9 · What does not get faster, and why
+#
+# You have met three cases without much gain: short texts, decode steps, and everything in a model that is not attention. The
+# third one has a law.
+
+# %% [markdown]
+# ### Exercise 2-4 · How much faster does the whole model get?
+# ●○○ · 10 minutes · 4 points
+#
+# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the
+# time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
+#
+# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns the fraction
+# of attention in the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens, from 0 to 1. Count a
+# multiplication with its addition as 2 FLOPs, and these terms only:
+#
+# | where | matrix products | how often |
+# | --- | --- | --- |
+# | projections | q and o: `hidden` × `heads * head_dim` each; k and v: `hidden` × `kv_heads * head_dim` each | every token, every layer |
+# | gated MLP | gate, up, down: `hidden` × `intermediate` each | every token, every layer |
+# | output layer | `hidden` × `vocab` | every token, once |
+# | **attention** | $QK^\top$ and $PV$: $4 N^2 d$ FLOPs a query head, half of that if `causal` | every layer |
+#
+# <details><summary>Hint</summary>
+#
+# Before: time 1. After: `1 - share`, and what is left of `share`. A product of a vector with a matrix of $a \times b$ numbers
+# takes $2ab$ FLOPs. Query heads that share a key head still compute their own scores.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-4-amdahl", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def amdahl(share, speedup):
+    """Speed-up of the whole, when a share of its time is sped up."""
+    ### BEGIN SOLUTION
+    return 1 / ((1 - share) + share / speedup)
+    ### END SOLUTION
+
+
+def attention_flop_share(
+    seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True
+):
+    """Fraction of attention in the FLOPs of one pass of a Llama over seqlen tokens."""
+    ### BEGIN SOLUTION
+    projections = hidden * (2 * heads + 2 * kv_heads) * head_dim
+    mlp = 3 * hidden * intermediate
+    rest = 2 * seqlen * (layers * (projections + mlp) + hidden * vocab)
+    attention_flops = layers * heads * 4 * seqlen**2 * head_dim / (2 if causal else 1)
+    return attention_flops / (attention_flops + rest)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-4-amdahl-speedup", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_amdahl(amdahl)
+### BEGIN HIDDEN TESTS
+checks.check_amdahl(amdahl, seed=41)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-4-amdahl-share", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_attention_share(attention_flop_share)
+### BEGIN HIDDEN TESTS
+checks.check_attention_share(attention_flop_share, seed=42)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now use the law. It needs two numbers. How much faster does attention *alone* become? That is notebook 1's measurement, with
+# this model's heads. And which share of the time does attention take? After section 2.3 this is easy to measure: give the model
+# an attention that does *nothing*, and see what is left.
+
+# %%
+own_amdahl = checks.yours_or_ours(amdahl, checks.overall_speedup, checks.check_amdahl)
+own_share = checks.yours_or_ours(
+    attention_flop_share, checks.flop_share, checks.check_attention_share
+)
+
+
+def nothing(module, query, key, value, attention_mask, **kwargs):
+    return query.transpose(1, 2).clone()
+
+
+models.register_attention("nothing", nothing)
+attentions = ["standard", "nothing", "flash"]
+whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-2:])
+ran = models.attention_used(model)[0].backend  # what "flash" stands for here
+ms = whole.pivot(index="seqlen", columns="backend", values="median_ms")
+
+# %%
+smollm2_heads = {"heads": 9, "kv_heads": 3, "head_dim": 64, "causal": True}
+alone = run_grid(
+    grid(["standard", ran], lengths[-2:], **smollm2_heads),
+    device=device,
+    measure_error=False,
+    max_seconds=0.4,
+)
+alone = speedup(alone, over="standard")
+gain_alone = alone[alone.backend == ran].set_index("seqlen").speedup
+sizes_of = {"hidden": 576, "layers": 30, "intermediate": 1536, "vocab": 49_152}
+share = 1 - ms.nothing / ms.standard
+law = pd.DataFrame(
+    {
+        "attention's share of the FLOPs": [
+            own_share(n, heads=9, kv_heads=3, head_dim=64, **sizes_of) for n in ms.index
+        ],
+        "its share of the time": share,
+        "its gain alone": gain_alone,
+        "predicted gain of the model": [
+            own_amdahl(s, g) for s, g in zip(share, gain_alone, strict=True)
+        ],
+        "measured gain": ms.standard / ms.flash,
+        "limit": 1 / (1 - share),
+    }
+)
+law.T.round(2)
+
+# %% [markdown]
+# *Limit* is the gain if attention took no time at all. Three readings:
+#
+# - The textbook takes a larger share of the time than of the FLOPs. That surplus is the traffic of $S$ and $P$.
+# - Prediction and measurement are near each other, not equal: timed alone, attention finds its inputs in the caches, and on a busy
+#   machine two measurements never agree exactly.
+# - The share grows with the length. In a short text the MLPs decide, and no attention kernel can help.
+#
+# ## 2.10 · Heads, head dimension, dtype
+#
+# The same width of 512 can be cut into many small heads or few large ones. And what about half precision? Attention alone, 1,024
+# tokens, causal:
+
+# %%
+base = {"heads": 8, "head_dim": 64, "batch": 1, "dtype": "float32", "causal": True}
+changes = [
+    {"heads": 16, "head_dim": 32},
+    {},
+    {"heads": 4, "head_dim": 128},
+    {"batch": 4},
+    {"dtype": "bfloat16"},
+]
+cases = [case for change in changes for case in grid(["standard", fused], [1024], **base | change)]
+configured = run_grid(cases, device=device, measure_error=False, max_seconds=0.1)
+configured = speedup(configured, over="standard")
+configured["extra memory, MiB"] = configured.peak_memory_bytes / 2**20
+configured["time, ms"] = configured.median_ms
+axes = ["batch", "heads", "head_dim", "dtype", "backend"]
+configured[[*axes, "time, ms", "tflops", "speedup", "extra memory, MiB"]].round(2)
+
+# %% [markdown]
+# - **Heads.** The products take the same FLOPs however the width is cut. The textbook's memory does not: each head has scores of its
+#   own. FlashAttention's hardly changes.
+# - **Batch.** Everything in proportion; the ratio stays.
+# - **dtype.** Here is a surprise on many CPUs: in bfloat16 the textbook calls matrix products that use the processor's bfloat16
+#   instructions, while PyTorch's CPU FlashAttention gains little from them. The gain shrinks, or turns into a loss, while the
+#   memory saved is the same. On a GPU half precision is where FlashAttention is at home. Measure on the machine that counts.
+#
+# ## 2.11 · A precision policy
+#
+# Half precision halves the weights, and a decode step waits for the weights. But notebook 1 has shown what float16 cannot hold:
+# anything from 65,520 on. Is that a danger in practice? Look at the *residual stream*, the sum that runs through all
+# layers and to which each adds its part:
+
+# %%
+with torch.inference_mode():
+    stream = model(ids[:, :64], output_hidden_states=True, use_cache=False).hidden_states[:-1]
+pd.DataFrame(
+    {
+        "largest magnitude": [x.abs().max().item() for x in stream],
+        "median magnitude": [x.abs().median().item() for x in stream],
+    }
+).iloc[::3].round(1).T
+
+# %% [markdown]
+# From the twelfth layer on a single number stands ten thousand times above the rest, and more than a third of the way to
+# float16's end. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z. Kolter, Z. Liu: *Massive
+# Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for them, at the price of coarser steps.
+
+# %%
+from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+
+FlashAttentionConfig.float16()
+
+
+# %% [markdown]
+# ### Exercise 2-5 · A precision policy for inference
+# ●●○ · 15 minutes · 5 points
+#
+# A `FlashAttentionConfig` names a dtype for each component of a model, and `apply_precision_policy(model, config)` puts the model
+# under it. Write `my_policy(device_type, capability)`, which returns one for running a pretrained Llama.
+#
+# | `device_type` | `capability` | what it has |
+# | --- | --- | --- |
+# | `"cpu"` | `None` | every dtype |
+# | `"cuda"` | a pair such as `(9, 0)`, at least `(8, 0)` | bfloat16 and float16; FlashAttention's kernels take these two only |
+# | `"cuda"` | before `(8, 0)`, such as `(7, 5)` | float16, but no bfloat16 |
+#
+# What the checks measure, on a small Llama, for eight devices:
+#
+# - **Dtypes.** Each component gets a dtype that the device has. `norm_statistics` stay in float32. (The softmax does so by itself,
+#   inside the kernel.)
+# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at the first token of a text, an MLP
+#   adds one huge number to the residual stream. In the model for devices with bfloat16 each of two MLPs adds 100,000. For
+#   older GPUs, each adds 40,000: that fits into float16, but does their sum?
+# - **Memory.** The weights take at most 55% of float32's bytes.
+#
+# What you say about the loss and the optimizer does not matter: there is neither in inference.
+#
+# <details><summary>Hint</summary>
+#
+# `FlashAttentionConfig()` is bfloat16, `FlashAttentionConfig.float16()` is for GPUs without it. Print both, and see what they say
+# about `residual`. Pairs are compared entry by entry: `(7, 5) < (8, 0)` is `True`. `None` is not comparable with a pair.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-5-policy", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def my_policy(device_type, capability):
+    """The FlashAttentionConfig in which a pretrained Llama runs well on this device."""
+    ### BEGIN SOLUTION
+    if device_type == "cuda" and capability < (8, 0):
+        return FlashAttentionConfig.float16(residual=torch.float32)  # the range of the stream
+    return FlashAttentionConfig.bfloat16()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-devices", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_policy_devices(my_policy)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-range", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_policy_range(my_policy)
+### BEGIN HIDDEN TESTS
+checks.check_policy_range(my_policy, seed=52)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_policy_memory(my_policy)
+
+# %% [markdown]
+# And the real model? The same text, once under `FlashAttentionConfig.bfloat16()` and once in float32. Guess: by how much does
+# the NLL of 2.50 change?
+
+# %%
+predicted_change = None  # your guess, in nats a token
+
+# %%
+import copy
+
+models.set_attention(model, "flash")
+half = copy.deepcopy(model)
+apply_precision_policy(half, FlashAttentionConfig.bfloat16())
+nlls = [models.negative_log_likelihood(m, ids[:, :512]) for m in (model, half)]
+weights = [sum(p.nbytes for p in m.parameters()) / 2**20 for m in (model, half)]
+change = abs(nlls[1] - nlls[0])
+checks.compare_prediction("Change of the NLL", predicted_change, change, "nats")
+print(f"weights: {weights[0]:.0f} MiB in float32, {weights[1]:.0f} MiB under the policy")
+
+# %% [markdown]
+# The rounding of three digits in every layer, and the model predicts as well as before: its errors average out. What does *not*
+# average out is an overflow. So the range decides first, and the digits second.
+#
+# ## 2.12 · Recorded: longer texts, and a data-centre GPU
+#
+# What follows was recorded with commands of this lab; `provenance` has the command, device and date of each. First SmolLM2 on two
+# CPU cores, at lengths that would take too long here:
+
+# %% tags=["nbval-check-output"]
+from labsupport.profiling import load_run
+
+recorded = speedup(load_run("smollm2-cpu"), over="eager")
+print(shown(recorded).to_string(index=False))
+
+# %%
+record = recorded.attrs["provenance"]
+gflops = (recorded.tflops * recorded.median_ms).groupby(recorded.seqlen).first()
+fastest = record["matmul_tflops"]["float32"]  # of a large matrix product, measured in that run
+times = recorded[recorded.seqlen == 8192].speedup.max()
+plotting.plot_time(
+    recorded,
+    title=f"At 8,192 tokens the whole model is {times:.1f} times as fast",
+    references=[plotting.Reference("arithmetic alone", lambda n: gflops[n] / fastest)],
+)
+
+# %% [markdown]
+# Next, writing on an H200: a Llama of 110 million parameters in bfloat16, random weights (for the time they do not matter), one
+# request. *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
+
+# %% tags=["nbval-check-output"]
+decode = load_run("h200-decode")
+decode = decode[decode.batch == 1].set_index("name")
+decode = decode[["median_ms", "tokens_per_s", "ceiling"]].rename(
+    columns={"median_ms": "ms a step", "tokens_per_s": "tokens/s", "ceiling": "bound, tokens/s"}
+)
+print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_string())
+
+# %% [markdown]
+# All loops compute the same. What separates 160 from 2,600 tokens a second is everything *around* the arithmetic: an ordinary loop
+# launches several hundred kernels for each token, from Python, one after the other. `graphed`
+# (`labsupport/models/generation/graphed.py`) compiles the step and records it as one CUDA graph. And even so it stays a factor of
+# seven below what the memory would allow.
+#
+# At last, training GPT-2 medium there, 8,192 tokens a step, in sequences of growing length:
+
+# %%
+steps = load_run("h200-training").rename(columns={"name": "backend"}).drop(columns="batch")
+steps["direction"] = "forward+backward"
+steps["ms"] = steps.median_ms.round(0)
+steps["GiB"] = (steps.peak_memory_bytes / 2**30).round(1)
+steps.pivot(index="backend", columns="seqlen", values=["ms", "GiB"]).dropna(how="all")
+
+# %%
+plotting.plot_memory(
+    steps,
+    title="With eager, 8,192 tokens do not fit; with FlashAttention the length is free",
+    references=[plotting.Reference("memory of the GPU", 139.8 * 1024)],
+)
+
+# %% [markdown]
+# 8,192 tokens in one sequence or in eight: for FlashAttention's memory it is the same. (What remains is the model, its
+# gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is full: the
+# cross. `flash_triton` is this lab's own kernel; notebook 4 opens it.
+
+# %% [markdown]
+# ## What you measured
+#
+# - Exchanging the attention of a model changes its outputs by rounding only: NLL, logits, gradients, greedy text.
+# - Names alone prove nothing: `use_flash_attn=True` does nothing at all. A record of what ran proves something.
+# - Reading and training long texts gain in time and memory, and more so the longer they are. Short ones do not.
+# - In decoding, queries are the *last* tokens: bottom-right. The KV cache is worth its memory.
+# - A decode step waits for weights and cache. Batches, graphs, fewer key/value heads and smaller dtypes help it;
+#   FlashAttention does not.
+# - Amdahl's law ties it together: share and gain in, gain of the whole out.
+# - Range decides about a dtype before precision does.
+#
+# ### Three questions
+#
+# <details><summary>1. A colleague replaced attention by FlashAttention and sees no gain in tokens per second. The model answers short questions, one at a time. What do you say?</summary>
+#
+# That this was to be expected. Time goes to decode steps, which are bound by reading weights, and at batch 1 by launching
+# kernels. A CUDA graph, a larger batch or a smaller dtype would help. For long prompts the *time to the first token* will fall.
+# </details>
+#
+# <details><summary>2. Why does a registered attention function also need a mask function?</summary>
+#
+# Transformers asks that function for the mask of each batch. Where there is none, layers get no mask, and padding is
+# attended to like text. There is no error; only the results are wrong.
+# </details>
+#
+# <details><summary>3. In a static cache 600 of 1,024 slots are filled, and 4 new tokens come. Which keys may the first of them see, and what would a bottom-right mask over all slots say?</summary>
+#
+# It is at position 600, so it sees keys 0 to 600. Aligned with the buffer's end, the mask would let it see keys up to 1,020: slots
+# that hold nothing yet. The end that counts is that of the *filled* keys, 604.
+# </details>
+#
+# ### Read on
+#
+# - [Chapter 9 of the theory](../theory/09-inference.md): both phases on the roofline, split-KV decoding, paging, speculation.
+# - [Chapter 6](../theory/06-precision.md), for section 2.11.
+# - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et al.:
+#   *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
+# - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a Llama in
+#   sixty lines.

@@ -1,0 +1,185 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from labsupport import checks
+from labsupport.attention import attention, flash_attention
+from labsupport.checks.small_models import decode, small_models, use_attention
+from tests.checks.solutions import broken, function, solution_source
+
+VALUES, MODELS = checks.check_registered_values, checks.check_registered_models
+MEMORY, REFUSALS = checks.check_registered_memory, checks.check_registered_refusals
+
+
+def source():
+    return solution_source("02", "ex-2-2-own-attention")
+
+
+def solved():
+    return function(source(), "lab_attention", flash_attention=flash_attention)
+
+
+def student_with(*changes):
+    names = {"flash_attention": flash_attention, "attention": attention, "F": F}
+    return broken(source(), "lab_attention", *changes, **names)
+
+
+def diagnosis(student, *some):
+    with pytest.raises(checks.CheckFailed) as caught:
+        for check in some:
+            check(student)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("check", [VALUES, MODELS, REFUSALS])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_solution_passes(check, seed, capfd):
+    check(solved(), seed=seed)
+    said = capfd.readouterr()
+    assert said.out.startswith("[ok]")
+    assert said.err == ""
+
+
+def test_the_solution_stores_no_scores(capsys):
+    MEMORY(solved())
+    assert capsys.readouterr().out.startswith("[ok]")
+
+
+def test_another_right_way_passes():
+    def lab_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):  # fmt: skip
+        if attention_mask is not None or dropout > 0:
+            raise NotImplementedError("neither masks nor dropout")
+        q, k, v = (x.permute(0, 2, 1, 3).contiguous() for x in (query, key, value))
+        causal = module.is_causal if is_causal is None else is_causal
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attention(q, k, v, causal=causal, softmax_scale=scale, backend="sdpa_flash"), None
+
+    for check in (VALUES, MODELS, MEMORY, REFUSALS):
+        check(lab_attention)
+
+
+INPUTS = "(x.transpose(1, 2) for x in (query, key, value))"
+CALL = "flash_attention(q, k, v, causal=causal, softmax_scale=scaling)"
+TOP_LEFT = "F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=True).transpose(1, 2)"
+IN_TURNS = "(query.transpose(1, 2), *(x.repeat(1, query.shape[1] // x.shape[1], 1, 1).transpose(1, 2) for x in (key, value)))"
+MISTAKES = {
+    "no transpose": (
+        [(INPUTS, "(query, key, value)"), (CALL, CALL + ".transpose(1, 2)")],
+        "Transpose q, k and v",
+    ),
+    "no transpose at all": ([(INPUTS, "(query, key, value)")], "transpose q, k and v before"),
+    "view for transpose": (
+        [(INPUTS, "(x.reshape(x.shape[0], x.shape[2], x.shape[1], -1) for x in (query, key, value))")],
+        "mixes heads and positions",
+    ),
+    "transposed back": ([(CALL, CALL + ".transpose(1, 2)")], "do not transpose it back"),
+    "scaling ignored": ([(", softmax_scale=scaling", "")], "pass it on as softmax_scale"),
+    "always causal": ([("causal=causal", "causal=True")], "looks both ways"),
+    "never causal": ([("causal=causal", "causal=False")], "The future is visible"),
+    "k and v swapped": ([("(q, k, v, causal", "(q, v, k, causal")], "key and value are swapped"),
+    "top-left": ([(CALL, TOP_LEFT)], "aligned top-left"),
+    "key heads in turns": ([(INPUTS, IN_TURNS)], "consecutive query heads share one"),
+    "bare tensor": ([("softmax_scale=scaling), None", "softmax_scale=scaling)")], "return out, None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", [VALUES, MODELS], ids=["directly", "in models"])
+@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_gets_its_own_diagnosis(changes, said, check):
+    assert said in diagnosis(student_with(*changes), check)
+
+
+def test_an_argument_that_overrules_the_module_must_not_be_ignored():
+    student = student_with(('kwargs.get("is_causal")', "None"))
+    assert "overrules module.is_causal" in diagnosis(student, VALUES)
+
+
+def test_a_module_must_be_asked_when_is_causal_is_given_as_none():
+    student = student_with(
+        ('kwargs.get("is_causal")', 'kwargs.get("is_causal", module.is_causal)'),
+        ("if causal is None", "if False"),
+    )
+    message = diagnosis(student, VALUES)
+    assert "is_causal=None" in message
+    assert "The future is visible" in message
+
+
+def test_weights_in_the_second_place_are_refused():
+    student = student_with(("scaling), None", "scaling), query"))
+    assert "FlashAttention stores none" in diagnosis(student, VALUES)
+
+
+def test_the_textbook_in_place_of_flash_attention_is_found():
+    textbook = CALL.replace("flash_attention", "attention").replace(
+        "scaling)", "scaling, backend='standard')"
+    )
+    assert "This is textbook attention" in diagnosis(student_with((CALL, textbook)), MEMORY)
+
+
+def test_repeated_keys_are_found():
+    repeated = f"(x.repeat_interleave(query.shape[1] // x.shape[2], 2) for x in {INPUTS})"
+    student = student_with((INPUTS, repeated))
+    VALUES(student)
+    assert "was repeated to 4 heads" in diagnosis(student, MEMORY)
+
+
+NOT_REFUSED = {
+    "mask ignored": ([("if attention_mask is not None", "if False")], "without a word"),
+    "None for an answer": (
+        [('raise ValueError("lab_attention takes no mask: give it texts without padding.")', "return None")],
+        "Raise a ValueError when attention_mask",
+    ),
+    "dropout ignored": ([("if dropout != 0", "if False")], "Raise a ValueError when dropout"),
+    "mask handed on": (
+        [("if attention_mask is not None", "if False"), ("softmax_scale=scaling)", "softmax_scale=scaling, **({} if attention_mask is None else {'attn_mask': attention_mask}))")],
+        "by accident (TypeError",
+    ),
+    "another function for masks": (
+        [('raise ValueError("lab_attention takes no mask: give it texts without padding.")',
+          "return F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True).transpose(1, 2), None")],
+        "did another function compute this",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), NOT_REFUSED.values(), ids=NOT_REFUSED)
+def test_what_it_cannot_do_must_be_refused(changes, said):
+    assert said in diagnosis(student_with(*changes), REFUSALS)
+
+
+@pytest.mark.parametrize("check", [VALUES, MODELS, MEMORY, REFUSALS])
+def test_a_stub_is_called_one(check):
+    def lab_attention(module, query, key, value, attention_mask, **kwargs):
+        raise NotImplementedError
+
+    assert "not written yet" in diagnosis(lab_attention, check)
+
+
+def test_a_small_model_gets_a_mask_for_padding_only():
+    given = []
+
+    def watch(module, query, key, value, attention_mask, **options):
+        given.append(attention_mask)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    models = small_models()
+    decode(models["Llama"], watch)
+    with use_attention(models["BERT"], watch), torch.no_grad():
+        models["BERT"](torch.ones(1, 4, dtype=torch.long))
+    assert all(mask is None for mask in given)
+    assert len(given) == 3 * 2 + 2
+
+    given.clear()
+    ids, padding = torch.ones(2, 4, dtype=torch.long), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    with use_attention(models["Llama"], watch), torch.no_grad():
+        models["Llama"](ids, attention_mask=padding)
+    assert [mask.shape for mask in given] == [(2, 1, 4, 4)] * 2
+    assert not given[0][0, 0, :, 0].any()
+
+
+def test_a_small_model_keeps_the_attention_that_it_had():
+    model = small_models()["GPT-2"]
+    before = decode(model, "eager")
+    diagnosis(student_with(("causal=causal", "causal=False")), MODELS)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(decode(model, "eager"), before)
