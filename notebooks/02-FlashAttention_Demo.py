@@ -382,10 +382,10 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# At the left end the gain is small; it grows with the length. The memory tells the story more clearly than the time: `eager`
-# follows the line of *one* layer's $S$ and $P$ (one layer at a time is alive in a forward pass), FlashAttention has no such
-# term. And the last column of the table is the control: the losses agree to the last digit shown. Same weights, same
-# function.
+# At the left end the gain is small; it grows with the length. So does the memory of `eager`: in short texts the logits of a chunk
+# of tokens are the largest thing, then it turns upward, along the line of *one* layer's $S$ and $P$ (one layer at a time is alive
+# in a forward pass). FlashAttention has no such term. And the last column of the table is the control: the losses agree
+# to the last digit shown. Same weights, same function.
 #
 # But the gain of the whole model stays below that of attention alone. Section 2.9 says why, with numbers.
 
@@ -448,9 +448,9 @@ checks.compare_prediction("Memory of a step, eager over flash", predicted_saving
 shown(training.assign(backend=training.backend + ", " + training.direction)).drop(columns="NLL")
 
 # %% [markdown]
-# In training the difference is larger than in reading, in memory and at the long end in time, too: now $P$ of *all* layers has to
-# be kept, and read again. At the short end there is hardly anything to gain; FlashAttention even computes more, since the
-# backward pass recomputes $S$.
+# With `eager`, $P$ of *all* layers has to wait for the backward pass: the memory of a step contains one square for each layer.
+# FlashAttention keeps one number a row, and recomputes. At the short end there is hardly anything to gain, since recomputing $S$
+# costs arithmetic, too. Section 2.12 has the same measurement for a larger model and longer texts.
 
 # %% [markdown]
 # ## 2.6 · Who may look where: GPT and BERT
