@@ -24,10 +24,9 @@ STYLES: dict[str, tuple[str, str]] = {
     "fa2": ("#882255", "<"),
     "fa4": ("#332288", ">"),
     "xformers": ("#999933", "h"),
-    # Inside of a model: Transformers' textbook; whichever IO-aware backend runs.
-    "eager": ("#000000", "o"),
-    "flash": ("#0072B2", "^"),
 }
+# Inside of a model: Transformers' textbook, and whichever IO-aware backend runs.
+IN_MODELS = {"eager": STYLES["standard"], "flash": STYLES["sdpa_flash"]}
 CROSS_SPACING = 0.065  # of the height of a panel, between two lines of crosses
 _SPARE = ("#117733", "#661100", "#6699CC", "#AA4466")
 
@@ -45,8 +44,9 @@ class Reference:
 
 def style(backend: str) -> tuple[str, str]:
     """(colour, marker) of an implementation, the same everywhere."""
-    if backend in STYLES:
-        return STYLES[backend]
+    known = STYLES | IN_MODELS
+    if backend in known:
+        return known[backend]
     return _SPARE[zlib.crc32(backend.encode()) % len(_SPARE)], "p"
 
 

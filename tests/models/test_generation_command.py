@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def program(folder):
     log = logging.getLogger("labsupport.models")
-    before = list(log.handlers)
+    before, level = list(log.handlers), log.level
 
     def call(*arguments, ok=True):
         options = ["generate", "--model", str(folder), "--device", "cpu"]
@@ -37,6 +37,7 @@ def program(folder):
     yield call
     for handler in set(log.handlers) - set(before):
         log.removeHandler(handler)
+    log.setLevel(level)
 
 
 def test_it_prints_the_text_and_what_it_cost(program):
