@@ -21,9 +21,10 @@ from torch import Tensor
 from labsupport.attention.backends import attention
 from labsupport.attention.flash_torch import FlashAttentionFunction
 from labsupport.attention.reference import standard_attention
-from labsupport.profiling.memory import MemoryUse, format_bytes, measure_peak_memory
+from labsupport.profiling.memory import MemoryUse, measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Ratio, Timing, measure_interleaved, measure_ratio, ratio_of
+from labsupport.profiling.units import format_bytes
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -41,29 +41,15 @@ def overall_speedup(share: float, speedup: float) -> float:
     return 1 / (1 - share + share / speedup)
 
 
-def flop_share(
-    seqlen: int,
-    hidden: int,
-    layers: int,
-    intermediate: int,
-    vocab: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    causal: bool = True,
-) -> float:
-    """Attention's share of the FLOPs of a Llama over `seqlen` tokens, all logits counted."""
-    return _share(
-        seqlen,
-        causal,
-        hidden=hidden,
-        layers=layers,
-        intermediate=intermediate,
-        vocab=vocab,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-    )
+def flop_share(seqlen: int, *, causal: bool = True, **shape: Any) -> float:
+    """Attention's share of the FLOPs of a Llama over `seqlen` tokens, all logits counted.
+
+    Args:
+        seqlen: tokens of the prefill.
+        causal: whether half of the pairs are hidden.
+        shape: hidden, layers, intermediate, vocab, heads, kv_heads, head_dim: see `LLAMA_1B`.
+    """
+    return _share(seqlen, causal, **shape)
 
 
 def check_amdahl(student: Callable[..., Any], seed: int = 0) -> None:

@@ -28,9 +28,10 @@ from labsupport.attention.backends import (
 )
 from labsupport.profiling.accuracy import Oracle
 from labsupport.profiling.cases import Case
-from labsupport.profiling.memory import format_bytes, measure_peak_memory
+from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import measure_time, resolve_device
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, grid
-from labsupport.profiling.memory import format_bytes
 from labsupport.profiling.runs import save_run
 from labsupport.profiling.tables import speedup
 from labsupport.profiling.timing import format_ms, resolve_device
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,10 +34,10 @@ from labsupport.attention.flash_triton import mode
 from labsupport.attention.flash_triton.launch_decode import decode
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.hardware import measured_ceilings
-from labsupport.profiling.memory import format_bytes
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.runs import save_run
 from labsupport.profiling.timing import measure_interleaved, resolve_device
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

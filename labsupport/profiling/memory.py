@@ -35,6 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.units import format_bytes
 
 MIB = 2**20
 
@@ -62,16 +63,6 @@ class MemoryUse:
             f"{format_bytes(self.peak_bytes)} extra at the peak, "
             f"{format_bytes(self.kept_bytes)} kept"
         )
-
-
-def format_bytes(count: float) -> str:
-    """`count` bytes in the largest fitting binary unit: '5.2 MiB'."""
-    sign, size = ("-", -count) if count < 0 else ("", count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
 
 
 def measure_peak_memory(

@@ -286,6 +286,12 @@ def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:
             return
 
 
+def now(device: torch.device) -> float:
+    """Seconds on a clock, read when the GPU has finished what it was given."""
+    _synchronize(device)
+    return time.perf_counter()
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

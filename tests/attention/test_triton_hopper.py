@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from labsupport.attention import attention, last_call
-from labsupport.attention.flash_triton import mode
 from labsupport.attention.flash_triton.geometry import Geometry
 from labsupport.attention.flash_triton.launch import backward, forward
 from labsupport.attention.flash_triton.launch_hopper import can_be_described, takes
@@ -19,8 +18,6 @@ from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_ma
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
-if mode.missing() is not None:
-    pytest.skip(str(mode.missing()), allow_module_level=True)
 
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9

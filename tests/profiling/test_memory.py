@@ -9,10 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from labsupport.profiling.memory import (
     LargestTensor,
     cap_gpu_memory,
-    format_bytes,
     largest_tensor,
     measure_peak_memory,
 )
+from labsupport.profiling.units import format_bytes
 
 MIB = 2**20
 

@@ -52,6 +52,20 @@ for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_
 print("ready", flush=True)
 time.sleep(60)
 """
+# The watch, but each sample waits until the program has ended (and leaves it to be collected).
+LATE = """
+import os, pathlib, sys
+from labsupport.profiling.monitoring import command
+
+class Late(command.ProcessTree):
+    def read(self):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return super().read()
+
+command.ProcessTree = Late
+out, chart = map(pathlib.Path, sys.argv[1:])
+sys.exit(command.run_monitored(["true"], out=out, chart=chart))
+"""
 # A grandchild in a session of its own, whose parent is gone.
 ORPHAN = """
 import subprocess, sys, time
@@ -223,7 +237,7 @@ def test_csv_and_chart_cannot_be_the_same_file(tmp_path):
 
 def test_a_program_that_ends_before_the_first_sample_has_no_peak_and_no_chart(tmp_path):
     out, chart = tmp_path / "memory.csv", tmp_path / "memory.png"
-    done = run(arguments("true", out=out, chart=chart))
+    done = run([sys.executable, "-c", LATE, str(out), str(chart)])
     assert done.returncode == 0
     assert "it ended before the first sample: its memory was never read" in done.stderr
     assert "the system's own peak of its largest single process" in done.stderr

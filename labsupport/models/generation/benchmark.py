@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labsupport.attention import AttentionInputError, BackendUnavailableError
-from labsupport.profiling.memory import format_bytes
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.runs import save_run
 from labsupport.profiling.timing import Timing, format_ms, resolve_device
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from labsupport.models.generation.graphed import GraphedDecoder
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import Batch
 from labsupport.profiling.hardware import Ceilings
-from labsupport.profiling.timing import Timing
+from labsupport.profiling.timing import Timing, now
 
 Loop = Callable[[Batch, int], float]  # seconds of the decode steps
 REPEATS = 3
@@ -122,7 +121,7 @@ def _transformers_own(model: Any, ids: Batch, new: int, cache: str) -> float:
     """
 
     def seconds(count: int) -> float:
-        start = _now(model.device)
+        start = now(model.device)
         model.generate(
             ids.ids,
             attention_mask=torch.ones_like(ids.ids),
@@ -132,12 +131,6 @@ def _transformers_own(model: Any, ids: Batch, new: int, cache: str) -> float:
             cache_implementation=cache,
             pad_token_id=0,
         )
-        return _now(model.device) - start
+        return now(model.device) - start
 
     return seconds(new) - seconds(1)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

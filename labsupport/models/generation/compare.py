@@ -26,7 +26,8 @@ from labsupport.models.generation.generate import generate
 from labsupport.models.generation.oracle import oracle_logits, prompt_logits
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
 from labsupport.models.generation.result import Generation
-from labsupport.profiling.memory import format_bytes, measure_peak_memory
+from labsupport.profiling.memory import measure_peak_memory
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,6 @@ options, and does not say when the prefill ends.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -22,6 +21,7 @@ from torch import Tensor
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode, end_tokens
 from labsupport.models.generation.result import Decoded, Generation
+from labsupport.profiling.timing import now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -143,9 +143,9 @@ def prefill_and_decode(
         ).logits[:, -1]  # (batch, vocabulary)
         return pick(logits)  # (batch,)
 
-    start = _now(model.device)
+    start = now(model.device)
     token = forward(batch.ids, batch.positions, batch.width)
-    prefill_s = _now(model.device) - start
+    prefill_s = now(model.device) - start
     tokens, step_s = [token][:max_new_tokens], []
     position = batch.positions[:, -1:]
     ended = torch.isin(token, endings)
@@ -154,9 +154,9 @@ def prefill_and_decode(
     for step in range(1, max_new_tokens):
         if ends and ended.all():
             break
-        start = _now(model.device)
+        start = now(model.device)
         token = forward(token[:, None], position + step, batch.width + step)
-        step_s.append(_now(model.device) - start)
+        step_s.append(now(model.device) - start)
         tokens.append(token)
         ended |= torch.isin(token, endings)
         if on_step:
@@ -218,13 +218,6 @@ def _since(before: Sequence[Used], after: Sequence[Used]) -> tuple[Used, ...]:
     counted = {replace(use, calls=0): use.calls for use in before}
     new = (replace(use, calls=use.calls - counted.get(replace(use, calls=0), 0)) for use in after)
     return tuple(use for use in new if use.calls)
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, when the GPU has finished what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _check_options(

@@ -21,7 +21,6 @@ On a CPU the same step runs as it is, uncompiled: slower than it could be, with 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from labsupport.models.generation.generate import cut
 from labsupport.models.generation.prompts import Batch, check_room
 from labsupport.models.generation.result import Decoded
 from labsupport.models.generation.steps import step_of
+from labsupport.profiling.timing import now
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,16 +118,16 @@ class GraphedDecoder:
                 f"{len(batch.lengths)} of {batch.width} + {max_new_tokens} were given"
             )
         check_room(self.model, batch, max_new_tokens)
-        start = self._now()
+        start = now(self.model.device)
         self._prefill(batch)
-        prefill_s = self._now() - start
+        prefill_s = now(self.model.device) - start
         made = min(1, max_new_tokens)
-        start = time.perf_counter()
+        start = now(self.model.device)
         while made < max_new_tokens and not self._all_ended(batch.width, made, ends):
             for _ in range(min(CHECK_EVERY, max_new_tokens - made)):
                 self._next(batch.width + made)
                 made += 1
-        decode_s = self._now() - start
+        decode_s = now(self.model.device) - start
         columns = self.output[:, batch.width : batch.width + made].unbind(dim=1)
         return Decoded(cut(columns, batch, ends), prefill_s, decode_s if made > 1 else 0.0)
 
@@ -217,8 +217,3 @@ class GraphedDecoder:
             return False
         new = self.output[:, width : width + made]
         return bool(torch.isin(new, torch.tensor(ends, device=new.device)).any(dim=1).all())
-
-    def _now(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from labsupport.profiling.memory import format_bytes
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     from labsupport.models.integration.used import Used

@@ -34,7 +34,7 @@ from labsupport.models.integration.kinds import NO_WEIGHTS, AttentionRefusedErro
 from labsupport.models.integration.masks import MaskDescription, Packing, mask_of
 from labsupport.models.integration.used import note
 
-AttentionFunction = Callable[..., tuple[Tensor, None]]
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 # Options that Transformers passes along and that attention does not depend on.
 _HARMLESS = {
@@ -62,8 +62,15 @@ _MEANING = {
 }
 
 
-def backend_function(backend: str) -> AttentionFunction:
-    """The function that Transformers calls for a backend, or for "auto" or "flash"."""
+# What is computed: (module, query, key, value, mask, scaling, further options) -> out, weights.
+Compute = Callable[
+    [nn.Module, Tensor, Tensor, Tensor, MaskDescription, float | None, dict[str, Any]],
+    tuple[Tensor, Any],
+]
+
+
+def layer_function(compute: Compute) -> AttentionFunction:
+    """The function that Transformers calls: what we do not compute is refused, the mask is read."""
 
     def run(
         module: nn.Module,
@@ -76,9 +83,26 @@ def backend_function(backend: str) -> AttentionFunction:
         sliding_window: int | None = None,
         is_causal: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Any]:
         refuse_options(module, dropout, kwargs)
         mask = understood_mask(module, query, key, attention_mask, sliding_window, is_causal)
+        return compute(module, query, key, value, mask, scaling, kwargs)
+
+    return outside_graphs(run)
+
+
+def backend_function(backend: str) -> AttentionFunction:
+    """The function that Transformers calls for a backend, or for "auto" or "flash"."""
+
+    def compute(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskDescription,
+        scaling: float | None,
+        _: dict[str, Any],
+    ) -> tuple[Tensor, None]:
         q, k, v = (tensor.transpose(1, 2) for tensor in _as_autocast(query, key, value))
         options = {
             "causal": mask.causal,
@@ -98,8 +122,7 @@ def backend_function(backend: str) -> AttentionFunction:
             note(module, report.backend, report.kernel, report.io_aware)
         return out, None
 
-    run.__name__ = run.__qualname__ = f"labsupport_attention_{backend}"
-    return outside_graphs(run)
+    return layer_function(compute)
 
 
 def _batched(backend: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:

@@ -20,9 +20,8 @@ from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.models.integration.functions import (
     backend_function,
+    layer_function,
     outside_graphs,
-    refuse_options,
-    understood_mask,
     window_that_hides,
 )
 from labsupport.models.integration.kinds import NO_WINDOW
@@ -127,20 +126,15 @@ _describe = outside_graphs(describe_mask)
 def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     kernel = getattr(function, "__qualname__", repr(function))
 
-    def run(
+    def compute(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        mask: MaskDescription,
+        scaling: float | None,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Any]:
-        refuse_options(module, dropout, kwargs)
-        mask = understood_mask(module, query, key, attention_mask, sliding_window, is_causal)
         key, value = key[:, :, : mask.end], value[:, :, : mask.end]
         written = _written(mask)
         result = function(
@@ -152,7 +146,7 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
             scaling=scaling,
             dropout=0.0,
             is_causal=mask.causal and written is None,
-            **kwargs,
+            **options,
         )
         out, weights = result if isinstance(result, tuple) else (result, None)
         batch, heads, queries, head_dim = query.shape
@@ -167,7 +161,7 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         note(module, name, kernel, None)
         return out, weights
 
-    return outside_graphs(run)
+    return layer_function(compute)
 
 
 def _written(mask: MaskDescription) -> Tensor | None:

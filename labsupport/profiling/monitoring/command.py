@@ -24,10 +24,10 @@ from labsupport.profiling.monitoring.summary import (
     MISSED,
     gpu_limit,
     memory_lines,
-    readable_bytes,
     sampling_line,
     small_print,
 )
+from labsupport.profiling.units import format_bytes
 
 GRACE_S = 30.0
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
@@ -167,7 +167,7 @@ def _not_started(command: list[str], error: OSError) -> int:
 
 def _report(sampler: Sampler, maxrss: int, floor: int, lasted: float) -> None:
     # A process starts as a copy of ours, and the system counts that too.
-    size = readable_bytes(maxrss)
+    size = format_bytes(maxrss)
     peak = f"{size} (ru_maxrss)" if maxrss > floor else f"below {size}"
     own = f"the system's own peak of its largest single process: {peak}"
     if sampler.tree.seen == 0:
@@ -185,7 +185,7 @@ def _draw(sampler: Sampler, path: Path, command: list[str]) -> None:
         return
     recording = sampler.recording
     peak, mean = recording.peak("rss_bytes")[1], recording.mean("rss_bytes")
-    title = f"{_short(command)}: at most {readable_bytes(peak)}, {readable_bytes(mean)} on average"
+    title = f"{_short(command)}: at most {format_bytes(peak)}, {format_bytes(mean)} on average"
     limit, label = memory_limit()
     try:
         from labsupport.plotting.monitor import plot_monitor

@@ -30,10 +30,10 @@ from labsupport.profiling.monitoring.summary import (
     gpu_column,
     gpu_limit,
     memory_lines,
-    readable_bytes,
     sampling_line,
     small_print,
 )
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -233,8 +233,8 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
 
         if title is None:
             title = (
-                f"At most {readable_bytes(self.peak_bytes)}, {readable_bytes(self.mean_bytes)} on "
-                f"average; {readable_bytes(self.extra_peak_bytes)} above the start"
+                f"At most {format_bytes(self.peak_bytes)}, {format_bytes(self.mean_bytes)} on "
+                f"average; {format_bytes(self.extra_peak_bytes)} above the start"
             )
         limit, label = memory_limit()
         return plot_monitor(
@@ -251,7 +251,7 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
             return NOT_STARTED
         lines = memory_lines(self._sampler, extra=True)
         if self.kernel_peak_bytes is not None:
-            peak = readable_bytes(self.kernel_peak_bytes)
+            peak = format_bytes(self.kernel_peak_bytes)
             lines.insert(1, f"the system's own peak of this process: {peak} (misses nothing)")
         return "\n".join([*lines, sampling_line(self._sampler, self.overhead), MISSED])
 

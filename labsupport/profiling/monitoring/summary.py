@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING
 
 from labsupport.profiling.monitoring.gpu import GpuReader
 from labsupport.profiling.monitoring.recording import Recording
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     from labsupport.profiling.monitoring.sampler import Sampler
 
 SHARED = "sum of resident set sizes; counts shared pages more than once"
 MISSED = "Samples can miss peaks that are shorter than the gap between two of them."
-
-
-def readable_bytes(count: float) -> str:
-    """`count` bytes in the largest fitting binary unit: '5.2 MiB'."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(count) >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def gpu_column(recording: Recording) -> str | None:
@@ -49,10 +42,10 @@ def _memory_line(what: str, recording: Recording, column: str, caption: str, ext
     when, peak = recording.peak(column)
     above = ""
     if extra:
-        above = f" ({readable_bytes(peak - recording.start(column))} above the start)"
+        above = f" ({format_bytes(peak - recording.start(column))} above the start)"
     return (
-        f"{what}: peak {readable_bytes(peak)}{above} at {when:.1f} s, "
-        f"{readable_bytes(recording.mean(column))} on average ({caption})"
+        f"{what}: peak {format_bytes(peak)}{above} at {when:.1f} s, "
+        f"{format_bytes(recording.mean(column))} on average ({caption})"
     )
 
 
