@@ -60,7 +60,7 @@ def measure_model(
     attentions: Sequence[str] = ("eager", "flash"),
     lengths: Sequence[int] = (512, 1024, 2048),
     direction: Direction = "forward",
-    max_seconds: float = 2.0,
+    max_seconds: float = 1.0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Time and extra memory of a language model on a text, by attention and length.

@@ -13,6 +13,7 @@ benchmark    grids of cases, measured, as a table
 tables       ratios, readable columns, lines to judge by
 accuracy     how far outputs are from the oracle
 runs         tables kept under data/runs/
+units        bytes as people read them
 
 Commands that judge and tune the lab's own kernels on a GPU:
 
