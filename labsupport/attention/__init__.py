@@ -5,6 +5,7 @@
     flash_torch     FlashAttention, forward and backward, in plain PyTorch
     flash_triton/   the same algorithm as Triton kernels
     backends        `attention(...)` over every implementation that can run here
+    rotary          rotary position embedding
     accuracy        how far a result is from the oracle, and how far it may be
 
 The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
@@ -30,6 +31,7 @@ from labsupport.attention.flash_triton.operators import TritonFlashAttentionFunc
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.online_softmax import merge_attention, online_softmax
 from labsupport.attention.reference import oracle_attention, standard_attention
+from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 
 __all__ = [
     "AttentionInputError",
@@ -37,6 +39,7 @@ __all__ = [
     "ErrorReport",
     "FlashAttentionFunction",
     "TritonFlashAttentionFunction",
+    "apply_rotary_emb",
     "attention",
     "attention_varlen",
     "available_backends",
@@ -47,5 +50,6 @@ __all__ = [
     "merge_attention",
     "online_softmax",
     "oracle_attention",
+    "rotary_angles",
     "standard_attention",
 ]

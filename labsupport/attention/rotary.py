@@ -1,0 +1,255 @@
+"""Rotary positions (RoPE): queries and keys are turned by angles that grow with their position.
+
+Take two numbers of a head as a point (x, y), and turn it by an angle t·f: t is the token's position
+and f a frequency, another one for each pair of numbers (RoFormer, arXiv 2104.09864, section 3.2.2).
+A dot product of two points only knows the angle between them. So the score of query t and key u
+depends on t - u only: positions are relative, although each token is turned by itself.
+
+    pair i of head_dim / 2:  f = base^(-2i / head_dim)     the first turns by 1 radian a token,
+                                                           the last by about 1 / base
+
+Who is a pair? Two conventions are in use, and a file of weights does not say which is meant. With a
+head_dim of 8 and pairs a to d:
+
+    interleaved=True    xa ya xb yb xc yc xd yd    neighbours: the RoFormer paper, GPT-J, llama2.c
+    interleaved=False   xa xb xc xd ya yb yc yd    half a head apart: GPT-NeoX, Transformers' Llama
+
+The wrong one raises no error. `permute_rotary_rows` rewrites weights from one to the other.
+
+At position 1,000,000 float32 has few digits left for the fraction of an angle: the product with f
+is rounded by up to 0.03 radians, and the rounding of f adds up to 0.06. bfloat16 with its 8
+significant bits takes the position itself for 999,424. So angles are made in float64, and only
+their cosines and sines are rounded to float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labsupport.attention.inputs import AttentionInputError
+
+
+def rotary_angles(
+    positions: Tensor, head_dim: int, *, base: float = 10_000.0, scaling: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles of each position and each pair.
+
+    Args:
+        positions: (seqlen,) or (batch, seqlen) integers. A shard of a sequence gives its own.
+        head_dim: how many numbers of a head are turned: even.
+        base: the larger, the slower the slow pairs turn (`scaled_base`).
+        scaling: positions are divided by it: linear position interpolation (Chen et al., arXiv
+            2306.15595). 4.0 brings 4 times as many tokens into the angles of the training.
+
+    Returns:
+        cos, sin: (..., seqlen, head_dim / 2) each, float32, on the device of the positions; right
+        to float32's rounding at any position.
+
+    Raises:
+        AttentionInputError: positions that are no integers or have another shape, an odd head_dim,
+            a base or scaling that is not positive.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2) or not _whole(positions):
+        given = (
+            f"{positions.dtype} of shape {tuple(positions.shape)}"
+            if isinstance(positions, Tensor)
+            else f"a {type(positions).__name__}"
+        )
+        raise AttentionInputError(
+            f"positions must be an integer tensor (seqlen,) or (batch, seqlen), but {given} was "
+            "given: torch.arange(seqlen) for a sequence that begins at 0. (Floating dtypes cannot "
+            "count far: bfloat16 stops being exact at 256.)"
+        )
+    _check_even(head_dim)
+    if base <= 0 or scaling <= 0:
+        raise AttentionInputError(
+            f"base and scaling must be positive, but base {base} and scaling {scaling} were given."
+        )
+    # Apple's GPUs have no float64.
+    where = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=where) / head_dim
+    turned = positions.to(where, torch.float64) / scaling
+    angles = turned.unsqueeze(-1) * base**-exponents
+    return angles.cos().to(positions.device, torch.float32), angles.sin_().to(
+        positions.device, torch.float32
+    )
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn queries or keys by their angles; the name and the options are flash-attn's.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim). If head_dim is
+            larger than 2 · cos.shape[-1], the numbers behind those stay as they are.
+        cos, sin: (seqlen, pairs) or (batch, seqlen, pairs) from `rotary_angles`; packed
+            (total, pairs).
+        interleaved: pairs are neighbours (True) or half a head apart (False).
+
+    Returns:
+        A new tensor of x's shape and dtype. Computed in float32 (float64 for a float64 x).
+
+    A rotation is linear: for its backward, which turns by the opposite angle, autograd keeps cos
+    and sin, and not x.
+
+    Raises:
+        AttentionInputError: shapes that do not fit together, a dtype that is not floating, cosines
+            that want gradients (they are constants here).
+    """
+    _check_rotation(x, cos, sin)
+    return _Rotation.apply(x, cos, sin, interleaved, False)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.options = interleaved, back
+        return _rotate(x, cos, sin, interleaved, back)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        interleaved, back = ctx.options
+        return (
+            _Rotation.apply(dout, *ctx.saved_tensors, interleaved, not back),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    # One angle for all heads of a token; 16-bit cosines must not make it 16-bit arithmetic.
+    cos, sin = (
+        table.to(torch.promote_types(table.dtype, torch.float32)).unsqueeze(-2)
+        for table in (cos, sin)
+    )
+    sign = -1 if back else 1
+    turned = 2 * cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if turned < x.shape[-1]:
+        out[..., turned:] = x[..., turned:]
+    xs, ys = _coordinates(x[..., :turned], interleaved)
+    new_xs, new_ys = _coordinates(out[..., :turned], interleaved)
+    # A half of x in float32 at a time, and never a whole copy: at a million tokens it is gigabytes.
+    new_xs.copy_((xs * cos).addcmul_(ys, sin, value=-sign))
+    new_ys.copy_((ys * cos).addcmul_(xs, sin, value=sign))
+    return out
+
+
+def _coordinates(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the x and the y of each pair."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    pairs = x.shape[-1] // 2
+    return x[..., :pairs], x[..., pairs:]
+
+
+def permute_rotary_rows(weight: Tensor, heads: int, *, to_interleaved: bool) -> Tensor:
+    """The rows of a query or key projection, moved from one convention to the other.
+
+    Queries and keys are permuted alike, so that their dot products stay what they were. Values are
+    not turned: their projection stays as it is.
+
+    Args:
+        weight: (heads · head_dim, width), or a bias (heads · head_dim,).
+        heads: of this projection: kv_heads for keys.
+        to_interleaved: from halves to neighbours (True), or from neighbours to halves (False).
+
+    Returns:
+        A permuted copy.
+
+    Raises:
+        AttentionInputError: the rows do not make `heads` heads of an even head_dim.
+    """
+    rows = weight.shape[0] if weight.ndim else 0
+    if heads < 1 or rows == 0 or rows % (2 * heads):
+        raise AttentionInputError(
+            f"a weight of shape {tuple(weight.shape)} does not hold {heads} heads of an even "
+            "head_dim: it must be (heads * head_dim, width). For a key projection, heads is "
+            "kv_heads."
+        )
+    pairs = rows // heads // 2
+    split = (2, pairs) if to_interleaved else (pairs, 2)
+    return weight.unflatten(0, (heads, *split)).transpose(1, 2).reshape(weight.shape)
+
+
+def scaled_base(base: float, head_dim: int, factor: float) -> float:
+    """RoPE's base for sequences `factor` times as long as in training: "NTK-aware" scaling.
+
+    base · factor^(head_dim / (head_dim - 2)): the slowest pair turns `factor` times as slowly, as
+    with interpolation, and the fastest, which tells neighbours apart, as before.
+
+    Source: bloc97, "NTK-Aware Scaled RoPE", r/LocalLLaMA, June 2023; written out in the YaRN paper
+    (Peng et al., arXiv 2309.00071, section 3.1).
+
+    >>> round(scaled_base(10_000, 64, 8))
+    85550
+
+    Raises:
+        AttentionInputError: head_dim is odd or below 4 (one pair alone cannot be both), or base or
+            factor is not positive.
+    """
+    _check_even(head_dim)
+    if head_dim < 4 or base <= 0 or factor <= 0:
+        raise AttentionInputError(
+            f"head_dim must be at least 4, base and factor positive, but head_dim {head_dim}, base "
+            f"{base} and factor {factor} were given."
+        )
+    return base * factor ** (head_dim / (head_dim - 2))
+
+
+def _whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _check_even(head_dim: int) -> None:
+    if head_dim < 2 or head_dim % 2:
+        raise AttentionInputError(
+            f"head_dim must be even, as numbers are turned in pairs, but {head_dim} was given."
+        )
+
+
+def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.ndim not in (3, 4) or not x.is_floating_point():
+        raise AttentionInputError(
+            "x must be a floating tensor (batch, seqlen, heads, head_dim), or packed "
+            f"(total, heads, head_dim), but {x.dtype} of shape {tuple(x.shape)} was given."
+        )
+    if cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.is_floating_point():
+        raise AttentionInputError(
+            "cos and sin must be floating, of one shape and dtype, but cos "
+            f"{tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} were given."
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise AttentionInputError(
+            "cos and sin are constants here, and one of them requires a gradient: pass "
+            "cos.detach() and sin.detach()."
+        )
+    if x.device != cos.device or x.device != sin.device:
+        raise AttentionInputError(
+            f"x is on {x.device}, cos on {cos.device} and sin on {sin.device}. Move them, e.g. "
+            "cos.to(x.device)."
+        )
+    *tokens, _, head_dim = x.shape
+    allowed = (
+        [tuple(tokens)] if x.ndim == 3 else [(tokens[1],), (tokens[0], tokens[1]), (1, tokens[1])]
+    )
+    if tuple(cos.shape[:-1]) not in allowed:
+        wanted = " or ".join(str((*shape, "pairs")).replace("'", "") for shape in allowed)
+        raise AttentionInputError(
+            f"x {tuple(x.shape)} needs cos and sin of shape {wanted}, one row for each token, but "
+            f"{tuple(cos.shape)} was given. In x, heads come after the tokens: from "
+            "(batch, heads, seqlen, head_dim) pass x.transpose(1, 2)."
+        )
+    if not 1 <= cos.shape[-1] <= head_dim // 2:
+        raise AttentionInputError(
+            f"cos and sin hold {cos.shape[-1]} pairs, but a head_dim of {head_dim} has room for 1 "
+            f"to {head_dim // 2}: make them with rotary_angles(positions, {head_dim}), not of the "
+            "whole width, and not doubled as in Transformers."
+        )
