@@ -9,6 +9,7 @@ import typer
 
 from labsupport import __version__
 from labsupport.models.generation.command import generate_command
+from labsupport.training.command import train_command
 
 app = typer.Typer(
     name="labsupport",
@@ -163,6 +164,7 @@ def release(
 
 
 app.command("generate")(generate_command)
+app.command("train")(train_command)
 
 
 def main() -> None:

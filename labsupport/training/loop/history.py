@@ -1,0 +1,166 @@
+"""What each step of a training run did: rows, a table, a chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labsupport.profiling.memory import format_bytes
+from labsupport.profiling.monitoring.sampler import own_peak
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labsupport.plotting import Chart
+
+_LOSS, _NORM = "#0072B2", "#D55E00"  # colours of Okabe and Ito, as in every chart of the lab
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One optimizer step.
+
+    step: counted from 0.
+    loss: the mean over all labels of the step's micro-batches, before the step.
+    grad_norm: the total norm of the gradients, before clipping.
+    learning_rate: this step's.
+    seconds: from asking for the batch to the end of the step, without the writing of checkpoints.
+    tokens: that went through the model, padding included.
+    peak_bytes: on a GPU the most that PyTorch's tensors took during the step; on a CPU the resident
+        memory of the whole program at its highest, from its start to now.
+    skipped: float16 gradients overflowed, the weights stayed as they were.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    tokens: int
+    peak_bytes: int
+    skipped: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens through forward and backward in a second."""
+        return self.tokens / self.seconds if self.seconds > 0 else math.nan
+
+
+@dataclass
+class History:
+    """The rows of a run, the oldest first; of a resumed run, all of them from its beginning."""
+
+    rows: list[StepRow] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return iter(self.rows)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [row.loss for row in self.rows]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The median over the steps: the first one is slower. NaN without a step."""
+        rates = sorted(row.tokens_per_s for row in self.rows)
+        return rates[len(rates) // 2] if rates else math.nan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of all steps; 0 without a step."""
+        return max((row.peak_bytes for row in self.rows), default=0)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a step: the fields of `StepRow`, and tokens_per_s."""
+        import pandas as pd
+
+        columns = [*StepRow.__dataclass_fields__, "tokens_per_s"]
+        frame = pd.DataFrame(
+            [asdict(row) | {"tokens_per_s": row.tokens_per_s} for row in self.rows], columns=columns
+        )
+        return frame
+
+    def chart(self, title: str | None = None) -> Chart:
+        """Loss above, gradient norm below, over the steps.
+
+        Args:
+            title: the finding, as a sentence; by default the first and the last loss.
+
+        Raises:
+            ValueError: there is no step to draw.
+        """
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+        from labsupport.plotting import Chart
+
+        if not self.rows:
+            raise ValueError("there is no step to draw")
+        first, last = self.rows[0], self.rows[-1]
+        title = title or f"The loss went from {first.loss:.2f} to {last.loss:.2f}"
+        figure = Chart(figsize=(8.6, 4.6), dpi=110, layout="constrained")
+        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        steps = [row.step for row in self.rows]
+        marker = "o" if len(steps) == 1 else ""
+        panels[0].plot(steps, self.losses, color=_LOSS, linewidth=1.6, marker=marker)
+        panels[0].set_ylabel("loss (nats a token)")
+        # A skipped step's norm is infinite: a gap in the line.
+        norms = [row.grad_norm if math.isfinite(row.grad_norm) else math.nan for row in self.rows]
+        panels[1].plot(steps, norms, color=_NORM, linewidth=1.2, marker=marker)
+        if any(norm > 0 for norm in norms):
+            panels[1].set_yscale("log")
+            panels[1].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            panels[1].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            panels[1].yaxis.set_minor_formatter(NullFormatter())
+        panels[1].set_ylabel("gradient norm")
+        panels[1].set_xlabel("step")
+        for axes in panels:
+            axes.grid(True, color="#dddddd", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.headline(
+            title,
+            f"{len(steps)} steps of {last.tokens:,} tokens; {self.tokens_per_s:,.0f} tokens/s "
+            f"(median); peak memory {format_bytes(self.peak_bytes)}",
+        )
+        highest = max(self.rows, key=lambda row: row.loss)
+        figure.description = (
+            f"{title.rstrip('.')}. Loss over steps: {first.loss:.3g} at step {first.step}, highest "
+            f"{highest.loss:.3g} at {highest.step}, {last.loss:.3g} at {last.step}. Gradient norm, "
+            f"on a logarithmic axis: {first.grad_norm:.3g} at first, {last.grad_norm:.3g} at last."
+        )
+        return figure
+
+    def state(self) -> dict[str, list[Any]]:
+        """The rows as plain columns, for a checkpoint."""
+        return {
+            name: [getattr(row, name) for row in self.rows] for name in StepRow.__dataclass_fields__
+        }
+
+    @classmethod
+    def from_state(cls, columns: dict[str, list[Any]]) -> History:
+        """The history whose `state()` was saved."""
+        names = list(columns)
+        values = zip(*columns.values(), strict=True)
+        return cls([StepRow(**dict(zip(names, row, strict=True))) for row in values])
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the next `read_peak` count from now; on a CPU it counts from the program's start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_peak(device: torch.device) -> int:
+    """The `peak_bytes` of a step."""
+    if device.type != "cuda":
+        return own_peak()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
