@@ -95,6 +95,7 @@ def train_command(
     from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
     from labsupport.training.model.config import Savings
     from labsupport.training.model.decoder import Decoder
+    from labsupport.training.saving.limit import is_out_of_memory
     from labsupport.training.saving.limit import memory_limit as limited
 
     where = resolve_device(device)
@@ -219,7 +220,7 @@ def plan(
 
 def summary(history: History, where: torch.device, call: CallReport | None) -> str:
     """What came of it: losses, speed, memory, and which attention really ran (None: none)."""
-    from labsupport.profiling.memory import format_bytes
+    from labsupport.profiling.units import format_bytes
 
     first, last = history.rows[0], history.rows[-1]
     whose = "" if where.type == "cuda" else ", the whole program's"
@@ -233,14 +234,6 @@ def summary(history: History, where: torch.device, call: CallReport | None) -> s
     if skipped:
         lines.insert(1, f"skipped    {skipped} steps, whose float16 gradients overflowed")
     return "\n".join(lines)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had no memory left; PyTorch's error for a CPU tells by its words only."""
-    import torch
-
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "DefaultCPUAllocator" in str(error)
 
 
 def out_of_memory(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.profiling.memory import format_bytes
 from labsupport.profiling.monitoring.sampler import own_peak
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # a label that does not count
+from labsupport.training.documents.packing import IGNORED
 
 
 class ResumeError(ValueError):

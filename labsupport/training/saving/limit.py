@@ -126,14 +126,9 @@ class memory_limit:  # lower case: it reads as a statement, `with memory_limit("
 
     def _is_ours(self, error: BaseException) -> bool:
         """Whether this device had no memory left, and nobody has explained it yet."""
-        if self.device.type == "cuda":
-            return isinstance(error, torch.OutOfMemoryError) and _REMEDIES not in str(error)
-        # The CPU allocator raises a RuntimeError like any other: only its words tell. For a few
-        # bytes it is C++ that fails.
-        return isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError)
-            and any(words in str(error) for words in ("DefaultCPUAllocator", "std::bad_alloc"))
-        )
+        if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            return False
+        return is_out_of_memory(error) and _REMEDIES not in str(error)
 
     def _explain(self, error: BaseException) -> str:
         # "you tried to allocate 4096 bytes", "Tried to allocate 2.00 GiB", NumPy's "Unable to ..."
@@ -151,6 +146,16 @@ class memory_limit:  # lower case: it reads as a statement, `with memory_limit("
             f"out of memory: {request} does not fit into the limit of "
             f"{format_bytes(self.bytes)} {counted}. {_REMEDIES}"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the process, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The CPU allocator raises a RuntimeError like any other: only its words tell. For a few bytes
+    # it is C++ that fails.
+    words = ("DefaultCPUAllocator", "std::bad_alloc")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _limit_process(limit: int) -> int:

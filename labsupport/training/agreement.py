@@ -1,0 +1,204 @@
+"""Does training with FlashAttention go where training with textbook attention goes?
+
+Two implementations round differently, so two runs of equal seed part in the last digits, and
+training lets differences grow. Three questions have answers all the same: are the gradients of the
+first step as near to the exact ones as the textbook's? How long do the losses stay together? And
+later on, do the curves differ by more than those of two seeds?
+
+python -m labsupport.training.agreement --save NAME       200 steps of 2,048 tokens, three runs
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labsupport.attention.accuracy import ErrorReport, compare_with_oracle
+from labsupport.profiling.timing import resolve_device
+from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
+from labsupport.training.loop.inputs import tensors
+from labsupport.training.loop.loop import train
+from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.model import Decoder, DecoderConfig, Savings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Batches = Callable[[int], Iterable[Any]]
+SETTINGS = TrainSettings(steps=200, learning_rate=1e-3, warmup_steps=20)
+
+
+@dataclass(frozen=True)
+class Course:
+    """One training run: which attention, from which seed."""
+
+    attention: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.attention}, seed {self.seed}"
+
+
+def gradient_errors(
+    config: DecoderConfig,
+    batches: Batches,
+    attention: str,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> dict[str, ErrorReport]:
+    """The first step's gradients of each parameter, judged by flash-attn's rule.
+
+    The oracle is the whole model in float64; the yardstick is the same float32 model with textbook
+    attention. All three have the same weights and see the same tokens.
+
+    Args:
+        config: the decoder's shape.
+        batches: as for `train`; step 0 is taken.
+        attention: the backend that is judged.
+        seed: of the weights.
+        device: by default a GPU if there is one.
+
+    Returns:
+        an `ErrorReport` for each parameter, by name. Errors and what is allowed are relative to the
+        parameter's largest exact gradient: gradients of a mean loss are small numbers, which the
+        rule's floor of 1e-5 would let pass whatever they are.
+    """
+    where = resolve_device(device)
+
+    def gradients(attention: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        model: Any = Decoder(config, Savings(attention=attention)).to(where, dtype)
+        for batch in batches(0):
+            inputs = {name: value.to(where) for name, value in tensors(batch).items()}
+            model(**inputs).backward()
+        return {name: weight.grad for name, weight in model.named_parameters()}
+
+    exact = gradients("standard", torch.float64)
+    textbook = gradients("standard", torch.float32)
+    judged = gradients(attention, torch.float32)
+    scale = {name: gradient.abs().max().clamp(min=1e-300) for name, gradient in exact.items()}
+    return {
+        name: compare_with_oracle(
+            judged[name] / scale[name],
+            textbook[name] / scale[name],
+            exact[name] / scale[name],
+            gradient=True,
+        )
+        for name in exact
+    }
+
+
+def training_courses(
+    config: DecoderConfig,
+    batches: Callable[[int], Batches],
+    courses: Sequence[Course],
+    settings: TrainSettings = SETTINGS,
+    *,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Train the same model several times.
+
+    Args:
+        config: the decoder's shape.
+        batches: seed -> batches, as for `train`.
+        courses: which attention, and which seed of weights and of the texts' order.
+        settings: the same for all.
+        device: by default a GPU if there is one.
+        progress: show a bar.
+
+    Returns:
+        backend, seed, step, loss, grad_norm, one row a step of each run. Provenance in `.attrs`.
+    """
+    import pandas as pd
+
+    from labsupport.profiling.provenance import provenance
+
+    where = resolve_device(device)
+    tables = []
+    for course in courses:
+        torch.manual_seed(course.seed)
+        model = Decoder(config, Savings(attention=course.attention)).to(where)
+        own = replace(settings, seed=course.seed)
+        history = train(model, batches(course.seed), own, progress=progress)
+        table = history.frame()[["step", "loss", "grad_norm"]]
+        tables.append(table.assign(backend=course.attention, seed=course.seed))
+    table = pd.concat(tables, ignore_index=True)
+    table.attrs["provenance"] = provenance(
+        where,
+        parameters=config.parameters,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+    )
+    return table
+
+
+def together(table: pd.DataFrame, steps: int = 20) -> float:
+    """The largest difference of the losses of two attentions with equal seed in the first steps.
+
+    Args:
+        table: as `training_courses` returns it, with two attentions for one seed at least.
+        steps: how many steps are compared.
+
+    Raises:
+        ValueError: no seed has two attentions.
+    """
+    wide = table[table.step < steps].pivot_table(
+        index=["seed", "step"], columns="backend", values="loss"
+    )
+    wide = wide.dropna()
+    if wide.shape[1] < 2 or wide.empty:
+        raise ValueError("losses of two attentions with the same seed are needed")
+    return float((wide.max(axis=1) - wide.min(axis=1)).max())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train with textbook attention and with FlashAttention; say how far they are apart."""
+    from labsupport.profiling.runs import save_run
+
+    parser = argparse.ArgumentParser(
+        prog="python -m labsupport.training.agreement", description=main.__doc__
+    )
+    add = parser.add_argument
+    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS, on bytes")
+    add("--data", default="source", help="as for `labsupport train`")
+    add("--length", type=int, default=2048, help="tokens of a sequence")
+    add("--steps", type=int, default=SETTINGS.steps)
+    add("--attention", default="sdpa_flash", help="the backend beside 'standard'")
+    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
+    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    options = parser.parse_args(arguments)
+    tokenizer = named_tokenizer("bytes")
+    config = DecoderConfig.preset(options.preset, vocab_size=tokenizer.vocab_size)
+
+    def batches(seed: int) -> Batches:
+        return named_batches(options.data, tokenizer, options.length, seed=seed)
+
+    errors = gradient_errors(config, batches(0), options.attention)
+    worst = max(errors, key=lambda name: errors[name].max_error / errors[name].allowed)
+    print(f"first step, {len(errors)} gradients; the worst, {worst}: {errors[worst]}")
+    courses = [Course("standard", 0), Course(options.attention, 0), Course("standard", 1)]
+    warmup = min(SETTINGS.warmup_steps, options.steps // 2)
+    settings = replace(SETTINGS, steps=options.steps, warmup_steps=warmup)
+    table = training_courses(config, batches, courses, settings)
+    table.attrs["provenance"] |= {
+        "data": data_origin(options.data),
+        "length": options.length,
+        "worst_gradient": worst,
+        "worst_gradient_error": errors[worst].max_error,
+        "worst_gradient_allowed": errors[worst].allowed,
+    }
+    print(f"first 20 losses: at most {together(table):.1e} apart")
+    last = table[table.step == options.steps - 1]
+    print(last[["backend", "seed", "loss"]].round(4).to_string(index=False))
+    if options.save:
+        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Whole training steps, measured: time and memory by length, remedy after remedy.
+
+python -m labsupport.training.measure --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
+python -m labsupport.training.measure --preset gpt2-small --longest --limit 16GiB --save NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labsupport.attention import BackendUnavailableError, last_call
+from labsupport.profiling import measure_peak_memory, measure_time
+from labsupport.profiling.provenance import provenance
+from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.units import format_bytes
+from labsupport.training.model import Decoder, DecoderConfig
+from labsupport.training.planner.fits import LADDER, Rung, longest
+from labsupport.training.planner.plan import plan_memory
+from labsupport.training.saving.limit import is_out_of_memory, memory_limit, parse_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# A step that takes longer is timed while its memory is measured, and not a second time.
+LONG_STEP_S = 0.4
+# The plan may be off by this much: what it finds to be further above the limit is not tried.
+PLAN_ERROR = 1.1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model with its optimizer, ready to do steps on the same random tokens."""
+
+    run: Callable[[], float]  # one step; returns its loss
+    standing_bytes: int  # weights and AdamW's states, which are there between steps
+
+
+def training_step(config: DecoderConfig, rung: Rung, seqlen: int, device: torch.device) -> Step:
+    """A training step on `device`: forward, backward, AdamW.
+
+    Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 0.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        model = Decoder(config, rung.savings)
+        tokens = torch.randint(config.vocab_size, (1, seqlen))
+    labels = tokens.roll(-1, dims=1)
+    fused = True if device.type == "cuda" else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    for weight in model.parameters():  # the states are made by a first step
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+    def run() -> float:
+        try:
+            with torch.autocast(device.type, rung.autocast, enabled=rung.autocast is not None):
+                loss = model(tokens, labels)
+            loss.backward()
+            optimizer.step()
+            return float(loss.detach())
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+
+    return Step(run, 3 * sum(weight.nbytes for weight in model.parameters()))
+
+
+def measure_training(
+    config: DecoderConfig,
+    lengths: Sequence[int],
+    *,
+    rungs: Sequence[Rung] = LADDER,
+    device: torch.device | str | None = None,
+    limit: int | str | None = None,
+    max_seconds: float = 1.0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Time and peak memory of training steps, one row for each remedy and length.
+
+    Args:
+        config: the decoder's shape.
+        lengths: tokens of the sequence; batch 1.
+        rungs: how it is computed; by default each remedy on top of those before it.
+        device: by default a GPU if there is one.
+        limit: bytes, or a text such as "16GiB". On a GPU the allocator is held to it, so that more
+            fails. On a CPU it is the plan that decides. A step that the plan puts more than a tenth
+            above the limit is not tried: its row says "predicted".
+        max_seconds: time limit for the repeats of a short step.
+
+    Returns:
+        backend (the remedy's name), seqlen, status ("ok", "predicted", "out of memory",
+        "unsupported") and reason, kernel (what ran), median_ms, q1_ms, q3_ms, repeats,
+        tokens_per_s, attention_tflops (if attention took all of the time: a lower bound of its
+        speed; recomputation is not counted), peak_memory_bytes (weights and states included),
+        predicted_bytes, loss. Provenance in `.attrs["provenance"]`.
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    where, bound = resolve_device(device), None if limit is None else parse_bytes(limit)
+    rows = []
+    cases = [(rung, length) for rung in rungs for length in lengths]
+    with memory_limit(bound, where) if bound and where.type == "cuda" else nullcontext():
+        for rung, seqlen in tqdm(cases, disable=not progress, unit="case", leave=False):
+            rows.append(_measured(config, rung, seqlen, where, bound, max_seconds))
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = provenance(where, limit_bytes=bound, parameters=config.parameters)
+    return table
+
+
+def _measured(
+    config: DecoderConfig,
+    rung: Rung,
+    seqlen: int,
+    device: torch.device,
+    limit: int | None,
+    max_seconds: float,
+) -> dict[str, Any]:
+    plan = plan_memory(
+        config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
+    )
+    row: dict[str, Any] = {"backend": rung.name, "seqlen": seqlen, "status": "ok", "reason": ""}
+    row["predicted_bytes"] = plan.peak_bytes
+    if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
+        what = f"{format_bytes(plan.peak_bytes)} in {plan.when}, {format_bytes(limit)} allowed"
+        return row | {"status": "predicted", "reason": f"not tried: {what}"}
+    try:
+        row |= _timed(config, rung, seqlen, device, max_seconds)
+    except BackendUnavailableError as error:
+        row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        row |= {"status": "out of memory", "reason": " ".join(str(error).split())}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _timed(
+    config: DecoderConfig, rung: Rung, seqlen: int, device: torch.device, max_seconds: float
+) -> dict[str, Any]:
+    step = training_step(config, rung, seqlen, device)
+    losses: list[float] = []
+    seconds: list[float] = []
+
+    def clocked() -> None:
+        start = time.perf_counter()
+        losses.append(step.run())  # reading the loss waits for the GPU
+        seconds.append(time.perf_counter() - start)
+
+    memory = measure_peak_memory(clocked, device=device)
+    report = last_call()
+    if seconds[-1] > LONG_STEP_S:
+        median = q1 = q3 = 1000 * seconds[-1]
+        repeats = 1
+    else:
+        timing = measure_time(
+            lambda: losses.append(step.run()), device=device, warmup=1, min_repeats=3,
+            min_seconds=0.0, max_seconds=max_seconds,
+        )  # fmt: skip
+        median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats
+    attention = 3.5 * 2 * config.layers * seqlen**2 * config.width  # as labsupport.models.flops
+    return {
+        "kernel": report.kernel if report is not None else "",
+        "median_ms": median,
+        "q1_ms": q1,
+        "q3_ms": q3,
+        "repeats": repeats,
+        "tokens_per_s": seqlen / median * 1000,
+        "attention_tflops": attention / median / 1e9,
+        "peak_memory_bytes": step.standing_bytes + memory.peak_bytes,
+        "loss": losses[0],
+    }
+
+
+def longest_that_trains(
+    config: DecoderConfig,
+    limit: int | str,
+    *,
+    rungs: Sequence[Rung] = LADDER,
+    device: torch.device | str | None = None,
+    multiple: int = 1024,
+) -> pd.DataFrame:
+    """The longest sequence whose step really runs under a limit, by trying, for each remedy.
+
+    The search begins at the plan's answer. The row is that of the longest step that ran; the next
+    longer one, of `multiple` tokens more, was out of memory.
+
+    Raises:
+        RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
+            only; `planner.fits.longest` predicts there.
+    """
+    import pandas as pd
+
+    where = resolve_device(device)
+    if where.type != "cuda":
+        raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
+    rows = []
+    for rung in rungs:
+        chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
+        guess = longest(config, limit, multiple=multiple, **chosen) // multiple
+
+        def attempt(units: int, rung: Rung = rung) -> dict[str, Any]:
+            with memory_limit(limit, where):
+                return _measured(config, rung, units * multiple, where, None, max_seconds=0.0)
+
+        best = _last_that_runs(attempt, max(1, guess))
+        rows.append(best or {"backend": rung.name, "seqlen": 0, "status": "out of memory"})
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = provenance(
+        where, limit_bytes=parse_bytes(limit), parameters=config.parameters, multiple=multiple
+    )
+    return table
+
+
+def _last_that_runs(attempt: Callable[[int], dict[str, Any]], guess: int) -> dict[str, Any] | None:
+    """The row of the largest number that runs: widen a bracket around the guess, then halve it."""
+    runs, fails, best = 0, 0, None
+    units = guess
+    while not fails or fails - runs > 1:
+        row = attempt(units)
+        if row["status"] == "ok":
+            runs, best = units, row
+        else:
+            fails = units
+        if not fails:
+            units = runs + max(1, runs // 16)
+        elif not runs and fails > 1:
+            units = fails - max(1, fails // 16)
+        else:
+            units = (runs + fails) // 2
+        if units <= 0:
+            break
+    return best
+
+
+def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
+    """The b of values = a · lengths^b, by least squares of the logarithms: 1 linear, 2 quadratic.
+
+    >>> round(exponent([1, 2, 4], [3, 12, 48]), 6)
+    2.0
+
+    Raises:
+        ValueError: fewer than two lengths, or a value that is not above 0.
+    """
+    if len(set(lengths)) < 2 or len(lengths) != len(values):
+        raise ValueError("an exponent needs two different lengths, and a value for each")
+    if min(*lengths, *values) <= 0:
+        raise ValueError("lengths and values must be above 0: their logarithms are fitted")
+    x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return slope / sum((a - mean_x) ** 2 for a in x)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure training steps of a decoder, print the table, and keep it if asked to."""
+    from labsupport.profiling.runs import save_run
+
+    parser = argparse.ArgumentParser(
+        prog="python -m labsupport.training.measure", description=main.__doc__
+    )
+    add = parser.add_argument
+    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS")
+    add("--lengths", default="1K,2K,4K", help="tokens, separated by commas; 8K is 8,192")
+    add("--rungs", help="which remedies, by number from 0, separated by commas; default: all")
+    add("--attention", help="the backend in place of 'auto'")
+    add("--limit", help="such as 16GiB")
+    add("--longest", action="store_true", help="search the longest sequence under the limit (GPU)")
+    add("--multiple", default="1K", help="of which --longest finds a multiple")
+    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
+    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    options = parser.parse_args(arguments)
+    config = DecoderConfig.preset(options.preset)
+    rungs = _chosen(options.rungs, options.attention)
+    if options.longest:
+        if options.limit is None:
+            parser.error("--longest needs a --limit")
+        table = longest_that_trains(
+            config, options.limit, rungs=rungs, multiple=tokens(options.multiple)
+        )
+    else:
+        lengths = [tokens(text) for text in options.lengths.split(",")]
+        table = measure_training(config, lengths, rungs=rungs, limit=options.limit)
+    print(readable(table).to_string(index=False))
+    if options.save:
+        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+
+
+def tokens(text: str) -> int:
+    """A number of tokens from a text: "8192", "8K", "1M" (binary units)."""
+    units = {"k": 2**10, "m": 2**20}
+    number, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1)
+    if not number.isdigit() or int(number) < 1:
+        raise ValueError(f"{text!r} is no number of tokens: write 8192, 8K or 1M")
+    return int(number) * unit
+
+
+def _chosen(numbers: str | None, attention: str | None) -> list[Rung]:
+    from dataclasses import replace
+
+    rungs = [LADDER[int(n)] for n in numbers.split(",")] if numbers else list(LADDER)
+    if attention is None:
+        return rungs
+    return [
+        rung
+        if rung.savings.attention == "standard"
+        else replace(rung, savings=replace(rung.savings, attention=attention))
+        for rung in rungs
+    ]
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns that a reader compares, with units."""
+    shown = table.copy()
+    for column in ("peak_memory_bytes", "predicted_bytes"):
+        if column in shown:
+            shown[column] = (shown[column] / 2**20).round(0)
+    names = {
+        "backend": "remedy",
+        "seqlen": "tokens",
+        "median_ms": "time, ms",
+        "tokens_per_s": "tokens/s",
+        "peak_memory_bytes": "peak, MiB",
+        "predicted_bytes": "predicted, MiB",
+        "status": "status",
+    }
+    digits = {"median_ms": 0, "tokens_per_s": 0}
+    return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
+
+
+if __name__ == "__main__":
+    main()

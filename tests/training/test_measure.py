@@ -1,0 +1,136 @@
+"""Measured training steps: rows by remedy and length, the plan beside them, fitted exponents."""
+
+import math
+
+import pytest
+import torch
+
+from labsupport.training.measure import _last_that_runs as last_that_runs
+from labsupport.training.measure import (
+    exponent,
+    longest_that_trains,
+    main,
+    measure_training,
+    tokens,
+)
+from labsupport.training.model import DecoderConfig, Savings
+from labsupport.training.planner.fits import Rung
+
+SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
+TEXTBOOK = Rung("textbook", Savings(attention="standard"))
+FLASH = Rung("flash", Savings(attention="sdpa_flash"))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return measure_training(
+        SHAPE, [256, 512], rungs=[TEXTBOOK, FLASH], device="cpu", max_seconds=0.01, progress=False
+    )
+
+
+def test_each_remedy_and_length_is_a_row_with_time_memory_and_what_ran(table):
+    assert table[["backend", "seqlen"]].values.tolist() == [
+        ["textbook", 256], ["textbook", 512], ["flash", 256], ["flash", 512]
+    ]  # fmt: skip
+    assert (table.status == "ok").all()
+    assert (table.median_ms > 0).all()
+    kernels = table.set_index("backend").kernel
+    assert all("reference" in kernel for kernel in kernels["textbook"])
+    assert all("flash_attention" in kernel for kernel in kernels["flash"])
+    assert table.attrs["provenance"]["parameters"] == SHAPE.parameters
+
+
+def test_remedies_change_the_memory_and_not_the_loss(table):
+    wide = table.pivot_table(
+        index="seqlen", columns="backend", values=["loss", "peak_memory_bytes"]
+    )
+    assert (wide.loss.textbook / wide.loss.flash - 1).abs().max() < 1e-5
+    gap = wide.peak_memory_bytes.textbook - wide.peak_memory_bytes.flash
+    # At least one N x N matrix of scores in each layer.
+    assert gap[512] > SHAPE.layers * SHAPE.heads * 512**2 * 4
+
+
+def test_the_measured_peak_is_near_the_plan(table):
+    assert (table.predicted_bytes / table.peak_memory_bytes - 1).abs().max() < 0.1
+
+
+def test_what_the_plan_puts_far_above_the_limit_is_not_tried():
+    (row,) = measure_training(
+        SHAPE, [4096], rungs=[TEXTBOOK], device="cpu", limit="16 MiB", progress=False
+    ).to_dict("records")
+    assert row["status"] == "predicted"
+    assert "16.0 MiB allowed" in row["reason"]
+    assert "median_ms" not in row
+
+
+def test_a_backend_that_cannot_train_is_a_row_that_says_why():
+    rung = Rung("flex", Savings(attention="flex"))
+    (row,) = measure_training(SHAPE, [64], rungs=[rung], device="cpu", progress=False).to_dict(
+        "records"
+    )
+    assert row["status"] == "unsupported"
+    assert "flex" in row["reason"]
+
+
+def test_a_measurement_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    measure_training(SHAPE, [64], rungs=[FLASH], device="cpu", max_seconds=0, progress=False)
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("longest", [1, 5, 16, 17, 100])
+@pytest.mark.parametrize("guess", [1, 4, 17, 60])
+def test_the_search_finds_the_longest_that_runs_whatever_the_guess(longest, guess):
+    tried = []
+
+    def attempt(units):
+        tried.append(units)
+        return {"status": "ok" if units <= longest else "out of memory", "seqlen": units}
+
+    assert last_that_runs(attempt, guess)["seqlen"] == longest
+    assert len(tried) == len(set(tried))
+
+
+def test_the_search_says_so_when_nothing_runs():
+    assert last_that_runs(lambda units: {"status": "out of memory"}, 8) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_search_needs_a_gpu():
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        longest_that_trains(SHAPE, "1GiB", rungs=[FLASH])
+
+
+@pytest.mark.parametrize("power", [1.0, 1.7, 2.0])
+def test_the_exponent_of_a_power_is_found(power):
+    lengths = [256, 512, 1024, 4096]
+    assert math.isclose(exponent(lengths, [3 * n**power for n in lengths]), power)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "values"), [([1], [1]), ([2, 2], [1, 2]), ([1, 2], [1]), ([1, 2], [0, 1])]
+)
+def test_an_exponent_that_cannot_be_fitted_is_refused(lengths, values):
+    with pytest.raises(ValueError, match="lengths"):
+        exponent(lengths, values)
+
+
+@pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8K", 8192), ("1m", 2**20)])
+def test_lengths_are_read(text, number):
+    assert tokens(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5K", "-3", "0", "8Q"])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(ValueError, match="no number of tokens"):
+        tokens(text)
+
+
+def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
+    main(["--lengths", "64", "--rungs", "2,4", "--attention", "sdpa_flash", "--save", "steps"])
+    said = capsys.readouterr().out
+    assert "+ FlashAttention" in said
+    assert "+ checkpointing" in said
+    assert (tmp_path / "steps" / "provenance.json").exists()
