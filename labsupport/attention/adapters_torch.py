@@ -51,7 +51,9 @@ def run_flash_torch(call: AttentionCall) -> Result:
     if call.needs_grad:
         options = call.softmax_scale, call.window_size, slopes
         out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
-        return _from_math_layout(out, out.grad_fn.saved_tensors[-1])
+        # Reading what was saved makes a checkpoint compute its block again at once: only if asked.
+        lse = out.grad_fn.saved_tensors[-1] if call.return_lse else None
+        return _from_math_layout(out, lse)
     out, lse = flash_attention_forward(
         q,
         k,

@@ -6,6 +6,7 @@ Paul Tol, told apart by readers with any colour vision).
     charts     time, memory, error and speed-up against sequence length
     pictures   how the algorithm cuts the score matrix
     precision  dtypes and magnitudes from layer to layer
+    training   what fills the memory, how losses run, what a longer context brings
     drawing    the parts that charts are made of
     figure     a figure that shows and describes itself
 
@@ -23,15 +24,19 @@ from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
 from labsupport.plotting.precision import plot_dtype_flow
+from labsupport.plotting.training import plot_by_window, plot_courses, plot_memory_parts
 
 __all__ = [
     "STYLES",
     "Chart",
     "Reference",
     "alt_text",
+    "plot_by_window",
+    "plot_courses",
     "plot_dtype_flow",
     "plot_error",
     "plot_memory",
+    "plot_memory_parts",
     "plot_speedup",
     "plot_tiles",
     "plot_time",

@@ -97,11 +97,11 @@ def measure_training(
         max_seconds: time limit for the repeats of a short step.
 
     Returns:
-        backend (the remedy's name), seqlen, status ("ok", "predicted", "out of memory",
-        "unsupported") and reason, kernel (what ran), median_ms, q1_ms, q3_ms, repeats,
-        tokens_per_s, attention_tflops (if attention took all of the time: a lower bound of its
-        speed; recomputation is not counted), peak_memory_bytes (weights and states included),
-        predicted_bytes, loss. Provenance in `.attrs["provenance"]`.
+        backend (the remedy's name), seqlen, direction, dtype; status ("ok", "predicted", "out of
+        memory", "unsupported") and reason; kernel, what ran; median_ms, q1_ms, q3_ms, repeats;
+        tokens_per_s; attention_tflops, if attention took all of the time: a lower bound of its
+        speed, recomputation not counted; peak_memory_bytes, weights and states included;
+        predicted_bytes; loss. Provenance in `.attrs["provenance"]`.
     """
     import pandas as pd
     from tqdm.auto import tqdm
@@ -128,8 +128,9 @@ def _measured(
     plan = plan_memory(
         config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
     )
-    row: dict[str, Any] = {"backend": rung.name, "seqlen": seqlen, "status": "ok", "reason": ""}
-    row["predicted_bytes"] = plan.peak_bytes
+    dtype = "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1]
+    row: dict[str, Any] = {"backend": rung.name, "seqlen": seqlen, "direction": "training step"}
+    row |= {"dtype": dtype, "status": "ok", "reason": "", "predicted_bytes": plan.peak_bytes}
     if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
         what = f"{format_bytes(plan.peak_bytes)} in {plan.when}, {format_bytes(limit)} allowed"
         return row | {"status": "predicted", "reason": f"not tried: {what}"}

@@ -1,0 +1,201 @@
+"""Training: what fills the memory, how losses run, what a longer context brings."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from labsupport.plotting.drawing import Reference, style
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+    from labsupport.plotting.figure import Chart
+
+# Colours of Okabe and Ito, then grey for whatever is small.
+_PARTS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442")
+_REST, _REST_COLOUR = "all else", "#BBBBBB"
+_MOST = len(_PARTS)
+_LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"))
+
+
+def plot_memory_parts(
+    table: pd.DataFrame,
+    *,
+    title: str,
+    measured: Mapping[str, float] | None = None,
+    limit: tuple[str, float] | None = None,
+    small_print: str = "",
+) -> Chart:
+    """What a training step holds at its peak: a bar for each case, cut into parts.
+
+    Args:
+        table: columns case, part, bytes; cases from above to below in their order.
+        title: the finding, as a sentence.
+        measured: bytes by case, a diamond on its bar.
+        limit: what may be used at most: its name, and bytes; a line.
+        small_print: device, date, sizes.
+
+    Raises:
+        ValueError: a column is missing, or there is no row.
+    """
+    from labsupport.plotting.figure import Chart
+
+    if missing := [name for name in ("case", "part", "bytes") if name not in table]:
+        raise ValueError(f"the table lacks {', '.join(missing)}: one row a case and part is needed")
+    if table.empty:
+        raise ValueError("there is no part to draw")
+    cases = list(dict.fromkeys(table["case"]))
+    wide = table.pivot_table(index="case", columns="part", values="bytes", aggfunc="sum").fillna(0)
+    largest = wide.max().sort_values(ascending=False)
+    shown = list(largest.index[: _MOST if len(largest) <= _MOST else _MOST - 1])
+    wide[_REST] = wide.drop(columns=shown).sum(axis=1)
+    highest = max(wide.sum(axis=1).max(), *(measured or {"": 0}).values())
+    unit, size = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
+    figure = Chart(figsize=(8.8, 1.9 + 0.46 * len(cases)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    left = dict.fromkeys(cases, 0.0)
+    parts = [*zip(shown, _PARTS, strict=False), (_REST, _REST_COLOUR)]
+    for part, colour in parts:
+        widths = [wide.loc[case, part] / size for case in cases]
+        if not any(widths):
+            continue
+        axes.barh(cases, widths, 0.62, [left[c] for c in cases], color=colour, label=part)
+        left = {case: left[case] + width for case, width in zip(cases, widths, strict=True)}
+    if measured:
+        axes.plot(
+            [bytes_ / size for bytes_ in measured.values()], list(measured), linestyle="none",
+            marker="D", color="black", markerfacecolor="white", markersize=7, label="measured",
+        )  # fmt: skip
+    if limit is not None:
+        axes.axvline(limit[1] / size, color="#444444", linestyle=(0, (6, 2, 1, 2)), label=limit[0])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"memory at the peak of a step ({unit})")
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
+    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
+    totals = [f"{case}: {left[case]:.3g} {unit}" for case in cases]
+    found = [f"{case}: {bytes_ / size:.3g} {unit}" for case, bytes_ in (measured or {}).items()]
+    figure.description = f"{title.rstrip('.')}. Predicted peaks: {'; '.join(totals)}." + (
+        f" Measured: {'; '.join(found)}." if found else ""
+    )
+    return figure
+
+
+def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Losses of several training runs, above; below, how far each is from the first one.
+
+    Args:
+        table: columns backend, seed, step, loss. The first run is the one compared with.
+        title: the finding, as a sentence.
+        small_print: device, date, sizes.
+
+    Raises:
+        ValueError: a column is missing, or there are fewer than two runs.
+    """
+    from labsupport.plotting.figure import Chart
+
+    if missing := [name for name in ("backend", "seed", "step", "loss") if name not in table]:
+        raise ValueError(f"the table lacks {', '.join(missing)}: pass what training_courses made")
+    runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
+    if len(runs) < 2:
+        raise ValueError("one run has nothing to be compared with")
+    figure = Chart(figsize=(8.6, 5.4), dpi=110, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    first = None
+    words = [f"{title.rstrip('.')}."]
+    for n, (backend, seed) in enumerate(runs):
+        run = table[(table["backend"] == backend) & (table["seed"] == seed)]
+        losses = run.set_index("step")["loss"]
+        label = f"{backend}, seed {seed}"
+        dashes = "-" if n == 0 else (0, (5, 2)) if seed == runs[0][1] else (0, (1, 1.5))
+        colour = style(backend)[0] if seed == runs[0][1] else "#808080"
+        upper.plot(losses.index, losses, color=colour, linestyle=dashes, linewidth=1.6, label=label)
+        words.append(f"{label}: {losses.iloc[0]:.3g} at first, {losses.iloc[-1]:.3g} at last.")
+        if first is None:
+            first = losses
+            continue
+        apart = (losses - first).abs()
+        lower.plot(
+            apart.index, apart.where(apart > 0), color=colour, linestyle=dashes, linewidth=1.6
+        )
+        words.append(f"{label} is at most {apart.max():.1e} from {runs[0][0]}, seed {runs[0][1]}.")
+    upper.set_ylabel("loss (nats a token)")
+    lower.set_ylabel("distance from the\nfirst run (nats)")
+    lower.set_yscale("log")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        _plain(axes)
+    upper.legend(frameon=False, fontsize=8.5)
+    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
+    figure.description = " ".join(words)
+    return figure
+
+
+def plot_by_window(
+    table: pd.DataFrame,
+    columns: Mapping[str, str],
+    *,
+    title: str,
+    ylabel: str,
+    unit: str = "tokens",
+    references: Sequence[Reference] = (),
+    small_print: str = "",
+) -> Chart:
+    """Scores against how much of the text before is seen.
+
+    Args:
+        table: a column window, and those of `columns`; one row a window.
+        columns: which to draw, and how each is called.
+        title: the finding, as a sentence.
+        ylabel: what is scored, with its unit.
+        unit: of the windows.
+        references: lines to judge by; y a number, or a function of the window.
+        small_print: model, texts, source.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    from labsupport.plotting.figure import Chart
+
+    if missing := [name for name in ("window", *columns) if name not in table]:
+        raise ValueError(f"the table lacks {', '.join(missing)}")
+    table = table.sort_values("window")
+    figure = Chart(figsize=(8.6, 4.4), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    words = [f"{title.rstrip('.')}."]
+    for (column, label), (colour, marker) in zip(columns.items(), _LINES, strict=False):
+        values = table[column]
+        axes.plot(
+            table["window"], values, color=colour, marker=marker, markersize=7, linewidth=1.8,
+            label=label,
+        )  # fmt: skip
+        words.append(f"{label}: {values.iloc[0]:.3g} at first, {values.iloc[-1]:.3g} at last.")
+    for reference, dashes in zip(references, ("--", ":", "-."), strict=False):
+        y = [reference.y(w) if callable(reference.y) else reference.y for w in table["window"]]
+        axes.plot(table["window"], y, color="#444444", linestyle=dashes, label=reference.label)
+        words.append(f"Reference line: {reference.label}.")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(set(table["window"])))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"context that the model sees ({unit})")
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    _plain(axes)
+    axes.legend(frameon=False, fontsize=8.5)
+    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
+    figure.description = " ".join(words)
+    return figure
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(True, color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
