@@ -12,9 +12,12 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     decoding   exercise 2-3
     amdahl     exercise 2-4
     policies   exercise 2-5
+    rotary     exercise 3-1
+    chunked_loss exercise 3-2
+    planning   exercise 3-3
     kernel     the update of a Triton kernel
     verdict    how a result is judged, and how a mistake is recognised
-    mistakes   what typical wrong solutions compute
+    mistakes   what typical wrong solutions compute (of 3-1 and 3-2: rotary_mistakes, loss_mistakes)
 """
 
 from labsupport.checks.amdahl import (
@@ -22,6 +25,11 @@ from labsupport.checks.amdahl import (
     check_attention_share,
     flop_share,
     overall_speedup,
+)
+from labsupport.checks.chunked_loss import (
+    check_loss_gradients,
+    check_loss_memory,
+    check_loss_values,
 )
 from labsupport.checks.decoding import (
     check_visible_decoding,
@@ -52,6 +60,12 @@ from labsupport.checks.layout import (
     check_split_heads,
     check_split_qkv,
 )
+from labsupport.checks.planning import (
+    check_kept_blocks,
+    check_kept_checkpoint,
+    check_kept_loss,
+    held_bytes,
+)
 from labsupport.checks.policies import (
     check_policy_devices,
     check_policy_memory,
@@ -62,6 +76,12 @@ from labsupport.checks.registered import (
     check_registered_models,
     check_registered_refusals,
     check_registered_values,
+)
+from labsupport.checks.rotary import (
+    check_rope_angles,
+    check_rope_conventions,
+    check_rope_positions,
+    check_rope_values,
 )
 from labsupport.checks.softmax import (
     check_running_extremes,
@@ -93,7 +113,13 @@ __all__ = [
     "check_half_attention",
     "check_half_dtype_edges",
     "check_half_dtype_values",
+    "check_kept_blocks",
+    "check_kept_checkpoint",
+    "check_kept_loss",
     "check_largest_length",
+    "check_loss_gradients",
+    "check_loss_memory",
+    "check_loss_values",
     "check_policy_devices",
     "check_policy_memory",
     "check_policy_range",
@@ -101,6 +127,10 @@ __all__ = [
     "check_registered_models",
     "check_registered_refusals",
     "check_registered_values",
+    "check_rope_angles",
+    "check_rope_conventions",
+    "check_rope_positions",
+    "check_rope_values",
     "check_running_extremes",
     "check_running_streams",
     "check_running_values",
@@ -118,6 +148,7 @@ __all__ = [
     "check_visible_positions",
     "compare_prediction",
     "flop_share",
+    "held_bytes",
     "overall_speedup",
     "yours_or_ours",
 ]

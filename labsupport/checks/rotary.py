@@ -1,0 +1,223 @@
+"""Checks of exercise 3-1: queries and keys turned by their positions (RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labsupport.attention.rotary import apply_rotary_emb
+from labsupport.attention.rotary import rotary_angles as reference_angles
+from labsupport.checks.rotary_mistakes import (
+    ANGLE_MISTAKES,
+    ROW_MISTAKES,
+    TURN_MISTAKES,
+    angles_with_mistake,
+    rows_with_mistake,
+    turned,
+)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+
+ANGLE_NAMES = ("cos", "sin")
+FAR = 100_000
+
+
+def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-1 (a): cosines and sines of each position and pair.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for positions, head_dim, base in (
+        (torch.arange(40), 16, 10_000.0),
+        (torch.arange(5, 30 + seed % 7), 8, 500_000.0),
+        (torch.tensor([7, 3, 3, 200 + seed]), 64, 10_000.0),
+    ):
+        where = f"(head_dim {head_dim}, base {base:,.0f}) "
+        _judge_angles(call(student, positions, head_dim, base), positions, head_dim, base, where)
+    positions = torch.arange(12)
+    _judge_angles(call(student, positions, 8), positions, 8, 10_000.0, "(base not given: 10,000) ")
+    passed("cosines and sines of each position and pair are right", seed)
+
+
+def check_rope_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-1 (b): each pair (i, i + head_dim // 2) turned by its angle, in float32.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    # Where batch, seqlen and heads are the same number, angles along the wrong one raise no error.
+    for batch, seqlen, heads, head_dim in ((4, 4, 4, 8), (2, 9, 3, 16), (1, 6, 1, 2)):
+        x = _draw(batch, seqlen, heads, head_dim, seed=seed)
+        cos, sin = reference_angles(torch.arange(3, 3 + seqlen), head_dim)
+        result = _tensor(call(student, x, cos, sin))
+        exact = (x.double(), cos.double(), sin.double())
+        judge(
+            f"(batch {batch}, seqlen {seqlen}, heads {heads}, head_dim {head_dim}) the result",
+            result,
+            turned(*exact),
+            allowed=1e-5,
+            dtype=x.dtype,
+            mistakes=[
+                Mistake(said, lambda name=name, exact=exact: turned(*exact, name))
+                for name, said in TURN_MISTAKES.items()
+            ],
+        )
+    _judge_half(student, torch.arange(3, 19), seed)
+    passed("each pair is turned by its angle, and the dtype stays", seed)
+
+
+def check_rope_positions(
+    angles: Callable[..., Any], apply: Callable[..., Any], seed: int = 0
+) -> None:
+    """Exercise 3-1 (a, b): scores know distances only; shards; positions far from the beginning.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    q, k = (_draw(1, 12, 2, 16, seed=seed + i) for i in (1, 2))
+
+    def scores(first: int) -> Tensor:
+        cos, sin = unpack(call(angles, torch.arange(first, first + 12), 16), ANGLE_NAMES)
+        a, b = (_tensor(call(apply, x, cos, sin)).double() for x in (q, k))
+        return torch.einsum("bihd,bjhd->bhij", a, b)
+
+    near = scores(0)
+    if torch.allclose(near, torch.einsum("bihd,bjhd->bhij", q.double(), k.double()), atol=1e-4):
+        raise CheckFailed("the scores do not depend on positions at all: nothing is turned.")
+    # Below 256 even bfloat16 counts right: rounded positions are another mistake, named below.
+    moved = scores(200)
+    if (gap := (near - moved).abs().max().item()) > 1e-3:
+        raise CheckFailed(
+            f"all tokens moved on by 200 positions, and scores changed by up to {gap:.2g}. With "
+            "rotations, the score of query t and key u depends on t - u alone: is each pair "
+            "really turned, x' = x cos - y sin and y' = y cos + x sin?"
+        )
+    if torch.allclose(near, moved, rtol=0.0, atol=1e-12):
+        raise CheckFailed(
+            "angles for positions 200 ... 211 equal those of 0 ... 11: the values in "
+            "`positions` are ignored. A shard of a sequence starts somewhere else."
+        )
+    cos, sin = unpack(call(angles, torch.arange(12), 16), ANGLE_NAMES)
+    whole = _tensor(call(apply, q, cos, sin))
+    cos, sin = unpack(call(angles, torch.arange(6, 12), 16), ANGLE_NAMES)
+    shard = _tensor(call(apply, q[:, 6:], cos, sin))
+    if not torch.allclose(whole[:, 6:], shard, rtol=0.0, atol=1e-5):
+        raise CheckFailed(
+            "the second half of a sequence, with positions 6 ... 11, is not turned as it is within "
+            "the whole sequence. Angles must come from `positions` alone."
+        )
+    far = torch.arange(FAR, FAR + 16)
+    _judge_angles(call(angles, far, 16), far, 16, 10_000.0, f"(positions from {FAR:,}) ")
+    _judge_half(apply, far, seed)
+    passed("scores depend on distances only, in shards and at position 100,000 too", seed)
+
+
+def check_rope_conventions(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-1 (c): the scores of the permuted weights, in halves, are the old ones.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for heads, head_dim, width in ((1, 8, 12), (3, 8, 24), (2, 16, 20)):
+        where = f"(heads {heads}, head_dim {head_dim}, width {width}) "
+        w_q, w_k = (_draw(heads * head_dim, width, seed=seed + i) for i in (0, 1))
+        new_q, new_k = (_tensor(call(student, w, heads)) for w in (w_q, w_k))
+        if new_q.shape != w_q.shape:
+            raise CheckFailed(
+                f"{where}the result has shape {tuple(new_q.shape)}, but the weight's, "
+                f"{tuple(w_q.shape)}, was expected."
+            )
+        x = _draw(1, 10, width, seed=seed + 2)
+        cos, sin = reference_angles(torch.arange(10), head_dim)
+        old = _scores(x, w_q, w_k, heads, cos, sin, interleaved=True)
+        new = _scores(x, new_q, new_k, heads, cos, sin, interleaved=False)
+        if torch.allclose(old, new, rtol=1e-4, atol=1e-3):
+            continue
+        said = next(
+            (
+                text
+                for name, text in ROW_MISTAKES.items()
+                if (wrong := rows_with_mistake(w_q, heads, name)).shape == new_q.shape
+                and torch.equal(wrong, new_q)
+            ),
+            "Row 2i of a head must become its row i, and row 2i + 1 its row i + head_dim // 2.",
+        )
+        raise CheckFailed(
+            f"{where}the scores are not those of the old weights under the old convention. {said}"
+        )
+    passed("the permuted weights give the same scores under the other convention", seed)
+
+
+def _judge_angles(given: Any, positions: Tensor, head_dim: int, base: float, where: str) -> None:
+    values = unpack(given, ANGLE_NAMES)
+    expected = angles_with_mistake(positions, head_dim, base)
+    # An angle of t radians is rounded by about t * 2**-23 when it is made in float32.
+    allowed = 1e-6 + 2e-7 * float(positions.max())
+    for index, name in enumerate(ANGLE_NAMES):
+        if values[index].shape == (len(positions), head_dim):
+            raise CheckFailed(
+                f"{where}{name} has head_dim columns; there are head_dim // 2 pairs, and each has "
+                "one angle: (seqlen, head_dim // 2)."
+            )
+        if values[index].dtype in (torch.bfloat16, torch.float16):
+            raise CheckFailed(
+                f"{where}{name} is {values[index].dtype}. {ANGLE_MISTAKES['16 bits']}"
+            )
+        judge(
+            where + name,
+            values[index],
+            expected[index],
+            allowed=allowed,
+            dtype=torch.float32,
+            mistakes=[
+                Mistake(
+                    said,
+                    lambda m=m, index=index: angles_with_mistake(positions, head_dim, base, m)[
+                        index
+                    ],
+                )
+                for m, said in ANGLE_MISTAKES.items()
+            ],
+        )
+
+
+def _judge_half(student: Callable[..., Any], positions: Tensor, seed: int) -> None:
+    """A bfloat16 input: computed in float32, and rounded once."""
+    x = _draw(2, len(positions), 2, 16, seed=seed + 3).bfloat16()
+    cos, sin = reference_angles(positions, 16)
+    result = _tensor(call(student, x, cos, sin))
+    if result.dtype != x.dtype:
+        raise CheckFailed(
+            f"x is bfloat16, but the result is {result.dtype}: cast it back, .to(x.dtype). "
+            "(float32 cosines turn the product into float32.)"
+        )
+    exact = turned(x.double(), cos.double(), sin.double())
+    # bfloat16 has 8 significant bits: one rounding moves a number by 2**-8 of itself at most.
+    if ((result.double() - exact).abs() > exact.abs() * 2**-8 + 1e-5).any():
+        raise CheckFailed(
+            "with a bfloat16 x the result is further off than one rounding: something was computed "
+            "in bfloat16. Cast x to float32 first (not cos and sin down), and the result back last."
+        )
+
+
+def _scores(
+    x: Tensor, w_q: Tensor, w_k: Tensor, heads: int, cos: Tensor, sin: Tensor, *, interleaved: bool
+) -> Tensor:
+    q, k = (
+        apply_rotary_emb((x @ w.T).unflatten(-1, (heads, -1)), cos, sin, interleaved=interleaved)
+        for w in (w_q, w_k)
+    )
+    return torch.einsum("bihd,bjhd->bhij", q, k)
+
+
+def _tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckFailed(f"return one tensor, not {type(value).__name__}.")
+    return value
+
+
+def _draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
