@@ -1,5 +1,7 @@
 """Charts of training: what fills the memory, how losses run, what a longer context brings."""
 
+import math
+
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
@@ -94,6 +96,7 @@ def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(courses):
     courses["loss"] = 5.0
     figure = plot_courses(courses, title="x")
     figure.savefig("/dev/null", format="png")
+    assert all(math.isnan(y) for line in figure.axes[1].get_lines() for y in line.get_ydata())
     assert "at most 0.0e+00" in alt_text(figure)
 
 

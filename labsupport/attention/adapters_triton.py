@@ -22,10 +22,15 @@ def run_triton(call: AttentionCall) -> Result:
         softmax_scale=call.scale,
         window_size=call.window_size,
         alibi_slopes=call.alibi_slopes,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
+        cu_seqlens_q=_there(call.cu_seqlens_q, call),
+        cu_seqlens_k=_there(call.cu_seqlens_k, call),
     )
     return out, lse if call.return_lse else None
+
+
+def _there(offsets: Tensor | None, call: AttentionCall) -> Tensor | None:
+    # The kernels read them where the queries are.
+    return None if offsets is None else offsets.to(call.q.device)
 
 
 def triton_kernel_name(call: AttentionCall) -> str:

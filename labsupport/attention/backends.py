@@ -284,7 +284,10 @@ def _choose(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
     refused: dict[str, tuple[str, ...]] = {}
-    for entry in candidates if requested == "auto" else (by_name(requested),):
+    order = candidates if requested == "auto" else (by_name(requested),)
+    if call.packed:  # kernels that take all sequences at once come before a loop over them
+        order = tuple(sorted(order, key=lambda entry: entry.run_packed is None))
+    for entry in order:
         reasons = tuple(entry.reasons(call))
         if not reasons and (requested != "auto" or all(map(entry.in_auto, entry.parts(call)))):
             return entry, refused

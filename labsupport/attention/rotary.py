@@ -46,7 +46,7 @@ def rotary_angles(
 
     Returns:
         cos, sin: (..., seqlen, head_dim / 2) each, float32, on the device of the positions; right
-        to float32's rounding at any position.
+        to float32's rounding up to positions of 10^9.
 
     Raises:
         AttentionInputError: positions that are no integers or have another shape, an odd head_dim,
@@ -79,7 +79,7 @@ def rotary_angles(
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn queries or keys by their angles; the name and the options are flash-attn's.
+    """Turn queries or keys by their angles; the name, and `interleaved`, are flash-attn's.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim). If head_dim is

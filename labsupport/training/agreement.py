@@ -169,23 +169,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--data", default="source", help="as for `labsupport train`")
     add("--length", type=int, default=2048, help="tokens of a sequence")
     add("--steps", type=int, default=SETTINGS.steps)
-    add("--attention", default="sdpa_flash", help="the backend beside 'standard'")
+    add(
+        "--attention",
+        help="the backend beside 'standard'; default: sdpa_flash on a CPU; on a GPU, "
+        "where that takes no float32, sdpa_efficient",
+    )
+    add("--device", help="cpu or cuda; by default the GPU if there is one")
     add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
     add("--overwrite", action="store_true", help="replace a saved run of that name")
     options = parser.parse_args(arguments)
+    device = resolve_device(options.device)
+    other = options.attention or ("sdpa_flash" if device.type == "cpu" else "sdpa_efficient")
     tokenizer = named_tokenizer("bytes")
     config = DecoderConfig.preset(options.preset, vocab_size=tokenizer.vocab_size)
 
     def batches(seed: int) -> Batches:
         return named_batches(options.data, tokenizer, options.length, seed=seed)
 
-    errors = gradient_errors(config, batches(0), options.attention)
+    errors = gradient_errors(config, batches(0), other, device=device)
     worst = max(errors, key=lambda name: errors[name].max_error / errors[name].allowed)
     print(f"first step, {len(errors)} gradients; the worst, {worst}: {errors[worst]}")
-    courses = [Course("standard", 0), Course(options.attention, 0), Course("standard", 1)]
+    courses = [Course("standard", 0), Course(other, 0), Course("standard", 1)]
     warmup = min(SETTINGS.warmup_steps, options.steps // 2)
     settings = replace(SETTINGS, steps=options.steps, warmup_steps=warmup)
-    table = training_courses(config, batches, courses, settings)
+    table = training_courses(config, batches, courses, settings, device=device)
     table.attrs["provenance"] |= {
         "data": data_origin(options.data),
         "length": options.length,

@@ -22,6 +22,7 @@ from labsupport.profiling import measure_peak_memory, measure_time
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
+from labsupport.training.lengths import parse_tokens
 from labsupport.training.model import Decoder, DecoderConfig
 from labsupport.training.planner.fits import LADDER, Rung, longest
 from labsupport.training.planner.plan import plan_memory
@@ -54,8 +55,7 @@ def training_step(config: DecoderConfig, rung: Rung, seqlen: int, device: torch.
         model = Decoder(config, rung.savings)
         tokens = torch.randint(config.vocab_size, (1, seqlen))
     labels = tokens.roll(-1, dims=1)
-    fused = True if device.type == "cuda" else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for weight in model.parameters():  # the states are made by a first step
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
@@ -125,12 +125,16 @@ def _measured(
     limit: int | None,
     max_seconds: float,
 ) -> dict[str, Any]:
-    plan = plan_memory(
-        config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
-    )
     dtype = "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1]
     row: dict[str, Any] = {"backend": rung.name, "seqlen": seqlen, "direction": "training step"}
-    row |= {"dtype": dtype, "status": "ok", "reason": "", "predicted_bytes": plan.peak_bytes}
+    row |= {"dtype": dtype, "status": "ok", "reason": ""}
+    try:
+        plan = plan_memory(
+            config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
+        )
+    except ValueError as error:  # longer than the learned positions, for one
+        return row | {"status": "unsupported", "reason": str(error)}
+    row["predicted_bytes"] = plan.peak_bytes
     if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
         what = f"{format_bytes(plan.peak_bytes)} in {plan.when}, {format_bytes(limit)} allowed"
         return row | {"status": "predicted", "reason": f"not tried: {what}"}
@@ -196,7 +200,8 @@ def longest_that_trains(
     """The longest sequence whose step really runs under a limit, by trying, for each remedy.
 
     The search begins at the plan's answer. The row is that of the longest step that ran; the next
-    longer one, of `multiple` tokens more, was out of memory.
+    longer one, of `multiple` tokens more, was out of memory. A remedy that cannot run at all has
+    the row that says why.
 
     Raises:
         RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
@@ -231,6 +236,8 @@ def _last_that_runs(attempt: Callable[[int], dict[str, Any]], guess: int) -> dic
     units = guess
     while not fails or fails - runs > 1:
         row = attempt(units)
+        if row["status"] == "unsupported" and best is None:
+            return row
         if row["status"] == "ok":
             runs, best = units, row
         else:
@@ -289,23 +296,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.limit is None:
             parser.error("--longest needs a --limit")
         table = longest_that_trains(
-            config, options.limit, rungs=rungs, multiple=tokens(options.multiple)
+            config, options.limit, rungs=rungs, multiple=parse_tokens(options.multiple)
         )
     else:
-        lengths = [tokens(text) for text in options.lengths.split(",")]
+        lengths = [parse_tokens(text) for text in options.lengths.split(",")]
         table = measure_training(config, lengths, rungs=rungs, limit=options.limit)
     print(readable(table).to_string(index=False))
     if options.save:
         print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
-
-
-def tokens(text: str) -> int:
-    """A number of tokens from a text: "8192", "8K", "1M" (binary units)."""
-    units = {"k": 2**10, "m": 2**20}
-    number, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1)
-    if not number.isdigit() or int(number) < 1:
-        raise ValueError(f"{text!r} is no number of tokens: write 8192, 8K or 1M")
-    return int(number) * unit
 
 
 def _chosen(numbers: str | None, attention: str | None) -> list[Rung]:

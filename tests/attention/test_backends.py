@@ -1,5 +1,6 @@
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from labsupport.attention import (
     oracle_attention,
 )
 from labsupport.attention.backends import BACKENDS
+from labsupport.attention.backends import _choose as choose
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import by_name, shape_comes_back
 from labsupport.attention.reference import banded_attention
@@ -304,6 +306,19 @@ def test_packed_auto_chooses_a_backend_that_takes_every_document():
         q, k, v, cu_seqlens_q=offsets([4, 6]), cu_seqlens_k=offsets([4, 6])
     )["sdpa_flash"]
     assert "contiguous" in status.reasons[0]
+
+
+def test_packed_auto_prefers_one_kernel_for_all_sequences_to_a_loop_over_them():
+    q, k, v = (t[0].detach() for t in make_model_qkv(1, 10, 10, 2, 2, 8))
+    loop = by_name("sdpa_flash")
+    at_once = replace(
+        by_name("flash_torch"), name="at once", run_packed=lambda call: (call.q, None)
+    )
+    packed = AttentionCall(q, k, v, cu_seqlens_q=offsets([4, 6]), cu_seqlens_k=offsets([4, 6]))
+    batched = AttentionCall(q[None], k[None], v[None])
+    assert choose(packed, "auto", (loop, at_once))[0].name == "at once"
+    assert choose(packed, "sdpa_flash", (loop, at_once))[0].name == "sdpa_flash"
+    assert choose(batched, "auto", (loop, at_once))[0].name == "sdpa_flash"
 
 
 def test_auto_does_not_store_a_large_mask_unasked():

@@ -11,7 +11,6 @@ from labsupport.training.measure import (
     longest_that_trains,
     main,
     measure_training,
-    tokens,
 )
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.fits import Rung
@@ -116,15 +115,26 @@ def test_an_exponent_that_cannot_be_fitted_is_refused(lengths, values):
         exponent(lengths, values)
 
 
-@pytest.mark.parametrize(("text", "number"), [("8192", 8192), ("8K", 8192), ("1m", 2**20)])
-def test_lengths_are_read(text, number):
-    assert tokens(text) == number
+def test_a_remedy_that_cannot_run_is_not_searched_again_and_again():
+    tried = []
+
+    def attempt(units):
+        tried.append(units)
+        return {"status": "unsupported", "reason": "because"}
+
+    assert last_that_runs(attempt, 300)["reason"] == "because"
+    assert len(tried) == 1
 
 
-@pytest.mark.parametrize("text", ["", "K", "1.5K", "-3", "0", "8Q"])
-def test_what_is_no_length_is_refused(text):
-    with pytest.raises(ValueError, match="no number of tokens"):
-        tokens(text)
+def test_a_length_behind_the_learned_positions_is_a_row_beside_the_others():
+    learned = DecoderConfig(
+        vocab_size=64, width=32, layers=1, heads=2, positions="learned", max_positions=128
+    )
+    table = measure_training(
+        learned, [128, 256], rungs=[FLASH], device="cpu", max_seconds=0, progress=False
+    )
+    assert table.status.tolist() == ["ok", "unsupported"]
+    assert "128 positions" in table.reason[1]
 
 
 def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):

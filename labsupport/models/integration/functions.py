@@ -142,10 +142,7 @@ def _packed(
     k, v = (tensor[packing.rows_k, packing.columns_k] for tensor in (k, v))
     valid_q = q.flatten(0, 1) if packing.rows_q is None else q[packing.rows_q, packing.columns_q]
     name = "auto" if backend == "flash" else backend
-    cu_q, cu_k = packing.cu_q, packing.cu_k
-    if backend == "flash_triton":  # its kernels read the offsets where they are
-        cu_q, cu_k = cu_q.to(q.device), cu_k.to(q.device)
-    out = attention_varlen(valid_q, k, v, cu_q, cu_k, backend=name, **options)
+    out = attention_varlen(valid_q, k, v, packing.cu_q, packing.cu_k, backend=name, **options)
     assert isinstance(out, Tensor)
     report = last_call()
     if backend == "flash" and report is not None and not by_name(report.backend).io_aware:

@@ -78,6 +78,7 @@ class Decoder(nn.Module):
         """
         self._check_tokens(tokens)
         if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.cpu()  # read here once; each layer would wait for a GPU again
             _check_cu_seqlens(cu_seqlens, tokens)
         positions = self._positions(tokens, positions, cu_seqlens)
         x = self.embedding(tokens)
@@ -154,7 +155,8 @@ class Decoder(nn.Module):
             positions = torch.arange(seqlen, device=tokens.device)
             if cu_seqlens is not None:
                 starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-                positions = positions - starts.repeat_interleave(lengths, output_size=seqlen)
+                first = starts.repeat_interleave(lengths, output_size=seqlen)
+                positions = positions - first.to(tokens.device)
         elif positions.is_floating_point():
             raise TypeError(f"positions must be integers, but {positions.dtype} was given.")
         elif tuple(positions.shape) not in ((seqlen,), tuple(tokens.shape)):

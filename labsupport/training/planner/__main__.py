@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from labsupport.profiling.units import format_bytes
+from labsupport.training.lengths import parse_tokens
 from labsupport.training.model import PRESETS, DecoderConfig, Savings
 from labsupport.training.planner.fits import what_fits
 from labsupport.training.planner.measure import compare
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lengths(text: str) -> list[int]:
-    return [int(length) for length in text.split(",")]
+    return [parse_tokens(length) for length in text.split(",")]
 
 
 def _shown(table: Any) -> str:

@@ -7,15 +7,14 @@
     attention's        dQ, dK, dV, and tiles of S and dS    dQ, dK, dV, and dQ once more in float32,
     backward           for each thread                      where tiles are added up; with grouped
                                                             heads dK, dV for each query head first
-    AdamW              one tensor after the other: two      fused: nothing
-                       temporaries of the largest
     chunked loss       adds to the weight's gradient        makes each chunk's part of it first
                        in place
     libraries          (not in the allocator's books)       cuBLAS: workspaces, taken once
 
-What is said of the GPU is read off the kernels' sources (FlashAttention-2's and PyTorch's), not
-fitted to a measurement. cuDNN and FlexAttention are taken to need what FlashAttention-2 needs. The
-allocator's rounding (512 bytes) and its fragments are not counted, nor is CUDA's context.
+What is said of the GPU follows from how the kernels work (FlashAttention-2's and PyTorch's); it
+was not fitted to a measurement. cuDNN and FlexAttention are taken to need what FlashAttention-2
+needs. The allocator's rounding (512 bytes) and its fragments are not counted, nor is CUDA's
+context.
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ def _cpu_tiles(shape: Shape) -> str:
 def optimizer_step(shape: Shape) -> list[str]:
     """Temporaries of AdamW's step."""
     chosen = shape.optimizer
-    if chosen == "auto":
-        chosen = "loop" if shape.device == "cpu" else "fused"
     # sqrt(v), and the quotient: of one tensor; of all tensors the root alone, changed in place.
     return {"loop": ["2·Wx·4"], "foreach": ["W·4"]}.get(str(chosen), [])
 

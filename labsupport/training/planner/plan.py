@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from labsupport.attention.implementations import by_name
 from labsupport.profiling.units import format_bytes
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.moments import STATES, WEIGHTS, Moments, moments
@@ -110,13 +111,14 @@ def plan_memory(
             float32. Weights, their gradients and AdamW's states are float32.
         device: "cpu" or "cuda"; `planner.devices` says what differs. A plan needs no GPU.
         optimizer: how AdamW works: tensor by tensor ("loop"), all together ("foreach"), or in one
-            kernel ("fused"); "auto": "loop" on a CPU, "fused" on a GPU. None: no optimizer, only
-            forward and backward.
+            kernel ("fused", and "auto", as in `train`). None: no optimizer, only forward and
+            backward.
         accumulation: micro-batches of a step. From the second one on, gradients exist always.
         limit: bytes, or a text such as "16GiB", for `fits`.
 
     Raises:
-        ValueError: sizes below 1; attention of which it is not known what it keeps (sdpa_math); a
+        ValueError: sizes below 1, an unknown optimizer, a device or an autocast dtype that is not
+            planned for; attention of which it is not known what it keeps (sdpa_math); a
             sequence that is longer than the learned positions.
 
     >>> plan = plan_memory(DecoderConfig.preset("tiny"), seqlen=4096)
@@ -127,6 +129,16 @@ def plan_memory(
     for name, value in (("seqlen", seqlen), ("batch", batch), ("accumulation", accumulation)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 1.")
+    kind = torch.device(device).type
+    for name, value, known in (
+        ("optimizer", optimizer, (*get_args(Optimizer), None)),
+        ("device", kind, ("cpu", "cuda")),
+        ("autocast", autocast, (None, torch.bfloat16, torch.float16)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value}, but must be one of {known}.")
+    if savings.attention != "auto":
+        by_name(savings.attention)
     if savings.attention == "sdpa_math":
         raise ValueError(
             "what sdpa_math keeps depends on PyTorch's version: plan with 'standard', which is "
@@ -136,7 +148,6 @@ def plan_memory(
         raise ValueError(
             f"seqlen is {seqlen}, but the model has learned {config.max_positions} positions."
         )
-    kind = torch.device(device).type
     step = Shape(config, savings, seqlen, batch, autocast, kind, optimizer, accumulation)
     return MemoryPlan(moments(step), None if limit is None else parse_bytes(limit))
 
