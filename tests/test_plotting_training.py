@@ -83,7 +83,15 @@ def test_courses_are_drawn_with_their_distance_from_the_first(courses):
     distances = [line.get_ydata()[0] for line in lower.get_lines()]
     assert distances == pytest.approx([0.001, 0.002])
     assert lower.get_yscale() == "log"
-    assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0." in alt_text(figure)
+    assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
+
+
+def test_gradient_norms_have_a_panel_if_there_are_any(courses):
+    figure = plot_courses(courses.assign(grad_norm=2.0), title="x")
+    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == [
+        "loss", "gradient norm", "distance of the loss"
+    ]  # fmt: skip
+    assert set(figure.axes[1].get_lines()[0].get_ydata()) == {2.0}
 
 
 def test_the_same_implementation_has_its_colour_and_another_seed_is_grey(courses):

@@ -87,10 +87,11 @@ def plot_memory_parts(
 
 
 def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
-    """Losses of several training runs, above; below, how far each is from the first one.
+    """Several training runs: losses, gradient norms, and how far each loss is from the first run's.
 
     Args:
-        table: columns backend, seed, step, loss. The first run is the one compared with.
+        table: columns backend, seed, step, loss, and grad_norm for a panel of its own. The first
+            run is the one compared with.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
 
@@ -104,33 +105,46 @@ def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> C
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
     if len(runs) < 2:
         raise ValueError("one run has nothing to be compared with")
-    figure = Chart(figsize=(8.6, 5.4), dpi=110, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    norms = "grad_norm" in table
+    ratios = (3, 1.6, 1.8) if norms else (3, 2)
+    figure = Chart(figsize=(8.6, 1.1 * sum(ratios)), dpi=110, layout="constrained")
+    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     first = None
     words = [f"{title.rstrip('.')}."]
     for n, (backend, seed) in enumerate(runs):
-        run = table[(table["backend"] == backend) & (table["seed"] == seed)]
-        losses = run.set_index("step")["loss"]
-        label = f"{backend}, seed {seed}"
-        dashes = "-" if n == 0 else (0, (5, 2)) if seed == runs[0][1] else (0, (1, 1.5))
-        colour = style(backend)[0] if seed == runs[0][1] else "#808080"
-        upper.plot(losses.index, losses, color=colour, linestyle=dashes, linewidth=1.6, label=label)
-        words.append(f"{label}: {losses.iloc[0]:.3g} at first, {losses.iloc[-1]:.3g} at last.")
-        if first is None:
-            first = losses
-            continue
-        apart = (losses - first).abs()
-        lower.plot(
-            apart.index, apart.where(apart > 0), color=colour, linestyle=dashes, linewidth=1.6
+        run = table[(table["backend"] == backend) & (table["seed"] == seed)].set_index("step")
+        label, same = f"{backend}, seed {seed}", seed == runs[0][1]
+        look = {
+            "color": style(backend)[0] if same else "#808080",
+            "linestyle": "-" if n == 0 else (0, (5, 2)) if same else (0, (1, 1.5)),
+            "linewidth": 1.6,
+        }
+        panels[0].plot(run.index, run["loss"], label=label, **look)
+        words.append(
+            f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at last."
         )
-        words.append(f"{label} is at most {apart.max():.1e} from {runs[0][0]}, seed {runs[0][1]}.")
-    upper.set_ylabel("loss (nats a token)")
-    lower.set_ylabel("distance from the\nfirst run (nats)")
-    lower.set_yscale("log")
-    lower.set_xlabel("step")
-    for axes in (upper, lower):
+        if norms:
+            panels[1].plot(run.index, run["grad_norm"], **look)
+        if first is None:
+            first = run["loss"]
+            continue
+        apart = (run["loss"] - first).abs()
+        # Equal losses have no place on a logarithmic axis; a point alone makes no line.
+        panels[-1].plot(apart.index, apart.where(apart > 0), marker=".", markersize=4, **look)
+        words.append(
+            f"{label} is at most {apart.max():.1e} from {runs[0][0]}, seed {runs[0][1]}; equal in "
+            f"{int((apart == 0).sum())} of {len(apart)} steps."
+        )
+    panels[0].set_ylabel("loss\n(nats a token)")
+    if norms:
+        panels[1].set_ylabel("gradient norm")
+        panels[1].set_yscale("log")
+    panels[-1].set_ylabel("distance of the loss\nfrom the first run's")
+    panels[-1].set_yscale("log")
+    panels[-1].set_xlabel("step")
+    for axes in panels:
         _plain(axes)
-    upper.legend(frameon=False, fontsize=8.5)
+    panels[0].legend(frameon=False, fontsize=8.5)
     figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
     figure.description = " ".join(words)
     return figure
