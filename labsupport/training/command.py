@@ -12,9 +12,9 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from labsupport.attention.reports import CallReport
-    from labsupport.training.loop import History, StepRow, TrainSettings
-    from labsupport.training.model.config import DecoderConfig, Savings
+    from labsupport.precision import FlashAttentionConfig
+    from labsupport.training.loop import StepRow
+    from labsupport.training.model.config import DecoderConfig
 
 Option = typer.Option
 
@@ -50,6 +50,13 @@ def train_command(
             "Default: bfloat16 on a GPU that has it, else float32."
         ),
     ] = None,
+    policy: Annotated[
+        str | None,
+        Option(
+            help="In place of --dtype: bfloat16, float16, float32, also for stored weights, "
+            "whose updates float32 masters take (labsupport.precision)."
+        ),
+    ] = None,
     attention: Annotated[str, Option(help="auto, or a backend's name.")] = "auto",
     checkpoint_layers: Annotated[
         bool, Option("--checkpoint-layers", help="Keep each block's input only; compute it twice.")
@@ -59,7 +66,8 @@ def train_command(
         int | None, Option(help="Tokens at a time through the classifier.")
     ] = None,
     residual: Annotated[
-        str | None, Option(help="Dtype of the stream between blocks. Default: float32.")
+        str | None,
+        Option(help="Dtype of the stream between blocks. Default: float32, or the policy's."),
     ] = None,
     memory_limit: Annotated[
         str | None, Option(help="16GiB: a device that has no more, really.")
@@ -85,6 +93,11 @@ def train_command(
     """
     if fresh and folder is None:
         raise ValueError("--fresh begins the run in --folder FOLDER anew: name the folder")
+    if dtype is not None and policy is not None:
+        raise ValueError(
+            "--dtype and --policy both say what is computed in which dtype: give one. --dtype "
+            "keeps the weights in float32, --policy does not"
+        )
 
     import torch
 
@@ -93,6 +106,7 @@ def train_command(
     from labsupport.profiling.timing import resolve_device
     from labsupport.training.loop import TrainSettings, train
     from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
+    from labsupport.training.loop.messages import out_of_memory, plan, summary
     from labsupport.training.model.config import Savings
     from labsupport.training.model.decoder import Decoder
     from labsupport.training.saving.limit import is_out_of_memory
@@ -115,7 +129,8 @@ def train_command(
         warmup_steps=(decay_steps or steps) // 10 if warmup_steps is None else warmup_steps,
         decay_steps=decay_steps,
         accumulation=accumulation,
-        autocast=_autocast(dtype, where),
+        autocast=_autocast(dtype, where) if policy is None else None,
+        policy=_policy(policy),
         seed=seed,
         checkpoint_every=checkpoint_every,
     )
@@ -194,74 +209,6 @@ def parse_tokens(text: str) -> int:
     return int(match[1]) * 1024 ** " KM".index(match[2].upper() or " ")
 
 
-def plan(
-    config: DecoderConfig,
-    savings: Savings,
-    settings: TrainSettings,
-    length: int,
-    where: torch.device,
-) -> str:
-    """What will be trained, in two lines: model and step; how memory is saved."""
-    heads = f"{config.heads} heads"
-    if config.key_heads != config.heads:
-        heads += f" on {config.key_heads}"
-    each = "" if settings.accumulation == 1 else f" ({settings.accumulation} x {length:,})"
-    kept = "each block's input is kept" if savings.checkpoint else "all activations are kept"
-    if savings.residual is not None:
-        kept += f", residual stream in {_short(savings.residual)}"
-    for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
-        kept += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
-    return (
-        f"{config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.width}, "
-        f"{heads}, {config.mlp}), {settings.accumulation * length:,} tokens a step{each}, "
-        f"{_short(settings.autocast)} on {where}\n{kept}; attention: {savings.attention}"
-    )
-
-
-def summary(history: History, where: torch.device, call: CallReport | None) -> str:
-    """What came of it: losses, speed, memory, and which attention really ran (None: none)."""
-    from labsupport.profiling.units import format_bytes
-
-    first, last = history.rows[0], history.rows[-1]
-    whose = "" if where.type == "cuda" else ", the whole program's"
-    skipped = sum(row.skipped for row in history)
-    lines = [
-        f"loss       {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}",
-        f"speed      {history.tokens_per_s:,.0f} tokens/s (median step)",
-        f"memory     {format_bytes(history.peak_bytes)} at the peak{whose}",
-        f"attention  {call}" if call else "attention  none ran: the run in the folder is complete",
-    ]
-    if skipped:
-        lines.insert(1, f"skipped    {skipped} steps, whose float16 gradients overflowed")
-    return "\n".join(lines)
-
-
-def out_of_memory(
-    error: BaseException, savings: Savings, settings: TrainSettings, length: int
-) -> str:
-    """One message: what happened, and what helps that is not in use yet, the best first."""
-    import torch
-
-    remedies = []
-    if savings.attention in ("standard", "sdpa_math"):
-        remedies.append("--attention auto: no matrix of length x length is stored")
-    if savings.loss_chunk is None:
-        remedies.append("--loss-chunk 1024: never all the logits; costs no time")
-    if not savings.checkpoint:
-        remedies.append("--checkpoint-layers: a block's input is kept, the rest computed twice")
-    if savings.mlp_chunk is None:
-        remedies.append("--mlp-chunk 4096: the MLP's wide tensors exist for some tokens at a time")
-    if settings.autocast is None:
-        remedies.append("--dtype bfloat16: activations of two bytes, not four")
-    if savings.residual in (None, torch.float32):
-        remedies.append("--residual bfloat16: what is kept between blocks takes half")
-    remedies.append(f"--length {max(length // 2, 1)}, or a smaller --preset")
-    # Without PyTorch's hints, and those of memory_limit, which are for Python.
-    head = re.split(r"Of the allocated memory|What helps,", " ".join(str(error).split()))[0].strip()
-    listed = "\n".join(f"  {place}. {text}" for place, text in enumerate(remedies, 1))
-    return f"labsupport: {head}\nWhat helps, in this order:\n{listed}"
-
-
 def dtype_named(name: str | None, option: str) -> torch.dtype | None:
     """float32, bfloat16 or float16; None for None.
 
@@ -286,5 +233,8 @@ def _autocast(name: str | None, where: torch.device) -> torch.dtype | None:
     return None if chosen == torch.float32 else chosen
 
 
-def _short(dtype: torch.dtype | None) -> str:
-    return "float32" if dtype is None else str(dtype).removeprefix("torch.")
+def _policy(name: str | None) -> FlashAttentionConfig | None:
+    from labsupport.precision import FlashAttentionConfig
+
+    dtype = dtype_named(name, "--policy")
+    return None if dtype is None else getattr(FlashAttentionConfig, str(name))()

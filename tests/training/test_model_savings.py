@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from labsupport.attention import available_backends
+from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 from labsupport.profiling import measure_peak_memory
 from labsupport.training.model import Decoder, DecoderConfig, Savings
 from tests.training.decoders import (
+    SMALL,
     assert_same_step,
     loss_and_gradients,
     model,
@@ -132,3 +134,23 @@ def test_savings_that_cannot_be_are_refused():
         Savings(mlp_chunk=0)
     with pytest.raises(ValueError, match="residual must be a floating dtype"):
         Savings(residual=torch.int8)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("loss_chunk", [None, 8])
+def test_a_precision_policy_holds_in_every_part(norm, loss_chunk):
+    config = replace(SMALL, norm=norm)
+    policy = FlashAttentionConfig.float16(residual="float32", head="bfloat16", embedding="float32")
+    model = Decoder(config, Savings(attention="flash_torch", loss_chunk=loss_chunk))
+    report = apply_precision_policy(model, policy)
+    assert "not recognised" not in str(report)
+    seen = {}
+    model.blocks[0].register_forward_pre_hook(lambda _, given: seen.update(stream=given[0].dtype))
+    logits = model(torch.arange(12)[None])
+    assert seen["stream"] == torch.float32
+    assert logits.dtype == torch.bfloat16
+    assert model.norm.weight.dtype == torch.float16
+    loss = model(torch.arange(12)[None], torch.arange(1, 13)[None])
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(p.grad is not None for p in model.parameters())

@@ -11,9 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from labsupport.cli import app
-from labsupport.training.command import out_of_memory, parse_tokens, shape
+from labsupport.precision import FlashAttentionConfig
+from labsupport.training.command import parse_tokens, shape
 from labsupport.training.loop import Checkpoints, TrainSettings
 from labsupport.training.loop.data import DATA, named_batches, named_tokenizer
+from labsupport.training.loop.messages import out_of_memory
 from labsupport.training.model.config import PRESETS, Savings
 from labsupport.training.model.decoder import Decoder
 
@@ -96,6 +98,21 @@ def test_it_trains_in_16_bits(dtype):
     assert "residual stream in bfloat16" in done.stdout
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16", "float32"])
+def test_it_trains_under_a_policy_and_goes_on_under_the_same_one_only(tmp_path, policy):
+    run = ["--decay-steps", 6, "--learning-rate", 3e-3, "--folder", tmp_path, "--policy", policy]
+    done = program("--steps", 3, *run)
+    masters = "" if policy == "float32" else ", with masters,"
+    assert f"tokens a step, {policy} policy{masters} on cpu" in done.stdout
+    resumed = program("--steps", 6, *run, "--checkpoint-layers", "--loss-chunk", 100)
+    # In float16 the first step is one too large for the scale, by a policy or by autocast.
+    other = program("--steps", 6, "--learning-rate", 3e-3, "--dtype", policy)
+    assert float(final_loss(resumed)[1]) == pytest.approx(float(final_loss(other)[1]), abs=1e-2)
+    refused = program("--steps", 6, *run[:-2], ok=False)
+    assert "policy was {" in str(refused.exception)
+    assert "and is None" in str(refused.exception)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory_limit is Linux's")
 def test_out_of_memory_is_one_message_with_the_remedies_in_order(project):
     command = ["--attention", "standard", "--memory-limit", "3GiB", "--length", "32K"]
@@ -119,6 +136,9 @@ def test_remedies_that_are_in_use_are_not_named():
     settings = TrainSettings(1, autocast=torch.bfloat16)
     told = out_of_memory(RuntimeError("no memory left"), savings, settings, 8192)
     assert re.findall(r"--[\w-]+", told) == ["--length", "--preset"]
+    under = TrainSettings(1, policy=FlashAttentionConfig.bfloat16())
+    same = Savings("auto", True, 512, 512)
+    assert out_of_memory(RuntimeError("no memory left"), same, under, 8192) == told
 
 
 @pytest.mark.parametrize(
@@ -131,6 +151,8 @@ def test_remedies_that_are_in_use_are_not_named():
         (["--length", "1 mile"], "no length"),
         (["--dtype", "int8"], "--dtype 'int8'"),
         (["--residual", "int8"], "--residual 'int8'"),
+        (["--policy", "int8"], "--policy 'int8'"),
+        (["--policy", "bfloat16", "--dtype", "bfloat16"], "--dtype and --policy both"),
         (["--attention", "flesh"], "flesh"),
         (["--steps", 0], "steps is 0"),
         (["--memory-limit", "much"], "'much' is not a size"),

@@ -5,6 +5,7 @@ loop          one optimizer step, and the run of them
 checkpoints   a run on disk: whole or not there, and damage is seen
 history       what each step did, as a table and as a chart
 data          the texts that `labsupport train` knows by name
+messages      what that command says
 """
 
 from labsupport.training.loop.checkpoints import CheckpointError, Checkpoints, CheckpointWarning

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labsupport.precision import FlashAttentionConfig
 from labsupport.training.documents.packing import IGNORED
 
 
@@ -44,17 +45,18 @@ def label_counts(
     return counts
 
 
-def check_weights(model: nn.Module) -> None:
-    """Raise ValueError for a model without weights to train, or with weights in 16 bits."""
+def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None:
+    """Raise ValueError for a model without weights to train, or in 16 bits without a policy."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
         raise ValueError("no parameter of the model requires gradients: there is nothing to train")
-    for name, parameter in trained:
+    for name, parameter in trained if policy is None else ():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{name} is {parameter.dtype}: updates smaller than half of its last digit would "
                 "be lost. Keep the weights in float32 (model.float()), and compute in bfloat16 by "
-                "TrainSettings(autocast=torch.bfloat16)"
+                "TrainSettings(autocast=torch.bfloat16); or have float32 masters beside them, by "
+                "TrainSettings(policy=FlashAttentionConfig.bfloat16())"
             )
 
 

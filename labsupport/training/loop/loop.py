@@ -20,6 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from labsupport.precision import (
+    FlashAttentionConfig,
+    MixedPrecisionOptimizer,
+    apply_precision_policy,
+)
 from labsupport.training.loop.checkpoints import Checkpoints, random_state, set_random_state
 from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
 from labsupport.training.loop.inputs import (
@@ -62,12 +67,12 @@ def train(
     """Train a model with AdamW; with a folder, go on where a run in it ended.
 
     Args:
-        model: on its device, with float32 weights. `model(**batch)` returns the mean loss over the
-            labels that are not -100, a scalar.
+        model: on its device, with float32 weights; `settings.policy` is applied to it, and stays.
+            `model(**batch)` returns the mean loss over the labels that are not -100, a scalar.
         batches: step (counted from 0) -> `settings.accumulation` micro-batches: dataclasses or
             mappings of tensors, `tokens` and `labels` (any shape, int64) among them, on any device.
             For each step always the same ones.
-        settings: how to train.
+        settings: how to train, and in which dtypes.
         folder: for checkpoints. If a run is in it, that run goes on, with its own random numbers;
             if that run is complete, nothing is done.
         fresh: delete the checkpoints in the folder and begin anew.
@@ -89,27 +94,31 @@ def train(
             raised once there is nothing left to scale.
         ResumeError: the folder's run had other settings, or another model; names the differences.
         CheckpointError: no checkpoint in the folder is whole, or another program trains there.
-        ValueError: weights that are not float32 (or float64), none that needs gradients, a step
-            without labels, or another number of micro-batches than `accumulation`.
+        ValueError: weights that are not float32 (or float64) and under no policy, none that needs
+            gradients, a step without labels, or another number of micro-batches than
+            `accumulation`.
         TypeError: a batch that is neither a dataclass nor a mapping with tokens and labels.
 
     >>> settings = TrainSettings(steps=100, autocast=torch.bfloat16, checkpoint_every=20)
     >>> history = train(model, batches, settings, folder="runs/first")
     >>> history.chart()
     """
-    run = _Run(model, settings)
+    check_weights(model, settings.policy)
     course = settings.course() | model_course(model) | dict(course or {})
     checkpoints = None if folder is None else Checkpoints(folder, keep=settings.keep)
     with nullcontext() if checkpoints is None else checkpoints.in_use():
         if checkpoints is not None and fresh:
             checkpoints.clear()
         saved = None if checkpoints is None else checkpoints.load_newest()
+        if saved is not None:
+            check_same_course(saved["course"], course, folder)
+            check_same_shapes(saved["model"], model.state_dict())
+        run = _Run(model, settings)
         if saved is None:
             random.seed(settings.seed)
             np.random.seed(settings.seed % 2**32)
             torch.manual_seed(settings.seed)
         else:
-            check_same_course(saved["course"], course, folder)
             run.load_state(saved)
             del saved
         model.train()
@@ -133,25 +142,31 @@ class _Run:
         self.model = model
         self.settings = settings
         self.history = History()
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        check_weights(model)
-        self.device = self.parameters[0].device
-        self.optimizer = torch.optim.AdamW(
-            [
-                # Biases and norms' gains say where zero is and how large things are: no decay.
-                {"params": [p for p in self.parameters if p.ndim >= 2]},
-                {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        if settings.policy is not None:
+            apply_precision_policy(model, settings.policy)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Biases and norms' gains say where zero is and how large things are: no decay.
+        names = sorted(trained, key=lambda name: trained[name].ndim < 2)
+        matrices = [trained[name] for name in names if trained[name].ndim >= 2]
+        self.device = next(iter(trained.values())).device
+        # It does for each run what the run's dtypes ask for. Without a policy all weights are
+        # float32 and their own masters; and float16 is float16, be it a policy's or autocast's.
+        self.optimizer = MixedPrecisionOptimizer(
+            model,
+            settings.policy
+            or FlashAttentionConfig.float32(attention=settings.autocast or torch.float32),
+            torch.optim.AdamW,
+            params=[
+                {"params": matrices},
+                {"params": [trained[n] for n in names[len(matrices) :]], "weight_decay": 0.0},
             ],
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
-            fused=True if self.device.type == "cuda" else None,
+            fused=True,  # one pass over each tensor, and no temporaries
         )
-        # float16 ends at 6e-8 below, and smaller gradients become 0 (labsupport.precision.optimizer
-        # says more). With other dtypes this does nothing.
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=settings.autocast == torch.float16
-        )
+        groups = self.optimizer.optimizer.param_groups
+        self.masters = dict(zip(names, (p for g in groups for p in g["params"]), strict=True))
 
     def step(self, step: int, batches: Callable[[int], Iterable[Any]]) -> StepRow:
         """One optimizer step, over all of its micro-batches."""
@@ -160,9 +175,9 @@ class _Run:
         micro_batches = [tensors(batch) for batch in batches(step)]
         counts = label_counts(micro_batches, step, self.settings.accumulation)
         rate = learning_rate(step, self.settings)
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         # The mean over the step's labels is not the mean of the micro-batches' means: each counts
         # by its labels. One without labels has no mean.
         shares = [count / sum(counts) for count in counts]
@@ -171,24 +186,22 @@ class _Run:
             for batch, share in zip(micro_batches, shares, strict=True)
             if share
         ]
-        self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        total_norm = nn.utils.get_total_norm(gradients)
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        total_norm = nn.utils.get_total_norm(gradients) / self.optimizer.scale
         loss, norm = float(torch.stack(losses).sum()), float(total_norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         # Gradients that overflowed are what loss scaling reckons with, as long as there is a scale.
-        overflow = math.isfinite(loss) and not finite and self.scaler.get_scale() > 1
+        overflow = math.isfinite(loss) and not finite and self.optimizer.scale > 1
         if not finite and not overflow:
             raise self._diverged(step, micro_batches, loss)
         limit = self.settings.max_grad_norm
         if finite and limit is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, limit, total_norm)
-        self.scaler.step(self.optimizer)  # which skips the step if gradients are infinite
-        self.scaler.update()
+            nn.utils.clip_grads_with_norm_(self.masters.values(), limit, total_norm)
+        taken = self.optimizer.step()
         tokens = sum(batch["tokens"].numel() for batch in micro_batches)
         peak = read_peak(self.device)  # waits for a GPU, so that the time is the whole step's
         return StepRow(
-            step, loss, norm, rate, time.perf_counter() - began, tokens, peak, skipped=overflow
+            step, loss, norm, rate, time.perf_counter() - began, tokens, peak, skipped=not taken
         )
 
     def state(self) -> dict[str, Any]:
@@ -197,18 +210,14 @@ class _Run:
             "step": len(self.history),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "random": random_state(self.device),
             "history": self.history.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `state()`."""
-        check_same_shapes(state["model"], self.model.state_dict())
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
         self.history = History.from_state(state["history"])
         set_random_state(state["random"], self.device)
 
@@ -219,7 +228,7 @@ class _Run:
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             loss = self.model(**on_device)
         part = loss.to(torch.promote_types(loss.dtype, torch.float32)) * share
-        self.scaler.scale(part).backward()
+        self.optimizer.backward(part)
         return part.detach()
 
     def _diverged(
@@ -228,7 +237,7 @@ class _Run:
         """Find the micro-batch by running each alone, from the weights before the step."""
         found, what = None, f"the loss is {loss}, or a gradient is not finite"
         for index, batch in enumerate(micro_batches):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             if not (batch["labels"] != IGNORED).any():
                 continue
             alone = float(self._backward(batch, 1.0))
@@ -237,28 +246,28 @@ class _Run:
                 break
             bad = [
                 name
-                for name, p in self.model.named_parameters()
-                if p.grad is not None and not bool(p.grad.isfinite().all())
+                for name, master in self.masters.items()
+                if master.grad is not None and not bool(master.grad.isfinite().all())
             ]
             # If a loss is not finite, this one's scaled gradients may just have overflowed.
             if bad and math.isfinite(loss):
                 found, what = index, f"the gradient of {bad[-1]} is not finite"
                 what += f" (and {len(bad) - 1} others)" if len(bad) > 1 else ""
                 break
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         total = len(micro_batches)
         where = (
             f"micro-batch {found} of {total} (from 0)"
             if found is not None
             else f"in none of its {total} micro-batches alone"
         )
-        half = self.settings.autocast == torch.float16
+        half = self.optimizer.scaler is not None
         message = (
             f"step {step}, {where}: {what}. The step was not taken, the weights are those from "
             f"before it. To find the layer: batch = batches({step})[{found or 0}], then `with "
             "PrecisionTracker(model) as tracker:` run the model on it, and print(tracker.report()) "
             "(labsupport.precision). If inputs and layers are sound: a lower learning_rate, more "
-            "warmup_steps" + (", or autocast=torch.bfloat16, which does not overflow" * half) + "."
+            "warmup_steps" + (", or bfloat16, which does not overflow" * half) + "."
         )
         return TrainingDivergedError(message, step, found)
 

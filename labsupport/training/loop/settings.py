@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from labsupport.precision import FlashAttentionConfig
+from labsupport.precision.dtypes import short
+
 # These may change when a run is resumed: they change no weight. `steps` is here because the
 # schedule does not follow it, but `decay_steps`, which is among the others.
 _FREE = ("steps", "checkpoint_every", "keep")
@@ -31,13 +34,19 @@ class TrainSettings:
         max_grad_norm: gradients of a larger total norm are scaled down to it; None: they are not.
         accumulation: micro-batches of each step, one after the other; their gradients add up.
         autocast: the dtype of matrix products (bfloat16, float16); None: that of the weights.
-            With float16 the loss is scaled, and steps whose gradients overflow are left out.
+            Weights stay float32, and are rounded anew for each use.
+        policy: a dtype for each component, in place of autocast's rules: weights are stored in the
+            policy's dtypes, and float32 masters beside them take the updates
+            (`labsupport.precision`).
         seed: of the random numbers during training (dropout). Weights are made before.
         checkpoint_every: steps between checkpoints; None: one, at the end.
         keep: so many whole checkpoints are kept, the newest ones.
 
+    Where gradients pass through float16, the loss is scaled, and steps whose gradients overflow are
+    left out.
+
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of its range; both autocast and policy.
     """
 
     steps: int
@@ -50,6 +59,7 @@ class TrainSettings:
     max_grad_norm: float | None = 1.0
     accumulation: int = 1
     autocast: torch.dtype | None = None
+    policy: FlashAttentionConfig | None = None
     seed: int = 0
     checkpoint_every: int | None = None
     keep: int = 2
@@ -75,6 +85,11 @@ class TrainSettings:
                 f"autocast is {self.autocast}: it computes in torch.bfloat16 or torch.float16. "
                 "For float32 leave it None"
             )
+        if self.autocast is not None and self.policy is not None:
+            raise ValueError(
+                f"autocast is {self.autocast}, and there is a policy as well: both say in which "
+                "dtype each part computes. Give one of them"
+            )
 
     @property
     def last_step(self) -> int:
@@ -90,8 +105,9 @@ class TrainSettings:
     def course(self) -> dict[str, Any]:
         """What the weights after each step depend on, as plain data: equal in a resumed run."""
         values = {name: value for name, value in asdict(self).items() if name not in _FREE}
-        dtype = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        return values | {"decay_steps": self.last_step, "autocast": dtype}
+        dtype = None if self.autocast is None else short(self.autocast)
+        policy = values["policy"] and {part: short(of) for part, of in values["policy"].items()}
+        return values | {"decay_steps": self.last_step, "autocast": dtype, "policy": policy}
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:

@@ -152,8 +152,8 @@ class Savings:
         (Chen et al., arXiv 1604.06174).
     mlp_chunk: tokens at a time through the norm and the MLP; None means all of them.
     loss_chunk: tokens at a time through the classifier; None makes all the logits.
-    residual: dtype of the residual stream, and so of what `checkpoint` keeps. None means the
-        dtype of the embedding's weights.
+    residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
+        the embedding returns it: in its weights' dtype, or a precision policy's.
     """
 
     attention: str = "auto"

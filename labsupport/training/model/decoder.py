@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from labsupport.attention.rotary import rotary_angles
 from labsupport.precision.losses import compute_loss
 from labsupport.training.model.config import DecoderConfig, Savings
-from labsupport.training.model.layers import Angles, Block, Norm
+from labsupport.training.model.layers import Angles, Block, norm
 from labsupport.training.saving.cross_entropy import chunked_cross_entropy
 
 
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.max_positions, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = Norm(config)
+        self.norm = norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -92,7 +92,8 @@ class Decoder(nn.Module):
                 base=self.config.rope_base,
                 scaling=self.config.rope_scaling,
             )
-        x = x.to(self.savings.residual or self.embedding.weight.dtype)
+        if self.savings.residual is not None:
+            x = x.to(self.savings.residual)
         for block in self.blocks:
             if self.savings.checkpoint and torch.is_grad_enabled():
                 # Nothing in a block is random: no generator's state to keep.
@@ -143,9 +144,12 @@ class Decoder(nn.Module):
             logits = self.head(hidden)
             wide = torch.promote_types(logits.dtype, torch.float32)
             return compute_loss(logits, labels, dtype=wide)
-        return chunked_cross_entropy(
-            hidden, self.head.weight, labels, chunk=self.savings.loss_chunk
-        )
+        weight = self.head.weight
+        # A precision policy may have this layer compute in another dtype than its weight has.
+        dtype = getattr(self.head, "compute_dtype", None)
+        if dtype is not None:
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return chunked_cross_entropy(hidden, weight, labels, chunk=self.savings.loss_chunk)
 
     def _positions(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None

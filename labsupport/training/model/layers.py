@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +24,8 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.attention_norm, self.attention = Norm(config), Attention(config)
-        self.mlp_norm, self.mlp = Norm(config), Mlp(config)
+        self.attention_norm, self.attention = norm(config), Attention(config)
+        self.mlp_norm, self.mlp = norm(config), Mlp(config)
 
     def forward(
         self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, savings: Savings
@@ -86,29 +89,41 @@ class Mlp(nn.Module):
         return self.down(inner)
 
 
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm, computed in the stream's dtype, rounded once to the projections'."""
+# PyTorch's own modules by their names, so that a precision policy knows them.
+class LayerNorm(nn.LayerNorm):
+    """Mean and variance over the width; computed and returned as `_normalised` says."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.rms, self.eps = config.norm == "rms", config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.width))
-        has_bias = config.bias and not self.rms
-        self.bias = nn.Parameter(torch.zeros(config.width)) if has_bias else None
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., width) to the same, in the dtype that the next projection wants."""
+        return _normalised(F.layer_norm, input, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The mean square alone; computed and returned as `_normalised` says."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) to the same, in the dtype that the next projection wants."""
-        device = x.device.type
-        wanted = self.weight.dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            wanted = torch.get_autocast_dtype(device)
-        # PyTorch adds up 16-bit inputs in float32 inside. Autocast would copy them to float32, keep
-        # the copy, and have each of the projections behind make its own copy of the result.
-        with autocast_off(x):
-            weight, bias = (None if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
-            if self.rms:
-                return F.rms_norm(x, x.shape[-1:], weight, self.eps).to(wanted)
-            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(wanted)
+        return _normalised(F.rms_norm, x, self.weight, self.eps)
+
+
+def norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
+    """A new norm of the kind that the shape names."""
+    if config.norm == "rms":
+        return RMSNorm(config.width, config.norm_eps)
+    return LayerNorm(config.width, config.norm_eps, bias=config.bias)
+
+
+def _normalised(function: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Computed in the stream's dtype, rounded once to the projections'."""
+    device = x.device.type
+    wanted = weight.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        wanted = torch.get_autocast_dtype(device)
+    # PyTorch adds up 16-bit inputs in float32 inside. Autocast would copy them to float32, keep
+    # the copy, and have each of the projections behind make its own copy of the result.
+    with autocast_off(x):
+        learned = (p.to(x.dtype) if isinstance(p, Tensor) else p for p in (weight, *rest))
+        return function(x, x.shape[-1:], *learned).to(wanted)
 
 
 def _add(x: Tensor, change: Tensor) -> Tensor:
