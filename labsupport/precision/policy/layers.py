@@ -25,8 +25,10 @@ class MixedPrecisionLayerNorm(nn.LayerNorm):
 
     What this is needed for, and what not. PyTorch's own `layer_norm` already adds up bfloat16 and
     float16 inputs in float32 inside, and rounds once, at the end: if the weights have the input's
-    dtype, this layer calls it and nothing else. It adds two things:
+    dtype, this layer calls it and nothing else. It adds three things:
 
+    * on a CPU, 16-bit inputs are copied to float32 first: there PyTorch's backward pass adds up the
+      gradients of weight and bias, over all tokens, in 16 bits;
     * weights in another dtype than the input, which PyTorch may refuse or promote;
     * `statistics=torch.float16`, to see what a hand-written LayerNorm would do: the square of a
       deviation overflows from 256 (256² = 65,536 > 65,504), the variance is infinite, and the
@@ -59,7 +61,8 @@ class MixedPrecisionLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., *normalized_shape); returns the input's dtype."""
         arguments = (self.weight, self.bias)
-        if _adds_up_in_float32(input, self.statistics, arguments):
+        exact = not (input.device.type == "cpu" and _is_half(input.dtype))
+        if exact and _adds_up_in_float32(input, self.statistics, arguments):
             out = F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
             return out.to(input.dtype)
         x = input.to(self.statistics)

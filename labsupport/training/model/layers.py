@@ -95,6 +95,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., width) to the same, in the dtype that the next projection wants."""
+        if input.device.type == "cpu" and input.dtype.itemsize == 2:
+            # There PyTorch would add up the gradients of weight and bias in 16 bits.
+            input = input.float()
         return _normalised(F.layer_norm, input, self.weight, self.bias, self.eps)
 
 

@@ -1,6 +1,7 @@
 """What a CPU and a GPU do differently, in bytes: one entry for each, as terms of a formula.
 
                        CPU                                  GPU (CUDA)
+    LayerNorm          a 16-bit x: in float32, too          one kernel: keeps x
     RMSNorm            several operations: keeps x / rms    one kernel: keeps x and a number a token
                        too (a 16-bit x: in float32, and
                        x in float32)
@@ -34,7 +35,8 @@ CUBLAS = {True: "2·32·1024²", False: "2·8·1024²"}
 def kept_by_norm(shape: Shape) -> list[str]:
     """What a norm keeps beside its input and output: factors of `blocks · norms · T`."""
     if shape.config.norm == "layer":
-        return ["8"]  # mean and 1 / deviation, in float32
+        copied = shape.device == "cpu" and shape.symbols["r"] == 2
+        return ["8", "w·4"] if copied else ["8"]  # mean and 1 / deviation, in float32
     if shape.device != "cpu":
         return ["4"]
     return ["4", "w·4"] if shape.symbols["r"] == 4 else ["4", "2·w·4"]
