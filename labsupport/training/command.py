@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from labsupport.precision import FlashAttentionConfig
-    from labsupport.training.loop import StepRow
+    from labsupport.training.loop import History, StepRow
     from labsupport.training.model.config import DecoderConfig
 
 Option = typer.Option
@@ -26,6 +25,16 @@ def train_command(
     family: Annotated[
         str | None,
         Option(help="gpt2 (layer norm, GELU) or llama (RMS norm, SwiGLU). Default: the preset's."),
+    ] = None,
+    positions: Annotated[
+        str | None,
+        Option(help="rotary, without an end, or learned, as GPT-2 has them: up to --length."),
+    ] = None,
+    rope_base: Annotated[
+        float | None, Option(help="Of rotary positions: larger for longer contexts.")
+    ] = None,
+    rope_scaling: Annotated[
+        float | None, Option(help="Rotary positions divided by it: position interpolation.")
     ] = None,
     layers: Annotated[int | None, Option(help="In place of the preset's.")] = None,
     width: Annotated[int | None, Option(help="In place of the preset's.")] = None,
@@ -104,7 +113,8 @@ def train_command(
     from labsupport.attention.backends import last_call
     from labsupport.attention.implementations import by_name
     from labsupport.profiling.timing import resolve_device
-    from labsupport.training.loop import TrainSettings, train
+    from labsupport.training.lengths import parse_tokens
+    from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
     from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
     from labsupport.training.loop.messages import out_of_memory, plan, summary
     from labsupport.training.model.config import Savings
@@ -116,9 +126,12 @@ def train_command(
     if attention != "auto":
         by_name(attention)  # refuses an unknown one before anything long begins
     tokenizer = named_tokenizer(tokens)
+    size = parse_tokens(length)
     config = shape(
         preset, family, tokenizer.vocab_size,
-        layers=layers, width=width, heads=heads, kv_heads=kv_heads,
+        layers=layers, width=width, heads=heads, kv_heads=kv_heads, positions=positions,
+        max_positions=size if positions == "learned" else None,
+        rope_base=rope_base, rope_scaling=rope_scaling,
     )  # fmt: skip
     savings = Savings(
         attention, checkpoint_layers, mlp_chunk, loss_chunk, dtype_named(residual, "--residual")
@@ -134,8 +147,8 @@ def train_command(
         seed=seed,
         checkpoint_every=checkpoint_every,
     )
-    size = parse_tokens(length)
     batches = named_batches(data, tokenizer, size, accumulation=accumulation, seed=seed)
+    batches(0)  # what cannot be had at this length is said before the plan
     typer.echo(plan(config, savings, settings, size, where))
     taken: list[StepRow] = []
     try:
@@ -160,21 +173,29 @@ def train_command(
         if folder is not None:
             typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
+    except TrainingDivergedError as error:
+        if folder is not None and len(error.history):
+            _keep(error.history, folder)
+        raise
     typer.echo(summary(history, where, last_call() if taken else None))
     if folder is not None:
-        history.frame().to_csv(folder / "history.csv", index=False)
-        history.chart().savefig(folder / "loss.png")
-        typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
+        _keep(history, folder)
 
 
-def shape(preset: str, family: str | None, vocab_size: int, **sizes: int | None) -> DecoderConfig:
+def _keep(history: History, folder: Path) -> None:
+    history.frame().to_csv(folder / "history.csv", index=False)
+    history.chart().savefig(folder / "loss.png")
+    typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
+
+
+def shape(preset: str, family: str | None, vocab_size: int, **sizes: Any) -> DecoderConfig:
     """A preset's shape with the tokenizer's vocabulary, in a family, with other sizes.
 
     Args:
         preset: a name of `labsupport.training.model.config.PRESETS`.
         family: "gpt2", "llama", or None for the preset's own.
         vocab_size: of the tokenizer.
-        sizes: layers, width, heads, kv_heads; None for the preset's own.
+        sizes: layers, width, heads, and other fields; None for the preset's own.
 
     A swiglu MLP gets Llama's width for the model's: 8/3 of it, up to the next multiple of 64.
 
@@ -195,18 +216,6 @@ def shape(preset: str, family: str | None, vocab_size: int, **sizes: int | None)
         wide = changes.get("width", DecoderConfig.preset(preset).width)
         changes["mlp_width"] = -(-8 * wide // (3 * 64)) * 64
     return DecoderConfig.preset(preset, vocab_size=vocab_size, **changes)
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens: "8192", "128K" (of 1,024), "1M" (of 1,024 times 1,024).
-
-    Raises:
-        ValueError: it is something else.
-    """
-    match = re.fullmatch(r"(\d+)([KM]?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is no length: 8192, 128K or 1M tokens, for example")
-    return int(match[1]) * 1024 ** " KM".index(match[2].upper() or " ")
 
 
 def dtype_named(name: str | None, option: str) -> torch.dtype | None:

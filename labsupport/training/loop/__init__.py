@@ -10,7 +10,7 @@ messages      what that command says
 
 from labsupport.training.loop.checkpoints import CheckpointError, Checkpoints, CheckpointWarning
 from labsupport.training.loop.history import History, StepRow
-from labsupport.training.loop.inputs import ResumeError
+from labsupport.training.loop.inputs import ResumeError, tensors
 from labsupport.training.loop.loop import TrainingDivergedError, train
 from labsupport.training.loop.settings import TrainSettings, learning_rate
 
@@ -24,5 +24,6 @@ __all__ = [
     "TrainSettings",
     "TrainingDivergedError",
     "learning_rate",
+    "tensors",
     "train",
 ]

@@ -73,8 +73,11 @@ class Checkpoints:
         status = path.stat()
         mark = (path.name, status.st_size, status.st_mtime_ns)
         if mark not in self._seen:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            try:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError:  # a failing disk
+                return False
             self._seen[mark] = path.name.split(".")[1] == digest
         return self._seen[mark]
 
@@ -127,8 +130,8 @@ class Checkpoints:
                 continue
             if damaged:
                 warnings.warn(
-                    f"{_listed(damaged)} in {self.folder}: the SHA-256 of the file is not the one "
-                    f"in its name. Using {path.name}, after {step_of(path)} steps.",
+                    f"{_listed(damaged)} in {self.folder}: it cannot be read, or its SHA-256 is "
+                    f"not the one in its name. Using {path.name}, after {step_of(path)} steps.",
                     CheckpointWarning,
                     stacklevel=2,
                 )

@@ -21,13 +21,21 @@ class ResumeError(ValueError):
 def tensors(batch: Any) -> dict[str, Tensor]:
     """A micro-batch's tensors by name; raises TypeError for what is no micro-batch."""
     if is_dataclass(batch):
-        batch = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
+        # Beside its tensors it may know numbers of its own, such as how much is padding.
+        values = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
+        batch = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if not isinstance(batch, Mapping) or not {"tokens", "labels"} <= batch.keys():
         raise TypeError(
             "a micro-batch is a mapping or a dataclass of tensors, `tokens` and `labels` among "
             f"them, and not {type(batch).__name__}; batches(step) returns a list of them"
         )
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} of a micro-batch is {type(value).__name__}, and must be a tensor: "
+                f"torch.as_tensor({name})"
+            )
+    return dict(batch)
 
 
 def label_counts(
@@ -66,6 +74,23 @@ def model_course(model: nn.Module) -> dict[str, Any]:
     if not is_dataclass(config) or isinstance(config, type):
         return {}
     return {f"model.{name}": value for name, value in asdict(config).items()}
+
+
+def check_plain(course: Mapping[str, Any]) -> None:
+    """Raise TypeError for what a checkpoint could hold, but not be opened with again."""
+    for name, value in course.items():
+        plain = (str, int, float, bool, type(None))
+        if type(value) in plain:
+            continue
+        if isinstance(value, Mapping):
+            check_plain({f"{name}.{key}": inner for key, inner in value.items()})
+        elif isinstance(value, list | tuple):
+            check_plain({f"{name}[{index}]": inner for index, inner in enumerate(value)})
+        else:
+            raise TypeError(
+                f"{name} is {type(value).__name__}: what a run depends on is kept as plain values "
+                f"(numbers, strings, None, lists of them); write str({name}) or float({name})"
+            )
 
 
 def check_same_course(

@@ -25,10 +25,11 @@ from labsupport.precision import (
     MixedPrecisionOptimizer,
     apply_precision_policy,
 )
+from labsupport.training.documents.packing import IGNORED
 from labsupport.training.loop.checkpoints import Checkpoints, random_state, set_random_state
 from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
 from labsupport.training.loop.inputs import (
-    IGNORED,
+    check_plain,
     check_same_course,
     check_same_shapes,
     check_weights,
@@ -45,12 +46,14 @@ class TrainingDivergedError(RuntimeError):
     Attributes:
         step: counted from 0.
         micro_batch: the first one that shows it when it runs alone; None if none does.
+        history: of the steps before: its curves often show where the trouble began.
     """
 
-    def __init__(self, message: str, step: int, micro_batch: int | None) -> None:
+    def __init__(self, message: str, step: int, micro_batch: int | None, history: History) -> None:
         super().__init__(message)
         self.step = step
         self.micro_batch = micro_batch
+        self.history = history
 
 
 def train(
@@ -97,7 +100,8 @@ def train(
         ValueError: weights that are not float32 (or float64) and under no policy, none that needs
             gradients, a step without labels, or another number of micro-batches than
             `accumulation`.
-        TypeError: a batch that is neither a dataclass nor a mapping with tokens and labels.
+        TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and
+            labels; a value of `course` that is not plain.
 
     >>> settings = TrainSettings(steps=100, autocast=torch.bfloat16, checkpoint_every=20)
     >>> history = train(model, batches, settings, folder="runs/first")
@@ -105,6 +109,7 @@ def train(
     """
     check_weights(model, settings.policy)
     course = settings.course() | model_course(model) | dict(course or {})
+    check_plain(course)
     checkpoints = None if folder is None else Checkpoints(folder, keep=settings.keep)
     with nullcontext() if checkpoints is None else checkpoints.in_use():
         if checkpoints is not None and fresh:
@@ -198,7 +203,9 @@ class _Run:
         if finite and limit is not None:
             nn.utils.clip_grads_with_norm_(self.masters.values(), limit, total_norm)
         taken = self.optimizer.step()
-        tokens = sum(batch["tokens"].numel() for batch in micro_batches)
+        self.optimizer.zero_grad()  # what follows a step finds the gradients' memory free
+        used = zip(micro_batches, shares, strict=True)
+        tokens = sum(batch["tokens"].numel() for batch, share in used if share)
         peak = read_peak(self.device)  # waits for a GPU, so that the time is the whole step's
         return StepRow(
             step, loss, norm, rate, time.perf_counter() - began, tokens, peak, skipped=not taken
@@ -264,12 +271,14 @@ class _Run:
         half = self.optimizer.scaler is not None
         message = (
             f"step {step}, {where}: {what}. The step was not taken, the weights are those from "
-            f"before it. To find the layer: batch = batches({step})[{found or 0}], then `with "
-            "PrecisionTracker(model) as tracker:` run the model on it, and print(tracker.report()) "
-            "(labsupport.precision). If inputs and layers are sound: a lower learning_rate, more "
-            "warmup_steps" + (", or bfloat16, which does not overflow" * half) + "."
+            f"before it. To find the layer, with PrecisionTracker of labsupport.precision: `with "
+            f"PrecisionTracker(model) as tracker: model(**tensors(batches({step})[{found or 0}]))` "
+            "(labsupport.training.loop.tensors), then print(tracker.report()). If inputs and "
+            "layers are sound: a lower learning_rate, more warmup_steps"
+            + (", or bfloat16, which does not overflow" * half)
+            + "."
         )
-        return TrainingDivergedError(message, step, found)
+        return TrainingDivergedError(message, step, found, self.history)
 
 
 def _bar(run: _Run, progress: bool) -> Any:

@@ -67,8 +67,14 @@ class TrainSettings:
     def __post_init__(self) -> None:
         for name in ("steps", "accumulation", "keep", "checkpoint_every", "decay_steps"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, and must be at least 1")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}, and must be a whole number, at least 1")
+        # NumPy's numbers become Python's, lists become tuples: so they compare after a resumption.
+        for name in ("learning_rate", "final_fraction", "weight_decay"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {self.betas}: AdamW takes two, each in 0 ... 1")
         if not 0 <= self.warmup_steps <= self.last_step:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps}: it must be between 0 and {self.last_step}, "

@@ -1,0 +1,130 @@
+"""A summary by a small model, judged by what can be counted, beside the simplest summary there is.
+
+The documents are chapters of Python's own help, without their headings. The headings, which their
+authors wrote, say what the chapters are about: a summary should name the same things.
+
+    supported   the share of the summary's words that the document has, too: a summary that says
+                something else has made it up
+    copied      the share of its sentences that stand in the document as they are
+    coverage    the share of the words of the headings that the summary has
+
+No number says that a summary is right: one that turns a sentence into its opposite with the same
+words keeps all three. The baseline is the document's first sentences, as many words as the model
+wrote: all of them supported, all copied, and often hard to beat.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from labsupport.training.tasks.planted import sentences_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INSTRUCTION = "\n\nSummarise the text above in three sentences."
+_HEADING = re.compile(r"^(\S.*)\n([=*\-~^])\2{3,}$", re.MULTILINE)
+# Words of fewer letters are mostly grammar; so are these.
+_LEAST = 4
+_EMPTY = frozenset(
+    re.findall(
+        r"\w+",
+        "also about been both does each from have into more most only other same some such than "
+        "that their them then there these they this used uses using very were what when where "
+        "which will with your",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A document, and the headings that stood in it."""
+
+    text: str
+    headings: tuple[str, ...]
+
+
+def chapter(text: str) -> Chapter:
+    """Take the underlined headings out of a text of `python_topics`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    headings = tuple(match.group(1) for match in _HEADING.finditer(text))
+    if not headings:
+        raise ValueError("this text has no underlined headings: take another topic, such as 'try'")
+    return Chapter(_HEADING.sub("", text).strip(), headings)
+
+
+def content_words(text: str) -> set[str]:
+    """The words of four letters and more, in small letters, without grammar."""
+    words = re.findall(rf"[^\W\d_]{{{_LEAST},}}", text.lower())
+    return set(words) - _EMPTY
+
+
+def judge_summary(summary: str, document: Chapter) -> dict[str, float]:
+    """What can be counted: words, supported, copied, coverage (see above); each but words 0 to 1.
+
+    A summary without content words is supported by nothing: 0.
+    """
+    words = content_words(summary)
+    asked = content_words(" ".join(document.headings))
+    source = " ".join(document.text.split())
+    sentences = [" ".join(summary[start:end].split()) for start, end in sentences_of(summary)]
+    return {
+        "words": len(summary.split()),
+        "supported": len(words & content_words(document.text)) / max(len(words), 1),
+        "copied": sum(sentence in source for sentence in sentences) / max(len(sentences), 1),
+        "coverage": len(words & asked) / max(len(asked), 1),
+    }
+
+
+def lead(text: str, words: int) -> str:
+    """The first sentences of a text: as few as have that many words."""
+    end = 0
+    for _, end in sentences_of(text):
+        if len(text[:end].split()) >= words:
+            break
+    return text[:end]
+
+
+def summarise(
+    model: Any,
+    tokenizer: Any,
+    document: Chapter,
+    *,
+    length: int = 1024,
+    max_new_tokens: int = 96,
+) -> tuple[str, pd.DataFrame]:
+    """Let an instruction-tuned model summarise a document, and judge it beside the lead.
+
+    Args:
+        model, tokenizer: of Transformers, the tokenizer with a chat template; greedy decoding.
+        document: as `chapter` makes it.
+        length: how many tokens of the document the model gets: its first ones.
+        max_new_tokens: of the summary; one that is cut there ends inside of a sentence.
+
+    Returns:
+        The summary, and a table: one row for "model" and "lead", with the columns of
+        `judge_summary`. Both are judged against the whole document.
+
+    Raises:
+        ValueError: a tokenizer without a chat template; more tokens than the model has positions.
+    """
+    import pandas as pd
+
+    from labsupport.models.generation.generate import generate
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this tokenizer has no chat template: take an instruction-tuned model")
+    ids = tokenizer.encode(document.text, add_special_tokens=False, verbose=False)[:length]
+    prompt = tokenizer.decode(ids) + INSTRUCTION
+    done = generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, chat=True)
+    summary = done.texts[0].strip()
+    rows = {
+        "model": judge_summary(summary, document),
+        "lead": judge_summary(lead(document.text, len(summary.split())), document),
+    }
+    return summary, pd.DataFrame([{"summary": name} | row for name, row in rows.items()])

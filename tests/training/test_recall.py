@@ -1,0 +1,223 @@
+"""The small model that finds facts again: what it can do, how it begins, and its file."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from labsupport.paths import data_dir
+from labsupport.training.documents.facts import records
+from labsupport.training.documents.streams import FIRST_SEED
+from labsupport.training.documents.tokens import ByteTokenizer
+from labsupport.training.loop import TrainSettings, train
+from labsupport.training.tasks.recall import (
+    RecallWeightsError,
+    load_recall,
+    save_recall,
+    train_recall,
+)
+from labsupport.training.tasks.recall_recipe import (
+    RECIPE,
+    Round,
+    Stage,
+    new_model,
+    recall_batches,
+    unseen_documents,
+)
+from labsupport.training.tasks.recall_scores import (
+    BEHIND,
+    accuracy_by_window,
+    evidence_head,
+    looks,
+    read_on,
+)
+
+LENGTH, SHORT = 1024, 64
+ROUND = Round((Stage(30, 192, 2, facts=3, questions=8),), learning_rate=3e-3, warmup_steps=5)
+TINY = replace(RECIPE, rounds=(ROUND,))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_recall("cpu")
+
+
+@pytest.fixture(scope="module")
+def scores(model):
+    documents = unseen_documents(LENGTH, count=3, seed=700)
+    return accuracy_by_window(model, documents, [SHORT, LENGTH // 2, LENGTH])
+
+
+def accuracy(scores, solver, window, kinds=None):
+    """Over all questions of these kinds."""
+    rows = scores[(scores["solver"] == solver) & (scores["window"] == window)]
+    if kinds is not None:
+        rows = rows[rows["kind"].isin(kinds)]
+    return (rows["accuracy"] * rows["n"]).sum() / rows["n"].sum()
+
+
+def visible(scores, window):
+    rows = scores[(scores["solver"] == "model") & (scores["window"] == window)]
+    return (rows["visible"] * rows["n"]).sum() / rows["n"].sum()
+
+
+@pytest.mark.parametrize("kinds", [["locker"], ["code", "place", "who", "when"]])
+def test_finds_facts_of_unseen_texts_when_it_sees_all_of_them(scores, kinds):
+    assert accuracy(scores, "model", LENGTH, kinds) >= 0.85
+
+
+def test_can_only_guess_when_it_sees_the_last_lines(scores):
+    assert accuracy(scores, "model", SHORT) < 0.3
+
+
+def test_half_of_the_text_holds_what_half_of_the_questions_ask_for(scores):
+    share = visible(scores, LENGTH // 2)
+    assert 0.2 < share < 0.8
+    assert abs(accuracy(scores, "model", LENGTH // 2) - share) < 0.2
+
+
+@pytest.mark.parametrize("window", [SHORT, LENGTH // 2, LENGTH])
+def test_a_regular_expression_is_right_exactly_where_the_fact_is_visible(scores, window):
+    assert accuracy(scores, "pattern", window) == pytest.approx(visible(scores, window))
+
+
+def test_solvers_that_do_not_look_for_the_key_are_mostly_wrong(scores):
+    for solver in ("last value", "most frequent", "guess"):
+        assert accuracy(scores, solver, LENGTH) < 0.4
+
+
+def test_a_head_looks_at_the_evidence_of_other_texts_than_those_it_was_chosen_on(model):
+    first, others = (unseen_documents(LENGTH, count=2, seed=s) for s in (710, 720))
+    head = evidence_head(model, first, others)
+    assert head["found"] > 0.5 > 10 * head["chance"]
+    assert head["n"] == sum(len(document.questions) for document in others)
+
+
+def test_where_it_looks_is_told_in_the_text_s_own_characters(model):
+    document = records(600, seed=5)
+    frame = looks(model, [document])
+    assert len(frame) == len(document.questions) * model.config.layers * model.config.heads
+    found = frame[frame["found"] & frame["right"]]
+    assert not found.empty
+    for row in found.itertuples():
+        question = document.questions[row.question]
+        assert document.text[row.start : row.end] == question.prompt[2:] + question.answer
+        assert row.start <= row.position < row.end + BEHIND
+
+
+def test_reading_on_gives_what_reading_at_once_gives(model):
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, 256, (1, 40), generator=generator)
+    rows = torch.randint(0, 256, (3, 9), generator=generator)
+    _, _, past = read_on(model, text)
+    hidden, _, _ = read_on(model, rows, past)
+    with torch.no_grad():
+        at_once = model.hidden(torch.cat([text.expand(3, -1), rows], 1))[:, 40:]
+    torch.testing.assert_close(hidden, at_once, atol=1e-4, rtol=1e-4)
+
+
+def test_answers_count_only_if_all_of_their_bytes_are_the_model_s_own_choice(model):
+    document = records(500, seed=3)
+    wanted = [question.answer for question in document.questions]
+    bytes_, written = ByteTokenizer(), []
+    for question in document.questions:
+        ids = bytes_.encode(document.text + question.prompt)
+        for _ in question.answer:
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        written.append(bytes_.decode(ids[-len(question.answer) :]))
+    right = sum(a == b for a, b in zip(wanted, written, strict=True)) / len(wanted)
+    scores = accuracy_by_window(model, [document], [500])
+    assert accuracy(scores, "model", 500) == pytest.approx(right)
+
+
+@pytest.mark.parametrize(
+    ("documents", "windows", "words"),
+    [
+        ([], [64], "at least one question"),
+        ([records(400, seed=0, ask="at_end")], [64], "apart"),
+        ([records(400, seed=0)], [0], "1 or more"),
+    ],
+)
+def test_what_cannot_be_scored_is_said(model, documents, windows, words):
+    with pytest.raises(ValueError, match=words):
+        accuracy_by_window(model, documents, windows)
+
+
+def test_heads_begin_by_looking_so_many_bytes_back():
+    model = new_model(RECIPE)
+    _, queries, past = read_on(model, torch.randint(97, 122, (1, 64)))
+    for head, offset in enumerate(RECIPE.look_back[0]):
+        q, k = queries[0][0, -1, head], past[0][0][0, :, head]
+        weights = (k @ q / q.numel() ** 0.5).softmax(0)
+        assert int(weights.argmax()) == 63 - offset
+        assert weights.max() > 0.5
+
+
+def test_labels_are_the_questions_with_their_answers():
+    (batch,) = recall_batches([Stage(1, 192, 2, facts=3, questions=8)], others=0)(0)
+    document = records(192, seed=FIRST_SEED, facts=3, questions=8, ask="throughout")
+    labels = batch["labels"][0].tolist()
+    for question, (start, end) in zip(document.questions, document.answers, strict=True):
+        assert bytes(labels[start - 1 : end - 1]).decode() == question.answer
+    asked = sum(len(q.prompt) - len("? ") + len(q.answer) for q in document.questions)
+    assert sum(label != -100 for label in labels) == asked
+
+
+def test_a_stage_follows_the_other_and_no_text_comes_twice():
+    stages = [Stage(2, 192, 2, facts=3, questions=8), Stage(1, 640, 1, 8, 24, dialogues=1)]
+    stream = recall_batches(stages)
+    shapes = [tuple(stream(step)[0]["tokens"].shape) for step in range(4)]
+    assert shapes == [(2, 192), (2, 192), (1, 640), (1, 640)]
+    texts = [tuple(row.tolist()) for step in range(4) for row in stream(step)[0]["tokens"]]
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_first_steps_lower_the_loss_and_repeat_exactly():
+    _, (history,) = train_recall(TINY)
+    losses = [row.loss for row in history]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    _, (again,) = train_recall(TINY)
+    assert [row.loss for row in again] == losses
+
+
+def test_training_goes_on_from_the_weights(model):
+    copy = load_recall("cpu")
+    history = train(
+        copy,
+        recall_batches(ROUND.stages, first_seed=2 * FIRST_SEED),
+        TrainSettings(3, learning_rate=1e-4),
+        progress=False,
+    )
+    assert max(row.loss for row in history) < 1.0  # a new model begins above 5
+    assert not torch.equal(copy.embedding.weight, model.embedding.weight)
+
+
+def test_the_file_is_small_and_loads_as_it_was_saved(model, tmp_path):
+    assert (data_dir() / "models" / "recall.safetensors").stat().st_size <= 2_000_000
+    path = save_recall(model, tmp_path / "copy")
+    for mine, its in zip(
+        model.parameters(), load_recall("cpu", path=path).parameters(), strict=True
+    ):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, its)
+    assert not model.training
+
+
+def test_loading_leaves_the_random_numbers_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    load_recall("cpu")
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_missing_or_damaged_file_is_said_with_the_way_out(model, tmp_path):
+    with pytest.raises(RecallWeightsError, match="there is no file"):
+        load_recall(path=tmp_path / "none.safetensors")
+    whole = save_recall(model, tmp_path / "whole").read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    for damaged in (whole[:1000], whole[:-10], b"", b"{}" * 100):
+        cut.write_bytes(damaged)
+        with pytest.raises(RecallWeightsError, match=r"tasks\.recall --save"):
+            load_recall(path=cut)
