@@ -164,6 +164,10 @@ def train_command(
                 on_step=taken.append,
                 progress=not quiet,
             )
+    except TrainingDivergedError as error:
+        if folder is not None and len(error.history):
+            _keep(error.history, folder)
+        raise
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -173,10 +177,6 @@ def train_command(
         if folder is not None:
             typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
         raise typer.Exit(130) from None
-    except TrainingDivergedError as error:
-        if folder is not None and len(error.history):
-            _keep(error.history, folder)
-        raise
     typer.echo(summary(history, where, last_call() if taken else None))
     if folder is not None:
         _keep(history, folder)

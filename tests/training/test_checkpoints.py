@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -411,3 +412,14 @@ def test_nothing_is_warned_of_when_nothing_is_damaged(tmp_path):
         warnings.simplefilter("error")
         train(Tiny(), one, TrainSettings(steps=3, checkpoint_every=1), folder=tmp_path)
         train(Tiny(), one, TrainSettings(steps=3, checkpoint_every=1), folder=tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read")
+def test_a_checkpoint_that_cannot_be_read_is_a_damaged_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": 1})
+    (tmp_path / f"step-000002.{'0' * 64}.pt").symlink_to("/proc/self/mem")
+    with pytest.warns(CheckpointWarning, match="cannot be read"):
+        assert checkpoints.load_newest() == {"x": 1}
+    checkpoints.save(3, {"x": 3})
+    assert checkpoints.load_newest() == {"x": 3}

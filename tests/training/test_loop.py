@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from labsupport.training.loop import (
     History,
@@ -98,6 +101,21 @@ def train_by_hand(model, batches, settings):
     return model
 
 
+def trained_with(model, batches, settings):
+    """The row of the last step, and the gradients with which its update was made."""
+    gradients = []
+
+    def keep(optimizer, args, kwargs):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients[:] = [p.grad.clone() for p in parameters]
+
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        return quiet(model, batches, settings).rows[-1], gradients
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize("lengths", [(24, 24, 24), (40, 8, 16)])
 @pytest.mark.parametrize("ignored", [(0, 0, 0), (3, 8, 1)])
 def test_accumulated_micro_batches_are_one_large_batch(lengths, ignored):
@@ -109,22 +127,29 @@ def test_accumulated_micro_batches_are_one_large_batch(lengths, ignored):
     settings = TrainSettings(steps=1, max_grad_norm=None)
     piecewise, at_once = Tiny().double(), Tiny().double()
     accumulating = dataclasses.replace(settings, accumulation=3)
-    a = quiet(piecewise, lambda step: parts, accumulating).rows[0]
-    b = quiet(at_once, lambda step: [whole], settings).rows[0]
+    a, left = trained_with(piecewise, lambda step: parts, accumulating)
+    b, right = trained_with(at_once, lambda step: [whole], settings)
     assert a.loss == pytest.approx(b.loss, rel=1e-12)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-12)
-    assert a.tokens == b.tokens == sum(lengths)
-    for p, q in zip(piecewise.parameters(), at_once.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-14)
+    # What has no label is not run at all.
+    assert a.tokens == sum(n for n, skip in zip(lengths, ignored, strict=True) if n > skip)
+    assert b.tokens == sum(lengths)
+    assert len(left) == len(list(piecewise.parameters()))
+    torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-14)
+
+
+def test_a_step_leaves_no_gradients_behind():
+    model = Tiny()
+    quiet(model, one, TrainSettings(steps=1))
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_norm_is_that_before_clipping_and_the_gradients_are_clipped():
     free, clipped = Tiny(), Tiny()
     norm = quiet(free, one, TrainSettings(steps=1, max_grad_norm=None)).rows[0].grad_norm
-    row = quiet(clipped, one, TrainSettings(steps=1, max_grad_norm=norm / 10)).rows[0]
+    row, left = trained_with(clipped, one, TrainSettings(steps=1, max_grad_norm=norm / 10))
     assert row.grad_norm == pytest.approx(norm)
-    left = nn.utils.get_total_norm([p.grad for p in clipped.parameters()])
-    assert float(left) == pytest.approx(norm / 10, rel=1e-4)
+    assert float(nn.utils.get_total_norm(left)) == pytest.approx(norm / 10, rel=1e-4)
 
 
 def test_only_matrices_decay():
@@ -350,3 +375,37 @@ def test_the_bar_is_shown_unless_told_otherwise(capsys):
     assert capsys.readouterr().err == ""
     train(Tiny(), one, TrainSettings(steps=2))
     assert "tokens/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [[0, 4, 8], None, 3])
+def test_what_is_no_tensor_is_refused_and_not_dropped(value):
+    with pytest.raises(TypeError, match="cu_seqlens of a micro-batch"):
+        quiet(Tiny(), lambda step: [batch(0) | {"cu_seqlens": value}], TrainSettings(steps=1))
+
+
+@pytest.mark.parametrize("value", [Path("x"), {"a": Path("x")}, [object()], torch.float32])
+def test_what_a_checkpoint_could_not_give_back_is_refused_at_once(value, tmp_path):
+    with pytest.raises(TypeError, match="kept as plain values"):
+        train(Tiny(), one, TrainSettings(steps=1), folder=tmp_path, course={"data": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_numpy_and_lists_are_taken_as_plain_ones():
+    settings = TrainSettings(2, learning_rate=np.float64(0.5), betas=[0.9, 0.95])
+    assert type(settings.learning_rate) is float
+    assert settings == TrainSettings(2, learning_rate=0.5, betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"steps": 2.5}, "whole number"), ({"betas": (0.9,)}, "two"), ({"betas": (0.9, 1.0)}, "two")],
+)
+def test_settings_of_another_kind_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        TrainSettings(**{"steps": 1, **wrong})
+
+
+def test_what_diverges_hands_over_the_curves_of_the_steps_before():
+    with pytest.raises(TrainingDivergedError) as caught:
+        quiet(Tiny(), one, TrainSettings(steps=5, learning_rate=1e30))
+    assert len(caught.value.history) == caught.value.step > 0

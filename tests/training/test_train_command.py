@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from labsupport.cli import app
 from labsupport.precision import FlashAttentionConfig
-from labsupport.training.command import parse_tokens, shape
+from labsupport.training.command import shape
 from labsupport.training.loop import Checkpoints, TrainSettings
 from labsupport.training.loop.data import DATA, named_batches, named_tokenizer
 from labsupport.training.loop.messages import out_of_memory
@@ -165,11 +165,19 @@ def test_what_makes_no_sense_is_refused_by_name(wrong, told):
     assert told in str(done.exception)
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"), [("8192", 8192), ("128K", 2**17), ("1m", 2**20), (" 4k", 4096)]
-)
-def test_lengths_are_read(text, tokens):
-    assert parse_tokens(text) == tokens
+def test_positions_are_learned_or_rotary_with_another_base():
+    learned = program("--steps", 1, "--positions", "learned")
+    rotary = program("--steps", 1, "--rope-base", 500_000, "--rope-scaling", 2)
+    assert "256 learned positions" in learned.stdout
+    assert "rotary positions, base 500,000, divided by 2" in rotary.stdout
+
+
+def test_a_run_that_diverges_keeps_the_curves_of_the_steps_before(tmp_path):
+    arguments = ["--steps", 5, "--learning-rate", 1e30, "--warmup-steps", 0, "--folder", tmp_path]
+    done = program(*arguments, ok=False)
+    assert "step 1, micro-batch 0" in str(done.exception)
+    assert len(pd.read_csv(tmp_path / "history.csv")) == 1
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_a_family_is_its_norm_its_mlp_and_its_biases():

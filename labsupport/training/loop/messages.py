@@ -35,10 +35,19 @@ def plan(
         kept += f", residual stream in {short(savings.residual)}"
     for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
         kept += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
+    positions = "rotary positions"
+    if config.positions == "learned":
+        positions = f"{config.max_positions:,} learned positions"
+    else:
+        if config.rope_base != 10_000:
+            positions += f", base {config.rope_base:,.0f}"
+        if config.rope_scaling != 1:
+            positions += f", divided by {config.rope_scaling:g}"
     return (
         f"{config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.width}, "
-        f"{heads}, {config.mlp}), {settings.accumulation * length:,} tokens a step{each}, "
-        f"{_computes_in(settings)} on {where}\n{kept}; attention: {savings.attention}"
+        f"{heads}, {config.mlp}, {positions}), "
+        f"{settings.accumulation * length:,} tokens a step{each}, {_computes_in(settings)} on "
+        f"{where}\n{kept}; attention: {savings.attention}"
     )
 
 
