@@ -1,0 +1,54 @@
+"""Training on several devices, on PyTorch's own engine.
+
+ring/           attention over a sequence that no single device holds
+data_parallel/  other data on each rank: DDP, FSDP, distributed checkpoints
+launch/         a function or a script in several processes of this machine
+
+Names are imported from these files when first used, so that importing the package stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labsupport.distributed.data_parallel.ddp import train_with_ddp as train_with_ddp
+    from labsupport.distributed.data_parallel.fsdp import train_with_fsdp as train_with_fsdp
+    from labsupport.distributed.data_parallel.process_group import cleanup_ddp as cleanup_ddp
+    from labsupport.distributed.data_parallel.process_group import setup_ddp as setup_ddp
+    from labsupport.distributed.launch.errors import LaunchError as LaunchError
+    from labsupport.distributed.ring.functions import ring_flash_attn_func as ring_flash_attn_func
+    from labsupport.distributed.ring.functions import (
+        triton_ring_flash_attn_func as triton_ring_flash_attn_func,
+    )
+    from labsupport.distributed.ring.functions import (
+        zigzag_ring_flash_attn_func as zigzag_ring_flash_attn_func,
+    )
+    from labsupport.distributed.ring.zigzag import gather_sequence as gather_sequence
+    from labsupport.distributed.ring.zigzag import positions_of as positions_of
+    from labsupport.distributed.ring.zigzag import shard_sequence as shard_sequence
+    from labsupport.distributed.ring.zigzag import unshard_sequence as unshard_sequence
+
+_HOME = {
+    "LaunchError": "launch.errors",
+    "cleanup_ddp": "data_parallel.process_group",
+    "gather_sequence": "ring.zigzag",
+    "positions_of": "ring.zigzag",
+    "ring_flash_attn_func": "ring.functions",
+    "setup_ddp": "data_parallel.process_group",
+    "shard_sequence": "ring.zigzag",
+    "train_with_ddp": "data_parallel.ddp",
+    "train_with_fsdp": "data_parallel.fsdp",
+    "triton_ring_flash_attn_func": "ring.functions",
+    "unshard_sequence": "ring.zigzag",
+    "zigzag_ring_flash_attn_func": "ring.functions",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

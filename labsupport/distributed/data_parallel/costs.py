@@ -1,0 +1,89 @@
+"""What data parallelism costs: bytes that a rank sends in a step, and bytes that it holds.
+
+With W ranks in a ring, tensors of n bytes take
+
+    reduce-scatter    (W-1)/W · n    sent by each rank: it gets the sum of its part of n
+    all-gather        (W-1)/W · n    sent by each rank: it gets the parts of the others
+    all-reduce      2 (W-1)/W · n    it is the two, one after the other
+
+DDP all-reduces the gradients. FSDP all-gathers the parameters before the forward pass and again
+before the backward pass, and reduce-scatters the gradients: 3 (W-1)/W · n, 1.5 times DDP's, if
+parameters and gradients have the same dtype (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7:
+2Ψ for data parallelism, 3Ψ for ZeRO-3, without the factor (W-1)/W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def ddp_bytes_sent(gradient_bytes: int, ranks: int) -> float:
+    """Bytes that each rank sends in a step under DDP, by ring all-reduce.
+
+    >>> ddp_bytes_sent(4_000_000, ranks=4)
+    6000000.0
+    """
+    return 2 * (ranks - 1) / ranks * gradient_bytes
+
+
+def fsdp_bytes_sent(
+    parameter_bytes: int,
+    gradient_bytes: int,
+    ranks: int,
+    *,
+    micro_batches: int = 1,
+    sync_every: bool = False,
+    kept_bytes: int = 0,
+) -> float:
+    """Bytes that each rank sends in a step under FSDP.
+
+    Args:
+        parameter_bytes, gradient_bytes: of the whole model, in the dtypes in which they travel.
+        ranks: how many share the model.
+        micro_batches: of each rank; each of them gathers the parameters anew.
+        sync_every: whether gradients are reduced after each, and not after the last only.
+        kept_bytes: of those parameters that are kept from forward to backward, as the root's are
+            (those outside of the blocks): gathered once a micro-batch, not twice.
+
+    >>> fsdp_bytes_sent(4_000_000, 4_000_000, ranks=4)
+    9000000.0
+    """
+    gathered = micro_batches * (2 * parameter_bytes - kept_bytes)
+    reduced = (micro_batches if sync_every else 1) * gradient_bytes
+    return (ranks - 1) / ranks * (gathered + reduced)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What one rank holds from step to step, in bytes; activations are not among it."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
+    """Measure what this rank holds: of a sharded tensor its own part. Tied weights count once."""
+    parameters = list(model.parameters())
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return StateBytes(_local(parameters), _local(gradients), _local(states))
+
+
+def _local(tensors: Iterable[Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

@@ -1,0 +1,126 @@
+"""Which pairs of one block are visible, in terms that every kernel understands.
+
+A block is one chunk of n queries against one chunk of n keys. In the whole sequence, query i of the
+block stands `delta` places behind key i: delta = 0 on the diagonal, n for the chunk before it, -n
+for the one after it. Causal masks and windows look at positions in the whole sequence, so
+
+    query i sees key j    when    delta - left  <=  j - i  <=  delta + right
+
+and a block's visible pairs are always a range of its diagonals, low <= j - i <= high. Kernels know
+windows around the main diagonal only. A range beside it (low > 0, or high < 0) fills a smaller
+square in a corner; there it is a window around the main diagonal again:
+
+    n = 5, left = 6, delta = 8:   2 <= j - i          the square of keys 2.. and queries ..2:
+        k 0 1 2 3 4                                       k 2 3 4
+    q 0   . . x x x                                   q 0   x x x
+    q 1   . . . x x                                   q 1   . x x      window (0, no limit)
+    q 2   . . . . x                                   q 2   . . x
+    q 3   . . . . .        <- sees none of them
+    q 4   . . . . .
+
+In such a piece each query sees at least one key. So no kernel is asked about empty rows.
+
+ALiBi adds -s * |distance|, and the distance in the whole sequence is |delta - (j - i)|, while a
+kernel counts |j - i|. For keys before the queries, |delta - (j - i)| = delta + (i - j). That is the
+kernel's own bias plus a constant where i >= j, and where i < j it is the kernel's bias for the
+slope -s. So the block is cut in two along its diagonal; the constant s * delta changes the
+log-sum-exp and not the output. (Its price: biases up to s * n are rounded. In float32, with s = 1/2
+and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7; bfloat16 rounds more anyway.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from labsupport.attention.band import Band
+
+UNLIMITED = (-1, -1)
+CAUSAL = (-1, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call of a kernel: a rectangle of queries and keys with a window around its diagonal.
+
+    Attributes:
+        rows, cols: of the queries and of the keys, within the ranks' shards.
+        window: (left, right) as flash-attn's `window_size`; a causal mask is (-1, 0).
+        slope_sign: factor on ALiBi's slopes for this piece.
+        distance: of key 0 from query 0 of the piece, less what the kernel counts: the kernel's
+            scores are too high by slope * distance.
+    """
+
+    rows: slice
+    cols: slice
+    window: tuple[int, int]
+    slope_sign: int = 1
+    distance: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible (query, key) pairs."""
+        rows, cols = (part.stop - part.start for part in (self.rows, self.cols))
+        return Band.of(rows, cols, window_size=self.window).visible_pairs()
+
+    def moved(self, rows: int, cols: int) -> Piece:
+        """The same piece, so many rows and columns on."""
+        return replace(self, rows=_moved(self.rows, rows), cols=_moved(self.cols, cols))
+
+
+def visible_pieces(
+    length: int, delta: int, left: int | None, right: int | None, *, alibi: bool = False
+) -> list[Piece]:
+    """The visible part of one block, as pieces; none when all of it is hidden.
+
+    Args:
+        length: n, of both chunks.
+        delta: position of query 0 less the position of key 0; 0, or at least `length` either way.
+        left, right: the window in the whole sequence; None means no limit. Causal is right = 0.
+        alibi: cut for ALiBi's bias.
+    """
+    low = 1 - length if left is None else max(delta - left, 1 - length)
+    high = length - 1 if right is None else min(delta + right, length - 1)
+    ranges = [(low, high)]
+    if alibi and delta != 0:
+        ranges = [(low, min(high, 0)), (max(low, 1), high)]
+    return [_piece(length, delta, *ends, alibi) for ends in ranges if ends[0] <= ends[1]]
+
+
+def _piece(length: int, delta: int, low: int, high: int, alibi: bool) -> Piece:
+    aside = max(low, 0) + min(high, 0)  # the diagonal that becomes the main one
+    size = length - abs(aside)
+    row, col = max(-aside, 0), max(aside, 0)
+    window = tuple(-1 if side >= size - 1 else side for side in (aside - low, high - aside))
+    piece = Piece(slice(row, row + size), slice(col, col + size), (window[0], window[1]))
+    if not alibi or delta == 0:
+        return piece
+    sign = 1 if (delta > 0) == (high <= 0) else -1
+    return replace(piece, slope_sign=sign, distance=abs(delta - aside))
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours without a mask as one piece: fewer and larger calls. Not for ALiBi's pieces."""
+    for along, across in (("rows", "cols"), ("cols", "rows")):
+        done: list[Piece] = []
+        for piece in sorted(
+            pieces, key=lambda p: (getattr(p, across).start, getattr(p, along).start)
+        ):
+            last = done[-1] if done else None
+            if (
+                last is not None
+                and last.window == piece.window == UNLIMITED
+                and getattr(last, across) == getattr(piece, across)
+                and getattr(last, along).stop == getattr(piece, along).start
+            ):
+                both = slice(getattr(last, along).start, getattr(piece, along).stop)
+                sides: dict[str, Any] = {along: both}
+                done[-1] = replace(last, **sides)
+            else:
+                done.append(piece)
+        pieces = done
+    return pieces
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)

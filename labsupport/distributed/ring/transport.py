@@ -1,0 +1,85 @@
+"""Messages between ranks: posted before the compute, awaited after it.
+
+All messages of one step are posted together (`batch_isend_irecv`), on every rank in the same order:
+first keys and values, then gradients. NCCL runs them as one group, which cannot wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent, counted.
+
+    Attributes:
+        kv_messages, kv_bytes: keys and values, forward and backward.
+        gradient_messages, gradient_bytes: dK and dV.
+    """
+
+    kv_messages: int = 0
+    kv_bytes: int = 0
+    gradient_messages: int = 0
+    gradient_bytes: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"sent {self.kv_messages} K/V messages ({self.kv_bytes:,} bytes) and "
+            f"{self.gradient_messages} of gradients ({self.gradient_bytes:,} bytes)"
+        )
+
+
+class Ring:
+    """The ranks of one process group as a ring.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or this process is not in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "ring attention needs a process group, and torch.distributed is not initialised in "
+                "this process. Start the program with torchrun and call "
+                "torch.distributed.init_process_group() first; for one process without a launcher: "
+                "init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
+                "world_size=1)."
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} is not in the process group that was given: only the "
+                "group's own ranks may call."
+            )
+        self.size = dist.get_world_size(self.group)
+        self.traffic = Traffic()
+
+    def post(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+    ) -> Callable[[], None]:
+        """Start all messages of a step; the returned function waits for them.
+
+        Args:
+            sends: contiguous tensors and to whom; unchanged until they have been awaited.
+            receives: contiguous tensors to be filled, and from whom.
+        """
+        operations = [
+            dist.P2POp(action, tensor, group=self.group, group_peer=peer % self.size)
+            for action, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, peer in messages
+        ]
+        requests = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for request in requests:
+                request.wait()
+
+        return wait

@@ -1,0 +1,120 @@
+"""How a sequence is sharded over ranks and put together again, and which positions a rank holds.
+
+Contiguous shards are simple, and unfair under a causal mask: the last rank's queries see all keys,
+the first rank's only themselves, and each step lasts as long as the busiest rank. Zigzag cuts the
+sequence into 2W chunks and gives rank r an early one and a late one, r and 2W - 1 - r:
+
+    W = 4        contiguous                 zigzag
+    rank 0       0 1                        0             7
+    rank 1           2 3                      1         6
+    rank 2               4 5                    2     5
+    rank 3                   6 7                  3 4
+
+Now each rank computes two full blocks in each step with another rank's keys. With those of an
+earlier rank s < r, both chunks of queries see chunk s, and neither sees 2W - 1 - s. With those of a
+later one, queries r see nothing, and queries 2W - 1 - r see both.
+
+Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2. Brandon et al., "Striped
+Attention" (2023), balance the same work with stripes of single tokens.
+
+Nothing but attention asks where a token stands, except for positions: give `positions_of` to RoPE.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labsupport.attention.inputs import AttentionInputError
+
+
+def chunks_of(rank: int, world_size: int, *, zigzag: bool = False) -> tuple[int, ...]:
+    """The chunks that a rank holds, in the order in which it holds them."""
+    return (rank, 2 * world_size - 1 - rank) if zigzag else (rank,)
+
+
+def positions_of(
+    seqlen_local: int,
+    rank: int,
+    world_size: int,
+    *,
+    zigzag: bool = False,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Where a rank's tokens stand in the whole sequence: (seqlen_local,), int64.
+
+    Raises:
+        AttentionInputError: zigzag with an odd `seqlen_local`, or no such rank.
+
+    >>> positions_of(4, rank=0, world_size=2, zigzag=True)
+    tensor([0, 1, 6, 7])
+    """
+    if not 0 <= rank < world_size:
+        raise AttentionInputError(f"there is no rank {rank} among {world_size}.")
+    chunks = chunks_of(rank, world_size, zigzag=zigzag)
+    check_even(seqlen_local, zigzag=zigzag)
+    size = seqlen_local // len(chunks)
+    return torch.cat([torch.arange(c * size, (c + 1) * size, device=device) for c in chunks])
+
+
+def shard_sequence(
+    x: Tensor, rank: int, world_size: int, *, zigzag: bool = False, dim: int = 1
+) -> Tensor:
+    """A rank's shard of a whole sequence: tokens, hidden states, labels. Differentiable.
+
+    Args:
+        x: any tensor whose dimension `dim` is the sequence.
+        rank, world_size: whose shard, of how many.
+
+    Raises:
+        AttentionInputError: the length is not a multiple of `world_size` (zigzag: of twice it).
+
+    >>> shard_sequence(torch.arange(8), 0, 2, zigzag=True, dim=0)
+    tensor([0, 1, 6, 7])
+    """
+    parts = world_size * len(chunks_of(rank, world_size, zigzag=zigzag))
+    if x.shape[dim] == 0 or x.shape[dim] % parts:
+        short = -x.shape[dim] % parts or parts
+        raise AttentionInputError(
+            f"a sequence of length {x.shape[dim]} cannot be cut into {parts} equal chunks: pad it "
+            f"by {short}, to {x.shape[dim] + short}."
+        )
+    length = x.shape[dim] // world_size
+    return x.index_select(
+        dim, positions_of(length, rank, world_size, zigzag=zigzag, device=x.device)
+    )
+
+
+def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1) -> Tensor:
+    """The whole sequence from the shards of all ranks, in the order of the ranks. Differentiable.
+
+    >>> unshard_sequence([torch.tensor([0, 3]), torch.tensor([1, 2])], zigzag=True, dim=0)
+    tensor([0, 1, 2, 3])
+    """
+    world_size = len(shards)
+    positions = torch.cat(
+        [
+            positions_of(shard.shape[dim], rank, world_size, zigzag=zigzag, device=shard.device)
+            for rank, shard in enumerate(shards)
+        ]
+    )
+    return torch.cat(shards, dim).index_select(dim, positions.argsort())
+
+
+def gather_sequence(
+    x: Tensor, *, zigzag: bool = False, dim: int = 1, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The whole sequence on every rank, from this rank's shard: to look at. Not differentiable."""
+    shards = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, x.detach().contiguous(), group=group)
+    return unshard_sequence(shards, zigzag=zigzag, dim=dim)
+
+
+def check_even(seqlen_local: int, *, zigzag: bool) -> None:
+    """Raise AttentionInputError where a zigzag shard cannot be cut in two."""
+    if zigzag and seqlen_local % 2:
+        raise AttentionInputError(
+            f"a zigzag shard is two chunks of one length, but {seqlen_local} tokens were given: "
+            "pad the sequence to a multiple of twice the number of ranks."
+        )

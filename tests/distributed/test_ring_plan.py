@@ -1,0 +1,140 @@
+"""What a ring will compute and send, known beforehand: checked against whole masks."""
+
+import itertools
+
+import pytest
+import torch
+
+from labsupport.attention import AttentionInputError
+from labsupport.attention.band import Band, alibi_bias
+from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
+from labsupport.distributed.ring.blocks import visible_pieces
+
+SIDES = [None, 0, 1, 3, 4, 6, 11]
+
+
+def kernels_view(piece):
+    """Where a kernel sees a pair of a piece, and the bias that it adds for the slope 1."""
+    rows, cols = (part.stop - part.start for part in (piece.rows, piece.cols))
+    visible = Band.of(rows, cols, window_size=piece.window).full_mask()
+    bias = alibi_bias(torch.tensor(1.0), slice(0, rows), slice(0, cols), cols - rows)
+    if visible is None:
+        visible = torch.ones(rows, cols, dtype=torch.bool)
+    return visible, piece.slope_sign * bias - piece.distance
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("delta", [-10, -5, 0, 5, 10])
+def test_the_pieces_of_a_block_hold_each_visible_pair_once_with_its_distance(delta, alibi):
+    length = 5
+    i, j = torch.arange(length)[:, None] + delta, torch.arange(length)[None, :]
+    for left, right in itertools.product(SIDES, SIDES):
+        wanted = torch.ones(length, length, dtype=torch.bool)
+        if left is not None:
+            wanted &= j >= i - left
+        if right is not None:
+            wanted &= j <= i + right
+        count = torch.zeros(length, length, dtype=torch.int64)
+        for piece in visible_pieces(length, delta, left, right, alibi=alibi):
+            visible, bias = kernels_view(piece)
+            count[piece.rows, piece.cols] += visible
+            assert visible.any(dim=1).all(), "a query without a key"
+            assert piece.pairs == visible.sum()
+            if alibi:
+                distance = (i - j).abs()[piece.rows, piece.cols]
+                assert torch.equal(bias[visible], -distance[visible].float())
+        assert torch.equal(count, wanted.long()), (left, right)
+
+
+PLANS = [
+    Plan.of(ranks, 6, causal=causal, window_size=window, zigzag=zigzag)
+    for ranks in (1, 2, 3, 4, 5, 8)
+    for causal in (False, True)
+    for window in ((-1, -1), (0, 0), (3, 0), (6, 2), (7, -1), (-1, 7), (20, 20))
+    for zigzag in (False, True)
+]
+
+
+def test_every_rank_gets_the_keys_it_needs_exactly_once():
+    for plan in PLANS:
+        for owner in range(plan.world_size):
+            reached = [
+                (owner + distance) % plan.world_size
+                for distance in plan.route
+                if distance == 0 or plan.travels(owner, distance)
+            ]
+            assert len(reached) == len(set(reached)), plan
+            needed = {rank for rank in range(plan.world_size) if plan.table[rank][owner]}
+            assert needed <= set(reached), plan
+
+
+def test_the_pieces_of_all_ranks_make_up_the_whole_mask():
+    for plan in PLANS:
+        total = plan.world_size * plan.length
+        seen = torch.zeros(total, total, dtype=torch.int64)
+        places = [
+            positions_of(plan.length, rank, plan.world_size, zigzag=plan.zigzag)
+            for rank in range(plan.world_size)
+        ]
+        for rank, owner in itertools.product(range(plan.world_size), repeat=2):
+            for piece in plan.table[rank][owner]:
+                rows, cols = places[rank][piece.rows], places[owner][piece.cols]
+                seen[rows[:, None], cols[None, :]] += kernels_view(piece)[0]
+        mask = Band(total, total, plan.left, plan.right).full_mask()
+        mask = torch.ones(total, total, dtype=torch.bool) if mask is None else mask
+        assert torch.equal(seen, mask.long()), plan
+
+
+def test_gradients_end_where_their_keys_were_needed_last():
+    for plan in PLANS:
+        for owner in range(plan.world_size):
+            for ways in ([d for d in plan.route if d > 0], [d for d in plan.route if d < 0]):
+                needed = [d for d in ways if plan.table[(owner + d) % plan.world_size][owner]]
+                home = [d for d in ways if plan.goes_home(owner, d)]
+                assert home == needed[-1:], plan
+
+
+def test_zigzag_shares_causal_work_equally_in_every_step():
+    plan = Plan.of(4, 8, causal=True, zigzag=True)
+    assert len({tuple(plan.pairs(rank)) for rank in range(4)}) == 1
+    assert sum(sum(plan.pairs(rank)) for rank in range(4)) == 32 * 33 // 2
+
+
+def test_contiguous_shards_share_it_unequally():
+    plan = Plan.of(4, 8, causal=True)
+    assert [sum(plan.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]
+
+
+def test_zigzag_asks_a_kernel_once_for_keys_of_another_rank():
+    plan = Plan.of(4, 8, causal=True, zigzag=True)
+    others = [plan.table[r][s] for r, s in itertools.permutations(range(4), 2)]
+    assert {len(pieces) for pieces in others} == {1}
+
+
+@pytest.mark.parametrize(
+    ("window", "route"),
+    [
+        ((1024, 0), (0, 1)),
+        ((1025, 0), (0, 1, 2)),
+        ((1500, 0), (0, 1, 2)),
+        ((100_000, 0), tuple(range(8))),
+    ],
+)
+def test_a_route_is_as_long_as_the_window(window, route):
+    assert Plan.of(8, 1024, causal=True, window_size=window).route == route
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_go_together_again_and_say_their_positions(ranks, zigzag):
+    x = torch.randn(2, 4 * ranks, 3)
+    shards = [shard_sequence(x, rank, ranks, zigzag=zigzag) for rank in range(ranks)]
+    assert torch.equal(unshard_sequence(shards, zigzag=zigzag), x)
+    for rank, shard in enumerate(shards):
+        assert torch.equal(x[:, positions_of(4, rank, ranks, zigzag=zigzag)], shard)
+
+
+@pytest.mark.parametrize(("zigzag", "by"), [(False, 2), (True, 2)])
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does(zigzag, by):
+    with pytest.raises(AttentionInputError, match=f"pad it by {by}, to 12"):
+        shard_sequence(torch.zeros(1, 10, 1), 0, 3 if zigzag else 4, zigzag=zigzag)
