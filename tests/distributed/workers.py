@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import queue
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, tasks: Any, results: Any
     # A rank that fails on its own leaves the others waiting: gloo gives up for them.
     limit = timedelta(seconds=TASK_SECONDS / 2)
     torch.set_num_threads(1)
+    # All are on this machine: what its name resolves to need not matter.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=limit
     )
