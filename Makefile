@@ -24,8 +24,8 @@ LAB_OPTIONS = --log-level=WARN --LabApp.news_url=None \
 
 PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
-# Tests that need the same processes (a pool of ranks) stay on one worker.
-WORKERS = -n auto --maxprocesses 4 --dist loadgroup
+# What the tests of a file share (a trained model, a pool of processes) is made once.
+WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help lab fetch test test-all static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:

@@ -57,10 +57,13 @@ def plot_memory(
     title: str,
     recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
+    label: str = "peak extra memory (MiB)",
 ) -> Figure:
-    """Peak extra memory in MiB against sequence length.  Arguments and errors as `plot_time`."""
+    """Peak extra memory in MiB against sequence length.
+
+    Arguments and errors as `plot_time`; `label` says what is counted, if it is not extra memory.
+    """
     scale = 2**-20
-    label = "peak extra memory (MiB)"
     return _plot(table, recorded, "peak_memory_bytes", label, title, references, scale=scale)
 
 

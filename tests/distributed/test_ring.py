@@ -27,9 +27,6 @@ from labsupport.distributed.ring.transport import Ring
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
 from tests.distributed.workers import Workers
 
-# One pool of processes for all of them, also where pytest spreads tests over several of its own.
-pytestmark = pytest.mark.xdist_group("ring")
-
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 MASKS = {
     "full": {},

@@ -13,6 +13,7 @@ from labsupport.precision import (
     apply_precision_policy,
     safe_flash_attention,
 )
+from labsupport.precision.autofix.reports import forget_warnings
 from labsupport.precision.dtypes import unit_roundoff
 from labsupport.precision.policy.boundaries import KernelDtype
 from tests.precision.policy_models import (
@@ -144,6 +145,7 @@ def test_what_is_no_module_or_no_policy_is_refused(given, message):
 
 def test_the_policys_dtype_for_the_kernel_is_the_last_word():
     q, k, v = torch.randn(3, 1, 4, 2, 8)
+    forget_warnings()
     with KernelDtype(BF16), pytest.warns(PrecisionWarning, match="k float16 -> float32"):
         chosen = safe_flash_attention(q, k.to(F16), v, dtypes=[F32])
     right = attention(q.to(BF16), k.to(F16).to(BF16), v.to(BF16))

@@ -129,7 +129,8 @@ def test_the_systems_own_peak_is_told_only_if_the_block_set_it():
         size = (before - now) // MIB + 100 if before > now else 100
         touched(size)  # freed at once: no sample sees it
     assert blind.extra_peak_bytes < 50 * MIB
-    assert blind.kernel_peak_bytes >= now + (size - 10) * MIB
+    # What the process gave back meanwhile is missing in the peak: half of the spare 100 MiB.
+    assert blind.kernel_peak_bytes >= now + (size - 50) * MIB
 
 
 def test_memory_of_child_processes_is_counted():
