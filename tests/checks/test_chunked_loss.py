@@ -6,41 +6,9 @@ from labsupport import checks
 from labsupport.training.saving.cross_entropy import chunked_cross_entropy
 from tests.checks.solutions import broken, function, solution_source
 
-# "03" once the notebook holds the exercise: then its own solution is what is tested.
-SOURCE_FILE = ""
-SOLUTION = '''
-class ChunkedLoss(torch.autograd.Function):
-    """Mean cross-entropy of hidden @ weight.T, with one chunk's logits at a time."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk):
-        counted = labels != -100
-        count = counted.sum().clamp(min=1)
-        targets = labels.masked_fill(~counted, 0)
-        total = hidden.new_zeros(())
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            kept, target = counted[part], targets[part, None]
-            log_p = torch.log_softmax(hidden[part] @ weight.T, dim=-1)
-            total -= (log_p.gather(1, target)[:, 0] * kept).sum()
-            d = log_p.exp()
-            d.scatter_add_(1, target, -torch.ones_like(d[:, :1]))
-            d *= kept[:, None] / count
-            grad_hidden[part] = d @ weight
-            grad_weight += d.T @ hidden[part]
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total / count
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
-'''
-
 
 def source():
-    return solution_source(SOURCE_FILE, "ex-3-2-chunked-loss") if SOURCE_FILE else SOLUTION
+    return solution_source("03", "ex-3-2-chunked-loss")
 
 
 ALL = [checks.check_loss_values, checks.check_loss_gradients, checks.check_loss_memory]

@@ -6,42 +6,9 @@ from labsupport.profiling import measure_peak_memory
 from labsupport.training.model import Decoder, DecoderConfig, Savings
 from tests.checks.solutions import broken, function, solution_source
 
-# "03" once the notebook holds the exercise: then its own solution is what is tested.
-SOURCE_FILE = ""
-SOLUTION = '''
-def kept_bytes(
-    seqlen,
-    width,
-    layers,
-    heads,
-    mlp_width,
-    vocab,
-    *,
-    stores_scores,
-    checkpoint,
-    loss_chunk,
-    itemsize=4,
-):
-    """Bytes that a training step holds at its highest moment, by the rules above."""
-    scores = heads * seqlen**2 if stores_scores else 0
-    mlp = 2 * seqlen * mlp_width
-    block = 8 * seqlen * width + mlp + scores
-    kept = layers * (seqlen * width if checkpoint else block)
-    again = block if checkpoint else 0
-    classifier = vocab * width
-
-    if loss_chunk is None:
-        at_loss = 3 * seqlen * vocab
-    else:
-        at_loss = min(loss_chunk, seqlen) * vocab + classifier
-    in_mlp = classifier + seqlen * mlp_width + again
-    in_attention = classifier + 2 * scores - mlp + again if stores_scores else 0
-    return itemsize * (kept + max(at_loss, in_mlp, in_attention))
-'''
-
 
 def source():
-    return solution_source(SOURCE_FILE, "ex-3-3-kept-bytes") if SOURCE_FILE else SOLUTION
+    return solution_source("03", "ex-3-3-kept-bytes")
 
 
 BLOCKS, CHECKPOINT, LOSS = ALL = (

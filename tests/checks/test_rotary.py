@@ -6,34 +6,9 @@ from labsupport.attention.rotary import apply_rotary_emb, permute_rotary_rows
 from labsupport.attention.rotary import rotary_angles as labs_angles
 from tests.checks.solutions import broken, function, solution_source
 
-# "03" once the notebook holds the exercise: then its own solution is what is tested.
-SOURCE_FILE = ""
-SOLUTION = '''
-def rotary_angles(positions, head_dim, base=10_000.0):
-    """cos and sin, (seqlen, head_dim // 2) each, of each position and pair."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    frequencies = base ** (-exponents / head_dim)
-    angles = positions[:, None] * frequencies
-    return angles.cos().float(), angles.sin().float()
-
-
-def apply_rope(x, cos, sin):
-    """x (batch, seqlen, heads, head_dim) turned by its angles; pairs are half a head apart."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
-
-
-def pairs_to_halves(weight, heads):
-    """The rows of a query or key projection, from neighbours to halves."""
-    pairs = weight.unflatten(0, (heads, -1, 2))
-    return pairs.transpose(1, 2).reshape(weight.shape)
-'''
-
 
 def source():
-    return solution_source(SOURCE_FILE, "ex-3-1-rotary") if SOURCE_FILE else SOLUTION
+    return solution_source("03", "ex-3-1-rotary")
 
 
 NAMES = ("rotary_angles", "apply_rope", "pairs_to_halves")

@@ -1,0 +1,943 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3 · Training on long sequences
+#
+# **After this notebook you can**
+#
+# - show, with a real model and a real text, what a longer context is good for, and what it is not;
+# - turn queries and keys by their positions (RoPE), and tell its two conventions apart before they cost you a week;
+# - say what fills the memory in a training step, part by part, and predict the longest sequence that fits;
+# - move the wall: a loss without all the logits, checkpointing, an MLP in chunks, each with its price;
+# - pack documents into one sequence without letting them see each other;
+# - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training.
+#
+# **Time** about 80 minutes; the exercises take 55 of them. **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train
+# at 8,192 tokens.
+#
+# **To read beside it**, before or after: the theory chapter [7, Long context](../theory/07-long-context.md). The
+# [glossary](../theory/glossary.md) fixes the words.
+#
+# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
+# made.
+
+# %%
+import tempfile
+import textwrap
+
+import pandas as pd
+import torch
+
+from labsupport import checks, models, plotting, training
+from labsupport.attention import attention_varlen
+from labsupport.attention.rotary import permute_rotary_rows
+from labsupport.profiling import environment_card, load_run, measure_peak_memory
+from labsupport.training import DecoderConfig, Savings, TrainSettings, agreement
+from labsupport.training.measure import Rung, exponent, measure_training, readable
+from labsupport.training.tasks import recall, recall_recipe, recall_scores, windows
+
+torch.manual_seed(0)
+environment_card()
+
+# %%
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+gpu = device.type == "cuda"
+
+# %% [markdown]
+# ## 3.1 · Why longer?
+#
+# FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
+# passage of 128 tokens from another file stands in it twice, 1,024 tokens apart. How well does the model predict the second
+# occurrence, if it sees the last 256, 512, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
+# tokens costs 10.8.)
+#
+# **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
+
+# %%
+predicted_fall = None  # your guess, a number
+
+# %%
+smollm2 = models.load_model("smollm2", dtype=torch.float32, device=device)
+passage = models.source_text("heapq")
+repeat = windows.with_repeat(
+    smollm2.tokenizer, models.source_text("argparse"), passage[passage.index("def merge(") :]
+)
+by_window = windows.nll_by_window(
+    smollm2.model, repeat.ids, repeat.target, [256, 512, 896, repeat.distance]
+)
+fall = by_window.nll.iloc[0] / by_window.nll.iloc[-1]
+checks.compare_prediction("Fall of the NLL", predicted_fall, fall, "times")
+by_window.round(2)
+
+# %% [markdown]
+# Nothing happens for a long time, and then everything: the model *copies*. And without a planted repetition? The same model in
+# three real files, 64 tokens behind the first 4,096, in a recorded run (`python -m labsupport.training.tasks`). In one of them
+# something returns by itself; can you tell in which, and how far back?
+
+# %%
+context = load_run("context-cpu")
+plain = context[
+    (context.task == "windows") & (context.measure == "nll") & (context.text != "repeat")
+]
+plain.pivot_table(index="text", columns="window", values="value").round(2)
+
+
+# %% [markdown]
+# Two files gain almost nothing: code needs mostly what stands near. (configparser has nearly the same method twice, 561 tokens
+# apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a definition, a name, who
+# said what. Section 3.9 comes back to that, with scores.
+#
+# ## 3.2 · A position for every token
+#
+# Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of
+# 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, has no table and no end: it turns each query
+# and each key by angles that grow with the position. A dot product of two turned vectors depends on the angle *between* them
+# only, so a score depends on how far apart two tokens stand.
+
+# %% [markdown]
+# ### Exercise 3-1 · Turn by position
+# ●●○ · 15 minutes · 5 points
+#
+# Pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$ at position $t$, in radians:
+#
+# $$f_i = \text{base}^{-2i/d}, \qquad x' = x\cos(t f_i) - y\sin(t f_i), \qquad y' = y\cos(t f_i) + x\sin(t f_i)$$
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `rotary_angles(positions, head_dim, base=10_000.0)` | `positions`: `(seqlen,)` int64, any values | cosines and sines of $t f_i$: `(seqlen, head_dim // 2)` each, float32 |
+# | `apply_rope(x, cos, sin)` | `x`: `(batch, seqlen, heads, head_dim)`, float32 or bfloat16; `cos`, `sin` as above | a new tensor of `x`'s shape and dtype, computed in float32 |
+# | `pairs_to_halves(weight, heads)` | `weight`: `(heads * head_dim, width)`, a query or key projection made for *neighbours* | a new weight of the same shape, for *halves* |
+#
+# Two conventions say which two numbers of a head are a pair $(x, y)$. With *halves* (Transformers), number $i$ belongs to number
+# $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
+# halves. `pairs_to_halves` moves rows, so that a model made for neighbours gives the same scores with `apply_rope`.
+#
+# <details><summary>Hint</summary>
+#
+# A table of angles is an outer product: `positions[:, None] * frequencies`. `cos` has no dimension for the heads; `cos[:, None, :]`
+# has one. bfloat16 times float32 is float32, so cast at the end only. For the rows: `unflatten` them into
+# `(heads, head_dim // 2, 2)`, swap two dimensions, and `reshape` back.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-1-rotary", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def rotary_angles(positions, head_dim, base=10_000.0):
+    """cos and sin, (seqlen, head_dim // 2) each, of each position and pair."""
+    ### BEGIN SOLUTION
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    frequencies = base ** (-exponents / head_dim)
+    angles = positions[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+    ### END SOLUTION
+
+
+def apply_rope(x, cos, sin):
+    """x (batch, seqlen, heads, head_dim) turned by its angles; pairs are half a head apart."""
+    ### BEGIN SOLUTION
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+    ### END SOLUTION
+
+
+def pairs_to_halves(weight, heads):
+    """The rows of a query or key projection, from neighbours to halves."""
+    ### BEGIN SOLUTION
+    pairs = weight.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).reshape(weight.shape)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-1-rotary-angles", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_rope_angles(rotary_angles)
+### BEGIN HIDDEN TESTS
+checks.check_rope_angles(rotary_angles, seed=11)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-1-rotary-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_rope_values(apply_rope)
+### BEGIN HIDDEN TESTS
+checks.check_rope_values(apply_rope, seed=12)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-1-rotary-positions", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_rope_positions(rotary_angles, apply_rope)
+### BEGIN HIDDEN TESTS
+checks.check_rope_positions(rotary_angles, apply_rope, seed=13)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-1-rotary-conventions", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_rope_conventions(pairs_to_halves)
+### BEGIN HIDDEN TESTS
+checks.check_rope_conventions(pairs_to_halves, seed=14)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Both conventions are right, and both are in use. What if the weights of one meet the code of the other? The shapes fit, nothing
+# is NaN. Here are SmolLM2's weights in a small decoder of this lab (`labsupport.training.Decoder`: you will train one below),
+# which turns halves. First as they are; then with rows where llama2.c keeps them; then moved back by your `pairs_to_halves`:
+
+# %%
+own_rows = checks.yours_or_ours(
+    pairs_to_halves,
+    lambda weight, heads: permute_rotary_rows(weight, heads, to_interleaved=False),
+    checks.check_rope_conventions,
+)
+decoder = training.from_transformers(smollm2.model)
+some = repeat.ids[:, :257].to(device)
+
+
+@torch.no_grad()
+def nll(model):
+    return model(some[:, :-1], some[:, 1:]).item()
+
+
+@torch.no_grad()
+def move_rows(model, move):
+    for block in model.blocks:
+        for projection in (block.attention.query, block.attention.key):
+            heads = projection.out_features // model.config.head_dim
+            projection.weight.copy_(move(projection.weight, heads))
+
+
+right = nll(decoder)
+move_rows(decoder, lambda w, heads: permute_rotary_rows(w, heads, to_interleaved=True))
+mixed = nll(decoder)
+move_rows(decoder, own_rows)
+mended = nll(decoder)
+print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_halves {mended:.2f}")
+assert mended == right
+
+# %% [markdown]
+# Twice the NLL, and not one complaint. Trained from scratch with either convention, a model is equally good; it is only a
+# *checkpoint* that belongs to one. So look up which, before anything else.
+#
+# Positions are only numbers here. The second half of a sequence, on another device, takes positions from the middle on; and a
+# longer context than a model was trained on can be had by turning slower (theory chapter 7).
+#
+#
+# ## 3.3 · What a long step costs
+#
+# Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
+# backward, and AdamW. With standard attention and with FlashAttention, all else equal, all in
+# float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only; there another kernel of the same idea steps in,
+# memory-efficient attention. The column *kernel* names what ran.)
+#
+# **Predict first**: if a sequence gets 8 times as long, how many times as much memory does a step with FlashAttention take?
+
+# %%
+predicted_growth = None  # your guess, a number
+
+# %%
+standard = Rung("standard", Savings(attention="standard"))
+flash = Rung("flash", Savings())
+tiny = DecoderConfig.preset("tiny")
+lengths = [8192, 16_384, 32_768, 65_536] if gpu else [512, 1024, 2048, 4096]
+limit = "60GiB" if gpu else "1GiB"
+steps = measure_training(tiny, lengths, rungs=[standard, flash], limit=limit)
+checked = steps[steps.status == "ok"]
+memory = checked.pivot(index="seqlen", columns="backend", values="peak_memory_bytes")
+growth = memory.flash.iloc[-1] / memory.flash.iloc[0]
+checks.compare_prediction("Memory at 8 times the length", predicted_growth, growth, "times")
+readable(steps).assign(kernel=steps.kernel.str.split(".").str[-1])
+
+# %%
+static = 16 * tiny.parameters / 2**20
+plotting.plot_memory(
+    steps,
+    title="Standard attention's memory grows nearly with the square of the length, FlashAttention's in proportion",
+    label="peak memory of a step, weights included (MiB)",
+    references=[plotting.Reference("weights, gradients and AdamW's states", static)],
+)
+
+# %% [markdown]
+# *Predicted* rows were not run: by the plan (section 3.5) they would need more than the limit. On a logarithmic chart a power
+# $a N^b$ is a straight line, and $b$ is its slope. Fitted to the two longest lengths of each:
+
+# %%
+slopes = {
+    what: {
+        name: exponent(rows.seqlen.tail(2).tolist(), rows[column].tail(2).tolist())
+        for name, rows in checked.groupby("backend")
+    }
+    for what, column in {"memory": "peak_memory_bytes", "time": "median_ms"}.items()
+}
+pd.DataFrame(slopes).round(2)
+
+
+# %% [markdown]
+# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and the
+# slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not linear,
+# and never will be: all pairs are still computed. The slope of the time is a mixture: matrices grow with $N$, attention with $N^2$,
+# and the longer the sequence, the more attention weighs.
+#
+# ## 3.4 · The largest tensor is not attention's
+#
+# Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier gives each position a number for
+# every one of them. For 4,096 tokens that is 0.8 GB of logits, as much again for the log-softmax, and again for its gradient. All
+# that for one number, the loss, to which each token contributes by itself.
+
+# %% [markdown]
+# ### Exercise 3-2 · A loss without all the logits
+# ●●● · 25 minutes · 6 points
+#
+# With a hidden state $h$ and the weight $W$ of the classifier, one token has
+#
+# $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) - \text{onehot}(\text{label})$$
+#
+# and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the tokens whose
+# label is not -100. (If there is none, it is 0, and so are its gradients.)
+#
+# Write it as a `torch.autograd.Function`. Its `forward` gets `ctx`, in which `backward` finds what it needs, and then
+#
+# | | shape | |
+# | --- | --- | --- |
+# | `hidden` | `(tokens, width)` | float32 or float64 |
+# | `weight` | `(vocab, width)` | the same dtype |
+# | `labels` | `(tokens,)` | int64; -100: this token does not count |
+# | `chunk` | an int | tokens at a time; need not divide `tokens`, may be larger |
+# | returns | `()` | the mean loss |
+#
+# `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of `hidden` and
+# `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
+#
+# No tensor may be larger than one chunk's logits, forward or backward, unless it is as large as `hidden` or `weight`; and logits
+# must not be kept. There are two ways, both right: work the gradients out in `forward` and keep those, or work the logits out
+# again in `backward`.
+#
+# <details><summary>Hint</summary>
+#
+# `hidden[start : start + chunk]` is shorter at the end, and that is fine. Count the tokens that count once, before the loop. A
+# label of -100 is no index: use `labels.masked_fill(labels == -100, 0)`, and set `d` to 0 where the label was -100. Every chunk
+# *adds* to the weight's gradient. `ctx.save_for_backward(a, b)` keeps tensors, and `a, b = ctx.saved_tensors` brings them back.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-2-chunked-loss", "locked": false, "schema_version": 3, "solution": true, "task": false}
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of hidden @ weight.T, with one chunk's logits at a time."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk):
+        ### BEGIN SOLUTION
+        counted = labels != -100
+        count = counted.sum().clamp(min=1)
+        targets = labels.masked_fill(~counted, 0)
+        total = hidden.new_zeros(())
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
+            kept, target = counted[part], targets[part, None]
+            log_p = torch.log_softmax(hidden[part] @ weight.T, dim=-1)
+            total -= (log_p.gather(1, target)[:, 0] * kept).sum()
+            d = log_p.exp()
+            d.scatter_add_(1, target, -torch.ones_like(d[:, :1]))
+            d *= kept[:, None] / count
+            grad_hidden[part] = d @ weight
+            grad_weight += d.T @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / count
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        ### BEGIN SOLUTION
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+        ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-2-chunked-loss-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_loss_values(ChunkedLoss)
+### BEGIN HIDDEN TESTS
+checks.check_loss_values(ChunkedLoss, seed=21)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-2-chunked-loss-gradients", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
+checks.check_loss_gradients(ChunkedLoss)
+### BEGIN HIDDEN TESTS
+checks.check_loss_gradients(ChunkedLoss, seed=22)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-2-chunked-loss-memory", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_loss_memory(ChunkedLoss)
+
+
+# %% [markdown]
+# Does it pay? The loss alone, on 2,048 tokens of width 128:
+
+
+# %%
+def whole(hidden, weight, labels):
+    return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+
+
+def loss_memory(loss):
+    return measure_peak_memory(lambda: loss(hidden, weight, labels).backward()).peak_bytes / 2**20
+
+
+hidden = torch.randn(2048, 128, device=device, requires_grad=True)
+weight = torch.randn(50_257, 128, device=device, requires_grad=True)
+labels = torch.randint(50_257, (2048,), device=device)
+own_loss = checks.yours_or_ours(
+    ChunkedLoss,
+    lambda h, w, y, chunk: training.chunked_cross_entropy(h, w, y, chunk=chunk),
+    checks.check_loss_values,
+    checks.check_loss_gradients,
+)
+in_chunks = getattr(own_loss, "apply", own_loss)
+pd.Series(
+    {
+        "all logits": loss_memory(whole),
+        "256 at a time": loss_memory(lambda h, w, y: in_chunks(h, w, y, 256)),
+    },
+    name="peak, MiB",
+).round(0).to_frame()
+
+
+# %% [markdown]
+# The gradient of the weight alone takes 25 MiB, which nobody can save. If you worked the gradients out in
+# `forward`, nothing is computed twice; if in `backward`, the logits are. Both are allowed.
+#
+# ## 3.5 · What a layer keeps
+#
+# Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer keeps it. The rules are
+# simple enough to be counted.
+
+# %% [markdown]
+# ### Exercise 3-3 · What a layer keeps
+# ●●○ · 15 minutes · 4 points
+#
+# `kept_bytes(seqlen, width, layers, heads, mlp_width, vocab, *, stores_scores, checkpoint, loss_chunk, itemsize=4)` returns how
+# many bytes a training step of a decoder in GPT-2's shape holds at its **highest moment**, beside the weights and their
+# gradients. Count these numbers, of `itemsize` bytes each, for one sequence of $N$ = `seqlen` tokens; $w$ = `width`, $m$ =
+# `mlp_width`, $V$ = `vocab`:
+#
+# | what **one block** keeps for its backward pass | numbers |
+# | --- | --- |
+# | inputs of the two norms, and their outputs | $4 N w$ |
+# | q, k, v, and attention's output | $4 N w$ |
+# | the MLP before and after GELU | $2 N m$ |
+# | if `stores_scores`: the probabilities, whole, of every head | $N^2$ a head |
+#
+# | from the forward pass on, **kept** | numbers |
+# | --- | --- |
+# | without `checkpoint` | all blocks |
+# | with `checkpoint` | the input of each block, $N w$; nothing else |
+#
+# | one moment after the other | beside **kept** |
+# | --- | --- |
+# | 1. the loss | `loss_chunk` is None: $3 N V$ (the log-softmax, and two gradients). Otherwise: the logits of one chunk, or of all $N$ tokens if the chunk is larger; and $V w$, the classifier's gradient |
+# | 2. the last block's backward pass, in its MLP | $V w$; a gradient of $N m$; with `checkpoint` the whole block, computed again |
+# | 3. the same, in its attention, if `stores_scores` | $V w$; two more matrices of $N^2$ for every head (gradients of probabilities and of scores); with `checkpoint` the whole block. The MLP's $2 N m$ of this block are gone |
+#
+# The step needs as much as its largest moment. Small things are left out: tables of single rows, the angles, the normalised
+# last hidden states.
+#
+# <details><summary>Hint</summary>
+#
+# Write `block` and `kept` down first, then the three moments one by one, and return `itemsize * max(...)`. The causal mask hides
+# half of a stored matrix, but does not make it smaller.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-3-kept-bytes", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def kept_bytes(
+    seqlen,
+    width,
+    layers,
+    heads,
+    mlp_width,
+    vocab,
+    *,
+    stores_scores,
+    checkpoint,
+    loss_chunk,
+    itemsize=4,
+):
+    """Bytes that a training step holds at its highest moment, by the rules above."""
+    ### BEGIN SOLUTION
+    scores = heads * seqlen**2 if stores_scores else 0
+    mlp = 2 * seqlen * mlp_width
+    block = 8 * seqlen * width + mlp + scores
+    kept = layers * (seqlen * width if checkpoint else block)
+    again = block if checkpoint else 0
+    classifier = vocab * width
+
+    if loss_chunk is None:
+        at_loss = 3 * seqlen * vocab
+    else:
+        at_loss = min(loss_chunk, seqlen) * vocab + classifier
+    in_mlp = classifier + seqlen * mlp_width + again
+    in_attention = classifier + 2 * scores - mlp + again if stores_scores else 0
+    return itemsize * (kept + max(at_loss, in_mlp, in_attention))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-3-kept-bytes-blocks", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_kept_blocks(kept_bytes)
+### BEGIN HIDDEN TESTS
+checks.check_kept_blocks(kept_bytes, seed=31)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-3-kept-bytes-checkpoint", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_kept_checkpoint(kept_bytes)
+### BEGIN HIDDEN TESTS
+checks.check_kept_checkpoint(kept_bytes, seed=32)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-3-kept-bytes-loss", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_kept_loss(kept_bytes)
+### BEGIN HIDDEN TESTS
+checks.check_kept_loss(kept_bytes, seed=33)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# A formula is worth what its predictions are. Beside it a real step, measured to the byte (on a GPU a little differs: its kernels
+# work in other steps):
+
+# %%
+own_kept = checks.yours_or_ours(
+    kept_bytes,
+    checks.held_bytes,
+    checks.check_kept_blocks,
+    checks.check_kept_checkpoint,
+    checks.check_kept_loss,
+)
+sizes = {"width": 128, "layers": 4, "heads": 4, "mlp_width": 512, "vocab": 257}
+cases = {
+    "standard": (Savings(attention="standard"), True, False, None),
+    "flash": (Savings(), False, False, None),
+    "flash, checkpointing": (Savings(checkpoint=True), False, True, None),
+}
+rows = []
+for name, (savings, scores, checkpoint, chunk) in cases.items():
+    counted = own_kept(1024, **sizes, stores_scores=scores, checkpoint=checkpoint, loss_chunk=chunk)
+    plan = training.plan_memory(tiny, seqlen=1024, savings=savings, device=device)
+    measured = training.measure_step(tiny, seqlen=1024, savings=savings, device=device).peak_bytes
+    rows.append((name, counted + 16 * tiny.parameters, plan.peak_bytes, measured))
+counts = pd.DataFrame(
+    rows, columns=["case", "your count + 16 bytes a weight", "the lab's plan", "measured"]
+)
+(counts.set_index("case") / 2**20).round(1)
+
+# %% [markdown]
+# The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your count may be 2 MiB too high: at the
+# peak most of the gradients do not exist yet. The lab's planner counts the small things,
+# too. It says what a step holds at its highest moment, and why:
+
+# %% tags=["nbval-check-output"]
+print(training.plan_memory(tiny, seqlen=8192, savings=Savings(attention="standard")))
+
+# %% [markdown]
+# ## 3.6 · The wall, and what moves it
+#
+# The decoder again, now with GPT-2's vocabulary: 6.4 million more weights. We allow it 3 GiB and want 4,096 tokens. One remedy
+# after the other, each on top of those before it:
+#
+# **Predict first**: how many MiB does the loss in chunks save, on top of FlashAttention?
+
+# %%
+predicted_saving = None  # your guess, in MiB
+
+# %%
+words = DecoderConfig.preset("tiny", vocab_size=50_257)
+remedies = [
+    Rung("standard", Savings(attention="standard")),
+    Rung("flash", Savings()),
+    Rung("+ loss in chunks", Savings(loss_chunk=256)),
+    Rung("+ checkpointing", Savings(loss_chunk=256, checkpoint=True)),
+    Rung("+ MLP in chunks", Savings(loss_chunk=256, checkpoint=True, mlp_chunk=512)),
+]
+ladder = measure_training(words, [4096], rungs=remedies, limit="3GiB", device=device)
+peak = ladder.set_index("backend").peak_memory_bytes / 2**20
+saved = peak["flash"] - peak["+ loss in chunks"]
+checks.compare_prediction("Saved by the loss in chunks", predicted_saving, saved, "MiB")
+readable(ladder)
+
+# %%
+parts = pd.concat(
+    training.plan_memory(words, seqlen=4096, savings=rung.savings, device=device)
+    .frame()
+    .query("peak")
+    .assign(case=rung.name)
+    for rung in remedies
+)
+ran = ladder[ladder.status == "ok"].set_index("backend")
+plotting.plot_memory_parts(
+    parts,
+    title="After attention it is the logits, after the logits what the blocks keep",
+    measured=ran.peak_memory_bytes.to_dict(),
+    limit=("allowed: 3 GiB", 3 * 2**30),
+    small_print=f"Bars: predicted. 4,096 tokens, vocabulary 50,257, float32, {device.type}",
+)
+
+
+# %% [markdown]
+# A remedy lowers the peak only if it works on what the peak is made of. Here chunks of the MLP bring nothing more: the highest
+# moment is the loss already: 256 rows of logits, the embedding's gradient, and, larger, the weights and AdamW's states. In a
+# wider model they do. What each one costs:
+#
+# | remedy | lowers | price |
+# | --- | --- | --- |
+# | FlashAttention | scores: $N^2$ a head | none: it is faster, too |
+# | loss in chunks | logits: $N V$ | none, if `forward` makes the gradients |
+# | checkpointing | what blocks keep: to a sixteenth, and one block while it is computed again | each block's forward pass twice |
+# | MLP in chunks | the widest tensors of one block | its forward pass once more |
+# | bfloat16 autocast | half of most activations | digits (notebook 1, section 1.10); copies of all weights |
+#
+# And two that are often named: a smaller *batch* helps until it is 1. *Accumulation*, several small batches before one update, is
+# how a small batch computes what a large one would. Neither shortens a sequence. (The last row, for comparison: what 16 bits
+# bring.)
+
+
+# %%
+def peak_mib(**options):
+    return training.measure_step(tiny, seqlen=1024, device=device, **options).peak_bytes / 2**20
+
+
+pd.Series(
+    {
+        "batch 4": peak_mib(batch=4),
+        "batch 1, accumulated 4 times": peak_mib(accumulation=4),
+        "batch 1": peak_mib(),
+        "batch 1, bfloat16 autocast": peak_mib(autocast=torch.bfloat16),
+    },
+    name="peak, MiB",
+).round(1).to_frame()
+
+# %% [markdown]
+# How far does the same ladder carry a real size? GPT-2 small's shape, 124 million weights, with RoPE instead of learned
+# positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m labsupport.training.measure --preset gpt2-small --longest
+# --limit 16GiB` looks for the real wall on yours:
+
+# %%
+gpt2_small = DecoderConfig.preset("gpt2-small")
+fits = training.what_fits(gpt2_small, "16GiB", seqlen=8192, device="cuda")
+columns = {"longest": "longest in 16 GiB, tokens", "gib": "peak at 8,192, GiB"}
+fits["gib"] = (fits.peak_bytes / 2**30).round(1)
+fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
+
+# %% [markdown]
+# The same GPU: a hundred times as many tokens, by the plan. That they fit does not mean that you can wait for them: time still
+# grows with $N^2$.
+
+# %% [markdown]
+# ## 3.7 · Many documents, one sequence
+#
+# Real documents have all lengths. Padding them to the longest wastes most of the work; so they are *packed*, one after the other,
+# and `cu_seqlens` says where each begins. Python's own help, as bytes:
+
+# %%
+tokenizer = training.ByteTokenizer()
+documents = [tokenizer.encode(document.text) for document in training.help_documents()]
+packed = next(iter(training.pack(documents, 8192, end_token=tokenizer.end_token)))
+print("starts of the documents:", packed.cu_seqlens.tolist())
+print("positions around the second:", packed.positions[0, packed.cu_seqlens[1] - 2 :][:5].tolist())
+
+# %% [markdown]
+# Positions begin at 0 again in each document. But a causal mask alone would let each document see all those before it. Change the
+# first document, and watch the second:
+
+# %% tags=["nbval-check-output"]
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.randn(3, 48, 2, 16, generator=generator).unbind(0)
+changed = v.clone()
+changed[:16] += 1  # another first document
+apart, together = torch.tensor([0, 16, 48]), torch.tensor([0, 48])
+for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
+    before = attention_varlen(q, k, v, offsets, offsets, causal=True)
+    after = attention_varlen(q, k, changed, offsets, offsets, causal=True)
+    print(f"{name}: the second document changes by {(after - before)[16:].abs().max():.2f}")
+
+# %% [markdown]
+# Packing is cheaper, too: attention costs the *sum of squares* of the documents' lengths, not the square of their sum. A backend
+# that has no packed kernel (FlexAttention, here) says so, and is not replaced in silence.
+#
+# ## 3.8 · Training, for real
+#
+# 8,192 bytes of Python's own source in each step. How does the lab's loop train? AdamW; a learning rate that is a function of the
+# step alone; gradients clipped at norm 1; and a stop before NaN reaches the weights.
+
+# %%
+source = [tokenizer.encode(document.text) for document in training.source_documents()]
+stream = training.batches(source, 8192, end_token=tokenizer.end_token)
+torch.manual_seed(0)
+model = training.Decoder(tiny, Savings(loss_chunk=1024)).to(device)
+history = training.train(model, stream, TrainSettings(steps=3, learning_rate=3e-3))
+history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
+
+# %% [markdown]
+# Three steps show that it runs, not that it learns; and a loss curve alone does not show that FlashAttention is *right*. Two runs
+# with equal seeds may part, because they round differently. What can be asked:
+#
+# 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
+# 2. Do the first losses agree?
+# 3. Later on, do the curves differ by more than those of two seeds?
+#
+# A recorded run: 200 steps of 2,048 bytes (`python -m labsupport.training.agreement`).
+
+# %%
+courses = load_run("agreement-cpu")
+record = courses.attrs["provenance"]
+print(
+    f"worst first gradient ({record['worst_gradient']}): {record['worst_gradient_error']:.1e} relative, "
+    f"allowed {record['worst_gradient_allowed']:.1e}"
+)
+print(f"first 20 losses: at most {agreement.together(courses):.0e} apart")
+plotting.plot_courses(
+    courses,
+    title="The two runs of one seed agree to the last digits; another seed takes another way",
+    small_print=f"recorded: {record['device']}, {record['date'][:10]}; {record['data']}",
+)
+
+
+# %% [markdown]
+# No: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is float32 on a CPU. Of 16 bits it says
+# nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are noisy (the text changes, the
+# model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into the weights:
+
+
+# %%
+def tiny_run(learning_rate):
+    torch.manual_seed(1)
+    small = training.Decoder(DecoderConfig.preset("tiny", layers=1))
+    short = training.batches(source[:1], 128, end_token=tokenizer.end_token)
+    return training.train(small, short, TrainSettings(8, learning_rate), progress=False)
+
+
+try:
+    tiny_run(learning_rate=1e30)
+except RuntimeError as error:
+    print(textwrap.fill(str(error), 110))
+
+
+# %% [markdown]
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages, the step
+# and the random numbers; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
+# is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
+
+
+# %%
+def losses(steps, folder=None):
+    torch.manual_seed(1)
+    small = training.Decoder(DecoderConfig.preset("tiny", layers=1))
+    short = training.batches(source[:1], 128, end_token=tokenizer.end_token)
+    settings = TrainSettings(steps=steps, decay_steps=8, checkpoint_every=2)
+    return training.train(small, short, settings, folder=folder, progress=False).losses
+
+
+with tempfile.TemporaryDirectory() as folder:
+    losses(4, folder)  # and here somebody pulls the plug
+    resumed = losses(8, folder)
+print("the same to the last bit:", resumed == losses(8))
+
+# %% [markdown]
+# ## 3.9 · What long contexts are good for
+#
+# Three uses, each with a score, and beside each what can be had without any model.
+#
+# ### A long talk, a long list
+#
+# To look something up is what attention does. `recall` is a decoder of 0.25 million weights, which one command of the lab has
+# taught to find facts again, in dialogues and in lists of records (`python -m labsupport.training.tasks.recall`). The texts are
+# made from a seed, so no model can know the answers. The end of one, and a question about it:
+
+# %%
+unseen = recall_recipe.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
+talk = unseen[-1]
+question = talk.questions[0]
+print("...", talk.text[-330:], sep="")
+print(question.prompt, f"(said {len(talk.text) - question.evidence[0]:,} bytes before)", sep="... ")
+
+# %% [markdown]
+# **Predict first**: the model sees the last eighth of such a text. What share of the questions does it answer?
+
+# %%
+predicted_share = None  # your guess, a number between 0 and 1
+
+
+# %%
+def shares(scores):
+    """One row a window, one column a solver, over all kinds of questions."""
+    by = [scores.window, scores.solver]
+    right = (scores.accuracy * scores.n).groupby(by).sum()
+    return (right / scores.n.groupby(by).sum()).unstack().reset_index()
+
+
+finder = recall.load_recall(device)
+scores = recall_scores.accuracy_by_window(finder, unseen, [256, 512, 1024, 2048])
+found = shares(scores)
+checks.compare_prediction("Right with an eighth of the text", predicted_share, found.model[0])
+
+# %%
+plotting.plot_by_window(
+    found,
+    {
+        "model": "the model",
+        "last value": "the last value of that kind",
+        "pattern": "a regular expression",
+    },
+    title=f"Right with an eighth of the text: {found.model[0]:.0%}; with all of it: {found.model[3]:.0%}",
+    ylabel="share of right answers",
+    unit="bytes",
+    references=[plotting.Reference("guessing", found.guess[0])],
+    small_print=f"recall, {finder.config.parameters:,} weights; {sum(len(d.questions) for d in unseen)} questions",
+)
+
+# %% [markdown]
+# The model finds nearly all that it sees, and can only guess the rest. (A regular expression finds all that is visible: it was told
+# how facts are written. The model found out.) By kind of question, with all of the text:
+
+# %%
+full = scores[(scores.window == 2048) & (scores.solver == "model")]
+full[["kind", "accuracy", "chance", "n"]].round(3)
+
+# %% [markdown]
+# And the evidence? One head is chosen on half of the texts and scored on the other half. It points at the fact, or up to 6 bytes
+# behind it (*found*). It is never *inside*: earlier heads have gathered the line there. So "where it looks" needs this tolerance,
+# and a chance level beside it.
+
+# %%
+head = recall_scores.evidence_head(finder, unseen[::2], unseen[1::2])
+pd.Series(head, name="value").to_frame().round(3)
+
+# %% [markdown]
+# Does it find as much in a text twice as long? It was hardly trained on such texts.
+
+# %%
+longer = recall_recipe.unseen_documents(4096, count=2)
+far = recall_scores.accuracy_by_window(finder, longer, [2048, 4096])
+shares(far)[["window", "model", "pattern"]].round(2)
+
+# %% [markdown]
+# Now *all* facts are visible, and the model finds far fewer than all. That the memory is enough, and that RoPE has no end, does not
+# make a model good at a length: it must be trained there. *What fits* and *what is used* are two questions.
+#
+# To learn the longer texts it would go on from here. Three such steps show only that it runs; the experiment to try is the lab's
+# command, with more steps at 4,096 bytes.
+
+# %%
+more = recall_recipe.recall_batches([recall_recipe.Stage(3, 4096, 1, facts=40, questions=120)])
+further = training.train(finder, more, TrainSettings(steps=3, learning_rate=1e-4), progress=False)
+further.frame()[["step", "loss", "grad_norm", "seconds"]].round(3)
+
+
+# %% [markdown]
+# ### A long document: find, answer, give evidence
+#
+# SmolLM2 was never trained for this. Twelve facts ("The mascot of the mill is ...", "The password of the castle is ...") stand in
+# a chapter of Python's manual, 4,096 tokens long. The model reads the last `window` tokens, and then a question. *Evidence* is
+# the sentence without which the answer changes most; it is right if it is the planted one. Recorded (`python -m
+# labsupport.training.tasks`):
+
+
+# %%
+def recorded(task, *columns, **chosen):
+    rows = context[context.task == task]
+    for name, value in chosen.items():
+        rows = rows[rows[name] == value]
+    return rows.pivot_table(index="window", columns="measure", values="value")[list(columns)]
+
+
+documents = ["chance", "visible", "right", "right_visible", "evidence_right", "recent", "search"]
+recorded("document", *documents).round(2)
+
+# %% [markdown]
+# 24 questions; with 256 tokens only 2 facts are visible. What is not visible is not answered. With all visible, two thirds are
+# right: visible is necessary, not sufficient. (*Evidence* is scored where the answer was right and its fact visible.) And the
+# honest column is the last one: a plain search for the question's words finds every visible fact, without a model. Where
+# questions repeat the document's words, search first. A model is needed where they do not; that was not tested here.
+#
+# ### A whole file: what does this function call?
+#
+# At each call of a function that a file itself defines, the model has read between half a `window` and a whole one, and must
+# name it. `ast` knows the truth.
+
+# %%
+calls = recorded("code", "model", "search", "latest", "frequent", sites="all")
+plotting.plot_by_window(
+    calls.reset_index(),
+    {
+        "model": "the model",
+        "search": "a search for the words in front",
+        "latest": "the function called last",
+        "frequent": "the one called most often",
+    },
+    title="A longer context names more of the functions that are called: 44% with 256 tokens, 59% with 4,096",
+    ylabel="share of call sites",
+    small_print="recorded: configparser.py, 113 call sites, the name by greedy decoding",
+)
+
+# %%
+context[(context.task == "code") & (context.measure == "model")].pivot_table(
+    index="window", columns="sites", values="value"
+).round(2)
+
+# %% [markdown]
+# The model beats every rule, at every window. But a longer context helps the search as well: the lead does not grow. (And the file
+# is public: the model may have seen it in training, which would explain some names that it cannot see.) *In the window*: the name
+# stands in what it sees; *further back*: only before that; *new*: nowhere yet. The rise comes from sites that move from *further
+# back* (49 of 113 with 256 tokens, 6 with 4,096) to *in the window*. Among the visible ones the share falls, from 72% to 66%: there
+# are more names to choose from.
+#
+# ### And a summary?
+#
+# SmolLM2-Instruct summarises the beginning of a chapter. Judged by counting: *supported*, the share of its content words that
+# stand in the text; *copied*, of its sentences that stand there word for word; *coverage*, of the chapter's own headings. Beside
+# it the oldest baseline there is: the text's first sentences (*lead*).
+
+# %%
+summaries = context[context.task == "summary"]
+summaries.pivot_table(index=["text", "summary"], columns="measure", values="value")[
+    ["words", "supported", "copied", "coverage"]
+].round(2)
+
+# %% [markdown]
+# Three texts are few. The lead copies, so its *supported* and *copied* are 1 by construction; look at *coverage*: once equal,
+# twice better than the model's. About *async* the model repeats one sentence until it is cut off, every word of which is
+# "supported"; about *naming* it writes of the text instead of what is in it. Read the summaries themselves before you trust a
+# count: the command prints them. A context that is long enough does not make a model that is large enough.
+#
+# ## What you measured
+#
+# - A passage that returns is predicted far better as soon as the window reaches its first occurrence; plain text gains little.
+# - RoPE makes scores depend on distances. Weights of one convention run in code of the other: worse, and silently.
+# - A step's memory by the formula you wrote; the textbook's grows with $N^2$, FlashAttention's with $N$; its time still with $N^2$.
+# - After attention, the logits are the wall; after the logits, what blocks keep. Each has its remedy, and its price.
+# - Packed documents do not see each other, if `cu_seqlens` is passed on. A resumed run is the same to the last bit.
+# - A fact must be visible to be found, and the model must have learned to look that far.
+#
+# ## Three questions
+#
+# <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
+#
+# The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist at once. It
+# costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation shortens nothing.
+# </details>
+#
+# <details><summary>2. A colleague says that FlashAttention made attention linear. What does your table of slopes say?</summary>
+#
+# Its memory is linear. Its time is quadratic; the slope is below 2 as long as the matrices, which are linear, take much of the
+# time, and it comes nearer to 2 with each doubling.
+# </details>
+#
+# <details><summary>3. A Llama checkpoint gives fluent nonsense in your own code. Shapes, dtypes, tokenizer are right. Where do you look?</summary>
+#
+# At the rotary convention: halves in Transformers' files, neighbours in llama2.c's. Then at the base (`rope_theta`), and at
+# positions that start at 1.
+# </details>
+#
+# ## Read on
+#
+# - Theory chapter [7, Long context](../theory/07-long-context.md): what a step holds, each remedy with its price, RoPE derived, and how
+#   to go beyond the length that a model was trained on.
+# - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
+# - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.
