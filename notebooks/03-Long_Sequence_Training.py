@@ -252,7 +252,7 @@ readable(steps).assign(kernel=steps.kernel.str.split(".").str[-1])
 static = 16 * tiny.parameters / 2**20
 plotting.plot_memory(
     steps,
-    title="Standard attention's memory grows nearly with the square of the length, FlashAttention's in proportion",
+    title="Memory: standard grows nearly as N², FlashAttention as N",
     label="peak memory of a step, weights included (MiB)",
     references=[plotting.Reference("weights, gradients and AdamW's states", static)],
 )
@@ -273,10 +273,10 @@ pd.DataFrame(slopes).round(2)
 
 
 # %% [markdown]
-# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and the
-# slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not linear,
-# and never will be: all pairs are still computed. The slope of the time is a mixture: matrices grow with $N$, attention with $N^2$,
-# and the longer the sequence, the more attention weighs.
+# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and
+# memory's slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not
+# linear, and never will be: all pairs are still computed. The slope of time is a mixture: matrices grow with $N$, attention with
+# $N^2$, and the longer the sequence, the more attention weighs. (The textbook's may exceed 2, where its scores outgrow a cache.)
 #
 # ## 3.4 · The largest tensor is not attention's
 #
