@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _wo
 
 # Before Transformers, which imports Triton: without a GPU its kernels have to be interpreted.
 import labsupport.attention  # noqa: E402, F401
+
+# A shell starts what runs in its background deaf to Control-C, and children inherit that: tests
+# that interrupt a program would wait in vain.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

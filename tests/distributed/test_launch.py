@@ -13,8 +13,6 @@ import torch
 
 from labsupport.distributed.launch import LaunchError, launch
 
-# A shell starts what runs in its background deaf to Control-C, and children inherit that.
-HEAR = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 # Processes of this machine's loopback only. Half of a start is `import torch`.
 WORK = '''
 import os, signal, subprocess, sys, time
@@ -216,8 +214,8 @@ def test_a_process_that_stays_when_its_work_is_done_is_ended_and_told(work, monk
 
 @pytest.mark.parametrize("how", ["interrupted", "killed"])
 def test_no_process_is_left_when_the_launcher_is_interrupted_or_killed(work, tmp_path, how):
-    code = f"{HEAR}; from labsupport.distributed.launch import launch; "
-    code += f"launch({f'{work}:wait_forever'!r}, ({str(tmp_path)!r},))"
+    code = f"from labsupport.distributed.launch import launch; launch({f'{work}:wait_forever'!r}, "
+    code += f"({str(tmp_path)!r},))"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -273,7 +271,7 @@ def test_output_comes_while_the_run_goes_on(work, tmp_path):
         launch({str(tmp_path / "slow.py")!r}, processes=1)
     """)
     launcher = subprocess.Popen(
-        [sys.executable, "-u", "-c", f"{HEAR}\n{code}"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "early\n"
