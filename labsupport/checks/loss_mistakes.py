@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from labsupport.training.documents.packing import IGNORED
 
 LOSS_MISTAKES = {
     "mean of means": (

@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from labsupport.models.sources.load import load_model
     from labsupport.models.sources.text import source_text, tokens_of
     from labsupport.profiling.hardware import measured_ceilings
-    from labsupport.profiling.runs import save_run
+    from labsupport.profiling.runs import add_save_options, save_if_asked
     from labsupport.profiling.tables import readable, speedup
 
     parser = argparse.ArgumentParser(
@@ -196,8 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--module", default="argparse", help="a module of Python's standard library: the text")
     add("--attentions", default="eager,flash", help="separated by commas")
     add("--lengths", default="1024,2048", help="tokens, separated by commas")
-    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     lengths = [int(length) for length in options.lengths.split(",")]
     attentions = options.attentions.split(",")
@@ -213,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     shown = readable(speedup(table, over=attentions[0]))
     print(shown.assign(NLL=table.loss.round(5)).to_string(index=False))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 if __name__ == "__main__":

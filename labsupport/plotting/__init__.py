@@ -24,7 +24,12 @@ from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
 from labsupport.plotting.precision import plot_dtype_flow
-from labsupport.plotting.training import plot_by_window, plot_courses, plot_memory_parts
+from labsupport.plotting.training import (
+    plot_by_window,
+    plot_courses,
+    plot_memory_parts,
+    plot_training,
+)
 
 __all__ = [
     "STYLES",
@@ -40,5 +45,6 @@ __all__ = [
     "plot_speedup",
     "plot_tiles",
     "plot_time",
+    "plot_training",
     "style",
 ]

@@ -86,6 +86,54 @@ def plot_memory_parts(
     return figure
 
 
+def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print: str = "") -> Chart:
+    """One training run: the loss above, the gradient norm below.
+
+    Args:
+        table: columns step, loss, grad_norm; an infinite norm (a step left out) is a gap.
+        title: the finding, as a sentence; by default the first and the last loss.
+        small_print: device, speed, sizes.
+
+    Raises:
+        ValueError: a column is missing, or there is no step to draw.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    from labsupport.plotting.figure import Chart
+
+    if missing := [name for name in ("step", "loss", "grad_norm") if name not in table]:
+        raise ValueError(f"the table lacks {', '.join(missing)}: pass a history's frame()")
+    if table.empty:
+        raise ValueError("there is no step to draw")
+    steps, losses = table["step"], table["loss"]
+    norms = table["grad_norm"].where(table["grad_norm"].abs() < float("inf"))
+    title = title or f"The loss went from {losses.iloc[0]:.2f} to {losses.iloc[-1]:.2f}"
+    figure = Chart(figsize=(8.6, 4.6), dpi=110, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    marker = "o" if len(table) == 1 else ""
+    upper.plot(steps, losses, color=_PARTS[0], linewidth=1.6, marker=marker)
+    upper.set_ylabel("loss (nats a token)")
+    lower.plot(steps, norms, color=_PARTS[3], linewidth=1.2, marker=marker)
+    if (norms > 0).any():
+        lower.set_yscale("log")
+        lower.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        lower.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        lower.yaxis.set_minor_formatter(NullFormatter())
+    lower.set_ylabel("gradient norm")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        _plain(axes)
+    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
+    highest = losses.idxmax()
+    figure.description = (
+        f"{title.rstrip('.')}. Loss over steps: {losses.iloc[0]:.3g} at step {steps.iloc[0]}, "
+        f"highest {losses[highest]:.3g} at {steps[highest]}, {losses.iloc[-1]:.3g} at "
+        f"{steps.iloc[-1]}. Gradient norm, on a logarithmic axis: "
+        f"{table['grad_norm'].iloc[0]:.3g} at first, {table['grad_norm'].iloc[-1]:.3g} at last."
+    )
+    return figure
+
+
 def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
     """Several training runs: losses, gradient norms, and how far each loss is from the first run's.
 

@@ -31,7 +31,7 @@ from labsupport.precision.autofix.safe import safe_flash_attention
 from labsupport.precision.autofix.target import Float64
 from labsupport.precision.dtypes import short
 from labsupport.profiling.provenance import command_line, provenance
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
@@ -110,14 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
     parser.add_argument("--backends", help="comma-separated; default: all that run here but flex")
-    parser.add_argument("--save", metavar="NAME", help="keep the result under data/runs/NAME")
-    parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     names = options.backends.split(",") if options.backends else None
     table = dtype_combinations(options.device, backends=names)
     print(format_combinations(table))
-    if options.save:
-        print(f"\nsaved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 Caller = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, torch.dtype | None]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, grid
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.tables import speedup
 from labsupport.profiling.timing import format_ms, resolve_device
 from labsupport.profiling.units import format_bytes
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=options.seed,
     )
     print(format_table(table))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def format_table(table: pd.DataFrame) -> str:
@@ -116,8 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-seconds", type=float, default=1.0, help="time limit for the repeats of one case")
     add("--seed", type=int, default=0)
     add("--no-error", action="store_true", help="do not compare with the float64 oracle")
-    add("--save", metavar="NAME", help="keep the result under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     return parser
 
 

@@ -35,7 +35,7 @@ from labsupport.attention.flash_triton.launch_decode import decode
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.hardware import measured_ceilings
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 from labsupport.profiling.units import format_bytes
 
@@ -243,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", default="float32" if slow else "bfloat16")
     add("--device", help="cpu or cuda; default: the GPU if there is one")
     add("--max-seconds", type=float, default=0.3, help="for the repeats of one row")
-    add("--save", metavar="NAME", help="keep the measurements under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     if (reason := mode.missing()) is not None:
         parser.error(reason)
@@ -266,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("The kernels are interpreted: compare the errors; the times mean nothing.")
     print(format_table(table))
     print(geometric_means(table).round(3).to_string(index=False, na_rep="-"))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def format_table(table: pd.DataFrame) -> str:

@@ -28,7 +28,7 @@ from labsupport.attention.flash_triton.launch import forward, forward_version1
 from labsupport.attention.flash_triton.tuning import Tiling, override, tiling
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", default="float32" if slow else "bfloat16")
     add("--device", help="cpu or cuda; default: the GPU if there is one")
     add("--max-seconds", type=float, default=1.0, help="for the repeats of one shape")
-    add("--save", metavar="NAME", help="keep the measurements under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     if (reason := mode.missing()) is not None:
         parser.error(reason)
@@ -218,8 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         processors = table.multiprocessors.iloc[0]
         print(f"{table.attrs['provenance']['device']}, {processors} multiprocessors")
     print(format_table(table))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def _ints(text: str) -> list[int]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from labsupport.attention.backends import available_backends
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import Case, grid
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
@@ -117,8 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dtype", default="bfloat16")
     add("--device", help="cpu or cuda; default: the GPU if there is one")
     add("--max-seconds", type=float, default=0.3, help="for the repeats of one case")
-    add("--save", metavar="NAME", help="keep the measurements under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
     here = {status.name for status in available_backends(device=device) if status.runs}
@@ -135,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{table.attrs['provenance']['device']}: times as fast as the others, {options.ours}")
     print(ratios.round(2).to_string(index=False))
     print(geometric_means(ratios).round(2).to_string(index=False))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def _names(text: str) -> list[str]:

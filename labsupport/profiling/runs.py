@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from labsupport.paths import data_dir
 
 if TYPE_CHECKING:
+    import argparse
+
     import pandas as pd
 
 
@@ -48,6 +50,21 @@ def save_run(
     (target / "provenance.json").write_text(text + "\n", encoding="utf-8")
     table.to_csv(target / "results.csv", index=False)
     return target
+
+
+def add_save_options(parser: argparse.ArgumentParser) -> None:
+    """Give a command that measures the options --save NAME and --overwrite."""
+    parser.add_argument("--save", metavar="NAME", help="keep the table under data/runs/NAME")
+    parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
+
+
+def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
+    """Save a command's table if `add_save_options` was made use of, and say where.
+
+    Raises: as `save_run`.
+    """
+    if options.save:
+        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
 
 
 def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:

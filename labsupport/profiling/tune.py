@@ -28,7 +28,7 @@ from labsupport.attention.flash_triton import mode
 from labsupport.attention.flash_triton.tuning import Tiling, padded
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 from labsupport.profiling.tune_jobs import (
     KERNELS,
@@ -172,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--max-seconds", type=float, default=0.15, help="for the repeats of one plan and shape")
     add("--most", type=int, default=8, help="so many plans are printed")
     add("--no-first-calls", action="store_true", help="do not time first calls in new processes")
-    add("--save", metavar="NAME", help="keep the measurements under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     if mode.missing() is not None or mode.interpreted():
         parser.error(mode.missing() or "needs a GPU: what is interpreted has no tiling to tune")
@@ -202,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.save:
         kept = pd.concat(tables, ignore_index=True)
         kept.attrs["provenance"] = record
-        print(f"saved: {save_run(kept, options.save, overwrite=options.overwrite)}")
+        save_if_asked(kept, options)
 
 
 def format_first_calls(shape: Shape, plans: Plans) -> str:

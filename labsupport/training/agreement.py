@@ -159,7 +159,7 @@ def together(table: pd.DataFrame, steps: int = 20) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train with textbook attention and with FlashAttention; say how far they are apart."""
-    from labsupport.profiling.runs import save_run
+    from labsupport.profiling.runs import add_save_options, save_if_asked
 
     parser = argparse.ArgumentParser(
         prog="python -m labsupport.training.agreement", description=main.__doc__
@@ -175,8 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "where that takes no float32, sdpa_efficient",
     )
     add("--device", help="cpu or cuda; by default the GPU if there is one")
-    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
     other = options.attention or ("sdpa_flash" if device.type == "cpu" else "sdpa_efficient")
@@ -203,8 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"first 20 losses: at most {together(table):.1e} apart")
     last = table[table.step == options.steps - 1]
     print(last[["backend", "seed", "loss"]].round(4).to_string(index=False))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 if __name__ == "__main__":

@@ -274,7 +274,7 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure training steps of a decoder, print the table, and keep it if asked to."""
-    from labsupport.profiling.runs import save_run
+    from labsupport.profiling.runs import add_save_options, save_if_asked
 
     parser = argparse.ArgumentParser(
         prog="python -m labsupport.training.measure", description=main.__doc__
@@ -287,8 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--limit", help="such as 16GiB")
     add("--longest", action="store_true", help="search the longest sequence under the limit (GPU)")
     add("--multiple", default="1K", help="of which --longest finds a multiple")
-    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     config = DecoderConfig.preset(options.preset)
     rungs = _chosen(options.rungs, options.attention)
@@ -302,8 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lengths = [parse_tokens(text) for text in options.lengths.split(",")]
         table = measure_training(config, lengths, rungs=rungs, limit=options.limit)
     print(readable(table).to_string(index=False))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def _chosen(numbers: str | None, attention: str | None) -> list[Rung]:

@@ -19,12 +19,11 @@ weight, 4 for the gradient (the buckets are the gradients: `gradient_as_bucket_v
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -34,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import (
     ParallelRun,
+    add_micro_batches,
     check_settings,
     make_optimizer,
     run_steps,
-    weighted_backward,
 )
 from labsupport.distributed.data_parallel.shares import Batches, Share
 from labsupport.training.loop.history import StepRow
@@ -115,16 +114,14 @@ def train_with_ddp(
 
     optimizer = make_optimizer(model, settings)
 
+    def communicating(last: bool) -> AbstractContextManager[Any]:
+        # DDP learns it in the forward pass already.
+        return nullcontext() if sync_every or last else wrapped.no_sync()
+
     def add_gradients(share: Share) -> Tensor:
         # They are views of DDP's buckets: without them, no_sync() would have to hold others.
         optimizer.zero_grad(set_to_none=False)
-        loss = torch.zeros((), device=place.device)
-        last = len(share.micro_batches) - 1
-        for i, batch in enumerate(share.micro_batches):
-            # The forward pass as well: it is there that DDP learns whether to communicate.
-            with nullcontext() if sync_every or i == last else wrapped.no_sync():
-                loss = loss + weighted_backward(wrapped, batch, share.weights[i], place, settings)
-        return loss
+        return add_micro_batches(wrapped, share, place, settings, communicating)
 
     run = ParallelRun()
 

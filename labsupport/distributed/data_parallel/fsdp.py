@@ -27,6 +27,7 @@ memory for traffic. And each micro-batch gathers the parameters anew, however th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ from torch.distributed.fsdp import (
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import (
     ParallelRun,
+    add_micro_batches,
     check_settings,
     make_optimizer,
     run_steps,
-    weighted_backward,
 )
 from labsupport.distributed.data_parallel.shares import Batches, Share
 from labsupport.training.loop.history import StepRow
@@ -175,14 +176,13 @@ def train_with_fsdp(
         dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype
         course["mixed_precision"] = [str(dtype) for dtype in dtypes]
 
+    def communicating(last: bool) -> AbstractContextManager[Any]:
+        sharded.set_requires_gradient_sync(sync_every or last)
+        return nullcontext()
+
     def add_gradients(share: Share) -> Tensor:
         optimizer.zero_grad()
-        loss = torch.zeros((), device=place.device)
-        last = len(share.micro_batches) - 1
-        for i, batch in enumerate(share.micro_batches):
-            sharded.set_requires_gradient_sync(sync_every or i == last)
-            loss = loss + weighted_backward(model, batch, share.weights[i], place, settings)
-        return loss
+        return add_micro_batches(model, share, place, settings, communicating)
 
     return run_steps(
         ParallelRun(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from labsupport.distributed.data_parallel.saving import DistributedCheckpoints
 from labsupport.distributed.data_parallel.shares import Batch, Batches, Share
 from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
 from labsupport.training.loop.inputs import model_course
-from labsupport.training.loop.loop import TrainingDivergedError
-from labsupport.training.loop.settings import TrainSettings, learning_rate
+from labsupport.training.loop.loop import TrainingDivergedError, progress_bar
+from labsupport.training.loop.settings import TrainSettings, learning_rate, parameter_groups
 
 
 @dataclass
@@ -63,12 +64,8 @@ def check_settings(settings: TrainSettings) -> None:
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW over what the model has on this rank; biases and norms' gains do not decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2]},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        parameter_groups(model.parameters()),
         lr=settings.learning_rate,
         betas=settings.betas,
         weight_decay=settings.weight_decay,
@@ -89,6 +86,26 @@ def weighted_backward(
     part = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
     (place.world * part).backward()
     return part.detach()
+
+
+def add_micro_batches(
+    model: nn.Module,
+    share: Share,
+    place: Place,
+    settings: TrainSettings,
+    communicating: Callable[[bool], AbstractContextManager[Any]],
+) -> Tensor:
+    """Run a share's micro-batches forward and backward; returns this rank's part of the loss.
+
+    `communicating(last)` surrounds each of them, the forward pass as well: it says whether the
+    gradients travel, `last` being True for the last one.
+    """
+    loss = torch.zeros((), device=place.device)
+    last = len(share.micro_batches) - 1
+    for i, batch in enumerate(share.micro_batches):
+        with communicating(i == last):
+            loss = loss + weighted_backward(model, batch, share.weights[i], place, settings)
+    return loss
 
 
 def run_steps(
@@ -124,7 +141,7 @@ def run_steps(
             checkpoints.open(fresh=fresh)
             run.history = checkpoints.load_newest(model, optimizer) or History()
         model.train()
-        with _bar(run, settings, progress and place.rank == 0) as bar:
+        with progress_bar(run.history, settings, shown=progress and place.rank == 0) as bar:
             for step in range(len(run.history), settings.steps):
                 began = time.perf_counter()
                 reset_peak(place.device)
@@ -186,15 +203,4 @@ def _check_finite(step: int, loss: float, norm: float, history: History) -> None
         step,
         None,
         history,
-    )
-
-
-def _bar(run: ParallelRun, settings: TrainSettings, shown: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(
-        total=settings.steps,
-        initial=min(len(run.history), settings.steps),
-        unit="step",
-        disable=not shown,
     )

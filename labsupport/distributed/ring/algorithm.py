@@ -113,6 +113,8 @@ def ring_backward(
     call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
+    backward = call.kernel.backward
+    assert backward is not None  # a kernel without one was refused before the forward
     wide, dout = torch.promote_types(q.dtype, torch.float32), dout.contiguous()
     dq = torch.zeros_like(q, dtype=wide)
     own = torch.stack((k, v))
@@ -128,7 +130,7 @@ def ring_backward(
             rows, cols = piece.rows, piece.cols
             share = torch.zeros_like(at_home) if share is None else share
             assert held is not None
-            dq_part, dk_part, dv_part = call.kernel.backward(
+            dq_part, dk_part, dv_part = backward(
                 dout[:, rows],
                 q[:, rows],
                 held[0, :, cols],

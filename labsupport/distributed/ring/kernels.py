@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,7 @@ class BlockKernel:
         forward: (q, k, v, options) -> out (batch, rows, heads, head_dim), float32 where the kernel
             can, and lse (batch, heads, rows), natural log.
         backward: (dout, q, k, v, out, lse, options) -> dq, dk, dv, with `out` and `lse` of the
-            whole rows.
+            whole rows. None: it has none that takes them, and is for inference only.
         backend: the entry of `labsupport.attention`'s table whose limits apply.
         further_reasons: (call, deterministic) -> what else it cannot do in a ring.
         in_auto: whether `kernel="auto"` may choose it on this device.
@@ -56,14 +55,20 @@ class BlockKernel:
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
-    backward: Callable[..., Gradients]
+    backward: Callable[..., Gradients] | None
     backend: str
     further_reasons: Callable[[AttentionCall, bool], list[str]] = lambda call, deterministic: []
     in_auto: Callable[[torch.device], bool] = lambda device: True
 
     def reasons(self, call: AttentionCall, deterministic: bool) -> list[str]:
         """Every reason why it cannot compute the pieces of `call`; empty when it can."""
-        return by_name(self.backend).reasons(call) + self.further_reasons(call, deterministic)
+        reasons = by_name(self.backend).reasons(call) + self.further_reasons(call, deterministic)
+        if self.backward is None and call.needs_grad:
+            reasons.append(
+                "has no public backward that takes the log-sum-exp from outside, which a ring's "
+                "gradients need: its forward only, under torch.no_grad()"
+            )
+        return reasons
 
 
 # --- the lab's own --------------------------------------------------------------------------------
@@ -195,19 +200,6 @@ def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Ten
     return out, lse
 
 
-def _fa4_backward(*_: Any) -> Gradients:
-    raise NotImplementedError("flash-attn-4 takes no log-sum-exp from outside for its backward.")
-
-
-def _fa4_reasons(call: AttentionCall, deterministic: bool) -> list[str]:
-    if call.needs_grad:
-        return [
-            "has no public backward that takes the log-sum-exp from outside, which a ring's "
-            "gradients need: its forward only, under torch.no_grad()"
-        ]
-    return []
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 # In order of preference. On a CPU the lab's own comes first: its partial results are float32, and
@@ -237,9 +229,8 @@ KERNELS: tuple[BlockKernel, ...] = (
     BlockKernel(
         name="fa4",
         forward=_fa4_forward,
-        backward=_fa4_backward,
+        backward=None,
         backend="fa4",
-        further_reasons=_fa4_reasons,
         in_auto=lambda device: False,
     ),
 )

@@ -24,7 +24,7 @@ import torch
 
 from labsupport.attention import AttentionInputError, BackendUnavailableError
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import save_run
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import Timing, format_ms, resolve_device
 from labsupport.profiling.units import format_bytes
 
@@ -149,14 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--what", default="decode,throughput,prefill,training", help="comma-separated parts")
     add("--device", help="cpu or cuda; default: the GPU if there is one")
-    add("--save", metavar="NAME", help="keep the measurements under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     what = [part.strip() for part in options.what.split(",") if part.strip()]
     table = run(what, resolve_device(options.device))
     print(format_table(table))
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def _one_line(error: BaseException) -> str:

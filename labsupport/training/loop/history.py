@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from labsupport.plotting import Chart
 
-_LOSS, _NORM = "#0072B2", "#D55E00"  # colours of Okabe and Ito, as in every chart of the lab
-
 
 @dataclass(frozen=True)
 class StepRow:
@@ -97,46 +95,14 @@ class History:
         Raises:
             ValueError: there is no step to draw.
         """
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+        from labsupport.plotting import plot_training
 
-        from labsupport.plotting import Chart
-
-        if not self.rows:
-            raise ValueError("there is no step to draw")
-        first, last = self.rows[0], self.rows[-1]
-        title = title or f"The loss went from {first.loss:.2f} to {last.loss:.2f}"
-        figure = Chart(figsize=(8.6, 4.6), dpi=110, layout="constrained")
-        panels = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        steps = [row.step for row in self.rows]
-        marker = "o" if len(steps) == 1 else ""
-        panels[0].plot(steps, self.losses, color=_LOSS, linewidth=1.6, marker=marker)
-        panels[0].set_ylabel("loss (nats a token)")
-        # A skipped step's norm is infinite: a gap in the line.
-        norms = [row.grad_norm if math.isfinite(row.grad_norm) else math.nan for row in self.rows]
-        panels[1].plot(steps, norms, color=_NORM, linewidth=1.2, marker=marker)
-        if any(norm > 0 for norm in norms):
-            panels[1].set_yscale("log")
-            panels[1].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            panels[1].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            panels[1].yaxis.set_minor_formatter(NullFormatter())
-        panels[1].set_ylabel("gradient norm")
-        panels[1].set_xlabel("step")
-        for axes in panels:
-            axes.grid(True, color="#dddddd", linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.headline(
-            title,
-            f"{len(steps)} steps of {last.tokens:,} tokens; {self.tokens_per_s:,.0f} tokens/s "
-            f"(median); peak memory {format_bytes(self.peak_bytes)}",
+        return plot_training(
+            self.frame(),
+            title=title,
+            small_print=f"{len(self)} steps; {self.tokens_per_s:,.0f} tokens/s (median); peak "
+            f"memory {format_bytes(self.peak_bytes)}",
         )
-        highest = max(self.rows, key=lambda row: row.loss)
-        figure.description = (
-            f"{title.rstrip('.')}. Loss over steps: {first.loss:.3g} at step {first.step}, highest "
-            f"{highest.loss:.3g} at {highest.step}, {last.loss:.3g} at {last.step}. Gradient norm, "
-            f"on a logarithmic axis: {first.grad_norm:.3g} at first, {last.grad_norm:.3g} at last."
-        )
-        return figure
 
     def state(self) -> dict[str, list[Any]]:
         """The rows as plain columns, for a checkpoint."""

@@ -37,7 +37,7 @@ from labsupport.training.loop.inputs import (
     model_course,
     tensors,
 )
-from labsupport.training.loop.settings import TrainSettings, learning_rate
+from labsupport.training.loop.settings import TrainSettings, learning_rate, parameter_groups
 
 
 class TrainingDivergedError(RuntimeError):
@@ -127,7 +127,7 @@ def train(
             run.load_state(saved)
             del saved
         model.train()
-        with _bar(run, progress) as bar:
+        with progress_bar(run.history, settings, shown=progress) as bar:
             for step in range(len(run.history), settings.steps):
                 row = run.step(step, batches)
                 run.history.rows.append(row)
@@ -150,9 +150,7 @@ class _Run:
         if settings.policy is not None:
             apply_precision_policy(model, settings.policy)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Biases and norms' gains say where zero is and how large things are: no decay.
-        names = sorted(trained, key=lambda name: trained[name].ndim < 2)
-        matrices = [trained[name] for name in names if trained[name].ndim >= 2]
+        names = sorted(trained, key=lambda name: trained[name].ndim < 2)  # in their groups' order
         self.device = next(iter(trained.values())).device
         # It does for each run what the run's dtypes ask for. Without a policy all weights are
         # float32 and their own masters; and float16 is float16, be it a policy's or autocast's.
@@ -161,10 +159,7 @@ class _Run:
             settings.policy
             or FlashAttentionConfig.float32(attention=settings.autocast or torch.float32),
             torch.optim.AdamW,
-            params=[
-                {"params": matrices},
-                {"params": [trained[n] for n in names[len(matrices) :]], "weight_decay": 0.0},
-            ],
+            params=parameter_groups(trained.values()),
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -281,12 +276,13 @@ class _Run:
         return TrainingDivergedError(message, step, found, self.history)
 
 
-def _bar(run: _Run, progress: bool) -> Any:
+def progress_bar(history: History, settings: TrainSettings, *, shown: bool) -> Any:
+    """A bar over the steps of a run, from where it stands."""
     from tqdm.auto import tqdm
 
     return tqdm(
-        total=run.settings.steps,
-        initial=min(len(run.history), run.settings.steps),
+        total=settings.steps,
+        initial=min(len(history), settings.steps),
         unit="step",
-        disable=not progress,
+        disable=not shown,
     )

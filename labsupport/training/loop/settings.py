@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from labsupport.precision import FlashAttentionConfig
 from labsupport.precision.dtypes import short
@@ -114,6 +116,15 @@ class TrainSettings:
         dtype = None if self.autocast is None else short(self.autocast)
         policy = values["policy"] and {part: short(of) for part, of in values["policy"].items()}
         return values | {"decay_steps": self.last_step, "autocast": dtype, "policy": policy}
+
+
+def parameter_groups(parameters: Iterable[Parameter]) -> list[dict[str, Any]]:
+    """For AdamW: matrices decay; biases and norms' gains, which say where zero is, do not."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.units import format_bytes
 from labsupport.training.lengths import parse_tokens
 from labsupport.training.model import PRESETS, DecoderConfig, Savings
@@ -64,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "savings": {name: str(value) for name, value in asdict(savings).items()},
     }
     print(_shown(table))
-    if options.save:
-        from labsupport.profiling.runs import save_run
-
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    save_if_asked(table, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,8 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--accumulation", type=int, default=1, help="micro-batches of a step")
     add("--device", help="cpu or cuda; by default the GPU if there is one")
     add("--ladder", metavar="LIMIT", help="measure nothing: which remedies fit, say, 16GiB")
-    add("--save", metavar="NAME", help="keep the table under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     return parser
 
 

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from labsupport.models.sources.load import load_model
     from labsupport.profiling.provenance import provenance
-    from labsupport.profiling.runs import save_run
+    from labsupport.profiling.runs import add_save_options, save_if_asked
 
     parser = argparse.ArgumentParser(
         prog="python -m labsupport.training.tasks", description=main.__doc__
@@ -117,8 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--attention", default="flash", help="as for set_attention")
     add("--windows", default="256,512,1024,2048,4096", help="tokens, separated by commas")
     add("--tasks", default="windows,document,code,summary", help="separated by commas")
-    add("--save", metavar="NAME", help="keep the scores under data/runs/NAME")
-    add("--overwrite", action="store_true", help="replace a saved run of that name")
+    add_save_options(parser)
     options = parser.parse_args(arguments)
     windows = [int(window) for window in options.windows.split(",")]
     tasks: dict[str, Callable[[], pd.DataFrame]] = {
@@ -149,4 +148,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             attention=options.attention,
             texts={"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]},
         )
-        print(f"saved: {save_run(scores, options.save, overwrite=options.overwrite)}")
+        save_if_asked(scores, options)
