@@ -125,20 +125,26 @@ def run_case(
             return row | {"status": "out of memory", "reason": reason}
         row |= _measure(case, device, oracle, max_seconds, seed)
         return row | {"status": "ok", "reason": ""}
-    except (BackendUnavailableError, AttentionInputError) as error:
-        return row | {"status": "unsupported", "reason": _one_line(error)}
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return row | {"status": "out of memory", "reason": _one_line(error)}
     except Exception as error:
-        # The CPU allocator has no exception class of its own.
-        if "can't allocate memory" in str(error):
-            return row | {"status": "out of memory", "reason": _one_line(error)}
-        return row | {"status": "failed", "reason": f"{type(error).__name__}: {_one_line(error)}"}
+        return row | refusal(error)
     finally:
         # What a failed case held must be gone before the next one is measured.
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def refusal(error: Exception) -> dict[str, str]:
+    """`status` and `reason` of a case that raised."""
+    reason = _one_line(error)
+    if isinstance(error, (BackendUnavailableError, AttentionInputError)):
+        return {"status": "unsupported", "reason": reason}
+    # The CPU allocator has no exception class of its own.
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(
+        error
+    ):
+        return {"status": "out of memory", "reason": reason}
+    return {"status": "failed", "reason": f"{type(error).__name__}: {reason}"}
 
 
 def predicted_shortage(case: Case, available: int | None = None) -> str:

@@ -4,21 +4,34 @@ python -m labsupport.profiling.peers                              flash_triton o
 python -m labsupport.profiling.peers --head-dim 64 --save NAME    a part of the grid, kept
 
 Each call works on the same number of tokens and the same hidden size: short sequences come in large
-batches. All implementations are measured in one run, and only ratios of that run are printed.
+batches. All implementations of a shape are measured in turns, and only ratios of that run are
+printed.
+
+Two times are measured on a GPU. `median_ms` is what its kernels take: the call is recorded as a
+CUDA graph, whose replay costs the CPU nothing. `call_ms` is the same call from Python, where the
+GPU may have to wait for the next kernel's launch: with sequences of 512 tokens it does, whatever
+the implementation. A model that is compiled or replayed meets the first, a short script the second.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
-from labsupport.attention.backends import available_backends
-from labsupport.profiling.benchmark import run_grid
+import torch
+
+from labsupport.attention.backends import attention, available_backends
+from labsupport.profiling.benchmark import make_inputs, refusal
 from labsupport.profiling.cases import Case, grid
+from labsupport.profiling.graphs import captured
+from labsupport.profiling.provenance import provenance
 from labsupport.profiling.runs import add_save_options, save_if_asked
-from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.timing import measure_interleaved, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,12 +66,109 @@ def peer_cases(
     return cases
 
 
-def compare_with_peers(table: pd.DataFrame, ours: str) -> pd.DataFrame:
+COLUMNS = [
+    *(field.name for field in fields(Case)),
+    *("status", "reason", "in_graph", "median_ms", "q1_ms", "q3_ms", "repeats", "tflops"),
+    "call_ms",
+]
+
+
+def measure_peers(
+    cases: Iterable[Case],
+    *,
+    device: torch.device | str | None = None,
+    max_seconds: float = 0.1,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure each case; those that differ only in backend and direction are measured in turns.
+
+    Args:
+        cases: as `peer_cases` makes them.
+        device: by default the current GPU if there is one, else the CPU.
+        max_seconds: for the repeats of one case, once in a graph and once from Python.
+        progress: show a tqdm bar.
+
+    Returns:
+        A row each, with provenance in `.attrs`: the fields of `Case`; status and reason as in
+        `run_grid`; median_ms, q1_ms, q3_ms and repeats of the kernels, tflops at the median;
+        in_graph, whether they could be recorded; call_ms, the median of calls from Python (on a CPU
+        the same).
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    where, cases = resolve_device(device), list(cases)
+    record = provenance(where, seed=seed, cases=len(cases))
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(cases), disable=not progress, unit="case", leave=False) as bar:
+        for _, group in itertools.groupby(cases, key=lambda case: case.shape_key):
+            found = _measure_shape(list(group), where, max_seconds, seed)
+            rows += found
+            bar.update(len(found))
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    table.attrs["provenance"] = record
+    return table
+
+
+def _measure_shape(
+    cases: Sequence[Case], device: torch.device, max_seconds: float, seed: int
+) -> list[dict[str, Any]]:
+    rows = [asdict(case) | {"status": "ok", "reason": "", "in_graph": False} for case in cases]
+    calls: dict[str, Callable[[], Any]] = {}
+    replays: dict[str, Callable[[], Any]] = {}
+    inputs = make_inputs(cases[0], device, seed)
+    for number, (case, row) in enumerate(zip(cases, rows, strict=True)):
+        call = _call(case, *inputs)
+        try:
+            replays[str(number)], row["in_graph"] = captured(call, device)
+            calls[str(number)] = call
+        except Exception as problem:
+            row |= refusal(problem)
+    if calls:
+        bounds: dict[str, Any] = {"warmup": 2, "min_repeats": 3, "min_seconds": 0.0}
+        bounds["max_seconds"] = max_seconds * len(calls)
+        timings = measure_interleaved(replays, device=device, **bounds)
+        from_python = timings
+        if device.type == "cuda":
+            from_python = measure_interleaved(calls, device=device, **bounds)
+        for name, timing in timings.items():
+            row = rows[int(name)]
+            row |= {f"{part}_ms": getattr(timing, part) for part in ("median", "q1", "q3")}
+            row |= {"repeats": timing.repeats, "call_ms": from_python[name].median}
+            row["tflops"] = cases[int(name)].flops() / timing.median / 1e9
+    replays.clear()
+    gc.collect()  # a graph keeps its memory as long as it lives
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _call(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
+) -> Callable[[], Any]:
+    options: dict[str, Any] = {"causal": case.causal, "backend": case.backend}
+    if case.direction == "forward":
+        q, k, v = q.detach(), k.detach(), v.detach()
+        return lambda: attention(q, k, v, check_layout=False, **options)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+
+    def both() -> Any:
+        out = attention(q, k, v, check_layout=False, **options)
+        return torch.autograd.grad(out, (q, k, v), gradient)
+
+    return both
+
+
+def compare_with_peers(
+    table: pd.DataFrame, ours: str, *, column: str = "median_ms"
+) -> pd.DataFrame:
     """How many times as fast `ours` is as each other implementation, by shape.
 
     Args:
-        table: what `run_grid` returned for `peer_cases`.
+        table: what `measure_peers` returned for `peer_cases`.
         ours: the backend in question.
+        column: "median_ms", the kernels' time, or "call_ms", that of calls from Python.
 
     Returns:
         head_dim, causal, seqlen, pass ("forward" or "backward": forward+backward less forward), our
@@ -69,7 +179,7 @@ def compare_with_peers(table: pd.DataFrame, ours: str) -> pd.DataFrame:
     rows = []
     for shape, group in table.groupby(SHAPE):
         ran = group[group.status == "ok"]
-        times = ran.pivot(index="backend", columns="direction", values="median_ms")
+        times = ran.pivot(index="backend", columns="direction", values=column)
         times = times.reindex(columns=["forward", "forward+backward"])
         # The same for all implementations: from any forward row.
         flops = (ran.tflops * ran.median_ms * 1e9)[ran.direction == "forward"].mean()
@@ -116,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--hidden", type=int, default=2048, help="heads times head_dim")
     add("--dtype", default="bfloat16")
     add("--device", help="cpu or cuda; default: the GPU if there is one")
-    add("--max-seconds", type=float, default=0.3, help="for the repeats of one case")
+    add("--max-seconds", type=float, default=0.1, help="for the repeats of one case, each time")
     add_save_options(parser)
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
@@ -129,12 +239,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         hidden=options.hidden,
         dtype=options.dtype,
     )
-    table = run_grid(cases, device=device, measure_error=False, max_seconds=options.max_seconds)
-    ratios = compare_with_peers(table, options.ours)
+    table = measure_peers(cases, device=device, max_seconds=options.max_seconds)
     print(f"{table.attrs['provenance']['device']}: times as fast as the others, {options.ours}")
-    print(ratios.round(2).to_string(index=False))
-    print(geometric_means(ratios).round(2).to_string(index=False))
+    print(compare_with_peers(table, options.ours).round(2).to_string(index=False))
+    for column, what in (("median_ms", "kernels"), ("call_ms", "calls from Python")):
+        print(f"Geometric means over all shapes, {what}:")
+        means = geometric_means(compare_with_peers(table, options.ours, column=column))
+        print(means.round(2).to_string(index=False))
+    for line in _not_measured(table):
+        print(line)
     save_if_asked(table, options)
+
+
+def _not_measured(table: pd.DataFrame) -> list[str]:
+    """A line for each reason why cases did not run, and for those that no graph could record."""
+    others = table[table.status != "ok"].groupby(["backend", "status", "reason"], sort=False)
+    lines = [f"{name}: {status}: {why} ({len(group)})" for (name, status, why), group in others]
+    if table.in_graph.any():
+        plain = table[(table.status == "ok") & ~table.in_graph.astype(bool)]
+        lines += [
+            f"{name}: no CUDA graph, called from Python ({len(group)})"
+            for name, group in plain.groupby("backend", sort=False)
+        ]
+    return lines
 
 
 def _names(text: str) -> list[str]:
