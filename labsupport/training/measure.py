@@ -2,6 +2,7 @@
 
 python -m labsupport.training.measure --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
 python -m labsupport.training.measure --preset gpt2-small --longest --limit 16GiB --save NAME
+python -m labsupport.training.measure --preset gpt2-small --longest --limit 16GiB --plain
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,11 @@ from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 from labsupport.training.lengths import parse_tokens
-from labsupport.training.model import Decoder, DecoderConfig
+from labsupport.training.model import DecoderConfig
 from labsupport.training.planner.fits import LADDER, Rung, longest
 from labsupport.training.planner.plan import plan_memory
 from labsupport.training.saving.limit import is_out_of_memory, memory_limit, parse_bytes
+from labsupport.training.steps import PLAIN, PlainTransformers, training_step
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,48 +38,11 @@ LONG_STEP_S = 0.4
 PLAN_ERROR = 1.1
 
 
-@dataclass(frozen=True)
-class Step:
-    """A model with its optimizer, ready to do steps on the same random tokens."""
-
-    run: Callable[[], float]  # one step; returns its loss
-    standing_bytes: int  # weights and AdamW's states, which are there between steps
-
-
-def training_step(config: DecoderConfig, rung: Rung, seqlen: int, device: torch.device) -> Step:
-    """A training step on `device`: forward, backward, AdamW.
-
-    Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 0.
-    """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(0)
-        model = Decoder(config, rung.savings)
-        tokens = torch.randint(config.vocab_size, (1, seqlen))
-    labels = tokens.roll(-1, dims=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    for weight in model.parameters():  # the states are made by a first step
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-    def run() -> float:
-        try:
-            with torch.autocast(device.type, rung.autocast, enabled=rung.autocast is not None):
-                loss = model(tokens, labels)
-            loss.backward()
-            optimizer.step()
-            return float(loss.detach())
-        finally:
-            optimizer.zero_grad(set_to_none=True)
-
-    return Step(run, 3 * sum(weight.nbytes for weight in model.parameters()))
-
-
 def measure_training(
     config: DecoderConfig,
     lengths: Sequence[int],
     *,
-    rungs: Sequence[Rung] = LADDER,
+    rungs: Sequence[Rung | PlainTransformers] = LADDER,
     device: torch.device | str | None = None,
     limit: int | str | None = None,
     max_seconds: float = 1.0,
@@ -89,7 +53,8 @@ def measure_training(
     Args:
         config: the decoder's shape.
         lengths: tokens of the sequence; batch 1.
-        rungs: how it is computed; by default each remedy on top of those before it.
+        rungs: how it is computed; by default each remedy on top of those before it. `steps.PLAIN`
+            are Transformers' own, for which there is no plan.
         device: by default a GPU if there is one.
         limit: bytes, or a text such as "16GiB". On a GPU the allocator is held to it, so that more
             fails. On a CPU it is the plan that decides. A step that the plan puts more than a tenth
@@ -119,7 +84,7 @@ def measure_training(
 
 def _measured(
     config: DecoderConfig,
-    rung: Rung,
+    rung: Rung | PlainTransformers,
     seqlen: int,
     device: torch.device,
     limit: int | None,
@@ -128,16 +93,17 @@ def _measured(
     dtype = "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1]
     row: dict[str, Any] = {"backend": rung.name, "seqlen": seqlen, "direction": "training step"}
     row |= {"dtype": dtype, "status": "ok", "reason": ""}
-    try:
-        plan = plan_memory(
-            config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
-        )
-    except ValueError as error:  # longer than the learned positions, for one
-        return row | {"status": "unsupported", "reason": str(error)}
-    row["predicted_bytes"] = plan.peak_bytes
-    if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
-        what = f"{format_bytes(plan.peak_bytes)} in {plan.when}, {format_bytes(limit)} allowed"
-        return row | {"status": "predicted", "reason": f"not tried: {what}"}
+    if isinstance(rung, Rung):
+        try:
+            plan = plan_memory(
+                config, seqlen=seqlen, savings=rung.savings, autocast=rung.autocast, device=device
+            )
+        except ValueError as error:  # longer than the learned positions, for one
+            return row | {"status": "unsupported", "reason": str(error)}
+        row["predicted_bytes"] = plan.peak_bytes
+        if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
+            what = f"{format_bytes(plan.peak_bytes)} in {plan.when}, {format_bytes(limit)} allowed"
+            return row | {"status": "predicted", "reason": f"not tried: {what}"}
     try:
         row |= _timed(config, rung, seqlen, device, max_seconds)
     except BackendUnavailableError as error:
@@ -153,7 +119,11 @@ def _measured(
 
 
 def _timed(
-    config: DecoderConfig, rung: Rung, seqlen: int, device: torch.device, max_seconds: float
+    config: DecoderConfig,
+    rung: Rung | PlainTransformers,
+    seqlen: int,
+    device: torch.device,
+    max_seconds: float,
 ) -> dict[str, Any]:
     step = training_step(config, rung, seqlen, device)
     losses: list[float] = []
@@ -193,15 +163,15 @@ def longest_that_trains(
     config: DecoderConfig,
     limit: int | str,
     *,
-    rungs: Sequence[Rung] = LADDER,
+    rungs: Sequence[Rung | PlainTransformers] = LADDER,
     device: torch.device | str | None = None,
     multiple: int = 1024,
 ) -> pd.DataFrame:
     """The longest sequence whose step really runs under a limit, by trying, for each remedy.
 
-    The search begins at the plan's answer. The row is that of the longest step that ran; the next
-    longer one, of `multiple` tokens more, was out of memory. A remedy that cannot run at all has
-    the row that says why.
+    The search begins at the plan's answer; where there is no plan, it doubles the length. The row
+    is that of the longest step that ran; the next longer one, of `multiple` tokens more, was out of
+    memory. A remedy that cannot run at all has the row that says why.
 
     Raises:
         RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
@@ -214,14 +184,17 @@ def longest_that_trains(
         raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
     rows = []
     for rung in rungs:
-        chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
-        guess = longest(config, limit, multiple=multiple, **chosen) // multiple
+        guess, widen = 1, 1
+        if isinstance(rung, Rung):
+            chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
+            guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
+            widen = 16
 
-        def attempt(units: int, rung: Rung = rung) -> dict[str, Any]:
+        def attempt(units: int, rung: Rung | PlainTransformers = rung) -> dict[str, Any]:
             with memory_limit(limit, where):
                 return _measured(config, rung, units * multiple, where, None, max_seconds=0.0)
 
-        best = _last_that_runs(attempt, max(1, guess))
+        best = _last_that_runs(attempt, guess, widen)
         rows.append(best or {"backend": rung.name, "seqlen": 0, "status": "out of memory"})
     table = pd.DataFrame(rows)
     table.attrs["provenance"] = provenance(
@@ -230,8 +203,16 @@ def longest_that_trains(
     return table
 
 
-def _last_that_runs(attempt: Callable[[int], dict[str, Any]], guess: int) -> dict[str, Any] | None:
-    """The row of the largest number that runs: widen a bracket around the guess, then halve it."""
+def _last_that_runs(
+    attempt: Callable[[int], dict[str, Any]], guess: int, widen: int = 16
+) -> dict[str, Any] | None:
+    """The row of the largest number that runs: widen a bracket around the guess, then halve it.
+
+    Args:
+        attempt: a number -> its row.
+        guess: where to begin.
+        widen: a bracket grows by one part in so many; 1 doubles.
+    """
     runs, fails, best = 0, 0, None
     units = guess
     while not fails or fails - runs > 1:
@@ -243,9 +224,9 @@ def _last_that_runs(attempt: Callable[[int], dict[str, Any]], guess: int) -> dic
         else:
             fails = units
         if not fails:
-            units = runs + max(1, runs // 16)
+            units = runs + max(1, runs // widen)
         elif not runs and fails > 1:
-            units = fails - max(1, fails // 16)
+            units = fails - max(1, fails // (widen + 1))
         else:
             units = (runs + fails) // 2
         if units <= 0:
@@ -283,6 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS")
     add("--lengths", default="1K,2K,4K", help="tokens, separated by commas; 8K is 8,192")
     add("--rungs", help="which remedies, by number from 0, separated by commas; default: all")
+    add(
+        "--plain",
+        action="store_true",
+        help="Transformers' own GPT-2 in place of the lab's remedies",
+    )
     add("--attention", help="the backend in place of 'auto'")
     add("--limit", help="such as 16GiB")
     add("--longest", action="store_true", help="search the longest sequence under the limit (GPU)")
@@ -290,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_save_options(parser)
     options = parser.parse_args(arguments)
     config = DecoderConfig.preset(options.preset)
-    rungs = _chosen(options.rungs, options.attention)
+    rungs = PLAIN if options.plain else _chosen(options.rungs, options.attention)
     if options.longest:
         if options.limit is None:
             parser.error("--longest needs a --limit")

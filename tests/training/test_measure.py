@@ -14,6 +14,7 @@ from labsupport.training.measure import (
 )
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.fits import Rung
+from labsupport.training.steps import PLAIN
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
 TEXTBOOK = Rung("textbook", Savings(attention="standard"))
@@ -80,14 +81,15 @@ def test_a_measurement_leaves_the_callers_random_numbers_alone():
 
 @pytest.mark.parametrize("longest", [1, 5, 16, 17, 100])
 @pytest.mark.parametrize("guess", [1, 4, 17, 60])
-def test_the_search_finds_the_longest_that_runs_whatever_the_guess(longest, guess):
+@pytest.mark.parametrize("widen", [1, 16])
+def test_the_search_finds_the_longest_that_runs_whatever_the_guess(longest, guess, widen):
     tried = []
 
     def attempt(units):
         tried.append(units)
         return {"status": "ok" if units <= longest else "out of memory", "seqlen": units}
 
-    assert last_that_runs(attempt, guess)["seqlen"] == longest
+    assert last_that_runs(attempt, guess, widen)["seqlen"] == longest
     assert len(tried) == len(set(tried))
 
 
@@ -144,3 +146,18 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
     assert "+ FlashAttention" in said
     assert "+ checkpointing" in said
     assert (tmp_path / "steps" / "provenance.json").exists()
+
+
+def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
+    table = measure_training(
+        SHAPE,
+        [256],
+        rungs=[FLASH, *PLAIN],
+        device="cpu",
+        max_seconds=0.01,
+        progress=False,
+    ).set_index("backend")
+    assert (table.status == "ok").all()
+    _, sdpa, checkpointed = (table.peak_memory_bytes[how.name] for how in PLAIN)
+    assert sdpa > checkpointed > table.peak_memory_bytes[FLASH.name]
+    assert table.predicted_bytes.isna().sum() == len(PLAIN)
