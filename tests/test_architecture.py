@@ -22,15 +22,20 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "plotting"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
-# Kernels are defined when their file is imported. So Triton's door is a folder, whose kernel files
-# others import inside of functions only.
-DOORS = {"triton": "labsupport/attention/flash_triton/"}
-KERNELS = tuple(
-    f"labsupport.attention.flash_triton.{name}"
-    for name in (
-        *("tiles", "forward", "backward", "forward_hopper", "backward_hopper"),
-        *("decode", "version1", "with_update"),
-    )
+# Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
+# others import kernel files inside of functions only.
+DOORS = {
+    "triton": ("labsupport/attention/flash_triton/", "labsupport/distributed/ring/merge_kernel.py")
+}
+KERNELS = (
+    *(
+        f"labsupport.attention.flash_triton.{name}"
+        for name in (
+            *("tiles", "forward", "backward", "forward_hopper", "backward_hopper"),
+            *("decode", "version1", "with_update"),
+        )
+    ),
+    "labsupport.distributed.ring.merge_kernel",
 )
 
 
@@ -94,9 +99,7 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
             package = next((p for p in OPTIONAL if f"{target}.".startswith(f"{p}.")), None)
             if package is None:
                 continue
-            door = DOORS.get(package, "")
-            if door and path.startswith(door):
-                doors.setdefault(package, set()).add(door)
+            if path.startswith(DOORS.get(package, ())):
                 continue
             doors.setdefault(package, set()).add(path)
             if not lazy:

@@ -424,6 +424,9 @@ def test_kernels_say_what_they_cannot_do():
     assert any("windows" in reason for reason in windowed["native"])
     assert any("alibi" in reason for reason in windowed["native"])
     assert any("log-sum-exp from outside" in reason for reason in plain["fa4"])
+    ordered = available_ring_kernels(q, k, v, deterministic=True)
+    assert ordered["flash_torch"] == ()
+    assert any("any order" in reason for reason in ordered["cudnn"])
 
 
 def test_a_kernel_that_cannot_names_those_that_can(workers):
@@ -437,7 +440,7 @@ def test_a_kernel_that_cannot_names_those_that_can(workers):
 def test_an_unknown_kernel_is_refused_with_the_known_ones(workers):
     for name, text in workers.run(refusal, _four_tokens, {"kernel": "flash"}, ranks=2):
         assert name == "AttentionInputError"
-        assert "auto, native, flash_triton, flash_torch, fa4" in text
+        assert "auto, cudnn, native, flash_triton, flash_torch, fa4" in text
 
 
 def _four_tokens(rank):

@@ -138,3 +138,15 @@ def test_shards_go_together_again_and_say_their_positions(ranks, zigzag):
 def test_a_length_that_does_not_fit_is_refused_with_one_that_does(zigzag, by):
     with pytest.raises(AttentionInputError, match=f"pad it by {by}, to 12"):
         shard_sequence(torch.zeros(1, 10, 1), 0, 3 if zigzag else 4, zigzag=zigzag)
+
+
+def test_a_ranks_own_zigzag_chunks_are_one_causal_call():
+    """Its later chunk sees all of its earlier one, as if they were neighbours."""
+    whole = slice(0, 6)
+    for ranks in (1, 2, 5):
+        plan = Plan.of(ranks, 6, causal=True, zigzag=True)
+        for rank in range(ranks):
+            (piece,) = plan.table[rank][rank]
+            assert (piece.rows, piece.cols, piece.window) == (whole, whole, (-1, 0))
+    windowed = Plan.of(2, 6, causal=True, window_size=(4, 0), zigzag=True)
+    assert len(windowed.table[0][0]) > 1, "a window tells chunks apart that are no neighbours"

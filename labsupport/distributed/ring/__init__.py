@@ -4,7 +4,9 @@ functions  the public functions, in flash-attn's layout and with its options
 algorithm  the ring, forward and backward, as one algorithm with the kernel as a parameter
 plan       which rank's keys travel how far, and who must see them
 blocks     which pairs of one block are visible, in terms that every kernel understands
-kernels    the table of kernels that can compute a block
+merging    how the results of steps come together; merge_kernel, the same as Triton kernels
+kernel     what a ring asks of a kernel that computes a block
+kernels    the table of them; kernels_lab, kernels_torch, kernels_fa4: how each is called
 transport  messages between neighbours, posted before the compute and awaited after it
 zigzag     how a sequence is sharded and put together again; balanced causal work
 """

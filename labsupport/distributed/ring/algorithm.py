@@ -14,8 +14,8 @@ Besides its own, a rank holds two ranks' keys at most: those it works on, and th
 The hop is posted before the compute and awaited after it. A block of n queries and n keys costs n^2
 work and n of communication, so with long shards the hop hides behind the compute.
 
-Forward. Each step gives a normalised partial output and its log-sum-exp. `merge_attention` adds it
-to what came before, in float32 (the online softmax, between whole results instead of tiles).
+Forward. Each step gives a normalised partial output and its log-sum-exp. `merged` adds it to what
+came before, in float32 (the online softmax, between whole results instead of tiles).
 
 Backward. Given L, the log-sum-exp of the WHOLE row, and D = rowsum(dO * O) with the whole output,
 
@@ -48,12 +48,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.attention.online_softmax import merge_attention
 from labsupport.distributed.ring.blocks import Piece
-from labsupport.distributed.ring.kernels import BlockKernel, Options
+from labsupport.distributed.ring.kernel import BlockKernel, Options
+from labsupport.distributed.ring.merging import added, merged
 from labsupport.distributed.ring.plan import Plan, direction
 from labsupport.distributed.ring.transport import Ring
 
+Pair = tuple[Tensor, Tensor]
 Messages = list[tuple[Tensor, int]]
 
 
@@ -84,29 +85,21 @@ class RingCall:
 
 def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Out (batch, seqlen_local, heads, head_dim) in q's dtype, lse (batch, heads, seqlen_local)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(q.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
-    lse = torch.full_like(out[..., 0], -torch.inf)
-    own = torch.stack((k, v))
-    held: Tensor | None = own
+    own = k.contiguous(), v.contiguous()
+    held: Pair | None = own
+    result: Pair | None = None  # out and lse so far
     for step, distance in enumerate(call.plan.route):
         sends, receives, arriving = _keys_hop(call, step, own, held)
-        wait = call.ring.post(sends, receives)
-        for piece in call.pieces(distance):
-            rows, cols = piece.rows, piece.cols
-            assert held is not None
-            part, part_lse = call.kernel.forward(
-                q[:, rows], held[0, :, cols], held[1, :, cols], call.options(piece)
-            )
-            out[:, :, rows], lse[:, :, rows] = merge_attention(
-                out[:, :, rows],
-                lse[:, :, rows],
-                part.transpose(1, 2),
-                part_lse - call.too_high(piece),
-            )
-        wait()
+        with call.ring.in_flight(sends, receives):
+            for piece in call.pieces(distance):
+                assert held is not None
+                rows, cols = piece.rows, piece.cols
+                keys, values = (x[:, cols] for x in held)
+                part, lse = call.kernel.forward(q[:, rows], keys, values, call.options(piece))
+                result = merged(result, q, rows, part, lse - call.too_high(piece))
         held = arriving
-    return out.transpose(1, 2).to(q.dtype).contiguous(), lse
+    assert result is not None  # a rank sees its own keys
+    return result[0].to(q.dtype).contiguous(), result[1]
 
 
 def ring_backward(
@@ -115,72 +108,77 @@ def ring_backward(
     """dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
     backward = call.kernel.backward
     assert backward is not None  # a kernel without one was refused before the forward
-    wide, dout = torch.promote_types(q.dtype, torch.float32), dout.contiguous()
-    dq = torch.zeros_like(q, dtype=wide)
-    own = torch.stack((k, v))
-    held: Tensor | None = own
-    at_home = torch.zeros_like(own, dtype=wide)  # dK and dV of this rank's own keys
-    finished: Tensor | None = None  # what the step before added to: it leaves in this one
+    dout, own = dout.contiguous(), (k.contiguous(), v.contiguous())
+    held: Pair | None = own
+    dq: Tensor | None = None
+    at_home: Pair | None = None  # dK and dV of this rank's own keys
+    finished: Pair | None = None  # what the step before added to: it leaves in this one
     for step, distance in enumerate((*call.plan.route, None)):
         sends, receives, arriving = _keys_hop(call, step, own, held)
-        onward, back = _gradient_hop(call, step, finished, at_home, sends, receives)
-        wait = call.ring.post(sends, receives)
-        share = at_home if distance == 0 else None
-        for piece in [] if distance is None else call.pieces(distance):
-            rows, cols = piece.rows, piece.cols
-            share = torch.zeros_like(at_home) if share is None else share
-            assert held is not None
-            dq_part, dk_part, dv_part = backward(
-                dout[:, rows],
-                q[:, rows],
-                held[0, :, cols],
-                held[1, :, cols],
-                out[:, rows],
-                lse[:, :, rows] + call.too_high(piece),
-                call.options(piece),
-            )
-            dq[:, rows] += dq_part
-            share[0, :, cols] += dk_part
-            share[1, :, cols] += dv_part
-        wait()
+        onward, back = _gradient_hop(call, step, finished, own, sends, receives)
+        shares: list[tuple[slice, Pair]] = []
+        with call.ring.in_flight(sends, receives):
+            for piece in [] if distance is None else call.pieces(distance):
+                assert held is not None
+                rows, cols = piece.rows, piece.cols
+                keys, values = (x[:, cols] for x in held)
+                whole_rows = out[:, rows], lse[:, :, rows] + call.too_high(piece)
+                dq_part, dk_part, dv_part = backward(
+                    dout[:, rows], q[:, rows], keys, values, *whole_rows, call.options(piece)
+                )
+                dq = added(dq, q, rows, dq_part)
+                shares.append((cols, (dk_part, dv_part)))
+        sums = at_home if distance == 0 else onward
+        for cols, share in shares:
+            sums = _both_added(sums, own, cols, share)
+        if distance == 0:
+            at_home = sums
         if back is not None:
-            at_home += back
-        if onward is not None:
-            share = onward if share is None else onward.add_(share)
-        finished, held = share, arriving
+            at_home = _both_added(at_home, own, slice(0, k.shape[1]), back)
+        finished, held = sums, arriving
+    assert dq is not None  # a rank sees its own keys
+    assert at_home is not None
     return dq.to(q.dtype), at_home[0].to(k.dtype), at_home[1].to(v.dtype)
 
 
+def _both_added(sums: Pair | None, own: Pair, cols: slice, share: Pair) -> Pair:
+    """dK and dV so far, with this rank's share for some of the keys."""
+    dk, dv = (None, None) if sums is None else sums
+    return added(dk, own[0], cols, share[0]), added(dv, own[1], cols, share[1])
+
+
 def _keys_hop(
-    call: RingCall, step: int, own: Tensor, held: Tensor | None
-) -> tuple[Messages, Messages, Tensor | None]:
+    call: RingCall, step: int, own: Pair, held: Pair | None
+) -> tuple[Messages, Messages, Pair | None]:
     """The hop that the next step needs: what to send, what to receive, and where that will be."""
     plan, rank = call.plan, call.ring.rank
     if step + 1 >= len(plan.route):
         return [], [], None
     coming = plan.route[step + 1]
     way = direction(coming)
-    sends, receives, arriving = [], [], None
+    sends: Messages = []
+    receives: Messages = []
+    arriving: Pair | None = None
     leaving = own if coming == way else held  # each direction begins with a rank's own keys
     if plan.travels(plan.owner(rank, coming - way), coming):
         assert leaving is not None
-        sends.append((leaving, rank + way))
+        sends += [(x, rank + way) for x in leaving]
         call.ring.traffic.kv_messages += 1
-        call.ring.traffic.kv_bytes += leaving.nbytes
+        call.ring.traffic.kv_bytes += sum(x.nbytes for x in leaving)
     if plan.travels(plan.owner(rank, coming), coming):
-        arriving = torch.empty_like(own)
-        receives.append((arriving, rank - way))
+        arriving = torch.empty_like(own[0]), torch.empty_like(own[1])
+        receives += [(x, rank - way) for x in arriving]
     return sends, receives, arriving
 
 
 def _gradient_hop(
     call: RingCall,
     step: int,
-    finished: Tensor | None,
-    at_home: Tensor,
+    finished: Pair | None,
+    own: Pair,
     sends: Messages,
     receives: Messages,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Pair | None, Pair | None]:
     """Add this step's messages of dK and dV, one step behind their keys.
 
     Returns:
@@ -188,25 +186,26 @@ def _gradient_hop(
         this rank's own; None where none is coming.
     """
     plan, rank = call.plan, call.ring.rank
+    wide = torch.promote_types(own[0].dtype, torch.float32)
     onward = back = None
     now = plan.route[step] if step < len(plan.route) else 0
     if abs(now) > 1:
         way = direction(now)
         if plan.goes_on(plan.owner(rank, now), now - way):
-            onward = torch.empty_like(at_home)
-            receives.append((onward, rank - way))
+            onward = torch.empty_like(own[0], dtype=wide), torch.empty_like(own[1], dtype=wide)
+            receives += [(x, rank - way) for x in onward]
     before = plan.route[step - 1] if step else 0
     if before:
         owner = plan.owner(rank, before)
         goes_on = plan.goes_on(owner, before)
         if goes_on or plan.goes_home(owner, before):
             assert finished is not None
-            sends.append((finished, rank + direction(before) if goes_on else owner))
+            sends += [(x, rank + direction(before) if goes_on else owner) for x in finished]
             call.ring.traffic.gradient_messages += 1
-            call.ring.traffic.gradient_bytes += finished.nbytes
+            call.ring.traffic.gradient_bytes += sum(x.nbytes for x in finished)
         if plan.goes_home(rank, before):
-            back = torch.empty_like(at_home)
-            receives.append((back, rank + before))
+            back = torch.empty_like(own[0], dtype=wide), torch.empty_like(own[1], dtype=wide)
+            receives += [(x, rank + before) for x in back]
     return onward, back
 
 

@@ -100,7 +100,7 @@ def _piece(length: int, delta: int, low: int, high: int, alibi: bool) -> Piece:
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours without a mask as one piece: fewer and larger calls. Not for ALiBi's pieces."""
+    """Neighbours that one call can compute as one piece: fewer, larger. Not for ALiBi's pieces."""
     for along, across in (("rows", "cols"), ("cols", "rows")):
         done: list[Piece] = []
         for piece in sorted(
@@ -119,6 +119,27 @@ def joined(pieces: list[Piece]) -> list[Piece]:
             else:
                 done.append(piece)
         pieces = done
+    return _stairs(pieces)
+
+
+def _stairs(pieces: list[Piece]) -> list[Piece]:
+    """Two causal squares on the diagonal and what lies left of the second, as one causal square.
+
+    This is what the two chunks of a zigzag rank are to each other: the later one sees all of the
+    earlier one, however far apart they stand.
+    """
+    if len(pieces) != 3:
+        return pieces
+    first, left, second = sorted(pieces, key=lambda p: (p.rows.start, p.cols.start))
+    if (
+        first.window == second.window == CAUSAL
+        and left.window == UNLIMITED
+        and first.rows == first.cols == left.cols
+        and second.rows == second.cols == left.rows
+        and first.rows.stop == second.rows.start
+    ):
+        whole = slice(first.rows.start, second.rows.stop)
+        return [replace(first, rows=whole, cols=whole)]
     return pieces
 
 

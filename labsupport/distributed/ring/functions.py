@@ -100,8 +100,9 @@ def ring_flash_attn_func(
         deterministic: refuse kernels whose gradients differ from run to run.
         return_lse: also return the log-sum-exp over the whole sequence (not differentiable).
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
-        kernel: "native" (PyTorch's own FlashAttention), "flash_triton", "flash_torch", "fa4"
-            (forward only), or "auto": see `available_ring_kernels`.
+        kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
+            "auto", the first that can: see `available_ring_kernels`. "auto" is cuDNN on Hopper;
+            its gradients differ in the last bits from run to run, unless `deterministic`.
         check_ranks: compare shapes and options among the ranks first, so that a difference is an
             error on all of them and not a hang. One small message; a GPU is waited for.
 

@@ -2,11 +2,18 @@
 
 All messages of one step are posted together (`batch_isend_irecv`), on every rank in the same order:
 first keys and values, then gradients. NCCL runs them as one group, which cannot wait in a circle.
+
+On a GPU nothing here waits: NCCL copies on a stream of its own, and awaiting a message makes the
+compute's stream wait. A hop hides behind a step's compute only if NCCL gets some multiprocessors
+while a kernel with thousands of blocks has them all. So give its stream priority: set
+TORCH_NCCL_HIGH_PRIORITY=1 before the process group is made, or `is_high_priority_stream` in
+ProcessGroupNCCL.Options; `labsupport ring` does the former.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -83,3 +90,17 @@ class Ring:
                 request.wait()
 
         return wait
+
+    @contextmanager
+    def in_flight(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Iterator[None]:
+        """The messages of `post` travel while the body runs; after it they have arrived.
+
+        Also when the body fails: their memory must not be given back before.
+        """
+        wait = self.post(sends, receives)
+        try:
+            yield
+        finally:
+            wait()

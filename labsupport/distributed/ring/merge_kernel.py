@@ -1,0 +1,61 @@
+"""What happens between two steps of a ring, each in one pass over memory, as Triton kernels.
+
+A step's results are as large as its inputs: at 32,768 tokens of 32 heads, a partial output is a
+quarter of a gigabyte, and the sum in float32 half of one. PyTorch merges two of them in about ten
+passes (a widened copy, two products, a sum, ...); each costs what reading and writing all of it
+costs. These kernels read the sum and the part once, and write the sum.
+"""
+# Triton's arguments have no Python types.
+# ruff: noqa: ANN001, ANN201
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def merge_kernel(
+    OUT, LSE, PART, PART_LSE,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    part_batch, part_row, part_head, part_lse_batch, part_lse_head,
+    rows, head_dim, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`merge_attention` of OUT and PART, into OUT and LSE. Grid: blocks of rows, heads, batch.
+
+    OUT and PART are (batch, rows, heads, head_dim), LSE and PART_LSE (batch, heads, rows); their
+    last strides are 1, the others are given, in elements. OUT, LSE and PART_LSE are float32.
+    """
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    inside = r < rows
+    LSE += batch * lse_batch + head * lse_head
+    PART_LSE += batch * part_lse_batch + head * part_lse_head
+    lse = tl.load(LSE + r, mask=inside, other=0.0)
+    part_lse = tl.load(PART_LSE + r, mask=inside, other=0.0)
+
+    m = tl.maximum(lse, part_lse)
+    m = tl.where(m == -float("inf"), 0.0, m)
+    weight, part_weight = tl.exp(lse - m), tl.exp(part_lse - m)
+    total = weight + part_weight
+    divisor = tl.where(total == 0.0, 1.0, total)
+    tl.store(LSE + r, tl.where(total == 0.0, -float("inf"), m + tl.log(divisor)), mask=inside)
+
+    mask = inside[:, None] & (d < head_dim)[None, :]
+    OUT += batch * out_batch + head * out_head + r[:, None] * out_row + d[None, :]
+    PART += batch * part_batch + head * part_head + r[:, None] * part_row + d[None, :]
+    out = tl.load(OUT, mask=mask, other=0.0)
+    part = tl.load(PART, mask=mask, other=0.0).to(tl.float32)
+    merged = (weight / divisor)[:, None] * out + (part_weight / divisor)[:, None] * part
+    tl.store(OUT, merged, mask=mask)
+
+
+@triton.jit
+def add_kernel(TOTAL, PART, total_batch, part_batch, numbers, BLOCK: tl.constexpr):
+    """TOTAL += PART, float32. Grid: blocks of the numbers of a batch entry, batch."""
+    batch = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    TOTAL += batch * total_batch
+    PART += batch * part_batch
+    part = tl.load(PART + i, mask=i < numbers, other=0.0).to(tl.float32)
+    total = tl.load(TOTAL + i, mask=i < numbers, other=0.0)
+    tl.store(TOTAL + i, total + part, mask=i < numbers)
