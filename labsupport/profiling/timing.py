@@ -251,7 +251,7 @@ def measure_ratio(
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
-    """The device itself; by default the current GPU if there is one, else the CPU.
+    """The device itself, a GPU with its number; by default the current GPU, or else the CPU.
 
     Raises:
         ValueError: a GPU is asked for, and PyTorch finds none.
@@ -263,6 +263,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         built = torch.version.cuda or torch.version.hip
         why = "PyTorch finds none" if built else "this PyTorch is built for CPUs only"
         raise ValueError(f"no GPU here ({why}): leave --device (device=) away")
+    if device.type == "cuda" and device.index is None:  # some of PyTorch's functions want a number
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

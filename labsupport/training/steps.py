@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor, nn
 from labsupport.training.model import Decoder, DecoderConfig
 from labsupport.training.planner.fits import Rung
 
+WARM_UP_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class Step:
     """A model with its optimizer, ready to do steps on the same random tokens."""
 
     run: Callable[[], float]  # one step; returns its loss
+    warm_up: Callable[[], float]  # the same of the first tokens only
     standing_bytes: int  # weights and AdamW's states, which are there between steps
 
 
@@ -65,7 +69,7 @@ def training_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
-    def run() -> float:
+    def run(tokens: Tensor) -> float:
         try:
             with torch.autocast(device.type, how.autocast, enabled=how.autocast is not None):
                 loss = loss_of(tokens)
@@ -75,7 +79,9 @@ def training_step(
         finally:
             optimizer.zero_grad(set_to_none=True)
 
-    return Step(run, 3 * sum(weight.nbytes for weight in model.parameters()))
+    standing = 3 * sum(weight.nbytes for weight in model.parameters())
+    first = tokens[:, :WARM_UP_TOKENS]
+    return Step(partial(run, tokens), partial(run, first), standing)
 
 
 def _decoder(config: DecoderConfig, rung: Rung) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -91,7 +97,8 @@ def _plain(
     sizes: dict[str, Any] = {"n_embd": config.width, "n_layer": config.layers}
     sizes |= {"n_head": config.heads, "vocab_size": config.vocab_size, "n_positions": seqlen}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}  # theirs may lie outside of the vocabulary
-    settings = GPT2Config(**sizes, attn_implementation=how.attention, use_cache=False)
+    sizes |= {"attn_implementation": how.attention, "use_cache": False}
+    settings = GPT2Config(**sizes)
     model: Any = GPT2LMHeadModel(settings).train()
     if how.checkpoint:
         # The new name of gradient_checkpointing_enable.

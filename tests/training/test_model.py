@@ -199,3 +199,11 @@ def test_positions_that_were_not_learned_are_refused(options):
 def test_shapes_that_cannot_be_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         replace(SMALL, **changes)
+
+
+def test_offsets_of_documents_may_lie_on_another_device_than_the_tokens():
+    with torch.device("meta"):  # stands for a GPU: nothing on it can be mixed with a CPU's tensors
+        decoder = Decoder(SMALL, Savings(attention="standard"))
+        packed = torch.zeros(1, 8, dtype=torch.int64)
+    hidden = decoder.hidden(packed, cu_seqlens=torch.tensor([0, 3, 8]))
+    assert hidden.shape == (1, 8, SMALL.width)

@@ -65,8 +65,8 @@ class Decoder(nn.Module):
             tokens: (batch, seqlen) int64.
             positions: (seqlen,) or (batch, seqlen) integers; 0 ... seqlen - 1 unless given, and
                 with `cu_seqlens` from 0 in each document.
-            cu_seqlens: (documents + 1,) integers, batch 1 only: where each document begins, and
-                seqlen last. No token sees another document.
+            cu_seqlens: (documents + 1,) integers, on any device, batch 1 only: where each document
+                begins, and seqlen last. No token sees another document.
 
         Returns:
             (batch, seqlen, width), in the dtype of the projections (autocast's, if it is on).
@@ -201,11 +201,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor, tokens: Tensor) -> None:
         raise ValueError(
             f"cu_seqlens cuts one packed sequence into documents, but tokens {tuple(tokens.shape)} "
             "hold several: pack them into one, tokens.reshape(1, -1), with the offsets to match."
-        )
-    if cu_seqlens.device != tokens.device:
-        raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device}, tokens on {tokens.device}: "
-            "cu_seqlens.to(tokens.device)."
         )
     whole = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex())
     steps = cu_seqlens.tolist() if whole and cu_seqlens.ndim == 1 else []
