@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from labsupport import __version__
+from labsupport.distributed.ring_command.command import ring_app
+from labsupport.distributed.train_parallel import train_in_parallel
 from labsupport.models.generation.command import generate_command
 from labsupport.training.command import train_command
 
@@ -164,7 +166,8 @@ def release(
 
 
 app.command("generate")(generate_command)
-app.command("train")(train_command)
+app.command("train", context_settings={"obj": train_in_parallel})(train_command)
+app.add_typer(ring_app, name="ring")
 
 
 def main() -> None:

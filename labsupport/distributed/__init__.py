@@ -1,8 +1,12 @@
 """Training on several devices, on PyTorch's own engine.
 
-ring/           attention over a sequence that no single device holds
-data_parallel/  other data on each rank: DDP, FSDP, distributed checkpoints
-launch/         a function or a script in several processes of this machine
+ring/               attention over a sequence that no single device holds
+ring_command/       labsupport ring: is it right on these devices, and how fast
+sequence_parallel/  a model whose sequence is sharded over the ranks
+data_parallel/      other data on each rank: DDP, FSDP, distributed checkpoints
+scaling/            what larger worlds and other links would give, predicted
+launch/             a function or a script in several processes of this machine
+train_parallel      labsupport train --parallel
 
 Names are imported from these files when first used, so that importing the package stays light.
 """
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from labsupport.distributed.ring.zigzag import positions_of as positions_of
     from labsupport.distributed.ring.zigzag import shard_sequence as shard_sequence
     from labsupport.distributed.ring.zigzag import unshard_sequence as unshard_sequence
+    from labsupport.distributed.sequence_parallel.model import shard_model as shard_model
+    from labsupport.distributed.sequence_parallel.run import train_with_ring as train_with_ring
 
 _HOME = {
     "LaunchError": "launch.errors",
@@ -37,9 +43,11 @@ _HOME = {
     "positions_of": "ring.zigzag",
     "ring_flash_attn_func": "ring.functions",
     "setup_ddp": "data_parallel.process_group",
+    "shard_model": "sequence_parallel.model",
     "shard_sequence": "ring.zigzag",
     "train_with_ddp": "data_parallel.ddp",
     "train_with_fsdp": "data_parallel.fsdp",
+    "train_with_ring": "sequence_parallel.run",
     "triton_ring_flash_attn_func": "ring.functions",
     "unshard_sequence": "ring.zigzag",
     "zigzag_ring_flash_attn_func": "ring.functions",

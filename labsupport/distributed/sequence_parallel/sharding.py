@@ -1,0 +1,121 @@
+"""A rank's part of a micro-batch: tokens, labels, positions, cut from whole sequences.
+
+Every rank is given the whole sequence, 8 bytes a token, and cuts its shard from it. What is large,
+the activations, only ever exists for a shard's tokens. Two things must be done before the cut:
+
+    labels      the label of a token is the token after it. That of a shard's last token lies on
+                another rank, so labels are shifted first, and sharded then. (A model that shifts
+                labels itself, as Transformers' do, would lose one label for each chunk, and with
+                zigzag shards give chunk r's last token the first one of chunk 2W - 1 - r.)
+    positions   a token keeps its place in the whole sequence, for RoPE or the table of positions:
+                otherwise each rank would count from 0.
+
+A length that the ranks cannot share is filled up at the end, by 2W - 1 tokens at most. Nothing of
+the result changes: no token sees a later one, and fillers have no labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.distributed.ring.zigzag import chunks_of, shard_sequence
+from labsupport.training.documents.packing import IGNORED
+from labsupport.training.loop.inputs import tensors
+
+_KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank computes of a micro-batch.
+
+    tokens, labels: (batch, seqlen / world) int64. labels: -100 does not count.
+    positions: (1 or batch, seqlen / world) int64, in the whole sequence.
+    all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
+    farthest: the largest position of the whole sequence.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    all_labels: Tensor
+    farthest: int
+
+    def to(self, device: torch.device | str) -> Shard:
+        """The same on another device."""
+        tokens, labels, positions, all_labels = (
+            x.to(device) for x in (self.tokens, self.labels, self.positions, self.all_labels)
+        )
+        return Shard(tokens, labels, positions, all_labels, self.farthest)
+
+
+def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) -> Shard:
+    """A rank's shard of a micro-batch of whole sequences, the same on all ranks.
+
+    Args:
+        batch: a mapping or dataclass with `tokens` and `labels`, (batch, seqlen) int64, labels
+            already shifted as for `Decoder`; perhaps `positions`, (seqlen,) or (batch, seqlen).
+            With `cu_seqlens` of several documents only the first one may have labels (a `Packed`
+            with one document, and padding).
+        rank, world_size: whose shard, of how many.
+        zigzag: chunks r and 2W - 1 - r, so that all ranks have equally much to do under a causal
+            mask; False: one run of the sequence.
+
+    Raises:
+        TypeError: no such batch. ValueError: shapes that do not fit, entries that are not known,
+            several documents with labels.
+    """
+    given = tensors(batch)
+    unknown = [name for name in given if name not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"a sharded sequence has {', '.join(_KNOWN)}, and the batch also {', '.join(unknown)}"
+        )
+    tokens, labels = given["tokens"], given["labels"]
+    if tokens.ndim != 2 or 0 in tokens.shape or labels.shape != tokens.shape:
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} must both be "
+            "(batch, seqlen), at least one of each"
+        )
+    if "cu_seqlens" in given:
+        _check_one_document(given["cu_seqlens"], labels)
+    positions = _positions(given, tokens)
+    farthest = int(positions.max())
+    short = -tokens.shape[1] % (world_size * len(chunks_of(rank, world_size, zigzag=zigzag)))
+    tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
+    labels = F.pad(labels, (0, short), value=IGNORED)
+    own_tokens, own_labels, own_positions = (
+        shard_sequence(x, rank, world_size, zigzag=zigzag) for x in (tokens, labels, positions)
+    )
+    return Shard(own_tokens, own_labels, own_positions, labels, farthest)
+
+
+def _positions(given: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    if "positions" not in given:
+        return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    positions = given["positions"]
+    positions = positions.unsqueeze(0) if positions.ndim == 1 else positions
+    if tuple(positions.shape) not in ((1, tokens.shape[1]), tuple(tokens.shape)):
+        raise ValueError(
+            f"positions {tuple(given['positions'].shape)} must be ({tokens.shape[1]},) or "
+            f"{tuple(tokens.shape)}, one for each token of the whole sequence"
+        )
+    return positions
+
+
+def _check_one_document(cu_seqlens: Tensor, labels: Tensor) -> None:
+    ends = [end for end in cu_seqlens.tolist() if end > 0]
+    # What comes behind the first document sees it here. Without labels it leaves no trace.
+    if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
+        raise ValueError(
+            f"the sequence holds {len(ends)} documents with labels, which must not see one "
+            "another, and the ring knows no such mask. Give it one document in each sequence; or "
+            "let documents see those before them, as GPT-3 was trained: leave cu_seqlens and "
+            "positions out of the batch (--join-documents)"
+        )
