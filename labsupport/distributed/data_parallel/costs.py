@@ -72,6 +72,19 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
+def predict_state_bytes(parameters: int, *, ranks: int = 1) -> StateBytes:
+    """What a rank holds of so many float32 parameters under AdamW, shared by so many `ranks`.
+
+    DDP shares nothing: ranks=1, 16 bytes a parameter. FSDP shares all, up to rounding: it cuts each
+    tensor along its rows, and rows may not divide by the number of ranks.
+
+    >>> predict_state_bytes(1_000_000_000).total / 1e9
+    16.0
+    """
+    share = 4 * parameters // ranks
+    return StateBytes(parameters=share, gradients=share, optimizer=2 * share)
+
+
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Measure what this rank holds: of a sharded tensor its own part. Tied weights count once."""
     parameters = list(model.parameters())

@@ -46,8 +46,9 @@ from labsupport.training.loop.settings import TrainSettings
 
 @dataclass
 class AllReduces:
-    """A counter of all-reduces and of the bytes of their buckets."""
+    """A counter of all-reduces over a group (None: all ranks) and of the bytes of their buckets."""
 
+    group: dist.ProcessGroup | None = None
     calls: int = 0
     nbytes: int = 0
 
@@ -60,7 +61,20 @@ def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[T
     """
     counter.calls += 1
     counter.nbytes += bucket.buffer().nbytes
-    return allreduce_hook(dist.group.WORLD, bucket)  # pyrefly: ignore[bad-argument-type]
+    group = counter.group or dist.group.WORLD
+    return allreduce_hook(group, bucket)  # pyrefly: ignore[bad-argument-type]
+
+
+def wrap(
+    model: nn.Module, *, bucket_mib: float = 25.0, group: dist.ProcessGroup | None = None
+) -> tuple[DistributedDataParallel, AllReduces]:
+    """A model on its rank's device in DDP over a group (None: all ranks), and the counter."""
+    wrapped = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
+    )
+    counter = AllReduces(group)
+    wrapped.register_comm_hook(counter, counted_all_reduce)
+    return wrapped, counter
 
 
 def train_with_ddp(
@@ -108,10 +122,7 @@ def train_with_ddp(
     check_weights(model, None)
     check_settings(settings)
     model.to(place.device)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
-    counter = AllReduces()
-    wrapped.register_comm_hook(counter, counted_all_reduce)
-
+    wrapped, counter = wrap(model, bucket_mib=bucket_mib)
     optimizer = make_optimizer(model, settings)
 
     def communicating(last: bool) -> AbstractContextManager[Any]:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -64,6 +64,7 @@ def shard(
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
     reshard_after_forward: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Shard a model in place over the process group: each block by itself, then what is left.
 
@@ -77,6 +78,7 @@ def shard(
             update there. On a GPU it saves memory and costs time; without one it changes nothing.
         reshard_after_forward: False keeps whole blocks from forward to backward: less traffic
             (DDP's), more memory. (ZeRO calls that stage 2.)
+        mesh: the ranks to share it, in one dimension; None: all of them.
 
     Raises:
         RuntimeError: no process group.
@@ -94,13 +96,14 @@ def shard(
             "the model has no nn.ModuleList, so that it would be gathered as a whole: say which "
             "modules are its blocks, shard(model, blocks=model.layers)"
         )
-    _check_same_weights(model, place)
+    mesh = mesh or init_device_mesh(place.device.type, (place.world,))
+    _check_same_weights(model, place.device, mesh)
     offload = OffloadPolicy()
     if cpu_offload:
         # Pinned memory is what a GPU can copy from while it computes; without one there is none.
         offload = CPUOffloadPolicy(pin_memory=place.device.type != "cpu")
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(place.device.type, (place.world,)),
+        "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
         "offload_policy": offload,
     }
@@ -109,16 +112,17 @@ def shard(
     return fully_shard(model, **options)
 
 
-def _check_same_weights(model: nn.Module, place: Place) -> None:
+def _check_same_weights(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
     """Raise ValueError, on all ranks, if one has other weights than rank 0.
 
     DDP copies rank 0's to the others. FSDP sends nothing: each rank keeps its rows of what it has,
     and of models from different seeds one would be patched together that nobody had built.
     """
-    sums = torch.zeros(place.world, dtype=torch.float64, device=place.device)
+    sums = torch.zeros(mesh.size(), dtype=torch.float64, device=device)
     for parameter in model.parameters():
-        sums[place.rank] += parameter.detach().abs().sum(dtype=torch.float64).to(place.device)
-    dist.all_reduce(sums)  # each entry is 0 on all ranks but one
+        own = parameter.detach().abs().sum(dtype=torch.float64)
+        sums[mesh.get_local_rank()] += own.to(device)
+    dist.all_reduce(sums, group=mesh.get_group())  # each entry is 0 on all ranks but one
     if not bool(torch.isclose(sums, sums[0], rtol=1e-9, equal_nan=True).all()):
         raise ValueError(
             "the ranks' weights differ: call torch.manual_seed with the same number on each before "

@@ -156,7 +156,7 @@ def run_steps(
                 rate = learning_rate(step, settings)
                 loss = add_gradients(share)
                 dist.all_reduce(loss)
-                norm = _clip(model, settings.max_grad_norm)
+                norm = clip_gradients(model, settings.max_grad_norm)
                 _check_finite(step, float(loss), norm, run.history)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -178,7 +178,7 @@ def run_steps(
     return run
 
 
-def _clip(model: nn.Module, limit: float | None) -> float:
+def clip_gradients(model: nn.Module, limit: float | None) -> float:
     """Scale the gradients down to a total norm; returns what it was, over all ranks' parts.
 
     If it is not finite they are left as they are.
