@@ -15,9 +15,12 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     rotary     exercise 3-1
     chunked_loss exercise 3-2
     planning   exercise 3-3
+    merging    exercise 3-4
+    zigzag_order exercise 3-5
     kernel     the update of a Triton kernel
     verdict    how a result is judged, and how a mistake is recognised
-    mistakes   what typical wrong solutions compute (of 3-1 and 3-2: rotary_mistakes, loss_mistakes)
+    mistakes   what typical wrong solutions compute (of 3-1, 3-2, 3-4, 3-5: rotary_mistakes,
+               loss_mistakes, merging_mistakes, zigzag_mistakes)
 """
 
 from labsupport.checks.amdahl import (
@@ -60,6 +63,11 @@ from labsupport.checks.layout import (
     check_split_heads,
     check_split_qkv,
 )
+from labsupport.checks.merging import (
+    check_merge_all,
+    check_merge_edges,
+    check_merge_values,
+)
 from labsupport.checks.planning import (
     check_kept_blocks,
     check_kept_checkpoint,
@@ -97,6 +105,11 @@ from labsupport.checks.textbook import (
 )
 from labsupport.checks.verdict import CheckFailed
 from labsupport.checks.yours import compare_prediction, yours_or_ours
+from labsupport.checks.zigzag_order import (
+    check_unzigzag,
+    check_zigzag_chunks,
+    check_zigzag_positions,
+)
 
 __all__ = [
     "CheckFailed",
@@ -120,6 +133,9 @@ __all__ = [
     "check_loss_gradients",
     "check_loss_memory",
     "check_loss_values",
+    "check_merge_all",
+    "check_merge_edges",
+    "check_merge_values",
     "check_policy_devices",
     "check_policy_memory",
     "check_policy_range",
@@ -140,12 +156,15 @@ __all__ = [
     "check_textbook_empty_rows",
     "check_textbook_mask",
     "check_textbook_values",
+    "check_unzigzag",
     "check_update_dtype",
     "check_update_extremes",
     "check_update_values",
     "check_visible_decoding",
     "check_visible_padding",
     "check_visible_positions",
+    "check_zigzag_chunks",
+    "check_zigzag_positions",
     "compare_prediction",
     "flop_share",
     "held_bytes",

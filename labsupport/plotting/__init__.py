@@ -6,6 +6,7 @@ Paul Tol, told apart by readers with any colour vision).
     charts     time, memory, error and speed-up against sequence length
     pictures   how the algorithm cuts the score matrix
     precision  dtypes and magnitudes from layer to layer
+    distributed a ring's steps, who waits for whom, what more devices bring
     training   what fills the memory, how losses run, what a longer context brings
     drawing    the parts that charts are made of
     figure     a figure that shows and describes itself
@@ -20,6 +21,7 @@ from labsupport.plotting.charts import (
     plot_speedup,
     plot_time,
 )
+from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
@@ -42,9 +44,12 @@ __all__ = [
     "plot_error",
     "plot_memory",
     "plot_memory_parts",
+    "plot_ring_steps",
+    "plot_scaling",
     "plot_speedup",
     "plot_tiles",
     "plot_time",
+    "plot_timeline",
     "plot_training",
     "style",
 ]

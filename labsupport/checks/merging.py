@@ -1,0 +1,248 @@
+"""Checks of exercise 3-4: partial results of attention, merged as a ring does it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labsupport.checks.merging_mistakes import (
+    ALL_MISTAKES,
+    LSE_MISTAKES,
+    OUT_MISTAKES,
+    all_merged,
+    merged,
+)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+
+NAMES = ("out", "lse")
+Result = tuple[Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, part, part_lse
+HIGH = 1000.0  # beyond what exp can represent, in float64 too
+HELD = 3  # parts that a solution may hold at a time: variables outlive their use
+
+
+class Named(list):
+    """A list of tensors that an error message can name without showing all of its numbers."""
+
+    def __repr__(self) -> str:
+        return f"a list of {len(self)}"
+
+
+def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-4 (a): two partial results are attention over the keys of both.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    for leading, rows, head_dim, keys in (((), 7, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
+        whole, parts = _attention(leading, rows, head_dim, keys, seed)
+        where = f"({rows} queries, {keys[0]} keys and {keys[1]}) "
+        given = (*parts[0], *parts[1])
+        result = _judge(call(student, *given), given, where, allowed=1e-5)
+        if not torch.allclose(result[0].double(), whole[0], atol=1e-5):
+            raise CheckFailed(f"{where}out is not attention over all the keys.")
+    out, lse, part, part_lse = *parts[0], *parts[1]
+    for dtype in (torch.bfloat16, torch.float16):
+        given = (out, lse, part.to(dtype), part_lse)
+        _judge(call(student, *given), given, f"(a part in {_short(dtype)}) ", allowed=1e-5)
+    passed("two parts are attention over the keys of both", seed)
+
+
+def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-4 (b): rows that see nothing, and scores of any size.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    _, parts = _attention((2,), 8, 4, (6, 6), seed)
+    for what, empty in (
+        ("the part holds no key for some queries", (slice(0), slice(0, 5))),
+        ("no key was seen before, for some queries", (slice(0, 5), slice(0))),
+        ("neither holds a key for some queries", (slice(2, 6), slice(0, 4))),
+    ):
+        given = _emptied(parts, empty)
+        nothing = (given[1] == -torch.inf) & (given[3] == -torch.inf)
+        out, lse = unpack(call(student, *given), NAMES)
+        if out.isnan().any() or lse.isnan().any():
+            raise CheckFailed(
+                f"({what}) the result holds NaN: -inf - (-inf), or 0 / 0. Where nothing was seen, "
+                "subtract 0 instead of -inf."
+            )
+        if lse.shape == nothing.shape and nothing.any() and (lse[nothing] != -torch.inf).any():
+            raise CheckFailed(
+                f"({what}) the lse of a query that has seen no key is -inf, not "
+                f"{lse[nothing].max().item():.3g}: a key in the next part must outweigh nothing."
+            )
+        if out.shape[:-1] == nothing.shape and (out[nothing] != 0).any():
+            raise CheckFailed(f"({what}) the output of a query that has seen no key is 0.")
+        _judge((out, lse), given, f"({what}) ", allowed=1e-5)
+    for high in ((HIGH, HIGH), (-HIGH, -HIGH), (HIGH, -HIGH), (-HIGH, HIGH)):
+        (out, lse), (part, part_lse) = parts
+        given = (out, lse + high[0], part, part_lse + high[1])
+        where = f"(lse about {high[0]:,.0f} and {high[1]:,.0f}) "
+        result = unpack(call(student, *given), NAMES)
+        expected = merged(*given)
+        lost = [not r.isfinite().all() for r in result]
+        gone = result[0].shape == out.shape and (result[0] == 0).all()
+        if any(lost) or gone:
+            raise CheckFailed(
+                f"{where}{NAMES[lost.index(True)] if any(lost) else 'out'} is "
+                f"{'0' if gone and not any(lost) else 'not finite'}: exp(1000) overflows and "
+                "exp(-1000) is 0. Subtract the larger of the two log-sum-exps first, whichever it "
+                "is."
+            )
+        for name, ours, theirs in zip(NAMES, expected, result, strict=True):
+            # An lse near 1,000 is rounded to 2**-14 in float32, and so are differences of two.
+            judge(where + name, theirs, ours, allowed=5e-4)
+    passed("queries without a key, and scores of any size", seed)
+
+
+def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once.
+
+    Raises:
+        CheckFailed: naming the likely mistake.
+    """
+    _, parts = _attention((2,), 6, 8, (3, 7, 1, 9, 4), seed)
+    # Several mistakes look alike in two parts: five come first.
+    for count in (1, 5, 2):
+        _judge_all(student, parts[:count], f"({count} part{'s' * (count > 1)}) ")
+    _judge_all(student, parts[::-1], "(the same parts, the last one first) ")
+    # The last rank of a ring works the other way round: here a query sees nothing for a while.
+    late = [(o.clone(), l.clone()) for o, l in parts]
+    for part, part_lse in late[:3]:
+        part[:, :2], part_lse[:, :2] = 0.0, -torch.inf
+    _judge_all(student, late, "(two queries see no key in the first three parts) ")
+    for dtype in (torch.bfloat16, torch.float16):
+        _, many = _attention((), 16, 32, tuple(range(1, 13)), seed + 1)
+        _judge_half(student, [(part.to(dtype), part_lse) for part, part_lse in many], dtype)
+    _judge_held(student, seed)
+    passed("any number of parts, one at a time, rounded once", seed)
+
+
+def _judge(given: Any, inputs: Four, where: str, allowed: float) -> Result:
+    out, lse = unpack(given, NAMES)
+    expected = merged(*inputs)
+    if out.dtype in (torch.bfloat16, torch.float16):
+        raise CheckFailed(
+            f"{where}out is {out.dtype}: the running result stays in float32, or every merge "
+            "rounds it again."
+        )
+    for name, result, right, known, index in (
+        ("out", out, expected[0], OUT_MISTAKES, 0),
+        ("lse", lse, expected[1], LSE_MISTAKES, 1),
+    ):
+        judge(
+            where + name,
+            result,
+            right,
+            allowed=allowed,
+            dtype=torch.float32,
+            mistakes=[
+                Mistake(said, lambda n=n, index=index: merged(*inputs, mistake=n)[index])
+                for n, said in known.items()
+            ],
+        )
+    return out, lse
+
+
+def _judge_all(student: Callable[..., Any], parts: Sequence[Result], where: str) -> None:
+    result = unpack(call(student, Named(parts)), NAMES)
+    expected = all_merged(parts)
+    for index, name in enumerate(NAMES):
+        if result[index].isnan().any():
+            raise CheckFailed(f"{where}{name} holds NaN: the running result starts with -inf.")
+        judge(
+            where + name,
+            result[index],
+            expected[index],
+            allowed=2e-5,
+            dtype=torch.float32,
+            mistakes=[
+                Mistake(said, lambda n=n, index=index: all_merged(parts, n)[index])
+                for n, said in ALL_MISTAKES.items()
+            ],
+        )
+
+
+def _judge_half(student: Callable[..., Any], parts: Sequence[Result], dtype: torch.dtype) -> None:
+    where = f"({len(parts)} parts in {_short(dtype)}) "
+    out, lse = unpack(call(student, Named(parts)), NAMES)
+    if out.dtype != dtype:
+        raise CheckFailed(
+            f"{where}out is {out.dtype}, the parts are {dtype}: cast the result back, once, at the "
+            "end."
+        )
+    if lse.dtype != torch.float32:
+        raise CheckFailed(f"{where}lse is {lse.dtype}, and stays float32 throughout.")
+    exact, exact_lse = all_merged(parts)
+    # One rounding moves a number by half a unit in its last place at most.
+    unit = torch.finfo(dtype).eps / 2
+    if ((out.double() - exact).abs() > exact.abs() * unit * 1.01 + 2e-6).any():
+        raise CheckFailed(
+            f"{where}out is further off than one rounding: it was rounded on the way. Keep the "
+            "running result in float32 (the first part, too: .float()), and cast at the end."
+        )
+    judge(where + "lse", lse, exact_lse, allowed=2e-5)
+
+
+def _judge_held(student: Callable[..., Any], seed: int) -> None:
+    """A ring has room for the part that it works on: parts come one at a time, and go."""
+    _, parts = _attention((), 6, 8, tuple(range(2, 12)), seed + 2)
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def coming() -> Iterator[Result]:
+        nonlocal most
+        for part, part_lse in parts:
+            most = max(most, sum(ref() is not None for ref in made))
+            fresh = part.bfloat16()
+            made.append(weakref.ref(fresh))
+            yield fresh, part_lse.clone()
+            del fresh
+
+    unpack(call(student, coming()), NAMES)
+    if len(made) < len(parts):
+        raise CheckFailed(f"only {len(made)} of {len(parts)} parts were taken.")
+    if most > HELD:
+        raise CheckFailed(
+            f"when the last of {len(parts)} parts came, {most} were still in memory. Merge each as "
+            "it comes, `for part, part_lse in parts`, and keep the running result only."
+        )
+
+
+def _attention(
+    leading: tuple[int, ...], rows: int, head_dim: int, keys: Sequence[int], seed: int
+) -> tuple[Result, list[Result]]:
+    """Attention over all keys in float64, and over each group of keys in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    q = 2 * torch.randn(*leading, rows, head_dim, generator=generator, dtype=torch.float64)
+    k, v = (
+        torch.randn(*leading, sum(keys), head_dim, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
+    groups = zip(k.split(list(keys), -2), v.split(list(keys), -2), strict=True)
+    parts = [_one(q, *group) for group in groups]
+    return _one(q, k, v), [(out.float(), lse.float()) for out, lse in parts]
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor) -> Result:
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def _emptied(parts: Sequence[Result], empty: Sequence[slice]) -> Four:
+    given: list[Tensor] = []
+    for (out, lse), rows in zip(parts, empty, strict=True):
+        out, lse = out.clone(), lse.clone()
+        out[..., rows, :], lse[..., rows] = 0.0, -torch.inf
+        given += [out, lse]
+    return given[0], given[1], given[2], given[3]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
