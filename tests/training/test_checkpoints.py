@@ -26,6 +26,7 @@ from labsupport.training.loop import (
     train,
 )
 from labsupport.training.loop.checkpoints import step_of
+from labsupport.training.model import Decoder, DecoderConfig, Savings
 from tests.training.test_loop import Tiny, one, quiet
 
 STEPS = 12
@@ -275,6 +276,17 @@ def test_the_shape_of_a_model_belongs_to_the_course(tmp_path):
     quiet(shaped(1e4), one, TrainSettings(steps=2), folder=tmp_path)
     with pytest.raises(ResumeError, match=r"model\.rope_base was 10000\.0 and is 500000\.0"):
         quiet(shaped(5e5), one, TrainSettings(steps=2), folder=tmp_path)
+
+
+def test_a_stream_that_is_rounded_otherwise_belongs_to_the_course(tmp_path):
+    def decoder(residual):
+        torch.manual_seed(0)
+        shape = DecoderConfig(vocab_size=14, width=16, layers=1, heads=2)
+        return Decoder(shape, Savings(residual=residual))
+
+    quiet(decoder(None), one, TrainSettings(steps=1), folder=tmp_path)
+    with pytest.raises(ResumeError, match=r"model\.residual was None and is 'torch\.bfloat16'"):
+        quiet(decoder(torch.bfloat16), one, TrainSettings(steps=2, decay_steps=1), folder=tmp_path)
 
 
 def test_fresh_begins_anew(tmp_path):

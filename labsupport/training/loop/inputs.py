@@ -69,11 +69,16 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
 
 
 def model_course(model: nn.Module) -> dict[str, Any]:
-    """The shape of a model that says it, as a part of the course."""
+    """The shape of a model that says it, and how its stream is rounded: a part of the course.
+
+    Other savings change the memory and the last bits; a stream in 16 bits is another model.
+    """
     config = getattr(model, "config", None)
     if not is_dataclass(config) or isinstance(config, type):
         return {}
-    return {f"model.{name}": value for name, value in asdict(config).items()}
+    course = {f"model.{name}": value for name, value in asdict(config).items()}
+    residual = getattr(getattr(model, "savings", None), "residual", None)
+    return course if residual is None else course | {"model.residual": str(residual)}
 
 
 def check_plain(course: Mapping[str, Any]) -> None:
