@@ -16,10 +16,11 @@
 # - say what fills the memory in a training step, part by part, and predict the longest sequence that fits;
 # - move the wall: a loss without all the logits, checkpointing, an MLP in chunks, each with its price;
 # - pack documents into one sequence without letting them see each other;
-# - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training.
+# - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
+# - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** about 80 minutes; the exercises take 55 of them. **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train
-# at 8,192 tokens.
+# **Time** part one about 80 minutes, its exercises take 55 of them; part two about 60, with exercises of 30. **You need** notebooks
+# 1 and 2. A laptop is enough: on a CPU you train at 8,192 tokens, and two processes stand for two devices.
 #
 # **To read beside it**, before or after: the theory chapter [7, Long context](../theory/07-long-context.md). The
 # [glossary](../theory/glossary.md) fixes the words.
@@ -626,8 +627,22 @@ fits["gib"] = (fits.peak_bytes / 2**30).round(1)
 fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
-# The same GPU: a hundred times as many tokens, by the plan. That they fit does not mean that you can wait for them: time still
-# grows with $N^2$.
+# The same GPU: a hundred times as many tokens, by the plan. Is it true? Recorded on an H200 whose allocator was held to 16 GiB, with
+# Transformers' own GPT-2 small in front; the last row has the whole card:
+
+# %%
+walls = [f"context-16gib-{part}-h200" for part in ("plain", "short", "long")]
+walls = pd.concat([load_run(name) for name in [*walls, "million-h200"]], ignore_index=True)
+walls["GiB"], walls["s"] = walls.peak_memory_bytes / 2**30, walls.median_ms / 1e3
+walls["by the plan"] = walls.backend.map(fits.set_index("remedy").longest).astype("Int64")
+walls.loc[walls.index[-1], ["backend", "by the plan"]] = "a million: + checkpointing", pd.NA
+columns = {"backend": "remedy", "seqlen": "longest, tokens", "GiB": "peak, GiB", "s": "a step, s"}
+walls[[*columns, "by the plan"]].rename(columns=columns).round(2)
+
+# %% [markdown]
+# Against plain eager attention it is 128 times as far, against Transformers' best setting 21 times. The plan promised a little
+# more, for it counts tensors, while the limit counts all that the allocator has reserved. That a step fits does not mean that you can
+# wait for it: time still grows with $N^2$, and the million takes four minutes.
 
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence
@@ -906,7 +921,7 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # "supported"; about *naming* it writes of the text instead of what is in it. Read the summaries themselves before you trust a
 # count: the command prints them. A context that is long enough does not make a model that is large enough.
 #
-# ## What you measured
+# ## What you measured on one device
 #
 # - A passage that returns is predicted far better as soon as the window reaches its first occurrence; plain text gains little.
 # - RoPE makes scores depend on distances. Weights of one convention run in code of the other: worse, and silently.
@@ -914,8 +929,6 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # - After attention, the logits are the wall; after the logits, what blocks keep. Each has its remedy, and its price.
 # - Packed documents do not see each other, if `cu_seqlens` is passed on. A resumed run is the same to the last bit.
 # - A fact must be visible to be found, and the model must have learned to look that far.
-#
-# ## Three questions
 #
 # <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
 #
@@ -935,9 +948,613 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # positions that start at 1.
 # </details>
 #
+# A good place for a break.
+
+# %% [markdown]
+# # Part two: several devices
+#
+# **After this part you can**
+#
+# - merge partial results of attention exactly, and write ring attention down as a double loop;
+# - divide a causal sequence so that all devices have equally much to do, and keep positions and labels right on the way;
+# - say what DDP, FSDP and ring attention each make smaller, what they send for it, and measure it;
+# - read an efficiency, and recognise a run that lost a process.
+#
+# You need no second device. A *rank* is one process with its part of the work, and two processes on a laptop's CPU exchange the
+# same messages as eight GPUs. The *world* is all of them, $W$ ranks.
+
+# %%
+from labsupport.attention import merge_attention
+from labsupport.attention.reference import standard_attention
+from labsupport.distributed import lessons, positions_of, unshard_sequence
+from labsupport.distributed.launch import LaunchError, launch
+from labsupport.distributed.ring import Plan
+from labsupport.distributed.scaling import check_against
+
+# %% [markdown]
+# ## 3.10 · One device is not enough
+#
+# With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of Llama 3
+# with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
+
+# %% tags=["nbval-check-output"]
+sizes = {"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "mlp_width": 14_336}
+llama3_8b = DecoderConfig(**sizes, kv_heads=8, norm="rms", mlp="swiglu", bias=False, tied=False)
+for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items():
+    plan = training.what_fits(config, "139GiB", seqlen=2**20, device="cuda").iloc[-1]
+    state = 16 * config.parameters / 2**30
+    print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
+
+# %% [markdown]
+# An H200, one of the largest GPUs, has 140 GiB. There the small model computes for 235 seconds, each step (section 3.6): $N^2$ again;
+# at the card's peak it would still be 93 (theory chapter 7 counts the FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million
+# tokens. Several devices can share the work in three ways:
+#
+# | | a rank works on | it sends | what gets smaller on each rank |
+# | --- | --- | --- | --- |
+# | **DDP**, data parallelism | other sequences | gradients, once a step | nothing; there are more sequences in a step |
+# | **FSDP**, fully sharded | other sequences | parameters and gradients, block by block | parameters, gradients, AdamW's states |
+# | **ring**, sequence parallelism | a part of *each* sequence | keys and values, in each layer; gradients | all that grows with $N$ |
+#
+# Only the last one makes a longer sequence possible, so we begin there. Of all layers, attention alone looks at other tokens.
+# Norms, MLPs and the loss work on any part of a sequence as they are.
+
+# %% [markdown]
+# ## 3.11 · A ring
+#
+# Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys. Nobody has room for
+# all of them at once, so they travel: in each step, a rank works with the keys and values it holds, and passes them on to the next
+# rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.) **Predict**: with four ranks, whose keys does rank 1 hold
+# in the last step, step 3?
+
+# %% tags=["nbval-check-output"]
+around = Plan.of(4, 1024)
+pd.DataFrame(
+    {
+        f"step {s}": [f"K{around.owner(r, s)} V{around.owner(r, s)}" for r in range(4)]
+        for s in range(4)
+    },
+    index=[f"rank {r}" for r in range(4)],
+)
+
+# %% [markdown]
+# After $W$ steps each query has met each key. But each step gives a result over *some* of the keys, with a softmax over those
+# alone. What are two such partial results together? Attention of 8 queries over 64 keys, in a part of 16 keys and one of 48, and
+# their plain average:
+
+# %% tags=["nbval-check-output"]
+generator = torch.Generator().manual_seed(1)
+q, k, v = (torch.randn(n, 32, generator=generator) for n in (8, 64, 64))
+exact = torch.softmax(q @ k.T / 32**0.5, dim=-1) @ v
+few, many = (
+    torch.softmax(q @ k[keys].T / 32**0.5, dim=-1) @ v[keys] for keys in (slice(16), slice(16, 64))
+)
+error = ((few + many) / 2 - exact).norm() / exact.norm()
+print(f"the plain average is off by {error:.0%}")
+
+
+# %% [markdown]
+# The second part had three times as many keys, and counts no more than the first. A part must weigh as much as its softmax's
+# denominator: the sum of the exponentials of its scores. Its logarithm, the *log-sum-exp* (notebook 1), is what FlashAttention
+# returns beside the output.
+
+# %% [markdown]
+# ### Exercise 3-4 · Merge partial results
+# ●●○ · 20 minutes · 5 points
+#
+# With $\ell_a$, $\ell_b$ the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ attention over each:
+#
+# $$\ell = \ln\left(e^{\ell_a} + e^{\ell_b}\right), \qquad o = e^{\ell_a - \ell}\, o_a + e^{\ell_b - \ell}\, o_b$$
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `merge(out, lse, part, part_lse)` | the running result: `out` `(..., rows, head_dim)`, `lse` `(..., rows)`, float32; one more: `part` of `out`'s shape, float32, bfloat16 or float16, and `part_lse`, float32 | the new running result `(out, lse)`, both float32 |
+# | `merge_all(parts)` | an iterable (perhaps a generator) of at least one `(part, part_lse)`, in any order | `(out, lse)` over all keys: `out` in the parts' dtype, rounded *once*; `lse` float32 |
+#
+# A query that sees no key of a part has `part_lse` -inf there, and `part` 0. If it has seen no key in either, the result is -inf
+# and 0, not NaN. Log-sum-exps may be as large as 1,000, or as small as -1,000. Change no argument in place. `merge_all` holds one
+# part at a time, as a ring does.
+#
+# <details><summary>Hint</summary>
+#
+# `torch.logaddexp` is $\ell$, without overflow. Then only `-inf - (-inf)` is left, in the weights: let `masked_fill` put a 0 where
+# $\ell$ is -inf, before you subtract. float32 times bfloat16 is float32. For `merge_all`: `parts = iter(parts)`, and begin with
+# `next(parts)`.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-4-merge", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def merge(out, lse, part, part_lse):
+    """The running result and one more partial result, over the keys of both; float32."""
+    ### BEGIN SOLUTION
+    both = torch.logaddexp(lse, part_lse)
+    safe = both.masked_fill(both == -torch.inf, 0.0)
+    weight, part_weight = (lse - safe).exp(), (part_lse - safe).exp()
+    return weight[..., None] * out + part_weight[..., None] * part, both
+    ### END SOLUTION
+
+
+def merge_all(parts):
+    """All partial results together; one at a time."""
+    ### BEGIN SOLUTION
+    parts = iter(parts)
+    part, lse = next(parts)
+    out, dtype = part.float(), part.dtype
+    for part, part_lse in parts:
+        out, lse = merge(out, lse, part, part_lse)
+    return out.to(dtype), lse
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-4-merge-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_merge_values(merge)
+### BEGIN HIDDEN TESTS
+checks.check_merge_values(merge, seed=41)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-4-merge-edges", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_merge_edges(merge)
+### BEGIN HIDDEN TESTS
+checks.check_merge_edges(merge, seed=42)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-4-merge-all", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_merge_all(merge_all)
+### BEGIN HIDDEN TESTS
+checks.check_merge_all(merge_all, seed=43)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now the ring is two loops. Here they run in one process, so there are no messages: rank `rank` takes the keys of rank
+# `(rank - step) % W` from a list. Which of them a query may see follows from the *positions* of both, wherever they are held.
+
+# %%
+own_merge = checks.yours_or_ours(
+    merge, merge_attention, checks.check_merge_values, checks.check_merge_edges
+)
+
+
+def attend(q, k, v, visible):
+    """Attention over some of the keys: a partial result, and its log-sum-exp."""
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    return (scores - shift[..., None]).exp() @ v, lse
+
+
+def ring_by_hand(shards, positions):
+    """Causal attention of each rank's queries; shards of (q, k, v), and where their tokens stand."""
+    outputs = []
+    for rank, (q, _, _) in enumerate(shards):
+        out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
+        for step in range(len(shards)):
+            owner = (rank - step) % len(shards)  # whose keys have come here
+            visible = positions[rank][:, None] >= positions[owner]
+            part = attend(q, *shards[owner][1:], visible)
+            out, lse = own_merge(out, lse, *part)
+        outputs.append(out)
+    return outputs
+
+
+# %% tags=["nbval-check-output"]
+whole = torch.randn(3, 2, 64, 16, generator=generator)  # q, k, v of 2 heads, 64 tokens
+exact, _ = standard_attention(*whole, causal=True)
+shards = whole.chunk(4, dim=2)
+outputs = ring_by_hand(shards, torch.arange(64).chunk(4))
+error = (torch.cat(outputs, dim=1) - exact).abs().max()
+print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-6)}")
+
+# %% [markdown]
+# Not an approximation: the same sums, in another order. The backward pass goes around the ring, too: the gradients of K and V
+# travel behind their keys, collect what each rank adds, and come home (theory chapter 7).
+#
+# ## 3.12 · Equal work
+#
+# Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see rank 0's keys, and nothing else. Rank 7's
+# see all of them.
+#
+# **Predict first**: how many times as much as the average must the busiest of the eight ranks compute?
+
+# %%
+predicted_imbalance = None  # your guess, a number
+
+# %%
+eight = Plan.of(8, 1024, causal=True)
+work = pd.Series([sum(eight.pairs(rank)) for rank in range(8)])
+checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work.mean(), "times")
+
+
+# %% [markdown]
+# Nearly twice, and $2 - 1/W$ in general: almost half of all ranks' time is spent waiting. The remedy is the order of the tokens.
+# *Zigzag* cuts the sequence into $2W$ chunks and gives rank $r$ an early one and a late one, $r$ and $2W - 1 - r$ (Llama 3 was
+# trained so: arXiv 2407.21783, section 3.3.2). With four ranks:
+#
+# ```text
+# contiguous   rank 0: 0 1              zigzag   rank 0: 0             7
+#              rank 1:     2 3                   rank 1:   1         6
+#              rank 2:         4 5               rank 2:     2     5
+#              rank 3:             6 7           rank 3:       3 4
+# ```
+#
+# Each rectangle below is a block of one rank's queries and another's keys, filled as far as it is visible:
+
+
+# %%
+def schedule(layout, plan):
+    return [
+        {
+            "layout": layout,
+            "rank": rank,
+            "step": step,
+            "owner": plan.owner(rank, way),
+            "pairs": pairs,
+        }
+        for rank in range(plan.world_size)
+        for step, (way, pairs) in enumerate(zip(plan.route, plan.pairs(rank), strict=True))
+    ]
+
+
+plans = {
+    "contiguous": Plan.of(4, 1024, causal=True),
+    "zigzag": Plan.of(4, 1024, causal=True, zigzag=True),
+}
+blocks = pd.DataFrame([row for name, plan in plans.items() for row in schedule(name, plan)])
+plotting.plot_ring_steps(
+    blocks,
+    block=1024**2,
+    title="Contiguous: 3.5 blocks of time, most ranks wait. Zigzag: 2, and nobody waits",
+    small_print="4 ranks, 1,024 tokens each, causal",
+)
+
+
+# %% [markdown]
+# A step lasts as long as its fullest block, because all wait for the next keys. Contiguous shards need
+# $\tfrac12 + 1 + 1 + 1$; zigzag shards $4 \cdot \tfrac12$, in each step half a block for everybody. (Dashes: later keys, hidden; they
+# are not even sent.)
+
+# %% [markdown]
+# ### Exercise 3-5 · Zigzag order
+# ●○○ · 10 minutes · 4 points
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `zigzag_chunks(rank, world)` | | the numbers of its two chunks, of `2 * world`: the early one, then the late one |
+# | `zigzag_positions(seqlen, rank, world)` | `seqlen`: of the whole sequence, a multiple of `2 * world` | `(seqlen // world,)` int64: where this rank's tokens stand in the whole sequence, in the order in which it holds them |
+# | `unzigzag(shards)` | a list of all ranks' shards, by rank: `(batch, seqlen // world, ...)` | the whole sequence, `(batch, seqlen, ...)`, in order |
+#
+# Within a chunk, tokens keep their order.
+#
+# <details><summary>Hint</summary>
+#
+# Chunk $c$ holds positions `c * size` to `(c + 1) * size - 1`. For the way back, `shard.chunk(2, dim=1)` gives a rank's early and
+# late half. The early halves are in order. In which order do the ranks hold the late ones? Or put all positions in a row, and look
+# up what `argsort` does.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-5-zigzag", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def zigzag_chunks(rank, world):
+    """The numbers of a rank's two chunks, of 2 * world."""
+    ### BEGIN SOLUTION
+    return rank, 2 * world - 1 - rank
+    ### END SOLUTION
+
+
+def zigzag_positions(seqlen, rank, world):
+    """Where a rank's tokens stand in the whole sequence."""
+    ### BEGIN SOLUTION
+    size = seqlen // (2 * world)
+    chunks = zigzag_chunks(rank, world)
+    return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks])
+    ### END SOLUTION
+
+
+def unzigzag(shards):
+    """The whole sequence from all ranks' shards, (batch, seqlen // world, ...) each."""
+    ### BEGIN SOLUTION
+    early, late = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
+    return torch.cat([*early, *reversed(late)], dim=1)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-chunks", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_zigzag_chunks(zigzag_chunks)
+### BEGIN HIDDEN TESTS
+checks.check_zigzag_chunks(zigzag_chunks, seed=51)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-positions", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_zigzag_positions(zigzag_positions)
+### BEGIN HIDDEN TESTS
+checks.check_zigzag_positions(zigzag_positions, seed=52)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-5-zigzag-inverse", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_unzigzag(unzigzag)
+### BEGIN HIDDEN TESTS
+checks.check_unzigzag(unzigzag, seed=53)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The ring by hand again, with your order. It needs no change: what is visible follows from positions.
+
+# %%
+own_positions = checks.yours_or_ours(
+    zigzag_positions,
+    lambda seqlen, rank, world: positions_of(seqlen // world, rank, world, zigzag=True),
+    checks.check_zigzag_positions,
+)
+own_unzigzag = checks.yours_or_ours(
+    unzigzag, lambda shards: unshard_sequence(shards, zigzag=True), checks.check_unzigzag
+)
+
+# %% tags=["nbval-check-output"]
+zigzag = [own_positions(64, rank, 4) for rank in range(4)]
+shards = [whole[:, :, positions] for positions in zigzag]
+for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chunk(4))):
+    found = own_unzigzag(ring_by_hand(shards, positions))
+    print(f"{name} positions: right to 2e-6: {bool((found - exact).abs().max() < 2e-6)}")
+
+# %% [markdown]
+# Whoever shards tokens must shard positions with them. A mask from the wrong positions raises no error; it computes something
+# else.
+#
+# ## 3.13 · Real processes
+#
+# `launch` starts processes on this machine, here two, and returns what each of them returned. `ring_on_ranks`
+# (`labsupport/distributed/lessons/ring.py`) calls `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
+# options, one shard on each rank. First, are they right? Forward and backward, with RoPE, against one device in float64:
+
+# %%
+looked = launch(lessons.ring_on_ranks, processes=2, device="cpu")
+errors = pd.DataFrame(looked[0]["errors"]).set_index(["case", "tensor"])
+assert (errors.relative < 2e-6).all()
+errors.map("{:.0e}".format)
+
+# %% [markdown]
+# Rounding, nothing else. Now a whole model: `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank computes the loss
+# of its own tokens, and the two are added up. Then the same with three mistakes that are easily made:
+#
+# 1. zigzag shards, but the ring for contiguous ones;
+# 2. positions that begin with 0 on each rank;
+# 3. labels shifted by one *after* the sequence was cut, not before.
+#
+# **Predict first**: which of them would you notice, if you only saw a loss curve?
+
+# %% tags=["nbval-check-output"]
+pd.DataFrame(looked[0]["losses"]).set_index("case").round(3)
+
+# %% [markdown]
+# The second one ruins the loss, so somebody will look. The third changes it by 2%, and is the worst of them: only the last token of
+# each chunk has a wrong label, nobody looks, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
+# another rank.) So compare with one device, to the last digits, before you train on many.
+#
+# Who computed, who waited? PyTorch's profiler watches a forward pass over 4,096 tokens (six, of which the fastest is shown).
+#
+# **Predict first**: how many times as long do contiguous shards take on two ranks? (Count blocks, as above.)
+
+# %%
+predicted_ratio = None  # your guess, a number
+
+# %%
+spans = pd.DataFrame(looked[0]["spans"] + looked[1]["spans"])
+began = spans.groupby("layout").start.transform("min")
+spans = spans.assign(start_ms=1e3 * (spans.start - began), end_ms=1e3 * (spans.end - began))
+took = spans.groupby("layout").end_ms.max()
+checks.compare_prediction(
+    "Contiguous over zigzag", predicted_ratio, took["contiguous"] / took["zigzag"], "times"
+)
+plotting.plot_timeline(
+    spans,
+    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. Zigzag: {took['zigzag']:.0f} ms",
+    small_print="CPU, 2 processes, 4 heads of 64, float32. Message: from its post to the end of the wait for it.",
+)
+
+# %% [markdown]
+# By the count it is $1.5$ blocks to $1$. The message is posted before the first block is computed, and awaited after it. Then the next
+# block begins without a gap: it had arrived. So a hop costs nothing, as long as the block takes longer. The work grows with the
+# square of a shard's length, the message with the length itself: *longer* shards hide it better.
+#
+# And the reason for all this, memory, at the peak of a forward and backward pass of a decoder of two layers. (One rank: the same
+# program in this process.)
+
+# %%
+memory = pd.DataFrame(lessons.step_memory() + looked[0]["memory"] + looked[1]["memory"])
+peaks = memory.groupby(["seqlen", "ranks"]).peak_memory_bytes.max().unstack() / 2**20
+peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peaks.columns]
+peaks.round(1)
+
+# %% [markdown]
+# Half: so in the same memory the sequence may be twice as long. Weights and AdamW's states are not divided: they are the next
+# section's. (For a moment a rank also holds keys and values of two others: those it works on, and those that are coming.)
+#
+# **When a rank dies**, the others wait for its messages, perhaps for ever. `launch` does not:
+
+# %%
+try:
+    launch(lessons.leave, processes=2, device="cpu")
+except LaunchError as error:
+    print(error)
+
+# %% [markdown]
+# "Killed by SIGKILL" is what running out of memory on a CPU looks like. On a cluster look for the *first* rank that failed: what
+# the others report, a lost connection or a timeout, is only its consequence.
+#
+# ## 3.14 · Other data on each rank: DDP and FSDP
+#
+# A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its own
+# micro-batches; then all gradients are averaged, an *all-reduce*. Whoever accumulates four micro-batches before an update needs the
+# sum once, not four times: `no_sync()` keeps the first three at home. FSDP cuts parameters, gradients and AdamW's states into $W$
+# parts, and fetches a block's parameters only while that block computes.
+#
+# **Predict first**: how many bytes of parameters, gradients and states does each of two ranks hold under FSDP, as a share of what it
+# holds under DDP?
+
+# %%
+predicted_held = None  # your guess, a number between 0 and 1
+
+# %%
+ranks = launch(lessons.train_on_ranks, processes=2, device="cpu")
+trained = pd.DataFrame(ranks[0] + ranks[1])
+held = trained.groupby("case", sort=False)[["parameters", "gradients", "optimizer"]].max()
+share = held.loc["FSDP"].sum() / held.loc["DDP"].sum()
+checks.compare_prediction("Held under FSDP", predicted_held, share)
+(held / 2**20).assign(all=held.sum(axis=1) / 2**20).round(1)
+
+# %%
+first = trained[trained["rank"] == 0].set_index("case")
+assert first.loss.max() - first.loss.min() < 1e-4
+first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
+print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
+
+# %% [markdown]
+# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing.
+# (One all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB as soon as they are full, while the
+# backward pass goes on.)
+#
+# FSDP pays with traffic: parameters are gathered before the forward and before the backward pass, gradients reduced: half as much
+# again as DDP. So take DDP as long as 16 bytes a weight fit (float32, AdamW), FSDP when they do not, and a ring when the
+# *sequence* does not fit. They can be combined.
+#
+# ## 3.15 · How far does it carry?
+#
+# Two processes on a CPU show that it is right, not that it is fast. On GPUs: *efficiency* is the share of the ideal speed. For the
+# ring, a shard's length stays the same, so $W$ devices hold $W$ times the sequence: $W^2$ times the work on $W$ times the devices.
+# Efficiency 1 means: it takes $W$ times as long as one device with its own shard, not more. Recorded on four H200 on NVLink
+# (`labsupport ring bench`), by the kernel that computes the blocks:
+
+# %%
+recorded = load_run("ring-h200")
+ring = recorded[(recorded.kv_heads == 8) & (recorded.direction == "forward+backward")]
+alone = ring.assign(world=1, efficiency=1.0)  # by definition
+lines = pd.concat([alone, ring])
+lines["who"] = lines.implementation + ", " + lines.layout
+lines["shard"] = lines.seqlen_per_rank.map("{:,} tokens on each device".format)
+plotting.plot_scaling(
+    lines[lines.implementation != "context_parallel[flash]"],
+    column="efficiency",
+    series="who",
+    panel="shard",
+    title="On 4 GPUs a zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
+    ylabel="efficiency (1: as fast as one device alone)",
+    references=[
+        plotting.Reference("nobody waits", 1.0),
+        plotting.Reference("contiguous, at best", lambda world: world / (2 * world - 1)),
+    ],
+    names={"context_parallel[cudnn], zigzag": "PyTorch's context_parallel (cudnn)"},
+    small_print="recorded: NVIDIA H200, causal, bfloat16, 32 heads of 128, 8 key heads, forward and "
+    "backward. One device: 1 by definition. native: PyTorch's own FlashAttention",
+)
+
+# %% [markdown]
+# The lower line needs no measurement: contiguous shards take $W - \tfrac12$ blocks of time, an even share is $\tfrac W2$. Zigzag goes
+# far beyond it. What then is missing to 1? Theory chapter 7 predicts an efficiency from the plan, the links' bandwidth and the cost of
+# merging (`labsupport.distributed.scaling`). Beside it, what was measured:
+
+# %%
+rings = ring[~ring.implementation.str.startswith("context_parallel")]
+beside = check_against(rings, memory_gb_s=4800).rename(columns={"seqlen_per_rank": "tokens"})
+beside["without messages"] = (4 * rings.single_ms / rings.without_messages_ms).values
+beside.pivot_table(
+    index=["layout", "implementation"],
+    columns="tokens",
+    values=["efficiency", "predicted_efficiency", "without messages"],
+).round(2)
+
+# %% [markdown]
+# Longer shards lose less, as predicted. But all zigzag rings stay below the prediction, cuDNN with 8,192 tokens most: 84%, where 95%
+# were predicted, and we had hoped for 85. The last columns say why: if nothing is sent, next to nothing is missing (a block without a
+# mask may even be faster than one device's triangle). Messages that hide, it seems, still take multiprocessors and memory from the
+# compute, and ranks wait for each other. With 32 key heads, four times the bytes, it is 69%. PyTorch's `context_parallel` gathers all
+# keys first and hides nothing: 63 and 87%.
+#
+# A whole model: GPT-2 small with 524,288 tokens on the four takes 13.9 s a step and 12.2 GiB on each (`sequence-parallel-h200`).
+#
+# And data parallelism: each rank computes as much as one device alone. Efficiency 1 means that $W$ of them are $W$ times as fast.
+# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m labsupport.distributed.data_parallel.benchmark`):
+
+# %%
+names = {"gpt2-medium": "0.35 billion weights, batch 8", "48x1600": "1.56 billion, batch 4"}
+runs = [load_run(f"data-parallel-{name}h200") for name in ("", "large-")]
+scaling = pd.concat(runs).query("micro_batches == 1 and strategy != 'single'")
+scaling["model"] = scaling.preset.map(names)
+plotting.plot_scaling(
+    scaling,
+    column="efficiency",
+    series="strategy",
+    panel="model",
+    names={"ddp": "DDP", "fsdp": "FSDP"},
+    title="On 4 GPUs DDP keeps 94 to 97% of the speed, FSDP 84 to 91%",
+    ylabel="efficiency (1: nothing is lost)",
+    references=[plotting.Reference("nothing is lost", 1.0)],
+    small_print="recorded: NVIDIA H200, bfloat16, 4,096 tokens a sequence",
+)
+
+# %%
+held = scaling.set_index(["model", "strategy", "world"])[["state_bytes", "peak_memory_bytes"]]
+held.div(2**30).round(1).unstack("world")
+
+# %% [markdown]
+# `state_bytes` is what a rank holds of weights, gradients and AdamW's averages, in GiB: with DDP always the same, with FSDP a $W$-th.
+# The peak falls by less: activations are each rank's own. FSDP loses 3 to 4% on a single GPU already, where nothing is sent.
+#
+# ## What you measured on several devices
+#
+# - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
+# - Contiguous causal shards keep the busiest rank busy for $2 - 1/W$ times the average; zigzag shares each step evenly.
+# - Positions and labels belong to tokens: sharded with the wrong ones, a model computes on, and only the loss knows.
+# - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
+# - `no_sync` saves all but one of the all-reduces of an accumulated step.
+# - A rank that dies takes the run with it. Look for the first one that failed.
+#
+# ## Six questions
+#
+# <details><summary>1. Why can partial results be merged exactly, although softmax needs the whole row?</summary>
+#
+# A softmax is a sum of exponentials over a sum of exponentials. Each part brings its own quotient and, as the log-sum-exp, its own
+# denominator. Multiply by the denominators, add, divide by their sum: the online softmax, between whole results instead of tiles.
+# </details>
+#
+# <details><summary>2. Striped attention gives rank r the tokens r, r + W, r + 2W, ... Is the work balanced? What else changes?</summary>
+#
+# Yes, nearly: each rank has early and late tokens alike (Brandon et al., *Striped Attention*, arXiv 2311.09431). But in every step
+# the block is a triangle, with a mask along its diagonal. Zigzag's blocks are whole chunks without a mask, but for step 0.
+# </details>
+#
+# <details><summary>3. The hop takes 3 ms, the block 2 ms. What does a step cost, and what can you do?</summary>
+#
+# 3 ms: the longer of the two. Twice as long a shard takes 6 ms to send and 8 to compute; so longer shards hide it. Fewer key heads
+# (grouped queries) make the message smaller, and the work hardly.
+# </details>
+#
+# <details><summary>4. What does an all-reduce of n bytes cost each rank, and why is DDP's hidden for the most part?</summary>
+#
+# It sends $2 (W-1)/W \cdot n$ bytes, nearly independent of $W$: once around to add up, once around to share. It begins as soon as
+# the last layers' bucket is full, while the backward pass still computes the layers before.
+# </details>
+#
+# <details><summary>5. The ranks have 5, 5, 5 and 4 micro-batches left. What happens under plain DDP, and what is the remedy?</summary>
+#
+# The fifth all-reduce of three ranks waits for the fourth rank: a hang, then a timeout. Give the last rank an empty micro-batch of
+# weight 0 (as this lab does), leave the rest out on all ranks, or use PyTorch's `Join`. And weigh by labels: a mean of means is
+# wrong when the counts differ.
+# </details>
+#
+# <details><summary>6. A model of 7 billion weights, AdamW in float32, 8 GPUs of 80 GB. DDP or FSDP? What if the sequence has a million tokens?</summary>
+#
+# 16 bytes a weight are 112 GB: DDP does not fit; FSDP holds 14 GB on each. CPU offload would fit as well, and is slow: all of it
+# crosses the bus in each step. At a million tokens the activations are the problem, which FSDP does not shard: a ring on top, and
+# the remedies of section 3.6.
+# </details>
+#
 # ## Read on
 #
-# - Theory chapter [7, Long context](../theory/07-long-context.md): what a step holds, each remedy with its price, RoPE derived, and how
-#   to go beyond the length that a model was trained on.
+# - Theory chapter [7, Long context](../theory/07-long-context.md): what a step holds, each remedy with its price, RoPE derived, how to
+#   go beyond the length that a model was trained on; rings and data parallelism, with a model of their efficiency.
 # - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.
+# - Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (arXiv 2310.01889), section 3.
+# - Li et al., *PyTorch Distributed* (arXiv 2006.15704), section 3: buckets, overlap, `no_sync`. Rajbhandari et al., *ZeRO* (arXiv
+#   1910.02054): what FSDP shards, and what it sends.
+# - To try: `labsupport ring check`, `labsupport ring bench`, and `labsupport train --parallel ring`, on as many processes or GPUs as
+#   you have.

@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labsupport.attention.rotary import scaled_base
 from labsupport.plotting import Chart
-from labsupport.profiling import hardware_table
+from labsupport.profiling import hardware_table, load_run
 from labsupport.training.model import DecoderConfig
 from labsupport.training.planner import LADDER, plan_memory
 
@@ -20,6 +20,7 @@ GREEN, RED, PINK = "#009E73", "#D55E00", "#CC79A7"
 GPT2 = DecoderConfig.preset("gpt2-small")
 LENGTHS = [2**k for k in range(10, 21)]
 AT = 2**17  # tokens in the right panel
+MEASURED = ("context-16gib-short-h200", "context-16gib-long-h200", "million-h200")
 
 # Where the planner's parts go in the right panel; the rest is "other".
 GROUPS = {
@@ -83,6 +84,10 @@ def memory() -> Figure:
         name = "standard attention" if rung is rungs[0] else rung.name
         peaks = [plan.peak_bytes / GIB for plan in plans[rung.name].values()]
         lines.plot(LENGTHS, peaks, color=colour, linestyle=line, linewidth=2, label=name)
+        for run in MEASURED:
+            steps = load_run(run).query("backend == @rung.name")
+            lines.plot(steps.seqlen, steps.peak_memory_bytes / GIB, "o", color=colour, markersize=6)
+    lines.plot([], [], "o", color=GREY, markersize=6, label="measured on an H200")
     for gib in (16, 80):
         lines.axhline(gib, color=GREY, linestyle=":", linewidth=1.4)
         lines.annotate(
@@ -125,10 +130,10 @@ def memory() -> Figure:
     figure.headline(
         "Without the square, the linear terms are the wall; four more remedies divide them by "
         f"{first / last:.0f}",
-        "Computed by labsupport.training.planner, not measured: GPT-2 small's shape (124M, rotary "
-        "positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"
-        "Each remedy on top of those before it. The peak is the largest of several moments of a "
-        "step; the bars show that moment's parts.",
+        "Lines and bars: computed by labsupport.training.planner. GPT-2 small's shape (124M, "
+        "rotary positions), batch 1, bfloat16 autocast, AdamW, on a GPU.\n"
+        "Each remedy on top of those before it. Dots: the longest that ran in 16 GiB, and a "
+        "million tokens (data/runs/context-16gib-*-h200, million-h200).",
     )
     return figure
 
@@ -157,6 +162,16 @@ def flops() -> Figure:
                 f"{seconds[-1]:.0f} s", (LENGTHS[-1], seconds[-1]), (6, 4 if line == "--" else -5),
                 textcoords="offset points", va="center", fontsize=9,
             )  # fmt: skip
+    steps = [load_run(run).query("backend == '+ checkpointing'").iloc[0] for run in MEASURED[1:]]
+    taken = [step.median_ms / 1e3 for step in steps]
+    axes.plot(
+        [step.seqlen for step in steps], taken, "s", color=BLACK, markersize=6,
+        label="measured, with checkpointing",
+    )  # fmt: skip
+    axes.annotate(
+        f"{taken[-1]:.0f} s", (steps[-1].seqlen, taken[-1]), (8, 0), textcoords="offset points",
+        va="center", fontsize=9,
+    )  # fmt: skip
     equal = linear / square
     axes.plot([equal], [linear * equal / peak], "o", color=RED, markersize=7, zorder=5)
     axes.annotate(
@@ -166,13 +181,14 @@ def flops() -> Figure:
     _plain(axes, lambda y: f"{y:g}")
     _tokens_axis(axes, LENGTHS)
     axes.set_xlim(LENGTHS[0] / 1.4, LENGTHS[-1] * 1.9)
-    axes.set_ylabel("seconds a training step, at least")
+    axes.set_ylabel("seconds a training step (lines: at least)")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     _finish(axes)
     figure.headline(
         "From 11 thousand tokens on, attention's square sets the time of a step",
         "Bound, computed: FLOPs of one step of GPT-2 small's shape, batch 1, over an H200's dense "
-        f"bfloat16 peak of {peak / 1e12:,.1f} TFLOP/s (data/hardware.csv).",
+        f"bfloat16 peak of {peak / 1e12:,.1f} TFLOP/s (data/hardware.csv).\nSquares: an H200, "
+        "cuDNN's kernel (data/runs/context-16gib-long-h200, million-h200).",
     )
     return figure
 
