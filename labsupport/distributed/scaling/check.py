@@ -22,7 +22,8 @@ def check_against(
         gb_s, memory_gb_s: of the devices on which it was measured.
 
     Returns:
-        One row for each measured one of more than one rank (of the second: those of DDP with one
+        One row for each measured one of more than one rank (of the first: those that go around in
+        a ring, PyTorch's context parallelism does not; of the second: those of DDP with one
         micro-batch): what it is, median_ms or step_ms, predicted_ms, ratio (measured over
         predicted), efficiency, predicted_efficiency.
     """
@@ -31,7 +32,8 @@ def check_against(
     ok = table[(table.status == "ok") & (table.world > 1)]
     rows = []
     if "layout" in table:
-        rings = ok[ok.layout.isin(["contiguous", "zigzag"]) & ok.single_ms.notna()]
+        gathers = ok.implementation.str.startswith("context_parallel")
+        rings = ok[ok.layout.isin(["contiguous", "zigzag"]) & ok.single_ms.notna() & ~gathers]
         for _, one in rings.iterrows():
             guess = predict_ring(
                 int(one.world),
@@ -46,7 +48,7 @@ def check_against(
                 gb_s=gb_s,
                 memory_gb_s=memory_gb_s,
             )
-            what = ("layout", "implementation", "world", "seqlen_per_rank", "direction")
+            what = ("layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction")
             ideal = one.world * one.single_ms
             rows.append(_beside(one, what, "median_ms", guess.total_ms, ideal))
         return pd.DataFrame(rows)
