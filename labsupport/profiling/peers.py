@@ -4,8 +4,8 @@ python -m labsupport.profiling.peers                              flash_triton o
 python -m labsupport.profiling.peers --head-dim 64 --save NAME    a part of the grid, kept
 
 Each call works on the same number of tokens and the same hidden size: short sequences come in large
-batches. All implementations of a shape are measured in turns, and only ratios of that run are
-printed.
+batches. All implementations of a shape are measured in turns, and their ratios printed, which are
+those of one run.
 
 Two times are measured on a GPU. `median_ms` is what its kernels take: the call is recorded as a
 CUDA graph, whose replay costs the CPU nothing. `call_ms` is the same call from Python, where the
@@ -230,7 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_save_options(parser)
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
-    here = {status.name for status in available_backends(device=device) if status.runs}
+    backends = available_backends(device=device)
+    for name in {options.ours, *options.peers} - {status.name for status in backends}:
+        parser.error(f"there is no backend {name!r}")
+    here = {status.name for status in backends if status.runs}
     cases = peer_cases(
         [options.ours, *(peer for peer in options.peers if peer in here and peer != options.ours)],
         options.seqlen,

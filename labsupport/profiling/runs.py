@@ -53,18 +53,34 @@ def save_run(
 
 
 def add_save_options(parser: argparse.ArgumentParser) -> None:
-    """Give a command that measures the options --save NAME and --overwrite."""
-    parser.add_argument("--save", metavar="NAME", help="keep the table under data/runs/NAME")
+    """Give a command that measures the options --save NAME and --overwrite.
+
+    A bad name ends the command before it measures. A name that is taken does not: see
+    `save_if_asked`.
+    """
+    parser.add_argument(
+        "--save", metavar="NAME", type=_run_name, help="keep the table under data/runs/NAME"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
 
 
 def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
     """Save a command's table if `add_save_options` was made use of, and say where.
 
+    What took minutes to measure is not lost to a name that is taken: without --overwrite the table
+    is kept under the next free one, NAME-2, NAME-3, ...
+
     Raises: as `save_run`.
     """
-    if options.save:
-        print(f"saved: {save_run(table, options.save, overwrite=options.overwrite)}")
+    if not options.save:
+        return
+    name, number = options.save, 1
+    while not options.overwrite and (runs_dir() / name / "results.csv").exists():
+        number += 1
+        name = f"{options.save}-{number}"
+    print(f"saved: {save_run(table, name, overwrite=options.overwrite)}")
+    if number > 1:
+        print(f"{options.save} exists already; --overwrite would have replaced it")
 
 
 def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:
@@ -96,6 +112,17 @@ def list_runs(folder: Path | None = None) -> list[str]:
     """Names of the recorded runs."""
     root = runs_dir() if folder is None else folder
     return sorted(path.parent.name for path in root.glob("*/results.csv"))
+
+
+def _run_name(text: str) -> str:
+    """For argparse: a name for a run, or the reason why it is none."""
+    import argparse
+
+    try:
+        _check_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _check_name(name: str) -> None:

@@ -7,7 +7,6 @@ python -m labsupport.training.measure --preset gpt2-small --longest --limit 16Gi
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import time
@@ -22,12 +21,11 @@ from labsupport.profiling import measure_peak_memory, measure_time
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
-from labsupport.training.lengths import parse_tokens
 from labsupport.training.model import DecoderConfig
 from labsupport.training.planner.fits import LADDER, Rung, longest
 from labsupport.training.planner.plan import plan_memory
 from labsupport.training.saving.limit import is_out_of_memory, memory_limit, parse_bytes
-from labsupport.training.steps import PLAIN, PlainTransformers, training_step
+from labsupport.training.steps import PlainTransformers, training_step
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -255,75 +253,7 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     return slope / sum((a - mean_x) ** 2 for a in x)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure training steps of a decoder, print the table, and keep it if asked to."""
-    from labsupport.profiling.runs import add_save_options, save_if_asked
-
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.training.measure", description=main.__doc__
-    )
-    add = parser.add_argument
-    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS")
-    add("--lengths", default="1K,2K,4K", help="tokens, separated by commas; 8K is 8,192")
-    add("--rungs", help="which remedies, by number from 0, separated by commas; default: all")
-    add(
-        "--plain",
-        action="store_true",
-        help="Transformers' own GPT-2 in place of the lab's remedies",
-    )
-    add("--attention", help="the backend in place of 'auto'")
-    add("--limit", help="such as 16GiB")
-    add("--longest", action="store_true", help="search the longest sequence under the limit (GPU)")
-    add("--multiple", default="1K", help="of which --longest finds a multiple")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    config = DecoderConfig.preset(options.preset)
-    rungs = PLAIN if options.plain else _chosen(options.rungs, options.attention)
-    if options.longest:
-        if options.limit is None:
-            parser.error("--longest needs a --limit")
-        table = longest_that_trains(
-            config, options.limit, rungs=rungs, multiple=parse_tokens(options.multiple)
-        )
-    else:
-        lengths = [parse_tokens(text) for text in options.lengths.split(",")]
-        table = measure_training(config, lengths, rungs=rungs, limit=options.limit)
-    print(readable(table).to_string(index=False))
-    save_if_asked(table, options)
-
-
-def _chosen(numbers: str | None, attention: str | None) -> list[Rung]:
-    from dataclasses import replace
-
-    rungs = [LADDER[int(n)] for n in numbers.split(",")] if numbers else list(LADDER)
-    if attention is None:
-        return rungs
-    return [
-        rung
-        if rung.savings.attention == "standard"
-        else replace(rung, savings=replace(rung.savings, attention=attention))
-        for rung in rungs
-    ]
-
-
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The columns that a reader compares, with units."""
-    shown = table.copy()
-    for column in ("peak_memory_bytes", "predicted_bytes"):
-        if column in shown:
-            shown[column] = (shown[column] / 2**20).round(0)
-    names = {
-        "backend": "remedy",
-        "seqlen": "tokens",
-        "median_ms": "time, ms",
-        "tokens_per_s": "tokens/s",
-        "peak_memory_bytes": "peak, MiB",
-        "predicted_bytes": "predicted, MiB",
-        "status": "status",
-    }
-    digits = {"median_ms": 0, "tokens_per_s": 0}
-    return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
-
-
 if __name__ == "__main__":
+    from labsupport.training.measure_command import main
+
     main()

@@ -1,8 +1,16 @@
+import argparse
+
 import pandas as pd
 import pytest
 
 from labsupport.profiling.provenance import git_commit, gpu_state, package_version, provenance
-from labsupport.profiling.runs import list_runs, load_run, save_run
+from labsupport.profiling.runs import (
+    add_save_options,
+    list_runs,
+    load_run,
+    save_if_asked,
+    save_run,
+)
 
 
 @pytest.fixture
@@ -34,6 +42,31 @@ def test_a_run_is_not_overwritten_by_accident(table, tmp_path):
         save_run(table, "first", folder=tmp_path)
     save_run(table.iloc[:1], "first", folder=tmp_path, overwrite=True)
     assert len(load_run("first", folder=tmp_path)) == 1
+
+
+def asked(*arguments):
+    parser = argparse.ArgumentParser()
+    add_save_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_what_a_command_measured_is_not_lost_to_a_name_that_is_taken(
+    table, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
+    for _ in range(3):
+        save_if_asked(table, asked("--save", "mine"))
+    assert list_runs(tmp_path) == ["mine", "mine-2", "mine-3"]
+    assert "--overwrite would have replaced it" in capsys.readouterr().out
+    save_if_asked(table, asked("--save", "mine", "--overwrite"))
+    save_if_asked(table, asked())
+    assert list_runs(tmp_path) == ["mine", "mine-2", "mine-3"]
+
+
+def test_a_bad_name_ends_a_command_before_it_measures(capsys):
+    with pytest.raises(SystemExit):
+        asked("--save", "a/b")
+    assert "is no name for a run" in capsys.readouterr().err
 
 
 def test_a_table_without_provenance_is_not_saved(table, tmp_path):

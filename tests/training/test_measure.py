@@ -9,9 +9,9 @@ from labsupport.training.measure import _last_that_runs as last_that_runs
 from labsupport.training.measure import (
     exponent,
     longest_that_trains,
-    main,
     measure_training,
 )
+from labsupport.training.measure_command import main
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.fits import Rung
 from labsupport.training.steps import PLAIN
@@ -161,3 +161,10 @@ def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
     _, sdpa, checkpointed = (table.peak_memory_bytes[how.name] for how in PLAIN)
     assert sdpa > checkpointed > table.peak_memory_bytes[FLASH.name]
     assert table.predicted_bytes.isna().sum() == len(PLAIN)
+
+
+@pytest.mark.parametrize("rungs", ["7", "1,x", "-1", ""])
+def test_a_remedy_that_does_not_exist_is_refused_with_a_list_of_those_that_do(rungs, capsys):
+    with pytest.raises(SystemExit):
+        main(["--lengths", "64", f"--rungs={rungs}"])
+    assert "6: + bfloat16 stream" in capsys.readouterr().err
