@@ -7,6 +7,7 @@ Paul Tol, told apart by readers with any colour vision).
     pictures   how the algorithm cuts the score matrix
     precision  dtypes and magnitudes from layer to layer
     distributed a ring's steps, who waits for whom, what more devices bring
+    roofline   FLOPs for each byte, and the ceilings of a device
     training   what fills the memory, how losses run, what a longer context brings
     drawing    the parts that charts are made of
     figure     a figure that shows and describes itself
@@ -26,6 +27,7 @@ from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
 from labsupport.plotting.precision import plot_dtype_flow
+from labsupport.plotting.roofline import RoofLine, plot_roofline
 from labsupport.plotting.training import (
     plot_by_window,
     plot_courses,
@@ -37,6 +39,7 @@ __all__ = [
     "STYLES",
     "Chart",
     "Reference",
+    "RoofLine",
     "alt_text",
     "plot_by_window",
     "plot_courses",
@@ -45,6 +48,7 @@ __all__ = [
     "plot_memory",
     "plot_memory_parts",
     "plot_ring_steps",
+    "plot_roofline",
     "plot_scaling",
     "plot_speedup",
     "plot_tiles",

@@ -1,0 +1,48 @@
+"""Why, and how far it could go: explained and predicted (notebook 4).
+
+traffic/          how much data moves between slow and fast memory: counted, while the algorithms run
+roofline          FLOPs and bytes of a case, and the bound that the device's ceilings set
+predictor/        time and memory of a call from a device's ceilings and a short calibration
+recommend         which backend for a workload, and why
+profile_command/  `labsupport profile`: a folder that begins with SUMMARY.md
+
+Names are imported from these files when first used, so that importing the package stays light.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labsupport.analysis.roofline import bytes_of as bytes_of
+    from labsupport.analysis.roofline import flops_of as flops_of
+    from labsupport.analysis.traffic.count import count as count
+    from labsupport.analysis.traffic.count import exponent as exponent
+    from labsupport.analysis.traffic.count import traffic_table as traffic_table
+    from labsupport.analysis.traffic.formulas import closed_form as closed_form
+    from labsupport.analysis.traffic.formulas import fitting_blocks as fitting_blocks
+    from labsupport.analysis.traffic.formulas import theorem as theorem
+    from labsupport.analysis.traffic.memory import FastMemory as FastMemory
+    from labsupport.analysis.traffic.tensors import trace_tensors as trace_tensors
+
+_HOME = {
+    "FastMemory": "traffic.memory",
+    "bytes_of": "roofline",
+    "closed_form": "traffic.formulas",
+    "count": "traffic.count",
+    "exponent": "traffic.count",
+    "fitting_blocks": "traffic.formulas",
+    "flops_of": "roofline",
+    "theorem": "traffic.formulas",
+    "trace_tensors": "traffic.tensors",
+    "traffic_table": "traffic.count",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,50 @@
+"""FlashAttention's data movement, counted: between a fast memory of M elements and a slow one.
+
+    memory    a fast memory that refuses what does not fit, and counts what passes
+    problem   one head, cut into blocks
+    standard  textbook attention, kernel by kernel
+    flash     the loop orders of FlashAttention's versions, forward and backward
+    formulas  closed forms, block sizes that fit, theorem 2
+    count     run and count; tables; exponents
+    tensors   any PyTorch program: its largest tensor, its bytes by operator
+    kernels   bytes of the lab's Triton kernels, by tiling
+    counters  the same from a GPU's counters, through ncu
+
+python -m labsupport.analysis.traffic            the table
+python -m labsupport.analysis.traffic.counters   beside ncu
+
+What is counted is what theorem 2 bounds: elements between the fast memory of *one* processor and
+everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.
+"""
+
+from labsupport.analysis.traffic.count import Traffic, count, exponent, traffic_table
+from labsupport.analysis.traffic.formulas import (
+    closed_form,
+    elements_needed,
+    fitting_blocks,
+    paper_blocks,
+    theorem,
+)
+from labsupport.analysis.traffic.kernels import kernel_bytes
+from labsupport.analysis.traffic.memory import FastMemory, OutOfFastMemoryError, Slow
+from labsupport.analysis.traffic.problem import Sizes
+from labsupport.analysis.traffic.tensors import TensorTrace, trace_tensors
+
+__all__ = [
+    "FastMemory",
+    "OutOfFastMemoryError",
+    "Sizes",
+    "Slow",
+    "TensorTrace",
+    "Traffic",
+    "closed_form",
+    "count",
+    "elements_needed",
+    "exponent",
+    "fitting_blocks",
+    "kernel_bytes",
+    "paper_blocks",
+    "theorem",
+    "trace_tensors",
+    "traffic_table",
+]

@@ -1,0 +1,192 @@
+"""Run an algorithm on real numbers and count what passes; tables over grids of sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from labsupport.analysis.traffic import flash, standard
+from labsupport.analysis.traffic.formulas import (
+    closed_form,
+    fitting_blocks,
+    theorem,
+)
+from labsupport.analysis.traffic.memory import FastMemory, Slow
+from labsupport.analysis.traffic.problem import Head, Sizes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORWARD = ("standard", "version1", "version2")
+BACKWARD = ("standard", "version1", "version2", "two_pass")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What passed between fast and slow memory in one run, in elements.
+
+    read, written: by the name of the tensor in slow memory.
+    peak: elements in fast memory at most; capacity: M, None if it was not limited.
+    results: out, or dq, dk, dv: to be compared with the oracle.
+    """
+
+    algorithm: str
+    direction: str
+    sizes: Sizes
+    capacity: int | None
+    peak: int
+    read: dict[str, int]
+    written: dict[str, int]
+    results: tuple[Tensor, ...] = field(repr=False)
+
+    @property
+    def total(self) -> int:
+        """Elements in both directions."""
+        return sum(self.read.values()) + sum(self.written.values())
+
+
+def count(
+    algorithm: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dout: Tensor | None = None,
+    causal: bool = False,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    capacity: int | None = None,
+) -> Traffic:
+    """Run one head through an algorithm, in a fast memory that counts.
+
+    Args:
+        algorithm: "standard", "version1", "version2"; for a backward also "two_pass".
+        q: (N_q, d); k, v: (N_k, d); float64 or float32, on the CPU.
+        dout: (N_q, d): count the backward pass instead of the forward.
+        block_q, block_k: rows and columns of a tile; `fitting_blocks` of `capacity` unless given.
+        capacity: M, in elements; None for a fast memory without limit (blocks must be given then).
+
+    Raises:
+        OutOfFastMemoryError: the blocks do not fit.
+        ValueError: an unknown algorithm, or neither blocks nor a capacity.
+    """
+    direction = "forward" if dout is None else "backward"
+    known = FORWARD if dout is None else BACKWARD
+    if algorithm not in known:
+        raise ValueError(f"no algorithm {algorithm!r} for a {direction}; known: {', '.join(known)}")
+    if block_q is None or block_k is None:
+        if capacity is None:
+            raise ValueError("give block_q and block_k, or the capacity that they must fit into")
+        chosen = fitting_blocks(algorithm, direction, capacity, q.shape[-1])
+        block_q, block_k = block_q or chosen[0], block_k or chosen[1]
+    block_q, block_k = min(block_q, len(q)), min(block_k, len(k))
+    sizes = Sizes(len(q), len(k), q.shape[-1], block_q, block_k, causal)
+    head = Head.of(sizes, q, k, v, dout)
+    with torch.no_grad():
+        run, results = _prepared(algorithm, head, backward=dout is not None)
+        with FastMemory(capacity) as chip:
+            run(chip)
+    return Traffic(
+        algorithm, direction, sizes, capacity, chip.peak, dict(chip.read), dict(chip.written),
+        tuple(slow.values for slow in results),
+    )  # fmt: skip
+
+
+def _prepared(algorithm: str, head: Head, backward: bool) -> tuple[Any, tuple[Any, ...]]:
+    """The function to count, after whatever has to run before it, and where its results appear."""
+    forwards = {
+        "standard": standard.forward,
+        "version1": flash.forward_version1,
+        "version2": flash.forward_version2,
+        "two_pass": flash.forward_version2,
+    }
+    if not backward:
+        return lambda chip: forwards[algorithm](chip, head), (head.out,)
+    with FastMemory() as uncounted:
+        left = forwards[algorithm](uncounted, head)  # P, which only the textbook leaves
+    backwards = {
+        "standard": lambda chip: standard.backward(chip, head, cast(Slow, left)),
+        "version1": lambda chip: flash.backward_version1(chip, head),
+        "version2": lambda chip: flash.backward_version2(chip, head),
+        "two_pass": lambda chip: flash.backward_two_pass(chip, head),
+    }
+    return backwards[algorithm], (head.dq, head.dk, head.dv)
+
+
+def traffic_table(
+    algorithms: Sequence[str] = FORWARD,
+    *,
+    seqlens: Iterable[int] = (256, 512, 1024),
+    head_dims: Iterable[int] = (16,),
+    capacities: Iterable[int] = (4096,),
+    causal: bool = False,
+    direction: str = "forward",
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Count every combination of lengths, head dimensions and fast memories.
+
+    Blocks are powers of two that fit into M. Where they divide the length, `formula` must agree.
+
+    Returns:
+        A row a run: algorithm, direction, causal, seqlen, head_dim, capacity, block_q, block_k,
+        peak, read, written, total, formula, theorem (N^2 d^2 / M), of_theorem (total / theorem).
+    """
+    import pandas as pd
+
+    rows = []
+    for n in seqlens:
+        for d in head_dims:
+            generator = torch.Generator().manual_seed(seed)
+            q, k, v, dout = (
+                torch.randn(n, d, generator=generator, dtype=torch.float64) for _ in range(4)
+            )
+            for capacity in capacities:
+                for name in algorithms:
+                    blocks = fitting_blocks(name, direction, capacity, d, power_of_two=True)
+                    run = count(
+                        name, q, k, v, dout=dout if direction == "backward" else None,
+                        causal=causal, block_q=blocks[0], block_k=blocks[1], capacity=capacity,
+                    )  # fmt: skip
+                    rows.append(_row(run, capacity))
+    return pd.DataFrame(rows)
+
+
+def _row(run: Traffic, capacity: int) -> dict[str, Any]:
+    sizes = run.sizes
+    expected = None
+    if sizes.divisible:
+        expected = sum(closed_form(run.algorithm, run.direction, sizes, capacity))
+    return {
+        "algorithm": run.algorithm, "direction": run.direction, "causal": sizes.causal,
+        "seqlen": sizes.seqlen_q, "head_dim": sizes.head_dim, "capacity": capacity,
+        "block_q": sizes.block_q, "block_k": sizes.block_k, "peak": run.peak,
+        "read": sum(run.read.values()), "written": sum(run.written.values()),
+        "total": run.total, "formula": expected, "theorem": theorem(sizes, capacity),
+        "of_theorem": run.total / theorem(sizes, capacity),
+    }  # fmt: skip
+
+
+def exponent(table: pd.DataFrame, along: str, column: str = "total") -> float:
+    """The power with which a count grows along "seqlen", "head_dim" or "capacity".
+
+    A least-squares line through the logarithms. All else must be the same in the table.
+
+    Raises:
+        ValueError: fewer than two values along that axis, or another one varies as well.
+    """
+    others = {"algorithm", "direction", "causal", "seqlen", "head_dim", "capacity"} - {along}
+    mixed = sorted(name for name in others if name in table and table[name].nunique() > 1)
+    if mixed or table[along].nunique() < 2:
+        raise ValueError(
+            f"the table mixes {', '.join(mixed)}" if mixed else f"one value of {along} only"
+        )
+    x = [math.log(value) for value in table[along]]
+    y = [math.log(value) for value in table[column]]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
+    return covariance / sum((a - mean_x) ** 2 for a in x)
