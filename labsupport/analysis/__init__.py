@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labsupport.analysis.predictor.calibration import calibrate_run as calibrate_run
+    from labsupport.analysis.predictor.predict import predict as predict
+    from labsupport.analysis.predictor.predict import transfer as transfer
     from labsupport.analysis.roofline import bytes_of as bytes_of
     from labsupport.analysis.roofline import flops_of as flops_of
     from labsupport.analysis.traffic.count import count as count
@@ -29,14 +32,17 @@ if TYPE_CHECKING:
 _HOME = {
     "FastMemory": "traffic.memory",
     "bytes_of": "roofline",
+    "calibrate_run": "predictor.calibration",
     "closed_form": "traffic.formulas",
     "count": "traffic.count",
     "exponent": "traffic.count",
     "fitting_blocks": "traffic.formulas",
     "flops_of": "roofline",
+    "predict": "predictor.predict",
     "theorem": "traffic.formulas",
     "trace_tensors": "traffic.tensors",
     "traffic_table": "traffic.count",
+    "transfer": "predictor.predict",
 }
 
 __all__ = sorted(_HOME)

@@ -1,0 +1,30 @@
+"""How long will a call take, and how much memory: predicted from a device's ceilings.
+
+split        which shapes calibrate, and which are tested: written down first
+work         what a case makes a device do, counted
+device       the ceilings of a device, recorded or specified
+calibration  the weights of the counts, fitted
+memory       peak memory by formula
+predict      time, memory, an interval, and the reasons
+evaluate     errors on the shapes that were held out
+record       records a run to calibrate on
+
+`python -m labsupport.analysis.predictor --run NAME` repeats the protocol on a recorded run.
+"""
+
+from labsupport.analysis.predictor.calibration import Model, calibrate, calibrate_run
+from labsupport.analysis.predictor.device import Device, device_from_specification, device_of_run
+from labsupport.analysis.predictor.predict import OutOfRangeError, Prediction, predict, transfer
+
+__all__ = [
+    "Device",
+    "Model",
+    "OutOfRangeError",
+    "Prediction",
+    "calibrate",
+    "calibrate_run",
+    "device_from_specification",
+    "device_of_run",
+    "predict",
+    "transfer",
+]

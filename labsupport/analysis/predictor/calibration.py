@@ -1,0 +1,217 @@
+"""Fit the weights: non-negative least squares on relative errors, and what is left over.
+
+For each (backend, dtype, direction)
+
+    work(case)     = w_matmul * matmul(case) + w_memory * memory(case) + ...          w >= 0
+    starting(case) = w_launch + w_tiles * tiles(case)
+    t(case)        = (starting^p + work^p)^(1/p)
+
+with the features of `work`. A weight has a meaning: w_launch is milliseconds a call, w_matmul how
+many times as long as at the ceiling the products take (1 / w is the share of the ceiling that is
+reached). On a CPU p = 1, a sum. A GPU works while Python starts the next kernel, and the longer of
+the two decides: p = 2 lies between the sum and the maximum. On the calibration shapes of calls from
+Python (peers-h200:calls) it leaves 3.3% on average, and a sum 3.7%; 1.5 and 4 differ little from 2.
+
+Each equation is divided by the measured time, so 10% off counts the same for a short call as for a
+long one, and by what that time is worth: `MODEL_ERROR` and the measurement's own relative spread,
+added as variances. A call that Python launches in 0.1 ms to 0.3 ms by turns then says little, and
+one that always takes 20 ms says much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from labsupport.analysis.predictor.device import Device, device_of_run
+from labsupport.analysis.predictor.split import SPLITS, divide, recorded
+from labsupport.analysis.predictor.work import features
+from labsupport.profiling.cases import Case
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What the model itself is taken to be off by: measurements better than this are not worth more.
+MODEL_ERROR = 0.05
+OVERLAP = 2.0  # the p above, on a GPU
+SMALLEST_SPREAD = 0.02  # however well a few cases are fitted
+STARTING = ("launch", "tiles")
+
+Key = tuple[str, str, str]  # backend, dtype, direction
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The weights of one (backend, dtype, direction), and the range they were fitted in.
+
+    weights: by feature; those that the data do not need are 0.
+    cases: how many were fitted.
+    head_dims: calibrated ones.
+    overlap: the p of the norm that joins starting and work; 1 is their sum.
+    seqlens: the shortest and the longest calibrated sequence.
+    """
+
+    weights: dict[str, float]
+    cases: int
+    head_dims: tuple[int, ...]
+    seqlens: tuple[int, int]
+    overlap: float = 1.0
+
+    def ms(self, found: Mapping[str, float]) -> float:
+        """The time of a case with these features."""
+        starting = self._sum(found, STARTING)
+        work = self._sum(found, [name for name in self.weights if name not in STARTING])
+        return (starting**self.overlap + work**self.overlap) ** (1 / self.overlap)
+
+    def _sum(self, found: Mapping[str, float], names: Iterable[str]) -> float:
+        return sum(self.weights[name] * found[name] for name in names if name in self.weights)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything that predicts on one device: its ceilings, and a fit for each (backend, ...).
+
+    spread: standard deviation of log(measured / predicted), of all fits together: six cases say
+        little about a spread of their own.
+    left_out: why a backend cannot run on a device to which the model was transferred.
+    """
+
+    device: Device
+    fits: dict[Key, Fit]
+    spread: float
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def backends(self, dtype: str, direction: str) -> list[str]:
+        """Those that are calibrated for a dtype and a direction."""
+        return [key[0] for key in self.fits if key[1:] == (dtype, direction)]
+
+
+def calibrate(
+    cases: Iterable[Case],
+    times_ms: Iterable[float],
+    device: Device,
+    *,
+    spreads: Iterable[float] | None = None,
+) -> Model:
+    """Fit all weights.
+
+    Args:
+        cases, times_ms: calibration measurements on `device`.
+        spreads: standard deviation of each one's repeats, as a fraction of its time; 0 if unknown.
+
+    Raises:
+        ValueError: a (backend, dtype, direction) with fewer than three measurements, or none.
+    """
+    groups: dict[Key, list[tuple[Case, float, float]]] = {}
+    cases = list(cases)
+    known = [0.0] * len(cases) if spreads is None else spreads
+    for case, ms, spread in zip(cases, times_ms, known, strict=True):
+        key = (case.backend, case.dtype, case.direction)
+        groups.setdefault(key, []).append((case, float(ms), float(spread)))
+    if not groups:
+        raise ValueError("nothing to calibrate on: no measurement was given")
+    fits = {key: _fit(key, group, device) for key, group in groups.items()}
+    return Model(device, fits, _spread(fits, groups, device))
+
+
+def calibrate_run(run: str) -> tuple[Model, pd.DataFrame]:
+    """The model from a recorded run's calibration shapes, and the rows that it has not seen.
+
+    Raises:
+        ValueError: a run for which no split is written down.
+    """
+    seen, held_out = divide(recorded(run), SPLITS[run])
+    device = device_of_run(run.split(":")[0])
+    return calibrate(seen.case, seen.ms, device, spreads=seen.spread), held_out
+
+
+def non_negative_least_squares(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> Any:
+    """The x >= 0 that minimises |a x - b|, exactly: every set of positive entries is tried.
+
+    With at most six columns these are 63 small systems. Columns are tried few at a time, and more
+    are taken only where they lower the sum of squares.
+    """
+    columns = a.shape[1]
+    best, best_error = np.zeros(columns), float(b @ b)
+    for size in range(1, columns + 1):
+        for chosen in map(list, itertools.combinations(range(columns), size)):
+            x, *_ = np.linalg.lstsq(a[:, chosen], b, rcond=None)
+            error = float(np.sum((a[:, chosen] @ x - b) ** 2))
+            if (x > 0).all() and error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(columns), error
+                best[chosen] = x
+    return best
+
+
+def _weights(matrix: Any, times: Any, worth: Any, overlap: float) -> Any:
+    """The weights of matrix's columns, of which the first is launching.
+
+    With an overlap the launch is searched (100 steps up to the shortest time): for each, the rest
+    is what the work must take, and the weights of the work are fitted as before. A row in which
+    the launch hides the work says little about the work, and counts as much less.
+    """
+    if overlap == 1:
+        return non_negative_least_squares(matrix * (worth / times)[:, None], worth)
+    best, best_error = np.zeros(matrix.shape[1]), np.inf
+    for launch in np.linspace(0, times.min(), 101):
+        work = np.maximum(times**overlap - launch**overlap, (0.01 * times) ** overlap)
+        work **= 1 / overlap
+        counts = worth * (work / times) ** (overlap - 1) / times
+        x = non_negative_least_squares(matrix[:, 1:] * counts[:, None], work * counts)
+        fitted = (launch**overlap + (matrix[:, 1:] @ x) ** overlap) ** (1 / overlap)
+        error = float(np.sum((worth * (fitted / times - 1)) ** 2))
+        if error < best_error:
+            best, best_error = np.array([launch, *x]), error
+    return best
+
+
+def _fit(key: Key, group: list[tuple[Case, float, float]], device: Device) -> Fit:
+    if len(group) < 3:
+        raise ValueError(f"{' '.join(key)}: {len(group)} measurements are too few: at least 3")
+    times = np.array([ms for _, ms, _ in group])
+    worth = MODEL_ERROR / np.hypot(MODEL_ERROR, [spread for _, _, spread in group])
+    found = [features(case, device) for case, _, _ in group]
+    names = list(found[0])
+    matrix = np.array([[f[name] for name in names] for f in found])
+    overlap = OVERLAP if device.kind == "cuda" and "tiles" not in names else 1.0
+    x = _weights(matrix, times, worth, overlap)
+    lengths = [case.seqlen for case, _, _ in group]
+    return Fit(
+        weights=dict(zip(names, map(float, x), strict=True)),
+        cases=len(group),
+        head_dims=tuple(sorted({case.head_dim for case, _, _ in group})),
+        seqlens=(min(lengths), max(lengths)),
+        overlap=overlap,
+    )
+
+
+def _spread(
+    fits: Mapping[Key, Fit], groups: Mapping[Key, list[tuple[Case, float, float]]], device: Device
+) -> float:
+    """Standard deviation of log(measured / predicted), over all fits together.
+
+    Of errors, not of residuals: few cases are fitted better than others are predicted. So each
+    length between the shortest and the longest is left out once and predicted from the rest. From
+    the median of the absolute errors (0.6745 deviations of a normal distribution), so that one odd
+    call does not widen every interval. Where no fit has three lengths, the residuals must do.
+    """
+    errors, residuals = [], []
+    for key, fit in fits.items():
+        group = groups[key]
+        residuals += [_off(fit, case, ms, device) for case, ms, _ in group]
+        for length in {case.seqlen for case, _, _ in group} - set(fit.seqlens):
+            rest = [row for row in group if row[0].seqlen != length]
+            if len(rest) >= 3:
+                without = _fit(key, rest, device)
+                left_out = [(case, ms) for case, ms, _ in group if case.seqlen == length]
+                errors += [_off(without, case, ms, device) for case, ms in left_out]
+    return max(float(np.median(errors or residuals)) / 0.6745, SMALLEST_SPREAD)
+
+
+def _off(fit: Fit, case: Case, ms: float, device: Device) -> float:
+    return abs(math.log(ms / fit.ms(features(case, device))))

@@ -1,0 +1,137 @@
+"""A device as the predictor sees it: its ceilings, and how many tiles it computes at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from labsupport.profiling.hardware import HardwareSpec, find_spec, read_specs
+from labsupport.profiling.runs import list_runs, load_run, runs_dir
+
+CPU_CACHE_MIB = 32.0  # of a CPU whose run does not say
+
+
+@dataclass(frozen=True)
+class Device:
+    """Ceilings and size of a device.
+
+    name: as the driver or the operating system reports it, or the row's name in hardware.csv.
+    kind: "cuda" or "cpu".
+    units: multiprocessors, or threads that compute.
+    copy_gb_s: bytes read plus written a second, in 10^9.
+    matmul_tflops: by dtype name, in 10^12 FLOPs a second.
+    memory_gib: what it holds.
+    cache_mib: the last cache that all units share.
+    compute_capability: of a GPU, as (major, minor).
+    specified: True where the rates come from a specification and not from a measurement.
+    """
+
+    name: str
+    kind: str
+    units: int
+    copy_gb_s: float
+    matmul_tflops: dict[str, float]
+    memory_gib: float
+    cache_mib: float = 0.0
+    compute_capability: tuple[int, int] | None = None
+    specified: bool = False
+
+    def matmul_rate(self, dtype: str) -> float:
+        """The ceiling of matrix products in a dtype, TFLOP/s.
+
+        Raises:
+            ValueError: none is known; the message lists those that are.
+        """
+        if dtype not in self.matmul_tflops:
+            known = ", ".join(self.matmul_tflops)
+            raise ValueError(f"{self.name} has no known rate for {dtype}; known: {known}")
+        return self.matmul_tflops[dtype]
+
+
+def device_of_run(run: str) -> Device:
+    """The device that a recorded run was made on, with the ceilings measured there.
+
+    Where the run's own provenance has no ceilings, they are the highest that other runs recorded on
+    a device of the same name.
+
+    Raises:
+        FileNotFoundError: no such run.
+        ValueError: no run on this device recorded its ceilings.
+    """
+    about = load_run(run).attrs["provenance"]
+    ceilings = about if "matmul_tflops" in about else _ceilings_elsewhere(about["device"])
+    spec = find_spec(about["device"])
+    if "units" not in about and spec is None:
+        raise ValueError(f"{run} does not say how many units its device {about['device']} has")
+    return Device(
+        name=about["device"],
+        kind=about["device_kind"],
+        units=about["units"] if "units" in about or spec is None else spec.sms,
+        copy_gb_s=ceilings["copy_gb_s"],
+        matmul_tflops=dict(ceilings["matmul_tflops"]),
+        memory_gib=about["device_memory_gib"],
+        cache_mib=about.get("cache_mib", CPU_CACHE_MIB) if spec is None else spec.l2_mib,
+        compute_capability=_capability(about.get("compute_capability")),
+    )
+
+
+def device_from_specification(name: str, like: Device) -> Device:
+    """A GPU that need not be here, from its row of data/hardware.csv.
+
+    No device reaches its specification. This one is taken to reach the same share of it as `like`,
+    a measured GPU of the table, reaches of its own.
+
+    Raises:
+        ValueError: a name that is not in the table, or a `like` that is not.
+    """
+    known = {spec.name: spec for spec in read_specs()}
+    spec = known.get(name) or find_spec(name)
+    if spec is None:
+        raise ValueError(f"{name!r} is not in data/hardware.csv; there are: {', '.join(known)}")
+    measured = find_spec(like.name)
+    if measured is None:
+        raise ValueError(f"{like.name!r} is not in data/hardware.csv: nothing to compare it with")
+    rates = {}
+    for dtype, rate in like.matmul_tflops.items():
+        peak, peak_there = spec.peak_tflops(dtype), measured.peak_tflops(dtype)
+        if peak and peak_there:
+            rates[dtype] = rate * peak / peak_there
+    return Device(
+        name=spec.name,
+        kind="cuda",
+        units=spec.sms,
+        copy_gb_s=like.copy_gb_s * spec.bandwidth_gb_s / measured.bandwidth_gb_s,
+        matmul_tflops=rates,
+        memory_gib=spec.memory_gib,
+        cache_mib=spec.l2_mib,
+        compute_capability=_capability(spec.compute_capability),
+        specified=True,
+    )
+
+
+def specification_of(device: Device) -> HardwareSpec | None:
+    """The device's row of data/hardware.csv, or None."""
+    return next((s for s in read_specs() if s.name == device.name), None) or find_spec(device.name)
+
+
+def _ceilings_elsewhere(name: str) -> dict[str, Any]:
+    """The highest of each ceiling in any recorded run: nothing disturbed the machine then."""
+    copy, rates = 0.0, dict[str, float]()
+    for run in list_runs():
+        path = runs_dir() / run / "provenance.json"
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about.get("device") == name and "matmul_tflops" in about:
+            copy = max(copy, about["copy_gb_s"])
+            for dtype, rate in about["matmul_tflops"].items():
+                rates[dtype] = max(rate, rates.get(dtype, 0.0))
+    if not rates:
+        raise ValueError(f"no recorded run says what {name} reaches at most (measured_ceilings)")
+    return {"copy_gb_s": copy, "matmul_tflops": rates}
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, minor = text.split(".")
+    return int(major), int(minor)

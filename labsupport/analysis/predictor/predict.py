@@ -1,0 +1,172 @@
+"""Predict the time and the peak memory of a case, with an interval and the reasons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from labsupport.analysis.predictor.calibration import Fit, Model
+from labsupport.analysis.predictor.device import (
+    Device,
+    device_from_specification,
+    specification_of,
+)
+from labsupport.analysis.predictor.memory import peak_memory
+from labsupport.analysis.predictor.work import features
+from labsupport.attention.implementations import by_name
+from labsupport.attention.registry import version
+from labsupport.profiling.cases import Case
+from labsupport.profiling.timing import format_ms
+
+# 90% of a normal distribution lie within 1.645 standard deviations.
+NINETY_PERCENT = 1.645
+# How far beyond the calibrated lengths a prediction is still given.
+LENGTHS_BEYOND = 4
+# Standard deviation of log(time) on a GPU that was only specified: of the calibrated generation,
+# and of another, whose kernels reach a different share of its tensor cores. The second is wide for
+# a reason: the same kernels reach 50% to 73% of an A100's peak (FlashAttention-2 paper, abstract)
+# and 35% of an H100's (FlashAttention-3 paper, abstract). Both are judgements, not fits.
+SAME_GENERATION, OTHER_GENERATION = 0.15, 0.45
+
+
+class OutOfRangeError(ValueError):
+    """The model was not calibrated for this case, and an answer would be a guess."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a case will take.
+
+    ms: the median expected; low_ms, high_ms: 90% of measurements are expected between them.
+    peak_memory_bytes: beyond the inputs; None where no formula is known.
+    because: in words: what the time consists of, and what it rests on.
+    from_specification: True where the device was not measured.
+    """
+
+    ms: float
+    low_ms: float
+    high_ms: float
+    peak_memory_bytes: int | None
+    because: str
+    from_specification: bool = False
+
+    def __str__(self) -> str:
+        low, high = format_ms(self.low_ms), format_ms(self.high_ms)
+        return f"{format_ms(self.ms)} ms (90%: {low}-{high}); {self.because}"
+
+
+def predict(case: Case, model: Model) -> Prediction:
+    """Time and peak memory of a case on the model's device.
+
+    Args:
+        case: backend, shape, dtype, direction.
+        model: as `calibrate_run` or `transfer` gives it.
+
+    Raises:
+        OutOfRangeError: a backend, dtype, direction or head_dim that was not calibrated, or a
+            sequence more than four times as long as the longest that was, or as short as the
+            shortest.
+
+    Example:
+        >>> model, _ = calibrate_run("attention-h200")
+        >>> case = Case("sdpa_cudnn", 4096, batch=4, heads=16, dtype="bfloat16")
+        >>> print(predict(case, model))
+    """
+    fit = _fit_for(case, model)
+    found = features(case, model.device)
+    ms = fit.ms(found)
+    factor = math.exp(NINETY_PERCENT * model.spread)
+    try:
+        memory = peak_memory(case, model.device.kind, model.device.units)
+    except ValueError:
+        memory = None
+    rests = "by specification alone" if model.device.specified else f"{fit.cases} cases calibrated"
+    parts = _parts(fit, found, ms)
+    because = f"{parts} ({rests})"
+    return Prediction(ms, ms / factor, ms * factor, memory, because, model.device.specified)
+
+
+def transfer(model: Model, gpu: str) -> Model:
+    """The same weights on a GPU of data/hardware.csv that was not measured.
+
+    Its ceilings are its specification's, times the share of its own that the measured GPU reaches.
+    Backends that need a newer GPU or a dtype without tensor cores there are left out. The interval
+    is much wider, and wider still for another generation.
+
+    Raises:
+        ValueError: a GPU that is not in the table, or a model of a CPU.
+    """
+    target = device_from_specification(gpu, model.device)
+    left_out = {key: why for key in model.fits if (why := _refusal(key, target))}
+    fits = {key: fit for key, fit in model.fits.items() if key not in left_out}
+    same = model.device.compute_capability or (0, 0)
+    there = target.compute_capability or (0, 0)
+    wider = SAME_GENERATION if same[0] == there[0] else OTHER_GENERATION
+    own = specification_of(model.device)
+    if own is not None and own.name == target.name:
+        wider = 0.0
+    return replace(
+        model,
+        device=target,
+        fits=fits,
+        spread=math.hypot(model.spread, wider),
+        left_out={key[0]: why for key, why in left_out.items()},
+    )
+
+
+def _refusal(key: tuple[str, str, str], device: Device) -> str:
+    """Why a backend cannot run in a dtype on a GPU; empty if it can."""
+    name, dtype, _ = key
+    if dtype not in device.matmul_tflops:
+        return f"no rate is specified for {dtype} on {device.name}"
+    limits = by_name(name).limits
+    needed = limits.min_capability
+    if dtype == "bfloat16":
+        needed = max(needed, limits.min_capability_bfloat16)
+    if (device.compute_capability or (0, 0)) < needed:
+        return f"needs compute capability {version(needed)}"
+    return ""
+
+
+def _fit_for(case: Case, model: Model) -> Fit:
+    key = (case.backend, case.dtype, case.direction)
+    fit = model.fits.get(key)
+    name = model.device.name
+    if fit is None:
+        known = ", ".join(model.backends(case.dtype, case.direction)) or "none"
+        raise OutOfRangeError(
+            f"{' '.join(key)} is not calibrated for {name}; there are, in {case.dtype} and "
+            f"{case.direction}: {known}"
+        )
+    if case.head_dim not in fit.head_dims:
+        raise OutOfRangeError(
+            f"head_dim {case.head_dim} is not calibrated for {case.backend} on {name}; there are: "
+            f"{', '.join(map(str, fit.head_dims))}"
+        )
+    low, high = fit.seqlens[0] / LENGTHS_BEYOND, fit.seqlens[1] * LENGTHS_BEYOND
+    for what, length in (("seqlen", case.seqlen), ("kv_seqlen", case.kv_seqlen)):
+        if not low <= length <= high:
+            raise OutOfRangeError(
+                f"{what} {length} is too far from the lengths calibrated for {case.backend} on "
+                f"{name}, {fit.seqlens[0]} to {fit.seqlens[1]}: at most {LENGTHS_BEYOND} times"
+            )
+    return fit
+
+
+_WORDS = {
+    "launch": "launching",
+    "tiles": "launching tiles",
+    "matmul": "matrix products",
+    "exp": "exponentials",
+    "memory": "reading and writing",
+    "scores": "moving the scores",
+    "spill": "moving scores beyond the cache",
+    "mask": "masking",
+    "edge": "the causal edge",
+}
+
+
+def _parts(fit: Fit, found: dict[str, float], ms: float) -> str:
+    shares = {name: weight * found[name] / ms for name, weight in fit.weights.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])
+    return ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)

@@ -1,0 +1,170 @@
+"""Which backend for a workload, on a calibrated device or on a GPU known by specification only?
+
+python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --causal
+python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --gpu "A100 SXM 80 GB"
+
+The fastest predicted one among those that run and fit; with the reasons, and what comes next.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict, transfer
+from labsupport.analysis.predictor.calibration import calibrate_run
+from labsupport.analysis.predictor.memory import inputs_bytes
+from labsupport.analysis.predictor.split import SPLITS
+from labsupport.attention.implementations import by_name
+from labsupport.attention.registry import Can
+from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case
+from labsupport.profiling.timing import format_ms
+from labsupport.profiling.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A choice, and what speaks for and against it.
+
+    backend: the choice.
+    ranking: (backend, prediction), the fastest first; only those that run and fit.
+    excluded: why each other calibrated backend is out.
+    """
+
+    backend: str
+    ranking: tuple[tuple[str, Prediction], ...]
+    excluded: dict[str, str]
+    device: str
+
+    @property
+    def prediction(self) -> Prediction:
+        """Of the choice."""
+        return self.ranking[0][1]
+
+    @property
+    def close(self) -> list[str]:
+        """Backends whose expected time lies inside the choice's interval: measure these."""
+        return [name for name, other in self.ranking[1:] if other.ms <= self.prediction.high_ms]
+
+    @property
+    def because(self) -> str:
+        """In words: what it takes, what would be next, and who is out."""
+        first = self.prediction
+        lines = [f"{self.backend} on {self.device}: the fastest predicted, {first}"]
+        if first.peak_memory_bytes is not None:
+            lines.append(f"It needs {format_bytes(first.peak_memory_bytes)} beside its inputs.")
+        if len(self.ranking) > 1:
+            name, other = self.ranking[1]
+            times = other.ms / first.ms
+            lines.append(f"Next: {name}, {format_ms(other.ms)} ms, {times:.2f} times as long.")
+        if self.close:
+            lines.append(f"Too close to be sure of, measure them: {', '.join(self.close)}.")
+        if first.from_specification:
+            lines.append("Nothing was measured on this device: it is known by specification only.")
+        lines += [f"Not {name}: {why}." for name, why in self.excluded.items()]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.because
+
+
+def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) -> Recommendation:
+    """The backend that is predicted to be the fastest among those that run and fit.
+
+    Args:
+        workload: shape, dtype, direction; its `backend` is ignored.
+        model: of the device; `transfer(model, gpu)` for one that is only specified.
+        memory_gib: what there is for inputs and peak; by default what the device holds. A backend
+            whose memory is not known is taken to fit.
+
+    Raises:
+        OutOfRangeError: no calibrated backend is left; the message says why each is out.
+
+    Example:
+        >>> model, _ = calibrate_run("attention-h200")
+        >>> print(recommend(Case("any", 4096, batch=4, heads=16, dtype="bfloat16"), model))
+    """
+    device = model.device
+    room = (device.memory_gib if memory_gib is None else memory_gib) * 2**30
+    ranking: list[tuple[str, Prediction]] = []
+    excluded = dict(model.left_out)
+    for name in model.backends(workload.dtype, workload.direction):
+        case = replace(workload, backend=name)
+        if why := _refusal(case):
+            excluded[name] = why
+            continue
+        try:
+            found = predict(case, model)
+        except OutOfRangeError as problem:
+            excluded[name] = str(problem)
+            continue
+        needed = inputs_bytes(case) + (found.peak_memory_bytes or 0)
+        if needed > room:
+            excluded[name] = f"needs {format_bytes(needed)}, there are {format_bytes(int(room))}"
+        else:
+            ranking.append((name, found))
+    if not ranking:
+        reasons = "; ".join(f"{name}: {why}" for name, why in excluded.items())
+        raise OutOfRangeError(
+            f"no backend is left for {workload.dtype}, {workload.direction} on {device.name}: "
+            f"{reasons or 'none is calibrated'}"
+        )
+    ranking.sort(key=lambda pair: pair[1].ms)
+    return Recommendation(ranking[0][0], tuple(ranking), excluded, device.name)
+
+
+def _refusal(case: Case) -> str:
+    """Why the backend does not take such inputs, read off its limits; empty if it does."""
+    limits = by_name(case.backend).limits
+    if limits.max_head_dim and case.head_dim > limits.max_head_dim:
+        return f"takes head_dim up to {limits.max_head_dim}, not {case.head_dim}"
+    if case.head_dim % limits.head_dim_multiple:
+        return f"needs head_dim to be a multiple of {limits.head_dim_multiple}"
+    if case.heads != case.kv_heads and Can.GROUPED_HEADS not in limits.can:
+        return f"cannot do {Can.GROUPED_HEADS.value}"
+    unequal = case.causal and case.seqlen != case.kv_seqlen
+    if unequal and Can.UNEQUAL_CAUSAL not in limits.can:
+        return f"cannot do {Can.UNEQUAL_CAUSAL.value}"
+    return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a recommendation."""
+    parser = argparse.ArgumentParser(
+        prog="python -m labsupport.analysis.recommend", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--run", choices=list(SPLITS), default="attention-h200", help="what to calibrate on")
+    add("--gpu", help="a GPU of data/hardware.csv, instead of the run's own device")
+    add("--seqlen", type=int, required=True)
+    add("--batch", type=int, default=1)
+    add("--heads", type=int, default=16)
+    add("--kv-heads", type=int, default=0)
+    add("--head-dim", type=int, default=64)
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--causal", action="store_true")
+    add("--direction", choices=DIRECTIONS, default="forward")
+    add("--memory-gib", type=float, help="what there is; default: what the device holds")
+    options = parser.parse_args(arguments)
+    model, _ = calibrate_run(options.run)
+    workload = Case(
+        backend="",
+        seqlen=options.seqlen,
+        batch=options.batch,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        causal=options.causal,
+        direction=options.direction,
+    )
+    try:
+        model = transfer(model, options.gpu) if options.gpu else model
+        print(recommend(workload, model, memory_gib=options.memory_gib))
+    except ValueError as problem:
+        parser.exit(2, f"{problem}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Peak memory by formula, and the recording that a predictor is calibrated on."""
+
+import pytest
+import torch
+
+from labsupport.analysis.predictor import calibrate_run, predict
+from labsupport.analysis.predictor.memory import peak_memory
+from labsupport.analysis.predictor.record import CPU_BACKENDS, record
+from labsupport.analysis.predictor.split import case_of
+from labsupport.attention.backends import attention
+from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.cases import Case
+from labsupport.profiling.memory import measure_peak_memory
+from labsupport.profiling.runs import load_run
+
+
+def call_of(case):
+    q, k, v, gradient = make_inputs(case, torch.device("cpu"), 0)
+
+    def call():
+        out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
+        if case.direction == "forward":
+            return out
+        return torch.autograd.grad(out, (q, k, v), gradient)
+
+    return call
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("form", [(1, 4, 4), (2, 4, 4), (1, 8, 2)])
+def test_memory_formulas_are_exact_in_float32_on_a_cpu(backend, direction, causal, form):
+    batch, heads, kv_heads = form
+    case = Case(backend, 256, batch, heads, kv_heads, causal=causal, direction=direction)
+    measured = measure_peak_memory(call_of(case), device="cpu").peak_bytes
+    assert peak_memory(case, "cpu", torch.get_num_threads()) == measured
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_the_scratch_of_a_cpu_kernel_grows_with_the_threads(direction):
+    case = Case("sdpa_flash", 256, direction=direction)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            measured = measure_peak_memory(call_of(case), device="cpu").peak_bytes
+            assert peak_memory(case, "cpu", threads) == measured
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_formulas_are_right_on_the_h200_at_every_recorded_size():
+    table = load_run("attention-h200")
+    for _, row in table[table.status == "ok"].iterrows():
+        formula = peak_memory(case_of(row), "cuda")
+        assert formula == pytest.approx(row.peak_memory_bytes, rel=0.035)
+
+
+def test_a_backend_without_a_memory_formula_is_predicted_without_memory():
+    model, _ = calibrate_run("peers-h200")
+    case = Case("flash_triton", 2048, batch=8, heads=32, dtype="bfloat16")
+    assert predict(case, model).peak_memory_bytes is None
+    with pytest.raises(ValueError, match="no memory formula for flash_triton"):
+        peak_memory(case, "cuda")
+
+
+def test_a_recorded_grid_holds_times_memory_and_ceilings():
+    cases = [Case("sdpa_flash", 64, direction=d) for d in ("forward", "forward+backward")]
+    table = record(
+        [*cases, Case("fa4", 64)], device="cpu", passes=2, max_seconds=0.001, progress=False
+    )
+    assert list(table.status) == ["ok", "ok", "unsupported"]
+    assert (table.repeats[:2] >= 4).all()
+    assert (table.between_passes[:2] >= 1).all()
+    about = table.attrs["provenance"]
+    assert about["units"] == torch.get_num_threads()
+    assert about["copy_gb_s"] > 0
+    assert set(about["matmul_tflops"]) == {"float32", "bfloat16", "float16"}
