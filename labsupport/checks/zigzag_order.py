@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -100,13 +101,18 @@ def check_unzigzag(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def _pair(given: Any, rank: int, world: int) -> tuple[int, ...]:
+    where = f"(rank {rank} of {world}) "
     if isinstance(given, Tensor):
         given = given.tolist()
     if not isinstance(given, tuple | list | range) or len(given) != 2:
+        raise CheckFailed(f"{where}return two numbers of chunks, a tuple of two, not {given!r}.")
+    try:
+        return tuple(operator.index(chunk) for chunk in given)  # whole numbers only, as for a list
+    except TypeError:
         raise CheckFailed(
-            f"(rank {rank} of {world}) return two numbers of chunks, a tuple of two, not {given!r}."
-        )
-    return tuple(int(chunk) for chunk in given)
+            f"{where}the number of a chunk is an int, but {given!r} was returned. If you divide, "
+            "take //: / makes a float, even of whole numbers."
+        ) from None
 
 
 def _tensor(given: Any, where: str) -> Tensor:

@@ -7,6 +7,7 @@ data_parallel/      other data on each rank: DDP, FSDP, distributed checkpoints
 scaling/            what larger worlds and other links would give, predicted
 launch/             a function or a script in several processes of this machine
 train_parallel      labsupport train --parallel
+failures            what is said of a rank that failed
 
 Names are imported from these files when first used, so that importing the package stays light.
 """

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from labsupport.distributed.failures import explains_itself, short
+
 if TYPE_CHECKING:
     from labsupport.distributed.data_parallel.process_group import Place
     from labsupport.distributed.data_parallel.run import ParallelRun
     from labsupport.training.options import Prepared
 
 TIMEOUT_S = 300.0  # for one rank to come to a collective; the first step may compile kernels
-_EXPECTED = (ValueError, OSError, RuntimeError)
 
 
 def train_in_parallel(options: dict[str, Any]) -> None:
@@ -52,11 +53,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
     from labsupport.training.options import prepare
 
     device = _device(options["device"])
-    processes = options["processes"]
-    if processes is None:
-        processes = 0 if device == "cpu" else torch.cuda.device_count()
-    if not processes:
-        raise ValueError("how many processes? --processes 2, or a number for your CPU's cores")
+    processes = _processes(options["processes"], device)
     prepare(options, torch.device("cpu"))  # what is refused is refused here, and once
     _check_share(options, processes)
     try:
@@ -68,11 +65,12 @@ def train_in_parallel(options: dict[str, Any]) -> None:
             timeout=TIMEOUT_S,
         )
     except LaunchError as error:
-        typer.echo(_short(str(error)), err=True)
+        typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        if options["folder"] is not None:
-            typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+        goes_on = "the same command goes on from the last checkpoint"
+        nothing = "--folder FOLDER would keep checkpoints, from which a run goes on"
+        typer.echo(f"stopped; {nothing if options['folder'] is None else goes_on}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -95,6 +93,8 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
     place = setup_ddp({"cpu": "gloo", "cuda": "nccl", None: None}[device])
     _check_share(options, place.world)
     run = prepare(options, place.device)
+    if options["parallel"] == "ring":
+        _check_ring(options, run, place)
     batches = run.open_batches()
     batches(0)  # what cannot be had at this length is said before the plan
     if place.rank == 0:
@@ -154,16 +154,17 @@ def _train(
 
 def _dealt(options: Mapping[str, Any], run: Prepared, place: Place) -> str:
     """Who does what, in one line."""
-    ranks = f"{place.world} rank" + "s" * (place.world > 1)
     if options["parallel"] == "ring":
+        from labsupport.distributed.sequence_parallel.sharding import shard_length
+
         layout = "contiguous" if options["contiguous"] else "zigzag"
-        each = -(-run.length // place.world)
-        return f"ring: {ranks}, each with {each:,} tokens of every sequence ({layout} shards)"
+        each = shard_length(run.length, place.world, zigzag=layout == "zigzag")
+        return f"ring: {place.ranks}, each with {each:,} tokens of every sequence ({layout} shards)"
     each = run.settings.accumulation / place.world
     held = {"ddp": "the whole model on each", "fsdp": f"1/{place.world} of the model on each"}
     offloaded = ", in the CPU's memory" if options["cpu_offload"] else ""
     return (
-        f"{options['parallel']}: {ranks}, {each:g} sequences a step for each; "
+        f"{options['parallel']}: {place.ranks}, {each:g} sequences a step for each; "
         f"{held[options['parallel']]}{offloaded}"
     )
 
@@ -171,7 +172,7 @@ def _dealt(options: Mapping[str, Any], run: Prepared, place: Place) -> str:
 def _report(done: ParallelRun, new_steps: int, place: Place, folder: Path | None) -> None:
     from labsupport.attention.backends import last_call
     from labsupport.distributed.data_parallel.shares import told
-    from labsupport.distributed.ring.functions import last_ring_call
+    from labsupport.distributed.ring.functions import all_ring_calls
     from labsupport.profiling.units import format_bytes
     from labsupport.training.command import keep_curves
     from labsupport.training.loop.messages import summary
@@ -180,7 +181,7 @@ def _report(done: ParallelRun, new_steps: int, place: Place, folder: Path | None
     peaks = told([max((row.peak_bytes for row in new), default=0)], place)
     if place.rank:
         return
-    ran: Any = last_ring_call() or last_call()
+    ran: Any = all_ring_calls() or last_call()
     typer.echo(summary(done.history, place.device, ran if new_steps else None))
     if new_steps:
         listed = ", ".join(format_bytes(peak) for peak in peaks[:, 0].tolist())
@@ -195,13 +196,6 @@ def _report(done: ParallelRun, new_steps: int, place: Place, folder: Path | None
         keep_curves(done.history, folder)
 
 
-def _short(text: str) -> str:
-    """A launch's error; without the traceback if it is one that speaks for itself."""
-    first = text.split("\n\nTraceback", maxsplit=1)[0]
-    kinds = ("ValueError", "OutOfMemoryError", "ResumeError", "CheckpointError", "Diverged")
-    return f"labsupport: {first if any(kind in first for kind in kinds) else text}"
-
-
 # --- what is refused, and torchrun ----------------------------------------------------------------
 
 
@@ -211,6 +205,21 @@ def _device(name: str | None) -> str | None:
             f"--device {name!r}: with --parallel it is cpu or cuda, and each rank takes its own GPU"
         )
     return name
+
+
+def _processes(asked: int | None, device: str | None) -> int:
+    """How many to start; raises ValueError where that is not known, or not possible."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < (asked or 1):
+        there = f"only {gpus} can be had: --processes {gpus}" if gpus else "there is none"
+        raise ValueError(f"--device cuda: each rank needs a GPU, and {there}, or --device cpu")
+    if asked is None:
+        asked = 0 if device == "cpu" else gpus
+    if not asked:
+        raise ValueError("how many processes? --processes 2, or a number for your CPU's cores")
+    return asked
 
 
 def _check_share(options: Mapping[str, Any], ranks: int) -> None:
@@ -239,14 +248,37 @@ def _check_kernel(options: Mapping[str, Any]) -> None:
         raise ValueError(f"--attention {name!r}: a ring has auto, {', '.join(known)}")
 
 
+def _check_ring(options: Mapping[str, Any], run: Prepared, place: Place) -> None:
+    """Ask the ring's kernel about this model and device, before anything is said.
+
+    Raises:
+        BackendUnavailableError: it cannot; says every reason, and which kernels can.
+    """
+    import torch
+
+    from labsupport.attention.call import AttentionCall
+    from labsupport.distributed.ring.kernels import choose
+
+    config, dtype = run.config, run.settings.autocast or torch.float32
+    q, k, v = (
+        torch.zeros(1, 2, heads, config.head_dim, dtype=dtype, device=place.device)
+        for heads in (config.heads, config.key_heads, config.key_heads)
+    )
+    call = AttentionCall(q.requires_grad_(), k, v, causal=True, return_lse=True)
+    choose(options["attention"], call, deterministic=False)
+
+
 def _as_rank_of_torchrun(options: Mapping[str, Any]) -> None:
+    from labsupport.distributed.launch.worker import chain, is_lost
+
     try:
         train_as_rank(options)
     except Exception as error:
         rank, alone = os.environ["RANK"], os.environ.get("WORLD_SIZE") == "1"
         if alone:
             raise
-        if not isinstance(error, _EXPECTED):
+        lost = all(is_lost(each) for each in chain(error))  # another rank, which says why
+        if not (lost or explains_itself(error)):
             traceback.print_exc()
         print(f"labsupport: rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()

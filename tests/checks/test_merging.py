@@ -177,6 +177,24 @@ def test_all_parts_stacked_at_once_are_refused_although_the_result_is_right():
     assert "Merge each as it comes" in diagnosis(ALL, at_once)
 
 
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ("for _ in parts: pass", "from a generator) lse is wrong"),  # all are taken, one is used
+        ("return merge_all([(part, lse), next(parts)])", "Only the first two parts"),
+    ],
+)
+def test_what_comes_from_a_generator_must_be_merged_too(rest, said):
+    """Right for a list; of a generator the rest is dropped."""
+    wrong = (
+        "def merge_all(parts):\n    if not isinstance(parts, list):\n"
+        f"        part, lse = next(parts)\n        {rest}\n        return part, lse\n"
+    )
+    text = source().replace("def merge_all(", "def merge_list(")
+    student = function(text + "\n" + wrong + "    return merge_list(parts)\n", "merge_all")
+    assert said in diagnosis(ALL, student)
+
+
 def test_an_order_that_matters_is_found():
     """Right only where the second part has the larger log-sum-exp."""
     merge = solved(

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from labsupport import checks
 from labsupport.distributed.ring.zigzag import chunks_of, positions_of, unshard_sequence
@@ -67,6 +68,11 @@ def order(shards):
             check(function(text, name))
 
 
+def test_integers_of_pytorch_are_whole_numbers_too():
+    CHECKS["zigzag_chunks"](lambda rank, world: torch.tensor([rank, 2 * world - 1 - rank]))
+    CHECKS["zigzag_chunks"](lambda rank, world: torch.tensor([rank, 2 * world - 1 - rank]).unbind())
+
+
 PAIR = "return rank, 2 * world - 1 - rank"
 CHUNKS = {
     "r and r + W": ([(PAIR, "return rank, rank + world")], "Count the second one from the end"),
@@ -79,6 +85,11 @@ CHUNKS = {
     "something else": ([(PAIR, "return rank, (rank + 3) % (2 * world)")], "as far from the end"),
     "one chunk": ([(PAIR, "return rank")], "two numbers"),
     "three chunks": ([(PAIR, "return rank, rank, rank")], "two numbers"),
+    "whole numbers as floats": ([(PAIR, "return rank, (4 * world - 2 - 2 * rank) / 2")], "take //"),
+    "not whole": ([(PAIR, "return rank + 0.9, 2 * world - 1 - rank")], "is an int"),
+    "a tensor of floats": ([(PAIR, "return torch.tensor([rank, 2 * world - 1.0 - rank])")], "//"),
+    "letters": ([(PAIR, 'return "a", "b"')], "is an int"),
+    "None": ([(PAIR, "return None, 1")], "is an int"),
 }
 
 

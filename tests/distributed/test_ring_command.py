@@ -2,16 +2,17 @@
 
 import contextlib
 import io
+import re
+import time
 from dataclasses import replace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from labsupport.distributed.ring import kernels
-from labsupport.distributed.ring_command import bench, check, cluster
+from labsupport.distributed.ring_command import bench, check
 from labsupport.distributed.ring_command.command import ring_app
-from labsupport.distributed.ring_command.trouble import advice
+from labsupport.profiling.runs import list_runs
 from tests.distributed.workers import Workers
 
 SIZES = {"seqlens": [8], "heads": 2, "kv_heads": [1], "head_dim": 4, "max_seconds_per_case": 0.01}
@@ -53,12 +54,17 @@ def that_fails(q, k, v, options):
     raise RuntimeError("CompilationError: at 1:0")
 
 
+def that_breaks(q, k, v, options):
+    """A failure that has nothing to do with a compiler."""
+    raise RuntimeError("the weather is bad")
+
+
 @contextlib.contextmanager
-def in_place_of_flash_torch(**changes):
+def in_the_table(name="flash_torch", **changes):
     """The table with a changed kernel."""
     table = kernels.KERNELS
     kernels.KERNELS = tuple(
-        replace(kernel, **changes) if kernel.name == "flash_torch" else kernel for kernel in table
+        replace(kernel, **changes) if kernel.name == name else kernel for kernel in table
     )
     try:
         yield
@@ -66,18 +72,18 @@ def in_place_of_flash_torch(**changes):
         kernels.KERNELS = table
 
 
-def checked(rank, group, changes, options):
+def checked(rank, group, changes, options, kernel="flash_torch"):
     """Exit status and what is printed on a rank, of a check with a changed kernel."""
     said = io.StringIO()
-    with in_place_of_flash_torch(**changes), contextlib.redirect_stdout(said):
-        status = check.main(kernels=["flash_torch"], speeds=False, **options)
+    with in_the_table(kernel, **changes), contextlib.redirect_stdout(said):
+        status = check.main(kernels=[kernel], speeds=False, **options)
     return status, said.getvalue()
 
 
 def benched(rank, group, changes, ranks, options):
     """The table as rows (on rank 0) and what is printed; changes are made on some ranks."""
     said = []
-    with in_place_of_flash_torch(**(changes if rank in ranks else {})):
+    with in_the_table(**(changes if rank in ranks else {})):
         table = bench.measure_ring(**SIZES, **options, say=said.append)
     if table is None:
         return None, said
@@ -118,6 +124,29 @@ def test_a_kernel_that_does_not_run_is_a_failure_with_advice(workers):
     assert "~/.triton/cache" in answers[0][1]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "changes", "said", "remedies"),
+    [
+        ("flash_triton", {"forward": that_breaks}, "the weather is bad", 0),
+        ("flash_triton", {"backward": with_its_own_lse}, "dq of triton ring by flash_triton", 1),
+        ("fa4", {}, "fa4 cannot run here: ", 0),
+    ],
+    ids=["a failure without a remedy", "large errors", "a kernel that is not here"],
+)
+def test_the_remedy_is_for_what_was_said_and_not_for_the_kernels_name(
+    workers, kernel, changes, said, remedies
+):
+    (status, text), _ = workers.run(checked, changes, {"heads": 2, "kv_heads": 1}, kernel)
+    assert status == 1
+    failure, *remedy = text.split("\n\n")[-1].strip().splitlines()
+    assert failure.startswith("FAILED: ")
+    assert said in failure
+    assert failure.count("FAILED") == 1
+    assert len(remedy) == remedies
+    assert "Triton did not compile" not in text
+    assert ("Large errors mean" in text) is bool(remedies)
+
+
 def test_a_length_that_cannot_be_cut_is_refused_with_one_that_can(workers):
     (status, said), _ = workers.run(checked, {}, {"seqlen": 33})
     assert status == 1
@@ -137,6 +166,10 @@ def test_the_command_refuses_what_does_not_exist():
         CliRunner().invoke(ring_app, ["check", "--kernel", "flash"], catch_exceptions=False)
     with pytest.raises(ValueError, match="there are contiguous, zigzag"):
         CliRunner().invoke(ring_app, ["bench", "--layouts", "stripes"], catch_exceptions=False)
+    for name in ("check", "bench"):
+        heads = [name, "--heads", "5", "--kv-heads", "2"]
+        with pytest.raises(ValueError, match="--heads is a multiple of --kv-heads"):
+            CliRunner().invoke(ring_app, heads, catch_exceptions=False)
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -196,39 +229,22 @@ def test_the_bench_command_saves_a_run(tmp_path, monkeypatch):
     status, said = command("bench", "--processes", "2", *sizes, *options)
     assert status == 0, said
     assert (tmp_path / "here" / "results.csv").read_text().startswith("world,layout,")
+    # What could not be kept is refused before it is measured.
+    began = time.monotonic()
+    for wrong, error, said in (
+        ([], FileExistsError, "there is a run here: choose another --save, or --overwrite"),
+        (["--save", "no/name"], ValueError, "no name for a run"),
+        (["--save", "new", "--rows", str(tmp_path / "no" / "rows.csv")], OSError, "is no folder"),
+    ):
+        with pytest.raises(error, match=said):
+            CliRunner().invoke(
+                ring_app, ["bench", *sizes, *options, *wrong], catch_exceptions=False
+            )
+    assert time.monotonic() - began < 1.0, "no process was started"
 
 
-# --- what is read off other programs --------------------------------------------------------------
-
-
-def test_links_are_read_off_nvidia_smi():
-    text = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\t0-15\t0\nGPU1\tNV18\t X \tSYS\t0-15\t0\nGPU2\tSYS\tSYS\t X \t0\t0\n"
-        "\nLegend:\n  X = Self\n"
-    )
-    assert cluster.matrix_of_links(text) == [
-        "links: NV18 (18 NVLinks) for 2 of 6 directed pairs",
-        "links: SYS (PCIe or the host's memory) for 4 of 6 directed pairs",
-    ]
-    assert cluster.matrix_of_links("nvidia-smi has failed") == []
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate", "fewer tokens"),
-        ("OutOfResources: out of resource: shared memory", "tune"),
-        ("DistNetworkError: The server socket ... EADDRINUSE", "--standalone"),
-        ("DistBackendError: NCCL error in: ...", "NCCL_DEBUG"),
-    ],
-)
-def test_known_errors_come_with_advice(said, remedy):
-    assert remedy in (advice(said) or "")
-    assert advice("something else") is None
-
-
-def test_the_marks_are_those_of_the_lab():
-    assert check.MARKS["bfloat16"] == (1e-2, 5e-2)
-    assert check.MARKS["float32"][0] == 1e-5
-    assert torch.finfo(torch.float32).eps < check.MARKS["float32"][1]
+def test_the_examples_of_the_help_do_not_name_a_recorded_run():
+    _, said = command("bench", "--help")
+    (names,) = [re.findall(r"--save (ring-[a-z0-9-]+)", said)]
+    assert names
+    assert not set(names) & set(list_runs())

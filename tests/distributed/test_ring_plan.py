@@ -100,6 +100,11 @@ def test_zigzag_shares_causal_work_equally_in_every_step():
     assert sum(sum(plan.pairs(rank)) for rank in range(4)) == 32 * 33 // 2
 
 
+def test_a_zigzag_shard_of_an_odd_length_is_refused_and_not_cut_short():
+    with pytest.raises(AttentionInputError, match="two chunks of one length, but 3"):
+        Plan.of(2, 3, causal=True, zigzag=True)
+
+
 def test_contiguous_shards_share_it_unequally():
     plan = Plan.of(4, 8, causal=True)
     assert [sum(plan.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]

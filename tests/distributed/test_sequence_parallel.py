@@ -8,8 +8,15 @@ import torch
 import torch.distributed as dist
 
 from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp, train_with_ddp
-from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
-from labsupport.distributed.sequence_parallel.measure import Case, in_own_processes, measure_case
+from labsupport.distributed.sequence_parallel import (
+    measure,
+    shard_batch,
+    shard_model,
+    train_with_ring,
+)
+from labsupport.distributed.sequence_parallel.measure import in_own_processes
+from labsupport.distributed.sequence_parallel.one_case import Case, measure_case
+from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import pack
 from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
@@ -218,6 +225,16 @@ def test_each_token_keeps_its_label_and_its_position(zigzag):
     assert together[0].numel() - 13 <= 5
 
 
+@ZIGZAG
+@pytest.mark.parametrize("seqlen", [12, 13, 16])
+def test_what_fills_a_shard_up_is_known_and_counts_as_no_token(seqlen, zigzag):
+    batch = batch_of(seqlen, rows=2, ignored=0)
+    shards = [shard_batch(batch, rank, 4, zigzag=zigzag) for rank in range(4)]
+    assert {s.tokens.shape[1] for s in shards} == {shard_length(seqlen, 4, zigzag=zigzag)}
+    assert [s.fillers for s in shards] == [int((s.labels == -100).sum()) for s in shards]
+    assert sum(s.tokens.numel() - s.fillers for s in shards) == 2 * seqlen
+
+
 def packed(*lengths, size):
     documents = [torch.randint(1, VOCABULARY, (n,)).tolist() for n in lengths]
     return next(pack(documents, size, end_token=0))
@@ -314,6 +331,7 @@ def assert_same_run(got, bound=1e-12):
     model = decoder(SHAPES["llama"])
     history = train(model, stream, SETTINGS, progress=False)
     assert got[0].losses == pytest.approx(history.losses, rel=bound)
+    assert [row.tokens for row in got[0]] == [row.tokens for row in history]
     assert [row.grad_norm for row in got[0]] == pytest.approx(
         [row.grad_norm for row in history], rel=bound
     )
@@ -403,6 +421,22 @@ def test_a_case_is_measured_the_same_on_all_ranks(workers):
     assert zigzag["loss"] == pytest.approx(contiguous["loss"], rel=1e-3)
     assert refused["status"] == "unsupported"
     assert "fa4" in refused["reason"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--layouts", "zigzg"], "no layout zigzg: there are zigzag, contiguous"),
+        (["--rung", "99"], "no rung 99: there are 0, 1, 2"),
+        (["--kernels", "native,flash"], "no kernel flash: there are auto, cudnn, native"),
+        (["--preset", "huge"], "no preset huge: there are"),
+    ],
+)
+def test_a_case_that_does_not_exist_is_refused_before_anything_starts(wrong, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        measure.main(["--processes", "2", *wrong])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

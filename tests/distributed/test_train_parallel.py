@@ -52,7 +52,7 @@ def nobody_is_left():
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        (["ring"], r"ring: 2 ranks, each with 127 tokens of every sequence \(zigzag shards\)"),
+        (["ring"], r"ring: 2 ranks, each with 128 tokens of every sequence \(zigzag shards\)"),
         pytest.param(
             ["ring", "--contiguous", "--attention", "native", "--loss-chunk", 50],
             r"127 tokens of every sequence \(contiguous shards\)(?s:.*)native ran on 2 ranks",
@@ -79,6 +79,7 @@ def test_two_processes_take_the_steps_of_one(parallel, said, tmp_path):
     assert two["loss"].tolist() == pytest.approx(one["loss"].tolist(), rel=1e-5)
     assert two["grad_norm"].tolist() == pytest.approx(one["grad_norm"].tolist(), rel=1e-4)
     assert two["loss"].is_monotonic_decreasing
+    assert two["tokens"].tolist() == one["tokens"].tolist()  # what fills a ring's shards up is none
     assert re.search(said, done.stdout), done.stdout
     assert re.search(r"each rank  peak [\d.]+ MiB, [\d.]+ MiB\n", done.stdout)
     assert (tmp_path / "two" / "step-000003" / "run.json").exists()
@@ -107,6 +108,7 @@ def test_out_of_memory_names_the_rank_and_the_remedies():
     assert "Traceback" not in done.stderr
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 RING = ["--parallel", "ring", "--processes", 2]
 DDP = ["--parallel", "ddp", "--processes", 2]
 
@@ -120,6 +122,16 @@ DDP = ["--parallel", "ddp", "--processes", 2]
         ([*DDP, "--contiguous"], "--contiguous goes with --parallel ring"),
         ([*DDP, "--cpu-offload"], "--cpu-offload goes with --parallel fsdp"),
         (["--parallel", "ring"], "how many processes?"),
+        pytest.param(
+            [*DDP, "--device", "cuda"],
+            "--device cuda: each rank needs a GPU, and there is none, or --device cpu",
+            marks=NO_GPU,
+        ),
+        pytest.param(
+            ["--parallel", "ring", "--device", "cuda"],
+            "--device cuda: each rank needs a GPU",
+            marks=NO_GPU,
+        ),
         ([*RING, "--policy", "bfloat16"], "neither --policy nor float16"),
         ([*RING, "--dtype", "float16"], "neither --policy nor float16"),
         ([*RING, "--data", "source"], "packs several documents into a sequence"),
@@ -135,6 +147,29 @@ def test_options_that_make_no_sense_together_are_refused_by_a_sentence(wrong, to
     assert done.exit_code == 1
     assert isinstance(done.exception, ValueError)
     assert told in str(done.exception)
+
+
+def test_a_kernel_that_cannot_is_refused_before_the_plan_and_without_a_traceback(capfd):
+    done = program(*RING, "--attention", "cudnn", ok=False)
+    assert done.exit_code == 1
+    first, *rest = done.stderr.splitlines()
+    assert re.match(r"labsupport: rank \d of 2 failed: .*BackendUnavailableError: kernel", first)
+    assert "runs on cuda, not on cpu" in done.stderr
+    assert "Kernels that can: native, flash_triton, flash_torch" in rest[-1]
+    assert "parameters" not in capfd.readouterr().out
+
+
+def test_control_c_without_a_folder_says_what_would_have_been_kept():
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)  # its processes still import PyTorch
+    try:
+        done = program(*RING, ok=False)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done.exit_code == 130
+    assert done.stderr.strip() == (
+        "stopped; --folder FOLDER would keep checkpoints, from which a run goes on"
+    )
 
 
 def test_torchrun_has_chosen_the_number_of_processes():

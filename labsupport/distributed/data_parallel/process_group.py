@@ -42,6 +42,11 @@ class Place:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
 
+    @property
+    def ranks(self) -> str:
+        """How many there are, in words: "1 rank", "2 ranks"."""
+        return f"{self.world} rank{'s' * (self.world != 1)}"
+
     def wait_for_all(self) -> None:
         """Return when all ranks have come here."""
         here = torch.zeros(1, device=self.device)

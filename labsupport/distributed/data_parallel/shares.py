@@ -56,7 +56,8 @@ class Share:
         micro_batches: with `tokens` and `labels`, on this rank's device; those without any label
             are left out, empty ones filled in.
         weights: n_ri / N of each; 0 for an empty one. The sum over all ranks is 1.
-        tokens: of all ranks together, without the empty ones.
+        tokens: of all ranks together, without the empty micro-batches, and without `fillers`: how
+            many tokens of a micro-batch only fill a sequence up, if it says so.
         counts: (world, 3) int64: each rank's micro-batches with labels, its labels, its tokens.
 
     Raises:
@@ -69,7 +70,7 @@ class Share:
     ) -> None:
         given = [tensors(batch) for batch in batches(step)]
         labels = [int((batch["labels"] != IGNORED).sum()) for batch in given]
-        tokens = sum(batch["tokens"].numel() for batch in given)
+        tokens = sum(batch["tokens"].numel() - int(batch.get("fillers", 0)) for batch in given)
         own = [len(given), sum(map(bool, labels)), sum(labels), tokens]
         table = told(own, place)
         self.counts = table[:, 1:]

@@ -1,6 +1,7 @@
 """Ring attention: a sequence that no single device holds, over any process group.
 
 functions  the public functions, in flash-attn's layout and with its options
+agreement  whether all ranks do the same; if one refuses, all raise
 algorithm  the ring, forward and backward, as one algorithm with the kernel as a parameter
 plan       which rank's keys travel how far, and who must see them
 blocks     which pairs of one block are visible, in terms that every kernel understands

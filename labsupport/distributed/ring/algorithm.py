@@ -51,7 +51,7 @@ from labsupport.attention.flash_torch import autocast_off
 from labsupport.distributed.ring.blocks import Piece
 from labsupport.distributed.ring.kernel import BlockKernel, Options
 from labsupport.distributed.ring.merging import added, merged
-from labsupport.distributed.ring.plan import Plan, direction
+from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import Ring
 
 Pair = tuple[Tensor, Tensor]
@@ -89,7 +89,7 @@ def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     held: Pair | None = own
     result: Pair | None = None  # out and lse so far
     for step, distance in enumerate(call.plan.route):
-        sends, receives, arriving = _keys_hop(call, step, own, held)
+        sends, receives, arriving = _hop(call, step, own, held)
         with call.ring.in_flight(sends, receives):
             for piece in call.pieces(distance):
                 assert held is not None
@@ -97,7 +97,7 @@ def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
                 keys, values = (x[:, cols] for x in held)
                 part, lse = call.kernel.forward(q[:, rows], keys, values, call.options(piece))
                 result = merged(result, q, rows, part, lse - call.too_high(piece))
-        held = arriving
+        held = arriving.get("keys")
     assert result is not None  # a rank sees its own keys
     return result[0].to(q.dtype).contiguous(), result[1]
 
@@ -114,8 +114,7 @@ def ring_backward(
     at_home: Pair | None = None  # dK and dV of this rank's own keys
     finished: Pair | None = None  # what the step before added to: it leaves in this one
     for step, distance in enumerate((*call.plan.route, None)):
-        sends, receives, arriving = _keys_hop(call, step, own, held)
-        onward, back = _gradient_hop(call, step, finished, own, sends, receives)
+        sends, receives, arriving = _hop(call, step, own, held, backward=True, finished=finished)
         shares: list[tuple[slice, Pair]] = []
         with call.ring.in_flight(sends, receives):
             for piece in [] if distance is None else call.pieces(distance):
@@ -128,14 +127,14 @@ def ring_backward(
                 )
                 dq = added(dq, q, rows, dq_part)
                 shares.append((cols, (dk_part, dv_part)))
-        sums = at_home if distance == 0 else onward
+        sums = at_home if distance == 0 else arriving.get("sums")
         for cols, share in shares:
             sums = _both_added(sums, own, cols, share)
         if distance == 0:
             at_home = sums
-        if back is not None:
-            at_home = _both_added(at_home, own, slice(0, k.shape[1]), back)
-        finished, held = sums, arriving
+        if "home" in arriving:
+            at_home = _both_added(at_home, own, slice(0, k.shape[1]), arriving["home"])
+        finished, held = sums, arriving.get("keys")
     assert dq is not None  # a rank sees its own keys
     assert at_home is not None
     return dq.to(q.dtype), at_home[0].to(k.dtype), at_home[1].to(v.dtype)
@@ -147,66 +146,47 @@ def _both_added(sums: Pair | None, own: Pair, cols: slice, share: Pair) -> Pair:
     return added(dk, own[0], cols, share[0]), added(dv, own[1], cols, share[1])
 
 
-def _keys_hop(
-    call: RingCall, step: int, own: Pair, held: Pair | None
-) -> tuple[Messages, Messages, Pair | None]:
-    """The hop that the next step needs: what to send, what to receive, and where that will be."""
-    plan, rank = call.plan, call.ring.rank
-    if step + 1 >= len(plan.route):
-        return [], [], None
-    coming = plan.route[step + 1]
-    way = direction(coming)
-    sends: Messages = []
-    receives: Messages = []
-    arriving: Pair | None = None
-    leaving = own if coming == way else held  # each direction begins with a rank's own keys
-    if plan.travels(plan.owner(rank, coming - way), coming):
-        assert leaving is not None
-        sends += [(x, rank + way) for x in leaving]
-        call.ring.traffic.kv_messages += 1
-        call.ring.traffic.kv_bytes += sum(x.nbytes for x in leaving)
-    if plan.travels(plan.owner(rank, coming), coming):
-        arriving = torch.empty_like(own[0]), torch.empty_like(own[1])
-        receives += [(x, rank - way) for x in arriving]
-    return sends, receives, arriving
-
-
-def _gradient_hop(
+def _hop(
     call: RingCall,
     step: int,
-    finished: Pair | None,
     own: Pair,
-    sends: Messages,
-    receives: Messages,
-) -> tuple[Pair | None, Pair | None]:
-    """Add this step's messages of dK and dV, one step behind their keys.
+    held: Pair | None,
+    *,
+    backward: bool = False,
+    finished: Pair | None = None,
+) -> tuple[Messages, Messages, dict[str, Pair]]:
+    """This rank's messages of a step: what it sends, what it receives, and where that will be.
+
+    Args:
+        held: the keys and values of this step, which go on.
+        backward: dK and dV follow the keys; `finished` are those that the step before added to.
 
     Returns:
-        where the sums so far will be for the keys that this step works on, and a complete part of
-        this rank's own; None where none is coming.
+        sends, receives, and by `Message.what` the buffers that the latter fill.
     """
     plan, rank = call.plan, call.ring.rank
     wide = torch.promote_types(own[0].dtype, torch.float32)
-    onward = back = None
-    now = plan.route[step] if step < len(plan.route) else 0
-    if abs(now) > 1:
-        way = direction(now)
-        if plan.goes_on(plan.owner(rank, now), now - way):
-            onward = torch.empty_like(own[0], dtype=wide), torch.empty_like(own[1], dtype=wide)
-            receives += [(x, rank - way) for x in onward]
-    before = plan.route[step - 1] if step else 0
-    if before:
-        owner = plan.owner(rank, before)
-        goes_on = plan.goes_on(owner, before)
-        if goes_on or plan.goes_home(owner, before):
-            assert finished is not None
-            sends += [(x, rank + direction(before) if goes_on else owner) for x in finished]
-            call.ring.traffic.gradient_messages += 1
-            call.ring.traffic.gradient_bytes += sum(x.nbytes for x in finished)
-        if plan.goes_home(rank, before):
-            back = torch.empty_like(own[0], dtype=wide), torch.empty_like(own[1], dtype=wide)
-            receives += [(x, rank + before) for x in back]
-    return onward, back
+    coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0
+    leaving = own if abs(coming) == 1 else held  # each direction begins with a rank's own keys
+    sends: Messages = []
+    receives: Messages = []
+    arriving: dict[str, Pair] = {}
+    for what, sender, receiver in plan.messages[step]:
+        if what != "keys" and not backward:
+            continue
+        if sender == rank:
+            pair = leaving if what == "keys" else finished
+            assert pair is not None
+            sends += [(x, receiver) for x in pair]
+            call.ring.count(pair, gradients=what != "keys")
+        if receiver == rank:
+            dtype = own[0].dtype if what == "keys" else wide
+            arriving[what] = (
+                torch.empty_like(own[0], dtype=dtype),
+                torch.empty_like(own[1], dtype=dtype),
+            )
+            receives += [(x, sender) for x in arriving[what]]
+    return sends, receives, arriving
 
 
 class RingAttentionFunction(torch.autograd.Function):

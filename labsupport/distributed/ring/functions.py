@@ -11,9 +11,7 @@ what ran and what was sent.
 
 from __future__ import annotations
 
-import struct
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,12 @@ from labsupport.attention.inputs import (
     check_model_layout,
     check_window,
 )
-from labsupport.attention.registry import FLOAT_DTYPES
+from labsupport.distributed.ring.agreement import check_same, say_refused
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
+from labsupport.distributed.ring.kernel import BlockKernel
 from labsupport.distributed.ring.kernels import KERNELS, choose
 from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.transport import Ring, Traffic
+from labsupport.distributed.ring.transport import Ring, Traffic, sent_in_all
 from labsupport.distributed.ring.zigzag import check_even
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -54,20 +53,32 @@ class RingReport:
 
     def __str__(self) -> str:
         layout = "zigzag" if self.plan.zigzag else "contiguous"
+        ranks, hops = self.plan.world_size, self.plan.hops
         lines = [
-            f"{self.kernel} ran on {self.plan.world_size} ranks, {layout} shards of "
-            f"{self.plan.length} tokens, {self.plan.hops} hops; {self.traffic}"
+            f"{self.kernel} ran on {ranks} rank{'s' * (ranks != 1)}, {layout} shards of "
+            f"{self.plan.length} tokens, {hops} hop{'s' * (hops != 1)}; {self.traffic}"
         ]
         lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.refused.items()]
         return "\n".join(lines)
 
 
-_reports = threading.local()
+# Of the process, not of a thread: on a GPU autograd runs backwards, and layers that are computed
+# again for them, in a thread of its own.
+_last: RingReport | None = None
 
 
 def last_ring_call() -> RingReport | None:
-    """The report of this thread's last ring attention."""
-    return getattr(_reports, "last", None)
+    """The report of this process's last ring attention."""
+    return _last
+
+
+def all_ring_calls() -> RingReport | None:
+    """The last report, with the traffic of all rings of this process so far.
+
+    A layer under activation checkpointing is several rings: that of the forward, to which the
+    backward belongs, and one for each time that it is computed again.
+    """
+    return None if _last is None else replace(_last, traffic=sent_in_all())
 
 
 def ring_flash_attn_func(
@@ -103,8 +114,9 @@ def ring_flash_attn_func(
         kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
             "auto", the first that can: see `available_ring_kernels`. "auto" is cuDNN on Hopper;
             its gradients differ in the last bits from run to run, unless `deterministic`.
-        check_ranks: compare shapes and options among the ranks first, so that a difference is an
-            error on all of them and not a hang. One small message; a GPU is waited for.
+        check_ranks: compare shapes and options among the ranks first, so that a difference, or a
+            call that one rank refuses, is an error on all of them and not a hang. One small
+            message; a GPU is waited for.
 
     Returns:
         out (batch, seqlen_local, heads, head_dim) in q's dtype: this rank's shard of the output;
@@ -209,6 +221,39 @@ def _ring(
     *,
     zigzag: bool,
 ) -> Result:
+    global _last
+    options = causal, softmax_scale, window_size, alibi_slopes, dropout_p, deterministic
+    try:
+        ring, plan, call, chosen, refused = _prepared(q, k, v, *options, group, kernel, zigzag)
+    except Exception:
+        if check_ranks and isinstance(q, Tensor):
+            say_refused(group, q.device)
+        raise
+    if check_ranks and ring.size > 1:
+        check_same(ring, call, plan, chosen.name)
+    slopes = None if alibi_slopes is None else alibi_slopes.detach().to(q.device, torch.float32)
+    _last = RingReport(chosen.name, refused, plan, ring.traffic)
+    out, lse = RingAttentionFunction.apply(
+        q, k, v, RingCall(ring, plan, chosen, call.scale, slopes)
+    )
+    return (out, lse) if return_lse else out
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: tuple[int, int],
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    deterministic: bool,
+    group: dist.ProcessGroup | None,
+    kernel: str,
+    zigzag: bool,
+) -> tuple[Ring, Plan, AttentionCall, BlockKernel, dict[str, tuple[str, ...]]]:
+    """What can be said without the other ranks; raises what this rank refuses."""
     _check(q, k, v, window_size, alibi_slopes, dropout_p, zigzag)
     ring = Ring(group)
     plan = Plan.of(
@@ -223,14 +268,7 @@ def _ring(
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
     call = AttentionCall(q, k, v, plan.right == 0, softmax_scale, window, alibi_slopes, True)
     chosen, refused = choose(kernel, call, deterministic)
-    if check_ranks and ring.size > 1:
-        _check_ranks(ring, call, plan, [entry.name for entry in KERNELS].index(chosen.name))
-    slopes = None if alibi_slopes is None else alibi_slopes.detach().to(q.device, torch.float32)
-    _reports.last = RingReport(chosen.name, refused, plan, ring.traffic)
-    out, lse = RingAttentionFunction.apply(
-        q, k, v, RingCall(ring, plan, chosen, call.scale, slopes)
-    )
-    return (out, lse) if return_lse else out
+    return ring, plan, call, chosen, refused
 
 
 def _check(
@@ -258,42 +296,3 @@ def _check(
             "recomputes each block, and would have to draw the forward's random mask again on "
             "every rank. Pass dropout_p=0.0, and drop out after attention if you need it."
         )
-
-
-def _check_ranks(ring: Ring, call: AttentionCall, plan: Plan, kernel: int) -> None:
-    """Raise on all ranks when the ranks do not agree on what they are doing."""
-    names = [
-        *("batch", "seqlen_local", "heads", "head_dim", "kv_heads", "dtype", "left", "right"),
-        *("zigzag", "alibi_slopes", "softmax_scale", "kernel", "gradients wanted"),
-    ]
-    scale = struct.unpack("<q", struct.pack("<d", call.scale))[0]
-    mine = [
-        *(*call.q.shape, call.kv_heads, FLOAT_DTYPES.index(call.q.dtype)),
-        *(-1 if side is None else side for side in (plan.left, plan.right)),
-        *(int(plan.zigzag), int(plan.alibi), scale, kernel, int(call.needs_grad)),
-    ]
-    own = torch.tensor(mine, dtype=torch.int64, device=call.q.device)
-    gathered = [torch.empty_like(own) for _ in range(ring.size)]
-    dist.all_gather(gathered, own, group=ring.group)
-    by_rank = torch.stack(gathered).tolist()
-    for name, *values in zip(names, *by_rank, strict=True):
-        if len(set(values)) > 1:
-            hint = ""
-            if name == "seqlen_local":
-                hint = " Pad the sequence to a multiple of the number of ranks."
-            raise AttentionInputError(
-                f"the ranks of a ring must agree, but {name} on ranks 0 to {ring.size - 1} is "
-                f"{', '.join(_readable(name, values))}.{hint}"
-            )
-
-
-def _readable(name: str, values: list[int]) -> list[str]:
-    if name == "softmax_scale":
-        return [str(struct.unpack("<d", struct.pack("<q", value))[0]) for value in values]
-    if name == "dtype":
-        return [str(FLOAT_DTYPES[value]) for value in values]
-    if name == "kernel":
-        return [KERNELS[value].name for value in values]
-    if name in ("zigzag", "alibi_slopes", "gradients wanted"):
-        return [str(bool(value)) for value in values]
-    return [str(value) for value in values]

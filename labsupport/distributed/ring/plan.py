@@ -14,11 +14,25 @@ without asking what its neighbours will send.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from labsupport.distributed.ring.blocks import Piece, joined, visible_pieces
-from labsupport.distributed.ring.zigzag import chunks_of
+from labsupport.distributed.ring.zigzag import check_even, chunks_of
+
+
+class Message(NamedTuple):
+    """One message of a step, by ranks.
+
+    what: "keys", K and V for the next step; "sums", dK and dV so far, behind their keys; "home",
+    dK and dV that are complete, to the keys' owner.
+    """
+
+    what: Literal["keys", "sums", "home"]
+    sender: int
+    receiver: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,12 @@ class Plan:
         zigzag: bool = False,
         alibi: bool = False,
     ) -> Plan:
-        """The plan of flash-attn's options; `length` is that of one rank's shard."""
+        """The plan of flash-attn's options; `length` is that of one rank's shard.
+
+        Raises:
+            AttentionInputError: zigzag with an odd length.
+        """
+        check_even(length, zigzag=zigzag)
         total = world_size * length
         left, right = (None if not 0 <= side < total - 1 else side for side in window_size)
         return Plan(world_size, length, left, 0 if causal else right, zigzag, alibi)
@@ -146,6 +165,41 @@ class Plan:
         return self.travels(owner, distance) and not self.travels(
             owner, distance + direction(distance)
         )
+
+    # --- what is sent -----------------------------------------------------------------------------
+
+    @cached_property
+    def messages(self) -> tuple[tuple[Message, ...], ...]:
+        """What travels while a step computes, by step; keys come before gradients.
+
+        A forward sends the keys only. A backward has one step more: the last gradients go home.
+        """
+        return tuple(
+            (*self._keys_sent(step), *self._gradients_sent(step))
+            for step in range(len(self.route) + 1)
+        )
+
+    def _keys_sent(self, step: int) -> Iterator[Message]:
+        """The hop that the next step needs."""
+        if step + 1 >= len(self.route):
+            return
+        coming = self.route[step + 1]
+        way = direction(coming)
+        for rank in range(self.world_size):
+            if self.travels(self.owner(rank, coming - way), coming):
+                yield Message("keys", rank, (rank + way) % self.world_size)
+
+    def _gradients_sent(self, step: int) -> Iterator[Message]:
+        """What the step before added to: one step behind the keys."""
+        before = self.route[step - 1] if step else 0
+        if not before:
+            return
+        for rank in range(self.world_size):
+            owner = self.owner(rank, before)
+            if self.goes_on(owner, before):
+                yield Message("sums", rank, (rank + direction(before)) % self.world_size)
+            elif self.goes_home(owner, before):
+                yield Message("home", rank, owner)
 
 
 def direction(distance: int) -> int:

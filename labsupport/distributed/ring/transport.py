@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Lock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,11 +35,32 @@ class Traffic:
     gradient_messages: int = 0
     gradient_bytes: int = 0
 
+    def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
+        """Add one message: K and V, or dK and dV."""
+        nbytes = sum(x.nbytes for x in pair)
+        if gradients:
+            self.gradient_messages += 1
+            self.gradient_bytes += nbytes
+        else:
+            self.kv_messages += 1
+            self.kv_bytes += nbytes
+
     def __str__(self) -> str:
         return (
-            f"sent {self.kv_messages} K/V messages ({self.kv_bytes:,} bytes) and "
-            f"{self.gradient_messages} of gradients ({self.gradient_bytes:,} bytes)"
+            f"sent {self.kv_messages} K/V message{'s' * (self.kv_messages != 1)} "
+            f"({self.kv_bytes:,} bytes) and {self.gradient_messages} of gradients "
+            f"({self.gradient_bytes:,} bytes)"
         )
+
+
+_in_all = Traffic()
+_counting = Lock()  # autograd computes backwards in a thread of its own
+
+
+def sent_in_all() -> Traffic:
+    """What all rings of this process have sent so far; a copy."""
+    with _counting:
+        return replace(_in_all)
 
 
 class Ring:
@@ -66,6 +88,12 @@ class Ring:
             )
         self.size = dist.get_world_size(self.group)
         self.traffic = Traffic()
+
+    def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
+        """Note that this rank sends a message of two tensors."""
+        with _counting:
+            self.traffic.count(pair, gradients=gradients)
+            _in_all.count(pair, gradients=gradients)
 
     def post(
         self,

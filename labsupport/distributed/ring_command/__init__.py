@@ -3,7 +3,7 @@
 command    the two commands and their options; imports PyTorch when they run
 start      the same function in every process, and what they agree on
 cluster    which ranks there are, how they are linked, and how fast messages travel
-check      ring attention against one device
+check      ring attention against one device; findings, what comes of it
 bench      ring attention timed: `measure_ring`
 lab        one case of it: tried by each rank alone, agreed on, timed
 cases      what is timed: a ring, PyTorch's context parallelism, one device

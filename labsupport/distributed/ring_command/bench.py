@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from labsupport.distributed.ring_command.cases import CONTEXT_PARALLEL, Case
 from labsupport.distributed.ring_command.cluster import elapsed
 from labsupport.distributed.ring_command.lab import Lab, Row
 from labsupport.profiling.provenance import provenance
+from labsupport.profiling.runs import list_runs, load_run
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 
@@ -145,6 +147,22 @@ def check_options(
         for name in asked:
             if name not in names:
                 raise ValueError(f"--{option} {name}: there are {', '.join(names)}")
+
+
+def check_files(save: str | None, overwrite: bool, rows: Path | None) -> None:
+    """Refuse where nothing could be kept, before minutes are spent on measuring.
+
+    Raises:
+        ValueError: --save has no name for a run. FileExistsError: there is one of that name.
+        FileNotFoundError: --rows is in a folder that does not exist.
+    """
+    if save is not None:
+        if save in list_runs() and not overwrite:
+            raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
+        with suppress(FileNotFoundError):
+            load_run(save)  # what is no name is refused
+    if rows is not None and not rows.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--rows {rows}: there is no folder {rows.absolute().parent}")
 
 
 def _dtype(on_gpu: bool) -> str:

@@ -77,6 +77,17 @@ class Case:
         return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
 
 
+def check_heads(heads: int, kv_heads: Sequence[int]) -> None:
+    """Raise ValueError, in the commands' words, for heads that cannot be grouped."""
+    for count in kv_heads:
+        if count < 1 or heads < 1 or heads % count:
+            raise ValueError(
+                f"--heads {heads} --kv-heads {count}: each key/value head serves equally many "
+                f"query heads, so --heads is a multiple of --kv-heads (--kv-heads {max(heads, 1)} "
+                "always fits)"
+            )
+
+
 def kernel_named(name: str) -> BlockKernel:
     """The ring's kernel of that name."""
     return next(kernel for kernel in kernels.KERNELS if kernel.name == name)

@@ -28,8 +28,9 @@ from labsupport.distributed.ring.functions import (
 )
 from labsupport.distributed.ring.zigzag import gather_sequence, shard_sequence
 from labsupport.distributed.ring_command import cases, cluster
+from labsupport.distributed.ring_command.findings import Failure, Finding, NotRun
 from labsupport.distributed.ring_command.start import agree, attempt
-from labsupport.distributed.ring_command.trouble import LARGE_ERRORS, advice
+from labsupport.distributed.ring_command.trouble import advice
 
 # Largest relative errors: of the output, and of a gradient.
 MARKS = {
@@ -45,34 +46,15 @@ RINGS: dict[str, Callable[..., Any]] = {
 NAMES = ("out", "dq", "dk", "dv")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One tensor of one ring against one device.
-
-    maximum, rmse, relative: errors. faults: why it does not pass; empty if it does.
-    """
-
-    ring: str
-    kernel: str
-    tensor: str
-    maximum: float
-    rmse: float
-    relative: float
-    faults: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.ring:11} {self.kernel:12} {self.tensor:4} {self.maximum:9.1e} "
-            f"{self.rmse:9.1e} {self.relative:9.1e}  {'; '.join(self.faults) or 'ok'}"
-        )
-
-
-def check_options(kernels: Sequence[str] | None, dtype: str | None) -> None:
+def check_options(
+    kernels: Sequence[str] | None, dtype: str | None, heads: int, kv_heads: int
+) -> None:
     """Refuse what does not exist, before any process is started.
 
     Raises:
-        ValueError: an unknown kernel or dtype.
+        ValueError: an unknown kernel or dtype; heads that cannot be grouped.
     """
+    cases.check_heads(heads, [kv_heads])
     known = [kernel.name for kernel in table.KERNELS]
     for name in kernels or ():
         if name not in known:
@@ -106,7 +88,7 @@ def main(
     place = Place.current()
     on_gpu = place.device.type == "cuda"
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    failed: list[str] = []
+    failed: list[Failure] = []
 
     def say(*lines: str) -> None:
         if place.rank == 0:
@@ -118,7 +100,7 @@ def main(
     problem = agree(cluster.check_all_reduce(place))
     say(f"all-reduce: {problem or 'right'}")
     if problem is not None:
-        failed.append(problem)
+        failed.append((problem, advice(problem)))
     elif speeds and place.world > 1:
         for text in cluster.speeds(place):
             say(text)
@@ -136,33 +118,14 @@ def main(
     say(f"{'':24} {'':4} {'maximum':>9} {'RMSE':>9} {'relative':>9}")
     for found in whole.findings(kernels):
         say(str(found))
-        if isinstance(found, Finding):
-            faults = [
-                f"{found.tensor} of {found.ring} by {found.kernel}: {f}" for f in found.faults
-            ]
-            failed += faults
-        elif found.problem:
-            failed.append(str(found))
+        failed += found.failures()
     if not failed:
         say("", "all is well")
         return 0
-    say("", f"FAILED: {failed[0]}" + (f" (and {len(failed) - 1} more)" if failed[1:] else ""))
-    remedy = next((text for text in map(advice, failed) if text is not None), LARGE_ERRORS)
-    say(remedy)
+    say("", f"FAILED: {failed[0][0]}" + (f" (and {len(failed) - 1} more)" if failed[1:] else ""))
+    for remedy in [remedy for _, remedy in failed if remedy is not None][:1]:
+        say(remedy)
     return 1
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """A ring that did not run: for a reason that is fine, or because of a problem."""
-
-    ring: str
-    kernel: str
-    reason: str
-    problem: bool
-
-    def __str__(self) -> str:
-        return f"{self.ring:11} {self.kernel:12} {'FAILED' if self.problem else '-'}: {self.reason}"
 
 
 @dataclass
@@ -187,8 +150,8 @@ class Whole:
         chunks = 2 * place.world
         if seqlen < chunks or seqlen % chunks:
             raise AttentionInputError(
-                f"a sequence of {seqlen} tokens cannot be cut into two equal chunks for each of "
-                f"{place.world} ranks: --seqlen {max(-(-seqlen // chunks), 1) * chunks} can"
+                f"a sequence of {seqlen} tokens cannot be cut into {chunks} equal chunks, two for "
+                f"each rank: --seqlen {max(-(-seqlen // chunks), 1) * chunks} can"
             )
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (
@@ -204,7 +167,7 @@ class Whole:
     def __str__(self) -> str:
         q, k = self.inputs[:2]
         return (
-            f"{q.shape[1]} tokens over {self.place.world} ranks, causal, {q.shape[2]} heads "
+            f"{q.shape[1]} tokens over {self.place.ranks}, causal, {q.shape[2]} heads "
             f"({k.shape[2]} of keys) of {q.shape[3]}, {self.dtype}"
         )
 

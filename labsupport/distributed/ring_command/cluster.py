@@ -36,7 +36,9 @@ def members(place: Place) -> list[str]:
 def links(place: Place) -> list[str]:
     """How each host's devices are linked, as far as it can be found out."""
     if place.device.type != "cuda":
-        return ["links: processes on CPUs; gloo's messages travel over the network's interface"]
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        way = {"": "the network's interface", "lo": "lo, within this machine"}
+        return [f"links: processes on CPUs; gloo's messages travel over {way.get(name, name)}"]
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     by_rank = everybody((platform.node(), _links_here() if first else []))
     hosts = [(host, lines) for host, lines in by_rank if lines]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from labsupport.distributed.failures import short
 
 ring_app = typer.Typer(
     name="ring",
@@ -46,9 +48,8 @@ def check_command(
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
     from labsupport.distributed.ring_command.check import check_options
-    from labsupport.distributed.ring_command.start import in_every_process
 
-    check_options(_names(kernel), dtype)
+    check_options(_names(kernel), dtype, heads, kv_heads)
     options = {
         "kernels": _names(kernel),
         "dtype": dtype,
@@ -60,7 +61,7 @@ def check_command(
     }
     target = "labsupport.distributed.ring_command.check:main"
     where = {"backend": backend, "processes": processes, "patience": patience}
-    if in_every_process(target, options, **where):
+    if _in_every_process(target, options, **where):
         raise typer.Exit(1)
 
 
@@ -110,14 +111,15 @@ def bench_command(
 
     \b
     labsupport ring bench --processes 2 --save ring-here
-    torchrun --nproc-per-node 8 -m labsupport.cli ring bench --save ring-h200
+    torchrun --nproc-per-node 8 -m labsupport.cli ring bench --save ring-8-gpus
     """
     import torch
 
-    from labsupport.distributed.ring_command.bench import check_options
-    from labsupport.distributed.ring_command.start import in_every_process
+    from labsupport.distributed.ring_command.bench import check_files, check_options
+    from labsupport.distributed.ring_command.cases import check_heads
 
     check_options(_names(implementations), _names(layouts), _names(directions) or [], dtype)
+    check_files(save, overwrite, rows)
     small = backend == "gloo" or not torch.cuda.is_available()
     options = {
         "seqlens": _numbers(seqlen or ("512,1024" if small else "8192,32768")),
@@ -132,15 +134,36 @@ def bench_command(
         "limit": limit,
         "rows_file": None if rows is None else str(rows.absolute()),
     }
+    check_heads(options["heads"], options["kv_heads"])
     target = "labsupport.distributed.ring_command.bench:main"
     where = {"backend": backend, "processes": processes, "patience": patience}
-    table = in_every_process(target, options, **where)
+    kept = "--rows FILE would keep" if rows is None else f"{rows} holds"
+    table = _in_every_process(
+        target, options, **where, when_stopped=f"; {kept} the rows of the cases that were done"
+    )
     if table is not None and save is not None:
         from labsupport.profiling.provenance import command_line
         from labsupport.profiling.runs import save_run
 
         table.attrs["provenance"]["command"] = command_line()
         typer.echo(f"saved: {save_run(table, save, overwrite=overwrite)}")
+
+
+def _in_every_process(
+    target: str, options: dict[str, Any], *, when_stopped: str = "", **where: Any
+) -> Any:
+    """As `start.in_every_process`; what ends it early is said, and is the exit status."""
+    from labsupport.distributed.launch import LaunchError
+    from labsupport.distributed.ring_command.start import in_every_process
+
+    try:
+        return in_every_process(target, options, **where)
+    except LaunchError as error:
+        typer.echo(short(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"stopped{when_stopped}", err=True)
+        raise typer.Exit(130) from None
 
 
 def _names(text: str | None) -> list[str] | None:

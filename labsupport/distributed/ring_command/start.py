@@ -23,6 +23,10 @@ from labsupport.distributed.ring_command.trouble import advice
 PATIENCE = 120.0  # seconds that a rank waits for another, which may be compiling
 
 
+class RanksDidNotMeetError(RuntimeError):
+    """The process group could not be set up; the message says what helps."""
+
+
 def in_every_process(
     target: str,
     options: dict[str, Any],
@@ -52,6 +56,11 @@ def in_every_process(
     gpus = torch.cuda.device_count() if backend != "gloo" else 0
     if backend == "nccl" and gpus == 0:
         raise ValueError("--backend nccl needs GPUs, and there are none: --backend gloo")
+    if gpus and (processes or 0) > gpus:
+        raise ValueError(
+            f"--processes {processes}: each needs a GPU of its own, and only {gpus} can be had: "
+            f"--processes {gpus}, or --backend gloo, which computes on the CPU"
+        )
     device = "cuda" if gpus else "cpu"
     results = launch(
         f"{__name__}:joined",
@@ -67,7 +76,7 @@ def joined(target: str, options: dict[str, Any], backend: str | None, patience: 
     """Set the process group up, run the function, take the group down.
 
     Raises:
-        RuntimeError: the processes did not meet; says what helps.
+        RanksDidNotMeetError: says what helps.
     """
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     if one_machine and sys.platform == "linux":
@@ -83,7 +92,7 @@ def joined(target: str, options: dict[str, Any], backend: str | None, patience: 
     except RuntimeError as error:  # torch.distributed's own are of this kind
         said = one_line(error)
         remedy = advice(said) or advice("init_process_group")
-        raise RuntimeError(f"the processes did not meet. {said}. {remedy}") from error
+        raise RanksDidNotMeetError(f"the processes did not meet. {said}. {remedy}") from error
     try:
         return getattr(import_module(module), name)(**options)
     finally:

@@ -15,7 +15,7 @@ ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "labsupport.profiling.tune finds tilings that fit; or another --kernel.",
     ),
     (
-        ("compilationerror", "ptxas", "triton"),
+        ("compilationerror", "ptxas", "passmanager", "triton error"),
         "Triton did not compile a kernel. Try it on one GPU first: python -m "
         "labsupport.attention.flash_triton.resources. An old cache may be in the way: delete "
         "~/.triton/cache. Another --kernel shows whether the ring itself works.",

@@ -15,14 +15,15 @@ section 4.1). A hop carries K and V; in the backward also dK and dV, in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.plan import direction as way_of
 from labsupport.distributed.scaling.links import LINKS
 
 Direction = Literal["forward", "backward", "forward+backward"]
+LAYOUTS = ("contiguous", "zigzag")
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -76,7 +77,8 @@ def predict_ring(
             float32 and reads the new part. None: that is free.
 
     Raises:
-        ValueError: not exactly one of single_ms and tflops; sizes that do not fit.
+        ValueError: not exactly one of single_ms and tflops; sizes that do not fit; a layout, dtype
+            or direction that does not exist.
 
     >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
     >>> round(one.efficiency, 2)
@@ -89,7 +91,9 @@ def predict_ring(
         raise ValueError(
             f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
         )
-    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=layout == "zigzag")
+    _check_known("direction", direction, PRODUCTS)
+    _check_known("dtype", dtype, ELEMENT)
+    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=_is_zigzag(layout))
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     if single_ms is None:
         single_ms = one * batch * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
@@ -183,27 +187,12 @@ class _Schedule:
         )
 
     def _messages(self, step: int) -> dict[tuple[int, int], int]:
-        """Bytes of a step by (sender, receiver): as `ring.algorithm` sends them."""
-        plan, world = self.plan, self.plan.world_size
-        route, sent = plan.route, dict[tuple[int, int], int]()
-
-        def send(sender: int, receiver: int, nbytes: int) -> None:
-            way = sender, receiver % world
-            sent[way] = sent.get(way, 0) + nbytes
-
-        for rank in range(world):
-            if step + 1 < len(route):
-                coming = route[step + 1]
-                way = way_of(coming)
-                if plan.travels(plan.owner(rank, coming - way), coming):
-                    send(rank, rank + way, self.hop_bytes)
-            if self.backward and step and route[step - 1]:
-                before = route[step - 1]
-                owner = plan.owner(rank, before)
-                if plan.goes_on(owner, before):
-                    send(rank, rank + way_of(before), self.gradient_bytes)
-                elif plan.goes_home(owner, before):
-                    send(rank, owner, self.gradient_bytes)
+        """Bytes of a step by (sender, receiver)."""
+        sent: dict[tuple[int, int], int] = {}
+        for what, sender, receiver in self.plan.messages[step]:
+            if what == "keys" or self.backward:
+                nbytes = self.hop_bytes if what == "keys" else self.gradient_bytes
+                sent[sender, receiver] = sent.get((sender, receiver), 0) + nbytes
         return sent
 
 
@@ -212,12 +201,25 @@ def imbalance(
 ) -> float:
     """The busiest rank's pairs under a causal mask, over the mean of all ranks: 1 is balanced.
 
+    Raises:
+        ValueError: no such layout, or a zigzag shard of an odd length.
+
     >>> round(imbalance(8, 4096), 3), imbalance(8, 4096, layout="zigzag")
     (1.875, 1.0)
     """
-    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=layout == "zigzag")
+    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=_is_zigzag(layout))
     work = [sum(plan.pairs(rank)) for rank in range(world)]
     return max(work) * world / sum(work)
+
+
+def _is_zigzag(layout: str) -> bool:
+    _check_known("layout", layout, LAYOUTS)
+    return layout == "zigzag"
+
+
+def _check_known(name: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise ValueError(f"{name} {given!r}: there are {', '.join(known)}")
 
 
 def hides_from(

@@ -149,6 +149,7 @@ class _Stream:
                     "labels": shard.all_labels,
                     "own_labels": shard.labels,
                     "positions": shard.positions,
+                    "fillers": torch.tensor(shard.fillers),
                 }
             )
         return shards

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.distributed.ring.zigzag import chunks_of, shard_sequence
+from labsupport.distributed.ring.zigzag import chunks_of, positions_of, shard_sequence
 from labsupport.training.documents.packing import IGNORED
 from labsupport.training.loop.inputs import tensors
 
@@ -39,6 +39,7 @@ class Shard:
     positions: (1 or batch, seqlen / world) int64, in the whole sequence.
     all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
     farthest: the largest position of the whole sequence.
+    fillers: how many of this rank's tokens are none, but fill the sequence up.
     """
 
     tokens: Tensor
@@ -46,13 +47,24 @@ class Shard:
     positions: Tensor
     all_labels: Tensor
     farthest: int
+    fillers: int = 0
 
     def to(self, device: torch.device | str) -> Shard:
         """The same on another device."""
         tokens, labels, positions, all_labels = (
             x.to(device) for x in (self.tokens, self.labels, self.positions, self.all_labels)
         )
-        return Shard(tokens, labels, positions, all_labels, self.farthest)
+        return Shard(tokens, labels, positions, all_labels, self.farthest, self.fillers)
+
+
+def shard_length(seqlen: int, world_size: int, *, zigzag: bool = True) -> int:
+    """Tokens of each rank's shard, fillers included.
+
+    >>> shard_length(1001, 2), shard_length(1001, 2, zigzag=False)
+    (502, 501)
+    """
+    chunks = len(chunks_of(0, world_size, zigzag=zigzag))
+    return -(-seqlen // (world_size * chunks)) * chunks
 
 
 def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) -> Shard:
@@ -87,13 +99,17 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
         _check_one_document(given["cu_seqlens"], labels)
     positions = _positions(given, tokens)
     farthest = int(positions.max())
-    short = -tokens.shape[1] % (world_size * len(chunks_of(rank, world_size, zigzag=zigzag)))
+    rows, seqlen = tokens.shape
+    own_length = shard_length(seqlen, world_size, zigzag=zigzag)
+    short = world_size * own_length - seqlen
     tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
     labels = F.pad(labels, (0, short), value=IGNORED)
     own_tokens, own_labels, own_positions = (
         shard_sequence(x, rank, world_size, zigzag=zigzag) for x in (tokens, labels, positions)
     )
-    return Shard(own_tokens, own_labels, own_positions, labels, farthest)
+    places = positions_of(own_length, rank, world_size, zigzag=zigzag)
+    fillers = rows * int((places >= seqlen).sum())
+    return Shard(own_tokens, own_labels, own_positions, labels, farthest, fillers)
 
 
 def _positions(given: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
