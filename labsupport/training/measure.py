@@ -253,6 +253,25 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     return slope / sum((a - mean_x) ** 2 for a in x)
 
 
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns that a reader compares, with units."""
+    shown = table.copy()
+    for column in ("peak_memory_bytes", "predicted_bytes"):
+        if column in shown:
+            shown[column] = (shown[column] / 2**20).round(0)
+    names = {
+        "backend": "remedy",
+        "seqlen": "tokens",
+        "median_ms": "time, ms",
+        "tokens_per_s": "tokens/s",
+        "peak_memory_bytes": "peak, MiB",
+        "predicted_bytes": "predicted, MiB",
+        "status": "status",
+    }
+    digits = {"median_ms": 0, "tokens_per_s": 0}
+    return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
+
+
 if __name__ == "__main__":
     from labsupport.training.measure_command import main
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.training.lengths import parse_tokens
-from labsupport.training.measure import longest_that_trains, measure_training
+from labsupport.training.measure import longest_that_trains, measure_training, readable
 from labsupport.training.model import PRESETS, DecoderConfig
 from labsupport.training.planner.fits import LADDER, Rung
 from labsupport.training.steps import PLAIN
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LAST = len(LADDER) - 1
 
@@ -65,25 +61,6 @@ def _chosen(numbers: list[int] | None, attention: str | None) -> list[Rung]:
         else replace(rung, savings=replace(rung.savings, attention=attention))
         for rung in rungs
     ]
-
-
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The columns that a reader compares, with units."""
-    shown = table.copy()
-    for column in ("peak_memory_bytes", "predicted_bytes"):
-        if column in shown:
-            shown[column] = (shown[column] / 2**20).round(0)
-    names = {
-        "backend": "remedy",
-        "seqlen": "tokens",
-        "median_ms": "time, ms",
-        "tokens_per_s": "tokens/s",
-        "peak_memory_bytes": "peak, MiB",
-        "predicted_bytes": "predicted, MiB",
-        "status": "status",
-    }
-    digits = {"median_ms": 0, "tokens_per_s": 0}
-    return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
 
 
 def _rungs(text: str) -> list[int]:
