@@ -17,10 +17,16 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     planning   exercise 3-3
     merging    exercise 3-4
     zigzag_order exercise 3-5
-    kernel     the update of a Triton kernel
+    intensity  exercise 4-1
+    counting   exercise 4-2
+    kernel     exercise 4-3: the update of a Triton kernel
+    fitting    exercise 4-4
+    choosing   exercise 4-5
     verdict    how a result is judged, and how a mistake is recognised
-    mistakes   what typical wrong solutions compute (of 3-1, 3-2, 3-4, 3-5: rotary_mistakes,
-               loss_mistakes, merging_mistakes, zigzag_mistakes)
+    counting_numbers  the same for returned numbers instead of tensors
+    mistakes   what typical wrong solutions compute (of 3-1, 3-2, 3-4, 3-5, 4-1, 4-4, 4-5:
+               rotary_mistakes, loss_mistakes, merging_mistakes, zigzag_mistakes,
+               intensity_mistakes, fitting_mistakes, choosing_mistakes)
 """
 
 from labsupport.checks.amdahl import (
@@ -29,10 +35,23 @@ from labsupport.checks.amdahl import (
     flop_share,
     overall_speedup,
 )
+from labsupport.checks.choosing import (
+    check_choice_limits,
+    check_choice_sources,
+    check_choice_ties,
+    choose,
+)
 from labsupport.checks.chunked_loss import (
     check_loss_gradients,
     check_loss_memory,
     check_loss_values,
+)
+from labsupport.checks.counting import (
+    check_textbook_traffic,
+    check_tiled_causal,
+    check_tiled_traffic,
+    textbook_traffic,
+    tiled_traffic,
 )
 from labsupport.checks.decoding import (
     check_visible_decoding,
@@ -44,6 +63,14 @@ from labsupport.checks.dtypes import (
     check_half_dtype_edges,
     check_half_dtype_values,
 )
+from labsupport.checks.fitting import (
+    check_fit,
+    check_held_out,
+    check_predict,
+    fit_time,
+    held_out_error,
+    predict_time,
+)
 from labsupport.checks.flash import (
     check_backward_edges,
     check_backward_memory,
@@ -52,6 +79,13 @@ from labsupport.checks.flash import (
     check_forward_lse,
     check_forward_memory,
     check_forward_values,
+)
+from labsupport.checks.intensity import (
+    attention_cost,
+    check_cost_bytes,
+    check_cost_flops,
+    check_roof,
+    roof,
 )
 from labsupport.checks.kernel import (
     check_update_dtype,
@@ -113,11 +147,18 @@ from labsupport.checks.zigzag_order import (
 
 __all__ = [
     "CheckFailed",
+    "attention_cost",
     "check_amdahl",
     "check_attention_share",
     "check_backward_edges",
     "check_backward_memory",
     "check_backward_values",
+    "check_choice_limits",
+    "check_choice_sources",
+    "check_choice_ties",
+    "check_cost_bytes",
+    "check_cost_flops",
+    "check_fit",
     "check_flash_layout",
     "check_forward_edges",
     "check_forward_lse",
@@ -126,6 +167,7 @@ __all__ = [
     "check_half_attention",
     "check_half_dtype_edges",
     "check_half_dtype_values",
+    "check_held_out",
     "check_kept_blocks",
     "check_kept_checkpoint",
     "check_kept_loss",
@@ -139,10 +181,12 @@ __all__ = [
     "check_policy_devices",
     "check_policy_memory",
     "check_policy_range",
+    "check_predict",
     "check_registered_memory",
     "check_registered_models",
     "check_registered_refusals",
     "check_registered_values",
+    "check_roof",
     "check_rope_angles",
     "check_rope_conventions",
     "check_rope_positions",
@@ -155,7 +199,10 @@ __all__ = [
     "check_split_qkv",
     "check_textbook_empty_rows",
     "check_textbook_mask",
+    "check_textbook_traffic",
     "check_textbook_values",
+    "check_tiled_causal",
+    "check_tiled_traffic",
     "check_unzigzag",
     "check_update_dtype",
     "check_update_extremes",
@@ -165,9 +212,16 @@ __all__ = [
     "check_visible_positions",
     "check_zigzag_chunks",
     "check_zigzag_positions",
+    "choose",
     "compare_prediction",
+    "fit_time",
     "flop_share",
     "held_bytes",
+    "held_out_error",
     "overall_speedup",
+    "predict_time",
+    "roof",
+    "textbook_traffic",
+    "tiled_traffic",
     "yours_or_ours",
 ]
