@@ -8,9 +8,15 @@ from typing import Annotated
 import typer
 
 from labsupport import __version__
+from labsupport.analysis.profile_command.command import profile_command
 from labsupport.distributed.ring_command.command import ring_app
 from labsupport.distributed.train_parallel import train_in_parallel
 from labsupport.models.generation.command import generate_command
+from labsupport.profiling.bench_command.command import (
+    bench_command,
+    compare_command,
+    sweep_command,
+)
 from labsupport.training.command import train_command
 
 app = typer.Typer(
@@ -165,6 +171,10 @@ def release(
         typer.echo(f"written: {path}")
 
 
+app.command("bench")(bench_command)
+app.command("compare")(compare_command)
+app.command("sweep")(sweep_command)
+app.command("profile", context_settings={"allow_interspersed_args": False})(profile_command)
 app.command("generate")(generate_command)
 app.command("train", context_settings={"obj": train_in_parallel})(train_command)
 app.add_typer(ring_app, name="ring")

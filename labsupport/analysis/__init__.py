@@ -1,6 +1,6 @@
 """Why, and how far it could go: explained and predicted (notebook 4).
 
-traffic/          how much data moves between slow and fast memory: counted, while the algorithms run
+traffic/          bytes between slow and fast memory, counted while the algorithms run
 roofline          FLOPs and bytes of a case, and the bound that the device's ceilings set
 predictor/        time and memory of a call from a device's ceilings and a short calibration
 recommend         which backend for a workload, and why
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from labsupport.analysis.predictor.calibration import calibrate_run as calibrate_run
     from labsupport.analysis.predictor.predict import predict as predict
     from labsupport.analysis.predictor.predict import transfer as transfer
-    from labsupport.analysis.roofline import bytes_of as bytes_of
-    from labsupport.analysis.roofline import flops_of as flops_of
     from labsupport.analysis.traffic.count import count as count
     from labsupport.analysis.traffic.count import exponent as exponent
     from labsupport.analysis.traffic.count import traffic_table as traffic_table
@@ -31,13 +29,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "FastMemory": "traffic.memory",
-    "bytes_of": "roofline",
     "calibrate_run": "predictor.calibration",
     "closed_form": "traffic.formulas",
     "count": "traffic.count",
     "exponent": "traffic.count",
     "fitting_blocks": "traffic.formulas",
-    "flops_of": "roofline",
     "predict": "predictor.predict",
     "theorem": "traffic.formulas",
     "trace_tensors": "traffic.tensors",

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from labsupport.analysis.roofline import passes_of
 from labsupport.checks.counting_numbers import (
     Numbers,
     explanation,
@@ -47,6 +46,7 @@ from labsupport.checks.intensity_mistakes import (
 )
 from labsupport.checks.verdict import CheckFailed, call, passed
 from labsupport.profiling.cases import Case
+from labsupport.profiling.work import passes_of
 
 ARITHMETIC, MEMORY = "arithmetic", "memory"
 

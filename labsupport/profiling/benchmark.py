@@ -52,6 +52,7 @@ def run_grid(
     measure_error: bool = True,
     oracle_seqlen: int = 4096,
     max_seconds: float = 1.0,
+    repeats: int | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -65,6 +66,7 @@ def run_grid(
         measure_error: compare the output with the float64 oracle.
         oracle_seqlen: up to this length; above it the error columns are empty.
         max_seconds: time limit for the repeats of one case (at least three are made).
+        repeats: exactly so many, however long they take, in place of the time limit.
         progress: show a tqdm bar.
 
     Returns:
@@ -94,7 +96,16 @@ def run_grid(
     rows: list[dict[str, Any]] = []
     try:
         for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            rows.append(run_case(case, where, oracle=oracle, max_seconds=max_seconds, seed=seed))
+            rows.append(
+                run_case(
+                    case,
+                    where,
+                    oracle=oracle,
+                    max_seconds=max_seconds,
+                    repeats=repeats,
+                    seed=seed,
+                )
+            )
     except KeyboardInterrupt:
         record["interrupted"] = True
     table = pd.DataFrame(rows, columns=COLUMNS)
@@ -116,6 +127,7 @@ def run_case(
     *,
     oracle: Oracle | None = None,
     max_seconds: float = 1.0,
+    repeats: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Measure one case; a case that does not run is reported in `status` and `reason`."""
@@ -123,7 +135,7 @@ def run_case(
     try:
         if device.type == "cpu" and (reason := predicted_shortage(case)):
             return row | {"status": "out of memory", "reason": reason}
-        row |= _measure(case, device, oracle, max_seconds, seed)
+        row |= _measure(case, device, oracle, max_seconds, repeats, seed)
         return row | {"status": "ok", "reason": ""}
     except Exception as error:
         return row | refusal(error)
@@ -169,7 +181,12 @@ def predicted_shortage(case: Case, available: int | None = None) -> str:
 
 
 def _measure(
-    case: Case, device: torch.device, oracle: Oracle | None, max_seconds: float, seed: int
+    case: Case,
+    device: torch.device,
+    oracle: Oracle | None,
+    max_seconds: float,
+    repeats: int | None,
+    seed: int,
 ) -> dict[str, Any]:
     q, k, v, gradient = make_inputs(case, device, seed)
     with torch.set_grad_enabled(case.direction == "forward+backward"):
@@ -189,13 +206,15 @@ def _measure(
         report = last_call()
         row: dict[str, Any] = {"kernel": report.kernel if report else ""}
         row["peak_memory_bytes"] = memory.peak_bytes
-        timing = measure_time(
-            call,
-            device=device,
-            min_repeats=3,
-            min_seconds=min(0.1, max_seconds),
-            max_seconds=max_seconds,
-        )
+        if repeats is None:
+            bounds: dict[str, Any] = {
+                "min_repeats": 3,
+                "min_seconds": min(0.1, max_seconds),
+                "max_seconds": max_seconds,
+            }
+        else:
+            bounds = {"min_repeats": repeats, "max_repeats": repeats}
+        timing = measure_time(call, device=device, **bounds)
         row |= {
             f"{name}_ms": getattr(timing, name)
             for name in ("median", "q1", "q3", "min", "mean", "max")

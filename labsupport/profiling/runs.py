@@ -35,7 +35,7 @@ def save_run(
         ValueError: a bad name, or a table without provenance.
         FileExistsError: the run exists and `overwrite` is False.
     """
-    _check_name(name)
+    check_run_name(name)
     record = table.attrs.get("provenance")
     if not record:
         raise ValueError(
@@ -55,8 +55,7 @@ def save_run(
 def add_save_options(parser: argparse.ArgumentParser) -> None:
     """Give a command that measures the options --save NAME and --overwrite.
 
-    A bad name ends the command before it measures. A name that is taken does not: see
-    `save_if_asked`.
+    A bad name ends the command before it measures. One that is taken does not: see `keep_run`.
     """
     parser.add_argument(
         "--save", metavar="NAME", type=_run_name, help="keep the table under data/runs/NAME"
@@ -65,22 +64,29 @@ def add_save_options(parser: argparse.ArgumentParser) -> None:
 
 
 def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
-    """Save a command's table if `add_save_options` was made use of, and say where.
-
-    What took minutes to measure is not lost to a name that is taken: without --overwrite the table
-    is kept under the next free one, NAME-2, NAME-3, ...
+    """Keep a command's table if `add_save_options` was made use of, and say where.
 
     Raises: as `save_run`.
     """
-    if not options.save:
-        return
-    name, number = options.save, 1
-    while not options.overwrite and (runs_dir() / name / "results.csv").exists():
+    if options.save:
+        print(keep_run(table, options.save, overwrite=options.overwrite))
+
+
+def keep_run(table: pd.DataFrame, name: str, *, overwrite: bool = False) -> str:
+    """Save a table that was just measured, and return what to say about it.
+
+    What took minutes to measure is not lost to a name that is taken: unless `overwrite` is given,
+    the table is kept under the next free one, NAME-2, NAME-3, ...
+
+    Raises: as `save_run`.
+    """
+    free, number = name, 1
+    while not overwrite and (runs_dir() / free / "results.csv").exists():
         number += 1
-        name = f"{options.save}-{number}"
-    print(f"saved: {save_run(table, name, overwrite=options.overwrite)}")
-    if number > 1:
-        print(f"{options.save} exists already; --overwrite would have replaced it")
+        free = f"{name}-{number}"
+    said = f"saved: {save_run(table, free, overwrite=overwrite)}"
+    hint = f"\n{name} exists already; --overwrite would have replaced it"
+    return said if number == 1 else said + hint
 
 
 def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:
@@ -91,7 +97,7 @@ def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:
     """
     import pandas as pd
 
-    _check_name(name)
+    check_run_name(name)
     root = runs_dir() if folder is None else folder
     path = root / name / "results.csv"
     if not path.exists():
@@ -119,12 +125,13 @@ def _run_name(text: str) -> str:
     import argparse
 
     try:
-        _check_name(text)
+        check_run_name(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
-def _check_name(name: str) -> None:
+def check_run_name(name: str) -> None:
+    """Raise ValueError for what is no name of a run."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"{name!r} is no name for a run: use letters, digits, '-', '_' and '.'")

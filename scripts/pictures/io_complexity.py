@@ -53,7 +53,7 @@ def traffic() -> Figure:
     axes.axhline(once, color=GREY, linestyle="--", linewidth=1.2)
     axes.text(2**9, once * 1.12, "Q, K, V, O once", fontsize=9, color=GREY)
     gpu = hardware_table().set_index("name").loc["H200"]
-    shared = gpu.shared_kib_per_sm * 1024 / 2
+    shared = float(gpu.shared_kib_per_sm) * 1024 / 2
     for x, text in ((HEAD_DIM**2, "M = d²"), (shared, "an H200's SM:\n228 KiB of\n16-bit numbers")):
         axes.axvline(x, color="#aaaaaa", linewidth=1.0, zorder=0)
         axes.text(x * 1.06, 90, text, fontsize=8.5, color=GREY, va="top")

@@ -20,7 +20,7 @@ from labsupport.analysis.predictor.__main__ import main
 from labsupport.analysis.predictor.calibration import non_negative_least_squares
 from labsupport.analysis.predictor.evaluate import choices, errors_by, with_predictions
 from labsupport.analysis.predictor.split import SHAPE, SPLITS, divide, recorded
-from labsupport.analysis.predictor.work import compulsory_bytes, features, makespan
+from labsupport.analysis.predictor.work import features, fused_bytes, makespan
 from labsupport.profiling.cases import Case
 
 H200_RUNS = [name for name in SPLITS if "h200" in name]
@@ -144,10 +144,10 @@ def test_an_implementation_that_stores_the_scores_computes_the_hidden_ones_too()
     assert plain["mask"] == 0 < causal["mask"]
 
 
-def test_compulsory_bytes_of_a_forward_are_its_inputs_and_its_output():
+def test_fused_bytes_of_a_forward_are_its_inputs_and_its_output():
     case = Case("sdpa_flash", 100, batch=2, heads=8, kv_heads=2, head_dim=64, dtype="bfloat16")
     q = 2 * 100 * 8 * 64 * 2
-    assert compulsory_bytes(case) == q + 2 * q / 4 + q
+    assert fused_bytes(case) == q + 2 * q / 4 + q
 
 
 # --- the fit ------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from labsupport.analysis.roofline import Roof, bytes_of, flops_of, passes_of, roofline
+from labsupport.analysis.roofline import Roof, roofline
 from labsupport.attention import attention
 from labsupport.plotting.figure import alt_text
 from labsupport.plotting.roofline import RoofLine, plot_roofline
 from labsupport.profiling import grid, load_run
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings, find_spec
+from labsupport.profiling.work import bytes_of, flops_of, passes_of
 
 H200 = find_spec("NVIDIA H200")
 CPU = Ceilings("a CPU", 44.0, {"float32": 0.224, "bfloat16": 0.2})

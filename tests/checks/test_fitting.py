@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from labsupport import checks
-from labsupport.analysis.roofline import case_of, flops_of
+from labsupport.analysis.roofline import case_of
 from labsupport.profiling.runs import load_run
+from labsupport.profiling.work import flops_of
 from tests.checks.solutions import broken
 
 FIT, PREDICT, HELD_OUT = ALL = checks.check_fit, checks.check_predict, checks.check_held_out

@@ -96,7 +96,7 @@ def features(case: Case, device: Device) -> dict[str, float]:
         "tiles": found["tiles"],
         "matmul": 2 * case.head_dim * found["products"] / (rate * 1e9),
         "exp": found["exponentials"] / (EXPONENTIALS_PER_SECOND * device.units) * 1e3,
-        "memory": compulsory_bytes(case) / copied,
+        "memory": fused_bytes(case) / copied,
         "scores": found["score_passes"] * itemsize / copied,
         "spill": found["score_passes"] * itemsize / copied * _beyond_cache(case, device),
         "mask": found["mask_passes"] * itemsize / copied,
@@ -111,8 +111,8 @@ def _beyond_cache(case: Case, device: Device) -> float:
     return max(0.0, 1 - device.cache_mib * 2**20 / (2 * matrix))
 
 
-def compulsory_bytes(case: Case) -> float:
-    """Bytes that any implementation reads and writes: its inputs, its results, and lse.
+def fused_bytes(case: Case) -> float:
+    """Bytes that a fused implementation reads and writes: inputs, results, and a sum of dQ.
 
     Forward: q, k, v read, out written. The backward reads them all again with dout and lse, writes
     dq, dk, dv, and sums dq in float32 (written and read once).

@@ -15,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from labsupport.distributed.ring_command.cases import CONTEXT_PARALLEL, Case
 from labsupport.distributed.ring_command.cluster import elapsed
 from labsupport.distributed.ring_command.lab import Lab, Row
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import list_runs, load_run
+from labsupport.profiling.runs import check_run_name, list_runs
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 
@@ -157,10 +156,9 @@ def check_files(save: str | None, overwrite: bool, rows: Path | None) -> None:
         FileNotFoundError: --rows is in a folder that does not exist.
     """
     if save is not None:
+        check_run_name(save)
         if save in list_runs() and not overwrite:
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
-        with suppress(FileNotFoundError):
-            load_run(save)  # what is no name is refused
     if rows is not None and not rows.absolute().parent.is_dir():
         raise FileNotFoundError(f"--rows {rows}: there is no folder {rows.absolute().parent}")
 

@@ -1,0 +1,230 @@
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from labsupport.profiling import baseline_power
+from labsupport.profiling.baseline import (
+    FEWEST,
+    FEWEST_SAVED,
+    MOST,
+    MOST_SAVED,
+    Baseline,
+    NotComparableError,
+    Verdict,
+    check_baseline,
+    decide,
+    enough,
+    judge,
+    make_baseline,
+    read_baseline,
+    trimmed_mean,
+    write_baseline,
+)
+from labsupport.profiling.baseline_power import interval, processes_of, simulate
+from labsupport.profiling.baseline_worker import (
+    Job,
+    Pairs,
+    Reference,
+    call_of,
+    in_fresh_process,
+    plan,
+)
+from labsupport.profiling.cases import Case
+from labsupport.profiling.hardware import cpu_name
+from labsupport.profiling.runs import load_run
+
+STEADY = [0.001 * (i % 5) for i in range(10)]
+JOB = Job(Case("sdpa_flash", 64), "cpu", Reference(256, 1), 11)
+
+
+def shifted(by: float, values=tuple(STEADY)):
+    return [value + math.log1p(by) for value in values]
+
+
+def test_an_unchanged_program_is_unchanged_and_one_a_tenth_slower_is_slower():
+    assert judge(STEADY, STEADY).word == "unchanged"
+    assert judge(STEADY, shifted(0.10)).word == "slower"
+    assert judge(STEADY, shifted(0.10)).change == pytest.approx(0.10)
+
+
+def test_the_tolerance_is_the_border():
+    assert judge(STEADY, shifted(0.04)).word == "unchanged"
+    assert judge(STEADY, shifted(0.06)).word == "slower"
+    assert judge(STEADY, shifted(0.06), 0.08).word == "unchanged"
+
+
+def test_a_faster_program_is_no_alarm():
+    verdict = judge(STEADY, shifted(-0.30))
+    assert (verdict.word, verdict.exit_status) == ("unchanged", 0)
+
+
+def test_processes_that_contradict_each_other_are_no_answer():
+    assert judge(STEADY, [-0.3, -0.1, 0.08, 0.25, 0.4]).word == "cannot tell"
+
+
+def test_one_process_that_met_a_disturbance_changes_nothing():
+    disturbed = [*STEADY[:9], 3.0]
+    assert judge(disturbed, STEADY).word == "unchanged"
+    assert judge(STEADY, disturbed).word == "unchanged"
+
+
+def test_the_trimmed_mean_and_its_variance_are_those_of_yuen():
+    # A fifth of five is one at each end: the mean of 2, 3, 4, and of the Winsorized 2 2 3 4 4 the
+    # sum of squares 4, over 3 * 2.
+    mean, variance = trimmed_mean([100.0, 3.0, 2.0, 4.0, -50.0])
+    assert mean == 3.0
+    assert variance == pytest.approx(4 / 6)
+
+
+def test_fewer_than_five_processes_are_refused():
+    with pytest.raises(ValueError, match="4 processes are too few"):
+        judge(STEADY, STEADY[:4])
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -0.05, 5.0])
+def test_a_tolerance_that_is_no_fraction_is_refused(tolerance):
+    with pytest.raises(ValueError, match=r"0\.05"):
+        judge(STEADY, STEADY, tolerance)
+
+
+@pytest.mark.parametrize(("word", "status"), [("unchanged", 0), ("slower", 1), ("cannot tell", 3)])
+def test_each_word_has_its_exit_status(word, status):
+    assert Verdict(word, 0.0, 0.0, 0.0, 5).exit_status == status
+
+
+def test_a_clear_case_takes_the_fewest_processes_and_a_hopeless_one_the_most():
+    calm = iter(shifted(0.10))
+    assert decide(STEADY, lambda: next(calm)).processes == FEWEST
+    wild = iter([(-1.0) ** i for i in range(100)])
+    verdict = decide(STEADY, lambda: next(wild))
+    assert (verdict.word, verdict.processes) == ("cannot tell", MOST)
+
+
+def test_a_doubtful_case_is_decided_by_more_processes():
+    values = iter([-0.08, -0.05, 0.0, 0.05, 0.08, *[0.0] * 20])
+    verdict = decide(STEADY, lambda: next(values))
+    assert verdict.word == "unchanged"
+    assert FEWEST < verdict.processes < MOST
+
+
+def test_the_ratio_of_a_process_is_the_median_of_its_pairs():
+    pairs = Pairs((2.0, 20.0, 400.0), (1.0, 10.0, 1.0))
+    assert pairs.log_ratio == pytest.approx(math.log(2))
+
+
+def test_a_machine_that_is_half_as_fast_today_is_no_alarm():
+    before = Baseline(JOB, tuple(STEADY), (1.0,) * 10, {"device": cpu_name()})
+    pairs = Pairs((20.0,) * 11, (20.0,) * 11)
+    assert check_baseline(before, measure=lambda job: pairs).word == "unchanged"
+
+
+def test_a_baseline_is_measured_until_it_is_known():
+    case = Case("sdpa_flash", 64)
+    calm = make_baseline(case, "cpu", measure=lambda job: Pairs((2.0,), (1.0,)))
+    assert len(calm.log_ratios) == FEWEST_SAVED
+    draw = random.Random(0)
+    wild = make_baseline(case, "cpu", measure=lambda job: Pairs((draw.uniform(1, 9),), (1.0,)))
+    assert len(wild.log_ratios) == MOST_SAVED
+    assert not enough(wild.log_ratios)
+
+
+def test_a_baseline_comes_back_from_its_file(tmp_path):
+    before = Baseline(JOB, tuple(STEADY), (1.5,) * 10, {"device": "a machine"})
+    path = tmp_path / "folder" / "flash.json"
+    write_baseline(before, path)
+    assert read_baseline(path) == before
+
+
+def test_a_file_that_is_no_baseline_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--save-baseline"):
+        read_baseline(tmp_path / "none.json")
+    path = tmp_path / "other.json"
+    for text in ("{}", "not JSON", '{"format": 99}', "[1]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"other\.json is no baseline"):
+            read_baseline(path)
+
+
+def test_another_machines_baseline_gives_no_verdict():
+    elsewhere = Baseline(JOB, tuple(STEADY), (1.0,) * 10, {"device": "another machine"})
+    with pytest.raises(NotComparableError, match="another machine"):
+        check_baseline(elsewhere, measure=lambda job: Pairs((1.0,), (1.0,)))
+
+
+def test_a_fresh_process_measures_as_many_pairs_as_it_is_asked_for():
+    pairs = in_fresh_process(replace(JOB, pairs=11))
+    assert len(pairs.case_ms) == len(pairs.reference_ms) == 11
+    assert min(*pairs.case_ms, *pairs.reference_ms) > 0
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"nothing.*unknown backend"):
+        in_fresh_process(replace(JOB, case=Case("nothing", 64)))
+
+
+def test_a_plan_names_a_reference_and_pairs_within_bounds():
+    job = plan(Case("sdpa_flash", 64), "cpu")
+    assert job.reference.size in (256, 512, 1024)
+    assert job.reference.products >= 1
+    assert 11 <= job.pairs <= 41
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_a_slowed_call_computes_the_last_queries_twice(direction):
+    case = Case("sdpa_flash", 40, causal=True, direction=direction)
+    plain, slowed = call_of(case, "cpu"), call_of(case, "cpu", extra=0.1)
+    whole, again = slowed()
+    first = (lambda out: out[0]) if direction == "forward+backward" else (lambda out: out)
+    assert first(whole).equal(first(plain()))
+    assert again[0].shape[1] == 40 if direction == "forward+backward" else again.shape[1] == 4
+
+
+def test_intervals_of_shares_are_wilsons():
+    # 0 of 300, the "rule of three": about 3.7 / 300 by Wilson.
+    low, high = interval(0, 300)
+    assert low == 0.0
+    assert high == pytest.approx(1.96**2 / (300 + 1.96**2), rel=1e-3)
+    low, high = interval(50, 100)
+    assert (low, high) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
+
+
+def artificial(processes: int, spread: float, drift: float) -> list[Pairs]:
+    """Processes whose ratio varies by `spread`, and which get slower by `drift` all in all."""
+    draw = random.Random(1)
+    made = []
+    for i in range(processes):
+        own = draw.gauss(0, spread) + drift * i / processes
+        machine = [1 + draw.expovariate(2.0) for _ in range(11)]
+        made.append(
+            Pairs(tuple(m * math.exp(own + draw.gauss(0, 0.02)) for m in machine), tuple(machine))
+        )
+    return made
+
+
+def test_the_simulation_finds_a_rule_right_on_calm_noise_and_wrong_on_drift():
+    calm = artificial(40, 0.01, 0.0)
+    assert simulate(calm, trials=200).words["unchanged"] == 200
+    assert simulate(calm, slowdown=0.10, trials=200).words["slower"] == 200
+    # A ratio that drifts by 30% from one end of the recording to the other defeats any rule.
+    assert simulate(artificial(40, 0.01, 0.3), trials=200).words["slower"] > 40
+
+
+def test_the_simulation_repeats_itself():
+    recorded = artificial(24, 0.03, 0.0)
+    assert simulate(recorded, trials=50, seed=3) == simulate(recorded, trials=50, seed=3)
+
+
+def test_too_short_a_recording_is_refused():
+    with pytest.raises(ValueError, match="15 recorded processes"):
+        simulate(artificial(15, 0.01, 0.0))
+
+
+@pytest.mark.parametrize("case", sorted(baseline_power.CASES))
+def test_on_recorded_noise_alarms_are_rare_and_slowdowns_are_caught(case):
+    recorded = processes_of(load_run("noise-cpu"), case)
+    unchanged = simulate(recorded, trials=400)
+    slower = simulate(recorded, slowdown=0.10, trials=400)
+    assert unchanged.share("slower")[0] < 0.01
+    assert slower.share("slower")[0] >= 0.95
