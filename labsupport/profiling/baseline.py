@@ -18,10 +18,10 @@ twice the tolerance: with 5%, the two that are to be told apart are 0% and 10%. 
 exactly 5% may be called either.) Looking after each process makes errors likelier than one look
 would, which is why TRUST is 3 and not the 1.6 of a single test at 5%.
 
-How often it errs was measured, not derived: `python -m labsupport.profiling.baseline_power` finds no
-false alarm and no missed slowdown of 10% in 2,000 simulated checks each, on the noise of two cores
-with little else to do (data/runs/noise-cpu). On noise recorded while other programs kept the same
-cores busy (noise-cpu-busy) it fails for short calls: measure on a machine that is quiet.
+How often it errs was measured, not derived: `python -m labsupport.profiling.baseline_power` finds
+no false alarm and no missed slowdown of 10% in 2,000 simulated checks each, on the noise of two
+cores with little else to do (data/runs/noise-cpu). On noise recorded while other programs kept the
+same cores busy (noise-cpu-busy) it fails for short calls: measure on a machine that is quiet.
 """
 
 from __future__ import annotations
