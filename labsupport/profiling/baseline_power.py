@@ -25,16 +25,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from labsupport.profiling.baseline import (
-    FEWEST_SAVED,
-    MOST_SAVED,
     Verdict,
     check_baseline,
     decide,
-    enough,
+    gather,
     make_baseline,
 )
 from labsupport.profiling.baseline_noise import CASES
-from labsupport.profiling.baseline_worker import Job, Pairs, in_fresh_process
+from labsupport.profiling.baseline_worker import Job, Pairs, Reference, in_fresh_process
 from labsupport.profiling.runs import load_run
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 
 NEIGHBOURS = 4  # processes, or samples, that are drawn together
 WINDOW = 0.25  # of the recorded processes
+_ANY_JOB = Job(CASES["short"], "cpu", Reference(512, 1), 11)  # the rule does not look at it
 WORDS = ("unchanged", "slower", "cannot tell")
 
 
@@ -103,22 +102,22 @@ def simulate(
         raise ValueError(f"{len(recorded)} recorded processes are too few to draw from")
     draw = random.Random(seed)
     width = max(2 * NEIGHBOURS, round(WINDOW * len(recorded)))
-    verdicts = [
-        _trial(recorded, width, math.log1p(slowdown), tolerance, draw) for _ in range(trials)
-    ]
+    verdicts = [_trial(recorded, width, slowdown, tolerance, draw) for _ in range(trials)]
     return _rates(verdicts)
 
 
 def _trial(
-    recorded: Sequence[Pairs], width: int, shift: float, tolerance: float, draw: random.Random
+    recorded: Sequence[Pairs], width: int, slowdown: float, tolerance: float, draw: random.Random
 ) -> Verdict:
     before, now = _windows(len(recorded), width, draw)
-    stream = _ratios(recorded[before : before + width], draw)
-    baseline = [next(stream) for _ in range(FEWEST_SAVED)]
-    while len(baseline) < MOST_SAVED and not enough(baseline, tolerance):
-        baseline.append(next(stream))
-    later = _ratios(recorded[now : now + width], draw)
-    return decide(baseline, lambda: next(later) + shift, tolerance)
+    earlier = _processes(recorded[before : before + width], draw)
+    later = _processes(recorded[now : now + width], draw)
+    baseline = gather(_ANY_JOB, lambda: next(earlier), tolerance, {})
+    return decide(baseline, lambda: _slowed(next(later), slowdown), tolerance)
+
+
+def _slowed(pairs: Pairs, slowdown: float) -> Pairs:
+    return replace(pairs, case_ms=tuple((1 + slowdown) * ms for ms in pairs.case_ms))
 
 
 def _windows(count: int, width: int, draw: random.Random) -> tuple[int, int]:
@@ -129,10 +128,10 @@ def _windows(count: int, width: int, draw: random.Random) -> tuple[int, int]:
             return starts
 
 
-def _ratios(window: Sequence[Pairs], draw: random.Random) -> Iterator[float]:
+def _processes(window: Sequence[Pairs], draw: random.Random) -> Iterator[Pairs]:
     while True:
         for process in _block(range(len(window)), draw):
-            yield _redrawn(window[process], draw).log_ratio
+            yield _redrawn(window[process], draw)
 
 
 def _redrawn(pairs: Pairs, draw: random.Random) -> Pairs:

@@ -8,16 +8,16 @@ Three kinds of noise, and what is done about each:
   that is timed for longer knows its own luck more exactly, and nothing else: what is repeated is
   the process (Kalibera and Jones, "Rigorous Benchmarking in Reasonable Time", 2013).
 * Clocks and neighbours slow the whole machine. Case and reference meet that alike, so it is their
-  ratio that is kept. The reference computes, as attention does: against a copy, the ratio varied
-  more than the time alone.
+  ratio that is kept. The reference computes, as attention mostly does; a copy would meet others'
+  use of the memory, and attention meets little of it.
 * Another program on the same core is no property of ours. On a CPU the clock is the thread's own
   CPU time, and there is one thread: of several, those that still run wait for the one that does
   not, and the wait counts. So a CPU's baseline is about the kernel's work, not about how well it is
   shared out among cores. On a GPU the clock is the GPU's.
 
-With two other programs on two cores, the ratio of 24 processes varied by (standard deviation) 57%
-with two threads and a wall clock, by 7% with one, and by 4% in CPU time, for a call of 2 ms; for
-one of 45 ms by 7%, 2% and 0.7%.
+From process to process the time of a call of 46 ms varied by 1.6% (standard deviation) and its
+ratio to the reference by 0.4%; of one of 3 ms by 2.2% and 0.9% (data/runs/noise-cpu). While others
+used the same cores: 3.3% and 0.7%, 8.5% and 3.7% (noise-cpu-busy).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from labsupport.cli import app
 from labsupport.profiling.bench_command.ceilings import bound_of
-from labsupport.profiling.bench_command.compare import RULES, Judged, advice
+from labsupport.profiling.bench_command.compare import RULES, Judged, advice, judge_table
+from labsupport.profiling.bench_command.compare import report as compare_report
 from labsupport.profiling.bench_command.troubles import what_would_fit, why_not
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings
@@ -139,3 +140,18 @@ def test_out_of_memory_says_what_would_fit():
     assert "--seqlen" in lines
     row = {"status": "out of memory", "reason": "it was too much"}
     assert why_not(row, case, CPU)[0] == "it was too much"
+
+
+def test_a_time_below_the_least_possible_is_not_judged():
+    case = Case("sdpa_flash", 4096, heads=8)
+    row = {
+        **vars(case), "status": "ok", "reason": "", "kernel": "k", "median_ms": 1.0, "q1_ms": 1.0,
+        "q3_ms": 1.0, "min_ms": 1.0, "mean_ms": 1.0, "max_ms": 1.0, "repeats": 3, "tflops": 30.0,
+        "peak_memory_bytes": 1, "max_error": math.nan, "relative_error": math.nan,
+    }  # fmt: skip
+    too_low = judge_table(pd.DataFrame([row]), case, CEILINGS)
+    assert too_low["verdict"].tolist() == ["-"]
+    assert "not judged: sdpa_flash" in "\n".join(compare_report(too_low, case, CEILINGS))
+    slow = judge_table(pd.DataFrame([row | {"median_ms": 30.0}]), case, CEILINGS)
+    assert slow["verdict"].tolist() == ["good"]
+    assert "not judged" not in "\n".join(compare_report(slow, case, CEILINGS))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labsupport.profiling.bench_command.ceilings import Bound, bound_of
-from labsupport.profiling.bench_command.troubles import why_not, why_slow
+from labsupport.profiling.bench_command.troubles import IMPOSSIBLE, why_not, why_slow
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings
@@ -84,6 +84,8 @@ def _threads(record: dict[str, Any]) -> str:
 def _against(bound: Bound | None, reached: float | None, case: Case, ceilings: Ceilings) -> str:
     if bound is None or reached is None or math.isnan(reached):
         return f"none was measured for {case.dtype}"
+    if reached > IMPOSSIBLE:
+        return f"not judged: faster than the {format_ms(bound.ms)} ms that were thought the least"
     if bound.by == "memory":
         what = f"copying at {ceilings.copy_gb_s:.0f} GB/s"
     else:

@@ -18,6 +18,7 @@ from labsupport.attention.implementations import by_name
 from labsupport.profiling.bench_command.bench import headline
 from labsupport.profiling.bench_command.ceilings import Bound, bound_of
 from labsupport.profiling.bench_command.request import measurable_backends
+from labsupport.profiling.bench_command.troubles import IMPOSSIBLE
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings
@@ -148,6 +149,8 @@ def judge_table(
         values: tuple[Any, ...] = (math.nan, math.nan, "", "")
         if row["status"] == "ok":
             reached = math.nan if bound is None else bound.reached(row["median_ms"])
+            if reached > IMPOSSIBLE:
+                bound, reached = None, math.nan
             judged = Judged(own, row["median_ms"], bound, reached, times[best], best, sms)
             values = (bound.ms if bound else math.nan, reached, judged.verdict, advice(judged))
         for column, value in zip(columns.values(), values, strict=True):
@@ -158,7 +161,10 @@ def judge_table(
 
 def report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> list[str]:
     """The lines that `labsupport compare` prints."""
-    lines = [headline(replace(case, backend="all")), str(ceilings), ""]
+    lines = [headline(replace(case, backend="all")), str(ceilings)]
+    if case.dtype in ceilings.matmul_tflops:
+        lines += _ceilings_too_low(table)
+    lines.append("")
     ran = table[table["status"] == "ok"].sort_values("median_ms")
     if ran.empty:
         lines.append("none of them ran")
@@ -178,6 +184,14 @@ def report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> list[str]:
         lines += ["", "did not run"]
         lines += [f"  {r['backend']}: {r['status']}: {r['reason']}" for _, r in others.iterrows()]
     return lines
+
+
+def _ceilings_too_low(table: pd.DataFrame) -> list[str]:
+    unjudged = table[(table["status"] == "ok") & table["of_ceiling"].isna()]
+    if unjudged.empty:
+        return []
+    names = ", ".join(unjudged["backend"])
+    return [f"not judged: {names}: faster than these ceilings, which others' work made too low"]
 
 
 _HEADER = [

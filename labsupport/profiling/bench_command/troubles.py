@@ -93,7 +93,7 @@ def why_slow(
     if reached is not None and reached < ABNORMAL and case.seqlen >= 256:
         lines.append(f"abnormally slow: {reached:.1%} of the ceiling. " + _suspect(case, device))
     if reached is not None and reached > IMPOSSIBLE:
-        lines.append("above the ceiling: it was measured while others worked. " + _others(device))
+        lines.append("the ceiling was measured too low, while others worked. " + _others(device))
     if row["q3_ms"] - row["q1_ms"] > UNSTEADY * row["median_ms"]:
         lines.append(
             "unsteady: the quartiles are more than a quarter of the median apart. "
