@@ -5,6 +5,7 @@ The texts have the documented formats; their figures are made up.
 
 import pytest
 
+from labsupport.analysis.nsight_csv import read_csv
 from labsupport.analysis.profile_command.counters import (
     OCCUPANCY,
     TENSOR,
@@ -130,3 +131,8 @@ def test_the_summary_shows_the_longest_kernels_first_stall_and_bytes():
     row = next(line for line in text.splitlines() if line.startswith("| `flash`"))
     assert row == "| `flash` | 2.00 | 72% | 310 | 400 | 50.0 | gmma | 18% |"
     assert counters_text([], None) == "No kernel was seen."
+
+
+def test_what_a_program_prints_among_quoted_cells_is_left_out():
+    text = '==PROF== talk\n"ID","Kernel Name"\n"0","a"\nstep 1 of 2\n"1","b"\n'
+    assert [row["Kernel Name"] for row in read_csv(text, "ID")] == ["a", "b"]

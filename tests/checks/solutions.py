@@ -4,8 +4,10 @@ import math
 from functools import cache
 
 import jupytext
+import pytest
 import torch
 
+from labsupport import checks
 from labsupport.paths import notebooks_dir
 
 
@@ -32,3 +34,10 @@ def broken(source: str, name: str, *changes: tuple[str, str], **imported):
         assert old in source, f"the solution no longer contains {old!r}"
         source = source.replace(old, new)
     return function(source, name, **imported)
+
+
+def diagnosis(check, student, **options) -> str:
+    """What a check that must fail says of the student's function."""
+    with pytest.raises(checks.CheckFailed) as caught:
+        check(student, **options)
+    return str(caught.value)

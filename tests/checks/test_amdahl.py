@@ -3,17 +3,11 @@ import math
 import pytest
 
 from labsupport import checks
-from tests.checks.solutions import broken, function, solution_source
+from tests.checks.solutions import broken, diagnosis, function, solution_source
 
 
 def source():
     return solution_source("02", "ex-2-4-amdahl")
-
-
-def diagnosis(check, student):
-    with pytest.raises(checks.CheckFailed) as caught:
-        check(student)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [0, 5])

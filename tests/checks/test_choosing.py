@@ -9,7 +9,7 @@ from labsupport.checks.choosing_mistakes import LIMIT_MISTAKES as LIMIT_TEXTS
 from labsupport.checks.choosing_mistakes import SOURCE_MISTAKES as SOURCE_TEXTS
 from labsupport.checks.choosing_mistakes import TIE_MISTAKES as TIE_TEXTS
 from labsupport.checks.choosing_mistakes import choice
-from tests.checks.solutions import broken
+from tests.checks.solutions import broken, diagnosis
 
 LIMITS, TIES, SOURCES = ALL = (
     checks.check_choice_limits,
@@ -32,12 +32,6 @@ def choose(table, *, memory_bytes, dtype):
 
 def solved(*changes):
     return broken(SOURCE, "choose", *changes)
-
-
-def diagnosis(check, student, **options):
-    with pytest.raises(checks.CheckFailed) as caught:
-        check(student, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("check", ALL)

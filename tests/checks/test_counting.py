@@ -4,7 +4,7 @@ import torch
 from labsupport import checks
 from labsupport.analysis.traffic import FastMemory, Slow, count
 from labsupport.checks import counting
-from tests.checks.solutions import broken
+from tests.checks.solutions import broken, diagnosis
 
 TEXTBOOK, TILED, CAUSAL = ALL = (
     checks.check_textbook_traffic,
@@ -42,12 +42,6 @@ def textbook(*changes):
 
 def tiled(*changes):
     return broken(TILED_SOURCE, "tiled_traffic", *changes)
-
-
-def diagnosis(check, student, **options):
-    with pytest.raises(checks.CheckFailed) as caught:
-        check(student, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

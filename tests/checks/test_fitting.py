@@ -7,7 +7,7 @@ from labsupport import checks
 from labsupport.analysis.roofline import case_of
 from labsupport.profiling.runs import load_run
 from labsupport.profiling.work import flops_of
-from tests.checks.solutions import broken
+from tests.checks.solutions import broken, diagnosis
 
 FIT, PREDICT, HELD_OUT = ALL = checks.check_fit, checks.check_predict, checks.check_held_out
 
@@ -33,12 +33,6 @@ def held_out_error(table):
 
 def solved(name, *changes):
     return broken(SOURCE, name, *changes, np=np)
-
-
-def diagnosis(check, student, **options):
-    with pytest.raises(checks.CheckFailed) as caught:
-        check(student, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

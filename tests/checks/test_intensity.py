@@ -4,7 +4,7 @@ import torch
 
 from labsupport import checks
 from labsupport.checks import intensity, intensity_mistakes
-from tests.checks.solutions import broken
+from tests.checks.solutions import broken, diagnosis
 
 FLOPS, BYTES, ROOF = checks.check_cost_flops, checks.check_cost_bytes, checks.check_roof
 
@@ -38,12 +38,6 @@ def cost(*changes):
 
 def roof(*changes):
     return broken(ROOF_SOURCE, "roof", *changes)
-
-
-def diagnosis(check, student, **options):
-    with pytest.raises(checks.CheckFailed) as caught:
-        check(student, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

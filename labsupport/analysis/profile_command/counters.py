@@ -11,11 +11,10 @@ bandwidth; its warps wait for loads. If it does neither, too little is in flight
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from labsupport.analysis.nsight_csv import read_csv
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,23 +171,6 @@ class Counters:
         return found
 
 
-def read_csv(text: str, key: str) -> list[dict[str, str]]:
-    """The rows of the CSV table in a profiler's output whose header has the column `key`.
-
-    Lines before the header are talk (`==PROF== ...`, `Processing ...`); an empty line or talk ends
-    the table. Empty if there is none.
-    """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if key in _cells(line)), None)
-    if start is None:
-        return []
-    end = next(
-        (i for i, line in enumerate(lines) if i > start and (not line.strip() or line[:2] == "==")),
-        len(lines),
-    )
-    return list(csv.DictReader(io.StringIO("\n".join(lines[start:end]))))
-
-
 def nsys_table(text: str) -> pd.DataFrame:
     """What `nsys stats --format csv` says of kernels or calls, the longest first.
 
@@ -294,7 +276,3 @@ def _scaled(text: str, unit: str) -> float | None:
 
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
-
-
-def _cells(line: str) -> Iterable[str]:
-    return next(csv.reader([line]), [])

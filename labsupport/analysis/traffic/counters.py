@@ -19,7 +19,6 @@ lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from labsupport.analysis.nsight_csv import read_csv
 from labsupport.analysis.traffic.kernels import kernel_bytes
 from labsupport.profiling.cases import Case
 
@@ -71,14 +71,13 @@ def parse_csv(text: str) -> list[dict[str, float | str]]:
     Raises:
         ValueError: there is no table, a unit is not one of bytes, or a metric has no value.
     """
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if '"Metric Name"' in line), None)
-    if start is None:
-        said = [line for line in lines if line.startswith(("==ERROR==", "==WARNING=="))]
+    rows = read_csv(text, "Metric Name")
+    if not rows:
+        told = text.splitlines()
+        said = [line for line in told if line.startswith(("==ERROR==", "==WARNING=="))]
         raise ValueError(" ".join(["ncu printed no table.", *said[:3]]))
-    table = [line for line in lines[start:] if line.startswith('"')]
     launches: dict[str, dict[str, float | str]] = {}
-    for row in csv.DictReader(table):
+    for row in rows:
         launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
         if row["Metric Name"] in METRICS:
             launch[row["Metric Name"]] = _bytes(row)
