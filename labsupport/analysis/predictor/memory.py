@@ -10,6 +10,7 @@ each head (lse and its like), `squares` one seqlen_q x seqlen_k matrix for each 
                                                 for each thread
     sdpa_efficient  out                         lse, delta, dq in float32, 16 bytes for each 64 rows
     flex            out, two rows               two rows, one more tensor like out
+    flash_triton    out                         lse, delta, shift
     standard        out, S, P, a copy of v      S, P, their gradients, copies
     sdpa_math       the same in float32         the same in float32
 
@@ -178,6 +179,11 @@ def _flash_torch(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
     return peak
 
 
+def _triton(case: Case, sizes: Sizes, threads: int) -> int:
+    """From its code: nothing is summed in another tensor, and grouped heads are not repeated."""
+    return sizes.out + (sizes.gradients + 3 * sizes.rows if sizes.both else 0)
+
+
 Formula = Callable[[Case, Sizes, int], int]
 _FORMULAS: dict[tuple[str, str], Formula] = {
     ("cuda", "fa4"): _fused(0, 3, dq32=True),
@@ -185,6 +191,7 @@ _FORMULAS: dict[tuple[str, str], Formula] = {
     ("cuda", "sdpa_flash"): _fused(1, 2, dq32=True, constant=24),
     ("cuda", "sdpa_efficient"): _efficient,
     ("cuda", "flex"): _fused(2, 2, dq32=False),
+    ("cuda", "flash_triton"): _triton,
     ("cuda", "standard"): _standard(on_cpu=False),
     ("cuda", "sdpa_math"): _math(on_cpu=False),
     ("cuda", "flash_torch"): _flash_torch(on_cpu=False),

@@ -1,6 +1,7 @@
 """Record what a predictor is calibrated on and tested with: times, memory and ceilings of a device.
 
 python -m labsupport.analysis.predictor.record --threads 1 --save calibration-cpu
+python -m labsupport.analysis.predictor.record --save calibration-h200        on a GPU
 
 Other programs slow a machine down for seconds or minutes. So the whole grid is measured in several
 passes, minutes apart, and inside a pass all calls of a shape take turns; `median_ms` is the median
@@ -38,6 +39,12 @@ CPU_BACKENDS = ("standard", "flash_torch", "sdpa_math", "sdpa_flash")
 # (batch, heads, kv_heads, head_dim): a base, a batch, wider heads, grouped heads.
 CPU_FORMS = ((1, 4, 4, 64), (2, 4, 4, 64), (1, 4, 4, 128), (1, 8, 2, 64))
 CPU_SEQLENS = (128, 256, 512, 1024, 2048)
+GPU_BACKENDS = (
+    "standard", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flash_triton",
+)  # fmt: skip
+# Two head_dims; few heads, which leave multiprocessors idle; grouped heads.
+GPU_FORMS = ((4, 16, 16, 64), (2, 16, 16, 128), (1, 8, 8, 128), (4, 32, 8, 128))
+GPU_SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 
 COLUMNS = [
     *(field.name for field in fields(Case)),
@@ -60,6 +67,19 @@ def cpu_cases() -> list[Case]:
                 for direction in DIRECTIONS
             ]
     return cases
+
+
+def gpu_cases() -> list[Case]:
+    """The grid for a GPU: four forms in bfloat16, both masks."""
+    return [
+        replace(case, direction=direction)
+        for batch, heads, kv_heads, head_dim in GPU_FORMS
+        for case in grid(
+            GPU_BACKENDS, GPU_SEQLENS, batch=batch, heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, dtype="bfloat16", causal=[False, True],
+        )
+        for direction in DIRECTIONS
+    ]  # fmt: skip
 
 
 def record(
@@ -197,11 +217,12 @@ def _summary(case: Case, passes: Sequence[Timing]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Record the CPU's grid, and save it when asked to."""
+    """Record the grid of the GPU, if there is one, or of the CPU, and save it when asked to."""
     parser = argparse.ArgumentParser(
         prog="python -m labsupport.analysis.predictor.record", description=__doc__.split("\n")[0]
     )
     add = parser.add_argument
+    add("--device", help="cpu or cuda; default: the GPU, if any")
     add("--threads", type=int, help="of PyTorch; default: all")
     add("--passes", type=int, default=3, help="through the whole grid")
     add("--max-seconds", type=float, default=0.05, help="for the repeats of one case in a pass")
@@ -209,9 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    table = record(
-        cpu_cases(), device="cpu", passes=options.passes, max_seconds=options.max_seconds
-    )
+    device = resolve_device(options.device)
+    cases = cpu_cases() if device.type == "cpu" else gpu_cases()
+    table = record(cases, device=device, passes=options.passes, max_seconds=options.max_seconds)
     ran = table[table.status == "ok"]
     print(f"{len(ran)} of {len(table)} cases measured; slowest over fastest pass: median ", end="")
     print(
