@@ -194,6 +194,22 @@ def test_on_a_gpu_rows_are_kernels_with_the_operator_that_launched_them():
     assert table["bytes"].isna().tolist() == [True, False, True]
 
 
+def test_what_the_profiler_itself_does_is_no_operator_and_counts_no_kernel_again():
+    events = [
+        operator_event("aten::bmm", [("gemm", 900)], 20),
+        operator_event("Activity Buffer Request", [("gemm", 900)], 400),
+        gpu_event("gemm", 900),
+    ]
+    table = kernel_table(events, gpu=True)
+    assert table[["operator", "calls", "device_ms"]].values.tolist() == [["aten::bmm", 1, 0.9]]
+
+
+def test_an_occupancy_that_the_profiler_cannot_estimate_is_none():
+    figures = {"shared memory": 150_000, "est. achieved occupancy %": 0}
+    table = launches([{"cat": "kernel", "name": "k", "dur": 1.0, "args": figures}])
+    assert table["occupancy_percent"].isna().all()
+
+
 def test_launches_are_read_from_the_events_of_a_gpus_kernels():
     figures = {"registers per thread": 128, "shared memory": 65536, "blocks per SM": 1.9}
     figures |= {"grid": [256, 1, 1], "block": [128, 1, 1], "est. achieved occupancy %": 12}

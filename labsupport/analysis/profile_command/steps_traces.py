@@ -177,7 +177,7 @@ def _occupancy(work: Work) -> list[str]:
                     row["registers"],
                     format_bytes(float(row["shared_bytes"])),
                     say.number(row["blocks_per_sm"]),
-                    f"{row['occupancy_percent']}%",
+                    say.occupancy(row),
                 ]
             )
     headers = ["Backend", "Kernel", "Grid", "Block", "Registers", "Shared", "Blocks/SM"]
@@ -185,7 +185,8 @@ def _occupancy(work: Work) -> list[str]:
         say.markdown_table([*headers, "Occupancy"], rows),
         "*Blocks/SM* below 1 leaves multiprocessors idle; just above a whole number, the last wave "
         "of blocks keeps few of them busy. Low occupancy is usual, and no fault, where tiles fill "
-        "registers and shared memory.",
+        f"registers and shared memory. {say.NOTHING}: the profiler has no estimate for blocks with "
+        "more than 48 KiB of shared memory; Nsight Compute measures it.",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labsupport.profiling.bench_command.ceilings import bound_of
@@ -47,6 +47,12 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
         *(f"| {' | '.join(row)} |" for row in texts),
     ]
     return "\n".join(lines)
+
+
+def occupancy(launch: Mapping[str, Any]) -> str:
+    """The estimated occupancy of a row of `read_launches`; a dash where there is none."""
+    percent = launch["occupancy_percent"]
+    return NOTHING if percent is None or math.isnan(percent) else f"{percent:.0f}%"
 
 
 def _cell(value: Any) -> str:

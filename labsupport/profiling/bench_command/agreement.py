@@ -32,18 +32,20 @@ SECONDS = 0.2  # for one median of one clock
 Clock = Callable[[Callable[[], Any]], float]
 
 
-def shapes(device: torch.device) -> list[Case]:
+def shapes(device: torch.device, batch: int = 2, heads: int = 8) -> list[Case]:
     """Five shapes, from short to long, in the device's usual dtype; forward."""
     dtype = dtype_named(None, device)
     sizes = (
         [1024, 2048, 4096, 8192, 16384] if device.type == "cuda" else [256, 512, 768, 1024, 1536]
     )
     backend = chosen_backend(Case("standard", sizes[0], dtype=dtype), device)
-    return grid([backend], sizes, batch=2, heads=8, dtype=dtype)
+    return grid([backend], sizes, batch=batch, heads=heads, dtype=dtype)
 
 
-def run_agreement(device: torch.device, *, rounds: int = 15, progress: bool = True) -> pd.DataFrame:
-    """Time the five shapes by both clocks.
+def run_agreement(
+    cases: Sequence[Case], device: torch.device, *, rounds: int = 15, progress: bool = True
+) -> pd.DataFrame:
+    """Time the cases by both clocks.
 
     Returns:
         One row for each shape: backend, seqlen, ours_ms, theirs_ms (medians over rounds), ratio
@@ -60,7 +62,7 @@ def run_agreement(device: torch.device, *, rounds: int = 15, progress: bool = Tr
     record = provenance(device, rounds=rounds)
     allowed = ALLOWED[device.type]
     rows = []
-    for case in tqdm(shapes(device), disable=not progress, unit="shape", leave=False):
+    for case in tqdm(cases, disable=not progress, unit="shape", leave=False):
         pairs = _rounds(call_of(case, device), device, other, rounds)
         ratios = tuple(ours / theirs for ours, theirs in pairs)
         ratio = statistics.median(ratios)
@@ -130,9 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=8)
     add_save_options(parser)
     options = parser.parse_args(arguments)
-    table = run_agreement(resolve_device(options.device), rounds=options.rounds)
+    device = resolve_device(options.device)
+    cases = shapes(device, options.batch, options.heads)
+    table = run_agreement(cases, device, rounds=options.rounds)
     for _, row in table.iterrows():
         print(
             f"{row['seqlen']:>6} tokens: {format_ms(row['ours_ms'])} ms, {row['other']} "

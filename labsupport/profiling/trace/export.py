@@ -102,7 +102,9 @@ def read_launches(path: Path) -> pd.DataFrame:
     Returns:
         name, calls, ms (all calls together), grid, block, registers (of a thread), shared_bytes (of
         a block), blocks_per_sm, warps_per_sm (launched blocks and warps over multiprocessors),
-        occupancy_percent (estimated by the profiler: resident warps over the most possible).
+        occupancy_percent (estimated by the profiler: resident warps over the most possible; None
+        where it says 0: its estimate knows 48 KiB of shared memory a block, and kernels may ask
+        for more).
         Figures are those of the kernel's longest launch. Empty for a trace of a CPU.
     """
     opened = gzip.open if path.name.endswith(".gz") else open
@@ -126,5 +128,6 @@ def launches(events: list[dict[str, Any]]) -> pd.DataFrame:
         if took >= longest.get(name, 0):
             longest[name] = took
             row |= {LAUNCH[key]: value for key, value in event["args"].items() if key in LAUNCH}
+            row["occupancy_percent"] = row.get("occupancy_percent") or None
     table = pd.DataFrame(list(rows.values()), columns=["name", "calls", "ms", *LAUNCH.values()])
     return table.sort_values("ms", ascending=False, ignore_index=True)

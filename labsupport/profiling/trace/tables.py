@@ -20,6 +20,14 @@ KERNEL_COLUMNS = (
     *("name", "kind", "operator", "calls", "device_ms", "share", "cpu_ms", "flops", "bytes"),
 )
 _NO_WORK = ("[memory]", "ProfilerStep")
+# What CUPTI itself spends time on. Such an event may carry the number of an operator, and then
+# PyTorch gives it the operator's kernels a second time. Names: overheadKindString in kineto's
+# libkineto/src/cupti_strings.cpp.
+_OVERHEAD = {
+    "Unknown", "Driver Compiler", "Buffer Flush", "Instrumentation", "Resource",
+    "Runtime Triggered Module Loading", "Lazy Function Loading", "Command Buffer Full",
+    "Activity Buffer Request", "UVM Activity Init",
+}  # fmt: skip
 
 
 def kernel_table(
@@ -54,7 +62,9 @@ def kernel_table(
 
 
 def _is_work(event: Any) -> bool:
-    return not (event.name.startswith(_NO_WORK) or getattr(event, "is_user_annotation", False))
+    if event.name.startswith(_NO_WORK) or event.name in _OVERHEAD:
+        return False
+    return not getattr(event, "is_user_annotation", False)
 
 
 def _operators(events: list[Any]) -> list[dict[str, Any]]:
