@@ -222,8 +222,12 @@ def _check_folders() -> list[Check]:
 
 
 def _check_device() -> list[Check]:
+    from labsupport.profiling.health import check_health
+
+    # Before PyTorch starts on the GPU, as this process would be one of its users then.
+    health = check_health()
     if package_version("torch") is None:
-        return []  # check_torch_build has said so
+        return health  # check_torch_build has said so
     from labsupport.profiling.environment_gpu import check_device
 
-    return check_device()
+    return check_device() + health

@@ -122,7 +122,7 @@ def record(
                 if number == 0:
                     rows |= {case: _first_call(case, calls[case], where) for case in group}
                 runnable = {case: calls[case] for case in group if rows[case]["status"] == "ok"}
-                for case, timing in _times(runnable, where, max_seconds).items():
+                for case, timing in _times(runnable, rows, where, max_seconds).items():
                     samples[case].append(timing)
                 del calls, runnable
                 gc.collect()
@@ -136,8 +136,9 @@ def record(
         "units": units_of(where),
         "cache_mib": on_chip_memory(where).last_level_mib or CPU_CACHE_MIB,
     }
+    measured = {case: samples[case] if rows[case]["status"] == "ok" else [] for case in cases}
     table = pd.DataFrame(
-        [asdict(case) | rows[case] | _summary(case, samples[case]) for case in cases],
+        [asdict(case) | rows[case] | _summary(case, measured[case]) for case in cases],
         columns=COLUMNS,
     )
     table.attrs["provenance"] = about
@@ -187,10 +188,31 @@ def _first_call(case: Case, call: Callable[[], Any], device: torch.device) -> di
 
 
 def _times(
+    calls: dict[Case, Callable[[], Any]],
+    rows: dict[Case, dict[str, Any]],
+    device: torch.device,
+    max_seconds: float,
+) -> dict[Case, Timing]:
+    """Time a shape's calls in turns. If they do not fit beside each other, the largest is given up.
+
+    What PyTorch's allocator holds for one call is too fragmented for the next, where each of them
+    takes most of a GPU.
+    """
+    while calls:
+        try:
+            return _in_turns(calls, device, max_seconds)
+        except torch.OutOfMemoryError as problem:
+            largest = max(calls, key=lambda case: rows[case]["peak_memory_bytes"])
+            rows[largest] |= refusal(problem)
+            calls = {case: call for case, call in calls.items() if case != largest}
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {}
+
+
+def _in_turns(
     calls: dict[Case, Callable[[], Any]], device: torch.device, max_seconds: float
 ) -> dict[Case, Timing]:
-    if not calls:
-        return {}
     names = {f"{case.backend} {case.direction}": case for case in calls}
     timings = measure_interleaved(
         {name: calls[case] for name, case in names.items()},

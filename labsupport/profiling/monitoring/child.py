@@ -29,10 +29,18 @@ FROM_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 
 
 class Child:
-    """A program that runs, and what came of it: `status` and `maxrss` (bytes) when it has ended."""
+    """A program that runs, and what came of it: `status` and `maxrss` (bytes) when it has ended.
+
+    `streams` gives its "stdout" and "stderr" another file descriptor than ours.
+    """
 
     def __init__(
-        self, command: list[str], tree: ProcessTree, signals: Signals, grace: float
+        self,
+        command: list[str],
+        tree: ProcessTree,
+        signals: Signals,
+        grace: float,
+        streams: dict[str, int] | None = None,
     ) -> None:
         self._tree, self._signals, self._grace = tree, signals, grace
         self._own_group = not _has_terminal()
@@ -41,7 +49,13 @@ class Child:
         self._terminated = False
         self.status: int | None = None
         self.maxrss = 0
-        self._process = subprocess.Popen(command, process_group=0 if self._own_group else None)
+        streams = streams or {}
+        self._process = subprocess.Popen(
+            command,
+            process_group=0 if self._own_group else None,
+            stdout=streams.get("stdout"),
+            stderr=streams.get("stderr"),
+        )
 
     def wait_until(self, moment: float) -> None:
         """Return at `moment` (time.perf_counter), or as soon as the program has ended."""

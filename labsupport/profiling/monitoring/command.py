@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TextIO
 
 from labsupport.profiling.monitoring.child import Child, Signals, adopt_orphans, say
 from labsupport.profiling.monitoring.gpu import open_gpu
+from labsupport.profiling.monitoring.live import LiveView
 from labsupport.profiling.monitoring.processes import ProcessTree, memory_limit
 from labsupport.profiling.monitoring.recording import format_row
 from labsupport.profiling.monitoring.sampler import DEFAULT_INTERVAL_S, Sampler, own_peak
@@ -43,6 +45,7 @@ def run_monitored(
     device: int = 0,
     grace: float = GRACE_S,
     force: bool = False,
+    live: float | None = None,
 ) -> int:
     """Run `command`, sample its memory, and say on stderr what was found.
 
@@ -57,6 +60,8 @@ def run_monitored(
         grace: seconds that an interrupted program has to end before it is ended with SIGTERM, and
             5 s later with SIGKILL. A third interrupt ends it at once.
         force: overwrite `out` and `chart`.
+        live: seconds between refreshes of a live view on stderr; None for no view. At a terminal
+            the program then writes to a pipe, and its lines appear above the view.
 
     Returns:
         The program's exit status; 128 + n if signal n ended it; 127 if it was not found, 126 if it
@@ -70,12 +75,13 @@ def run_monitored(
     adopt_orphans()
     tree = ProcessTree(count_root=False)
     sampler = Sampler(tree, open_gpu(device), interval)
+    view = None if live is None else LiveView(live, sys.stderr)
     with contextlib.ExitStack() as stack:
         csv = stack.enter_context(_csv(out, sampler.recording.columns))
         signals = stack.enter_context(Signals())
         floor = own_peak()
         try:
-            child = Child(command, tree, signals, grace)
+            child = _start(command, tree, signals, grace, view)
         except OSError as error:
             if out is not None:
                 out.unlink()
@@ -83,10 +89,15 @@ def run_monitored(
         try:
             while child.status is None:
                 csv.write(format_row(sampler.recording.columns, sampler.sample()))
+                if view is not None:
+                    with contextlib.suppress(OSError):  # its reader has gone; the program goes on
+                        view.refresh_if_due()
                 child.wait_until(sampler.next_sample_at())
         finally:
             lasted = time.perf_counter() - sampler.began
             left = child.end_all()
+            if view is not None:
+                view.close()
     status = os.waitstatus_to_exitcode(child.status)
     status = 128 - status if status < 0 else status
     say(f"{_short(command)} ended with status {status} after {lasted:.1f} s")
@@ -102,6 +113,29 @@ def run_monitored(
     if sampler.gpu is not None:
         sampler.gpu.close()
     return status
+
+
+def _start(
+    command: list[str], tree: ProcessTree, signals: Signals, grace: float, view: LiveView | None
+) -> Child:
+    """Start the program; at a terminal with a view, its lines go through pipes."""
+    if view is None:
+        return Child(command, tree, signals, grace)
+    pipes = view.pipes()
+    try:
+        streams = {name: write for name, (_, write) in pipes.items()}
+        child = Child(command, tree, signals, grace, streams)
+    except OSError:
+        for read, _ in pipes.values():
+            os.close(read)
+        raise
+    finally:
+        for _, write in pipes.values():
+            os.close(write)
+    view.open()
+    for read, _ in pipes.values():
+        view.pass_on(read)
+    return child
 
 
 class _Csv:
