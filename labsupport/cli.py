@@ -91,8 +91,19 @@ def _write_report(path: Path, log: Path | None) -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def monitor(
-    command: Annotated[list[str], typer.Argument(help="The program and its arguments, after --.")],
-    interval: Annotated[float, typer.Option(help="Seconds between samples.")] = 0.1,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="The program and its arguments, after --.")
+    ] = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(help="Seconds between samples (0.1), or between refreshes of --live (1)."),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show GPU and machine now; without a program, only that.")
+    ] = False,
+    count: Annotated[
+        int | None, typer.Option(help="End --live without a program after so many refreshes.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A CSV file, written while the program runs.")
     ] = None,
@@ -110,16 +121,30 @@ def monitor(
     What the program leaves running is ended with it. The exit status is the program's.
     """
     from labsupport.profiling.monitoring.command import run_monitored
+    from labsupport.profiling.monitoring.live import LIVE_INTERVAL_S, watch
+    from labsupport.profiling.monitoring.sampler import DEFAULT_INTERVAL_S
 
+    refresh = LIVE_INTERVAL_S if interval is None else interval
+    if count is not None and (command or not live):
+        raise ValueError("--count goes with --live, and without a program")
+    if not command:
+        if not live:
+            raise ValueError("which program? monitor -- COMMAND, or monitor --live without one")
+        if out is not None or chart is not None:
+            raise ValueError("--out and --chart record a program: give one after --")
+        raise typer.Exit(watch(refresh, count))
+    samples = DEFAULT_INTERVAL_S if interval is None else interval
     raise typer.Exit(
         run_monitored(
             command,
-            interval=interval,
+            # A view may be renewed seldom; a peak of memory would be missed.
+            interval=min(samples, DEFAULT_INTERVAL_S) if live else samples,
             out=out,
             chart=chart,
             device=device,
             grace=grace,
             force=force,
+            live=refresh if live else None,
         )
     )
 

@@ -4,6 +4,8 @@ traffic/          bytes between slow and fast memory, counted while the algorith
 roofline          FLOPs and bytes of a case, and the bound that the device's ceilings set
 predictor/        time and memory of a call from a device's ceilings and a short calibration
 recommend         which backend for a workload, and why
+tiles             block sizes: which fit into a fast memory, and what they move
+explorer          the same, with controls to play with
 profile_command/  `labsupport profile`: a folder that begins with SUMMARY.md
 
 Names are imported from these files when first used, so that importing the package stays light.
@@ -15,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labsupport.analysis.explorer import tile_choices as tile_choices
+    from labsupport.analysis.explorer import tile_explorer as tile_explorer
     from labsupport.analysis.predictor.calibration import calibrate_run as calibrate_run
     from labsupport.analysis.predictor.predict import predict as predict
     from labsupport.analysis.predictor.predict import transfer as transfer
@@ -36,6 +40,8 @@ _HOME = {
     "fitting_blocks": "traffic.formulas",
     "predict": "predictor.predict",
     "theorem": "traffic.formulas",
+    "tile_choices": "explorer",
+    "tile_explorer": "explorer",
     "trace_tensors": "traffic.tensors",
     "traffic_table": "traffic.count",
     "transfer": "predictor.predict",

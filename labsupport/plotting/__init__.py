@@ -7,6 +7,8 @@ Paul Tol, told apart by readers with any colour vision).
     pictures   how the algorithm cuts the score matrix
     precision  dtypes and magnitudes from layer to layer
     distributed a ring's steps, who waits for whom, what more devices bring
+    explorer   block sizes, fast memory and traffic
+    analysis   predictions beside measurements, device by device
     roofline   FLOPs for each byte, and the ceilings of a device
     training   what fills the memory, how losses run, what a longer context brings
     drawing    the parts that charts are made of
@@ -16,6 +18,7 @@ Every function returns a matplotlib Figure: let it be the last expression of a c
 the lab is imported here.
 """
 
+from labsupport.plotting.analysis import plot_predictions
 from labsupport.plotting.charts import (
     plot_error,
     plot_memory,
@@ -24,6 +27,7 @@ from labsupport.plotting.charts import (
 )
 from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
+from labsupport.plotting.explorer import plot_tile_choices
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.pictures import plot_tiles
 from labsupport.plotting.precision import plot_dtype_flow
@@ -47,10 +51,12 @@ __all__ = [
     "plot_error",
     "plot_memory",
     "plot_memory_parts",
+    "plot_predictions",
     "plot_ring_steps",
     "plot_roofline",
     "plot_scaling",
     "plot_speedup",
+    "plot_tile_choices",
     "plot_tiles",
     "plot_time",
     "plot_timeline",

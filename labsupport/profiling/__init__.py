@@ -3,7 +3,8 @@
 environment  what is installed, what is missing, which command mends it
 card         the short table that opens each notebook
 hardware     this device's ceilings, specified and measured
-timing       how long a call takes, and how surely
+timing       how long a call takes, and how surely (clocks: one reading)
+health       would a measurement here be disturbed? read-only
 memory       how much extra memory a call needs, and its largest tensor
 monitoring/  how much memory a block, or a program, uses over time
 bug_report/  everything that a bug report needs, and nothing private

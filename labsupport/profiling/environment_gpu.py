@@ -92,7 +92,8 @@ def check_optional(capability: Capability | None) -> list[Check]:
             "flash-attn",
             ampere,
             "compute capability 8.0",
-            "pip install -e '.[cuda]' --no-build-isolation",
+            "pip install ninja packaging psutil setuptools wheel; "
+            "pip install --no-build-isolation 'flash-attn>=2.8' (it compiles for a long time)",
         ),
         _check_package(
             "flash-attn-4", hopper, "compute capability 9.0 or 10.x", "pip install -e '.[hopper]'"

@@ -9,32 +9,23 @@ Three things make a single stop-watch reading wrong, and each has its remedy her
 * A machine drifts while it works (clocks, other programs).  Two callables are therefore compared
   by `measure_ratio`, which runs them in turns (A B A B ...) and takes the ratio of each pair.
 
-On a GPU the time is taken between two events on the GPU's own clock, because a call returns long
-before its kernels finish; and the L2 cache is overwritten between two calls, so that every call
-finds its inputs in the main memory, as it would inside a model (`triton.testing.do_bench` does
-the same).  Python queues calls ahead of the GPU, for about 20 ms, and reads the events afterwards:
-a call that keeps the GPU busy for longer than Python needs to start it is timed without its start,
-and one that does not, is timed with it, as in a program.  On a CPU the clock is
-`time.perf_counter`.
+Which clock is read, on a GPU and on a CPU, says `labsupport.profiling.clocks`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
-Reading = Callable[[], float]  # milliseconds, once the call is done
+from labsupport.profiling.clocks import Call, cpu_clock, cuda_clock
 
 WARMUP_SECONDS = 0.1  # as long as the first call has been paid for, this wakes up clocks and caches
 SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
-MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
-QUEUE_SECONDS = 0.02  # of work that a GPU is given before anybody waits for it
 
 
 def quantile(values: tuple[float, ...], q: float) -> float:
@@ -203,18 +194,18 @@ def measure_interleaved(
     for fn in functions.values():
         _warm_up(fn, where, warmup)
 
-    clock = _cuda_clock(where) if where.type == "cuda" else _cpu_clock
+    on_gpu = where.type == "cuda"
+    clocks = {
+        name: cuda_clock(fn, where) if on_gpu else cpu_clock(fn) for name, fn in functions.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
-    rounds, ahead = 0, 1
+    rounds = 0
     while rounds < max_repeats:
-        readings = [(name, clock(fn)) for _ in range(ahead) for name, fn in functions.items()]
-        for name, read in readings:
-            samples[name].append(read())
-        rounds += ahead
+        for name, clock in clocks.items():
+            samples[name].append(clock())
+        rounds += 1
         spent = time.perf_counter() - start
-        if where.type == "cuda":
-            ahead = min(max(1, int(QUEUE_SECONDS * rounds / spent)), max_repeats - rounds)
         if rounds < min_repeats or spent < min_seconds:
             continue
         timings = {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
@@ -305,36 +296,6 @@ def now(device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _cpu_clock(fn: Call) -> Reading:
-    start = time.perf_counter()
-    fn()
-    ms = (time.perf_counter() - start) * 1e3
-    return lambda: ms
-
-
-def _cuda_clock(device: torch.device) -> Callable[[Call], Reading]:
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(max(MIN_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
-
-    def clock(fn: Call) -> Reading:
-        with torch.cuda.device(device):
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            # Overwriting the L2 cache also keeps the GPU busy while the CPU queues the call.
-            flush.zero_()
-            begin.record()
-            fn()
-            end.record()
-
-        def read() -> float:
-            end.synchronize()
-            return begin.elapsed_time(end)
-
-        return read
-
-    return clock
 
 
 def format_ms(ms: float) -> str:

@@ -18,7 +18,12 @@ from labsupport.analysis.predictor import (
 )
 from labsupport.analysis.predictor.__main__ import main
 from labsupport.analysis.predictor.calibration import non_negative_least_squares
-from labsupport.analysis.predictor.evaluate import choices, errors_by, with_predictions
+from labsupport.analysis.predictor.evaluate import (
+    choices,
+    errors_by,
+    refused_cases,
+    with_predictions,
+)
 from labsupport.analysis.predictor.split import SHAPE, SPLITS, divide, recorded
 from labsupport.analysis.predictor.work import features, fused_bytes, makespan
 from labsupport.profiling.cases import Case
@@ -99,6 +104,16 @@ def test_the_command_prints_errors_by_backend_and_the_choices(capsys):
     assert "92 cases calibrate, 96 are tested" in text
     assert "time_mape" in text
     assert "Chosen within 5% of the best" in text
+
+
+def test_cases_too_far_from_the_calibration_are_refused_and_not_counted(models):
+    model, held = models["attention-h200"]
+    rows = held.head(2).copy()
+    rows["case"] = [rows.case.iloc[0], sized(10**6)]
+    refused = refused_cases(rows, model)
+    assert list(refused.index) == [rows.index[1]]
+    assert "too far" in refused.refusal.iloc[0]
+    assert len(with_predictions(rows, model)) == 1
 
 
 def test_the_row_of_all_errors_is_their_mean(tables):

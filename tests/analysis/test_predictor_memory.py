@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labsupport.analysis.predictor import calibrate_run, predict
-from labsupport.analysis.predictor.memory import peak_memory
+from labsupport.analysis.predictor.memory import flash_splits, peak_memory
 from labsupport.analysis.predictor.record import CPU_BACKENDS, record
 from labsupport.analysis.predictor.split import case_of
 from labsupport.attention.backends import attention
@@ -57,6 +57,22 @@ def test_memory_formulas_are_right_on_the_h200_at_every_recorded_size():
     for _, row in table[table.status == "ok"].iterrows():
         formula = peak_memory(case_of(row), "cuda")
         assert formula == pytest.approx(row.peak_memory_bytes, rel=0.035)
+
+
+def test_memory_formulas_are_exact_on_the_h200_with_few_heads_and_with_grouped_heads():
+    table = load_run("memory-h200")
+    units = table.attrs["provenance"]["units"]
+    for _, row in table[table.status == "ok"].iterrows():
+        exact = 1e-4 if row.backend == "sdpa_efficient" else 0
+        formula = peak_memory(case_of(row), "cuda", units)
+        assert formula == pytest.approx(row.peak_memory_bytes, rel=exact), row.to_dict()
+
+
+def test_flash_attention_cuts_the_keys_only_where_queries_are_few():
+    few = Case("sdpa_flash", 512, 1, 8, head_dim=128, dtype="bfloat16")
+    assert flash_splits(few, 132) == 4
+    assert flash_splits(replace(few, seqlen=2048, kv_seqlen=2048), 132) == 1
+    assert flash_splits(replace(few, batch=8), 132) == 1
 
 
 def test_a_backend_without_a_memory_formula_is_predicted_without_memory():

@@ -15,6 +15,7 @@ from labsupport.analysis.predictor.evaluate import (
     choices,
     errors_by,
     good_choices,
+    refused_cases,
     with_predictions,
 )
 from labsupport.analysis.predictor.split import SPLITS
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.weights:
         _print_weights(model)
     table = with_predictions(held_out, model)
+    for reason, rows in refused_cases(held_out, model).groupby("refusal"):
+        print(f"{len(rows)} refused: {reason}")
     if options.cases:
         shown = ["backend", "direction", "seqlen", "batch", "heads", "kv_heads", "head_dim"]
         shown += ["dtype", "causal", "ms", "predicted_ms", "error", "memory_error"]

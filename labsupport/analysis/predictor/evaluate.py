@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from labsupport.analysis.predictor.calibration import Model
-from labsupport.analysis.predictor.predict import predict
+from labsupport.analysis.predictor.predict import OutOfRangeError, predict
 from labsupport.analysis.predictor.split import SHAPE
+from labsupport.profiling.cases import Case
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,11 +20,13 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     """The rows with predicted_ms, low_ms, high_ms, predicted_bytes, and errors as fractions.
 
     error is (predicted - measured) / measured of the time; memory_error the same of the peak, NaN
-    where a run did not measure it; covered says whether the interval holds the measured time.
+    where a run did not measure it; covered says whether the interval holds the measured time. Cases
+    that the model refuses to predict, as too far from those it has seen, are left out:
+    `refused_cases` has them.
     """
     import numpy as np
 
-    table = held_out.copy()
+    table = held_out.drop(refused_cases(held_out, model).index).copy()
     found = [predict(case, model) for case in table.case]
     table["predicted_ms"] = [p.ms for p in found]
     table["low_ms"] = [p.low_ms for p in found]
@@ -38,6 +41,21 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     else:
         table["memory_error"] = np.nan
     return table
+
+
+def refused_cases(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
+    """The rows that the model refuses to predict, with the reason in the column `refusal`."""
+
+    def reason(case: Case) -> str:
+        try:
+            predict(case, model)
+        except OutOfRangeError as error:
+            return str(error)
+        return ""
+
+    table = held_out.copy()
+    table["refusal"] = [reason(case) for case in table.case]
+    return table[table.refusal != ""]
 
 
 def errors_by(

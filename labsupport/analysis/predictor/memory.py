@@ -6,21 +6,25 @@ each head (lse and its like), `squares` one seqlen_q x seqlen_k matrix for each 
     backend         forward                     forward + backward: out, dq, dk, dv, and
     sdpa_cudnn      out                         lse, delta, dq in float32
     fa4             out                         lse, lse in base 2, delta, dq in float32
-    sdpa_flash      out, lse                    lse, delta, dq in float32; on a CPU a scratch tile
-                                                for each thread
+    sdpa_flash      out, lse; where queries     lse, delta, dq in float32; on a CPU a scratch tile
+                    are few, parts of both      for each thread
     sdpa_efficient  out                         lse, delta, dq in float32, 16 bytes for each 64 rows
     flex            out, two rows               two rows, one more tensor like out
-    flash_triton    out                         lse, delta, shift
+    flash_triton    out, lse                    lse, delta, shift
     standard        out, S, P, a copy of v      S, P, their gradients, copies
     sdpa_math       the same in float32         the same in float32
 
+With grouped heads sdpa_flash and sdpa_cudnn write dk and dv for every query head first: 2 out more.
+
 They were read off what `measure_peak_memory` says, to the byte where a test says so; on the H200 at
-all sizes of its one recorded run, so its errors are no test on unseen shapes. The parts that
-differ by device: kernels on a CPU work in place where those on a GPU make a new matrix.
+all sizes of its two recorded runs (attention-h200, memory-h200), so its errors are no test on
+unseen shapes. The parts that differ by device: kernels on a CPU work in place where those on a GPU
+make a new matrix.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -74,7 +78,7 @@ def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
 
     Args:
         device_kind: "cuda" or "cpu".
-        threads: of PyTorch, on a CPU.
+        threads: of PyTorch, on a CPU; on a GPU its multiprocessors.
 
     Raises:
         ValueError: no formula is known for this backend on this kind of device.
@@ -86,17 +90,54 @@ def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
 
 
 def _fused(
-    kept_forward: int, kept_both: int, dq32: bool, constant: int = 0
+    kept_forward: int, kept_both: int, dq32: bool, constant: int = 0, widened: bool = False
 ) -> Callable[[Case, Sizes, int], int]:
-    """A fused kernel on a GPU: so many `rows` vectors, and dq summed in float32 or copied once."""
+    """A fused kernel on a GPU: so many `rows` vectors, and dq summed in float32 or copied once.
+
+    widened: whether dk and dv of grouped heads are written for every query head first.
+    """
 
     def peak(case: Case, sizes: Sizes, threads: int) -> int:
         if not sizes.both:
             return sizes.out + kept_forward * sizes.rows + constant
         total = sizes.out * 4 // ITEMSIZE[case.dtype] if dq32 else sizes.out
-        return sizes.out + sizes.gradients + total + kept_both * sizes.rows + constant
+        wide = 2 * sizes.out if widened and case.heads != case.kv_heads else 0
+        return sizes.out + sizes.gradients + total + wide + kept_both * sizes.rows + constant
 
     return peak
+
+
+def _flash_gpu(case: Case, sizes: Sizes, units: int) -> int:
+    whole = _fused(1, 2, dq32=True, constant=24, widened=True)(case, sizes, units)
+    splits = flash_splits(case, units)
+    if splits == 1:
+        return whole
+    parts = splits * (sizes.out * 4 // ITEMSIZE[case.dtype] + sizes.rows)
+    return max(whole, sizes.out + sizes.rows + 24 + parts)
+
+
+def flash_splits(case: Case, units: int) -> int:
+    """Into how many parts flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
+
+    Each part has an output and an lse of its own in float32, which are then merged. The smallest
+    number of parts counts that keeps at least 85% as many programs busy as the best. Source:
+    num_splits_heuristic in csrc/flash_attn/flash_api.cpp of flash-attention; its forward tiles
+    are 64 queries by 256, 128 or 64 keys (head_dim up to 64, up to 128, above).
+
+    Args:
+        units: multiprocessors; two programs are taken to run on each.
+    """
+    keys = 256 if case.head_dim <= 64 else 128 if case.head_dim <= 128 else 64
+    programs = case.batch * case.heads * -(-case.seqlen // 64)
+    blocks, slots = -(-case.kv_seqlen // keys), 2 * units
+    if programs >= 0.8 * slots:
+        return 1
+    busy = {}
+    for splits in range(1, min(128, slots, blocks) + 1):
+        if splits == 1 or -(-blocks // splits) != -(-blocks // (splits - 1)):
+            waves = programs * splits / slots
+            busy[splits] = waves / math.ceil(waves)
+    return min(splits for splits, share in busy.items() if share >= 0.85 * max(busy.values()))
 
 
 def _efficient(case: Case, sizes: Sizes, threads: int) -> int:
@@ -126,7 +167,7 @@ def _standard(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
             packed = sizes.out * 3 // 2 if on_cpu and case.dtype == "bfloat16" else 0
             return 2 * sizes.squares + sizes.out + max(copy, packed) + sizes.hidden
         if not on_cpu:
-            return 4 * sizes.squares + 4 * sizes.out + sizes.hidden
+            return 4 * sizes.squares + (4 if sizes.copies else 2) * sizes.out + sizes.hidden
         copies = 2 if case.batch > 1 else 1 if case.heads != case.kv_heads else 0
         return 3 * sizes.squares + (2 + copies) * sizes.out + sizes.hidden + 8
 
@@ -142,7 +183,7 @@ def _math(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
             return matrices * sizes.squares32 + (7 if narrow else 4) * sizes.out
         # Scores, softmax, a byte for each score and each row that asks what is hidden.
         bytes_asked = (sizes.squares32 + sizes.rows) // 4 + 4
-        tensors = (8 if narrow else 1 + repeated) * sizes.out
+        tensors = (8 + repeated // 2 if narrow else 1 + repeated) * sizes.out
         asking = bytes_asked + tensors
         # Shorter than about two head_dims, the last product's copies weigh more than the question.
         last = (10 if narrow else 2) * sizes.out if sizes.copies else 0
@@ -181,14 +222,14 @@ def _flash_torch(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
 
 def _triton(case: Case, sizes: Sizes, threads: int) -> int:
     """From its code: nothing is summed in another tensor, and grouped heads are not repeated."""
-    return sizes.out + (sizes.gradients + 3 * sizes.rows if sizes.both else 0)
+    return sizes.out + sizes.rows + (sizes.gradients + 2 * sizes.rows if sizes.both else 0)
 
 
 Formula = Callable[[Case, Sizes, int], int]
 _FORMULAS: dict[tuple[str, str], Formula] = {
     ("cuda", "fa4"): _fused(0, 3, dq32=True),
-    ("cuda", "sdpa_cudnn"): _fused(0, 2, dq32=True, constant=272),
-    ("cuda", "sdpa_flash"): _fused(1, 2, dq32=True, constant=24),
+    ("cuda", "sdpa_cudnn"): _fused(0, 2, dq32=True, constant=272, widened=True),
+    ("cuda", "sdpa_flash"): _flash_gpu,
     ("cuda", "sdpa_efficient"): _efficient,
     ("cuda", "flex"): _fused(2, 2, dq32=False),
     ("cuda", "flash_triton"): _triton,

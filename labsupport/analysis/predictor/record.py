@@ -1,7 +1,7 @@
 """Record what a predictor is calibrated on and tested with: times, memory and ceilings of a device.
 
 python -m labsupport.analysis.predictor.record --threads 1 --save calibration-cpu
-python -m labsupport.analysis.predictor.record --save calibration-h200        on a GPU
+python -m labsupport.analysis.predictor.record --save memory-h200           on a GPU
 
 Other programs slow a machine down for seconds or minutes. So the whole grid is measured in several
 passes, minutes apart, and inside a pass all calls of a shape take turns; `median_ms` is the median

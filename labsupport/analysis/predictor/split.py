@@ -4,7 +4,7 @@ A shape is everything that two cases share but the backend and the direction. A 
 side whole, so nothing about a tested shape is known, not even by another backend. The rule: of a
 run's sequence lengths the shortest, the middle and the longest calibrate, in both masks; the
 lengths between them are tested. On the CPU two forms, a larger batch and grouped heads, are tested
-at every length and never calibrate; in calibration-h200 few heads and grouped heads.
+at every length and never calibrate.
 
 Whoever looks at held-out errors and then changes the model has no held-out shapes any more. It
 happened once: attention-h200, first split at 2048, showed that launches overlap with work (5.4%
@@ -49,8 +49,6 @@ SPLITS = {
     "attention-h200": Split((512, 4096, 16_384)),
     "peers-h200": Split((512, 2048, 16_384)),
     "peers-h200:calls": Split((512, 2048, 16_384), column="call_ms"),
-    # Written before the run was made.
-    "calibration-h200": Split((512, 2048, 16_384), forms=((4, 16, 16), (2, 16, 16))),
     "calibration-cpu": Split((128, 512, 2048), forms=((1, 4, 4),)),
 }
 

@@ -1,6 +1,7 @@
 """The count beside a GPU's own counters: Nsight Compute (`ncu`) on the lab's Triton kernels.
 
 python -m labsupport.analysis.traffic.counters                    measure and compare, on a GPU
+python -m labsupport.analysis.traffic.counters --three --save traffic-h200    three shapes, kept
 python -m labsupport.analysis.traffic.counters --show             only print the command
 python -m labsupport.analysis.traffic.counters --read FILE        compare a CSV that was kept
 
@@ -24,12 +25,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labsupport.analysis.nsight_csv import read_csv
 from labsupport.analysis.traffic.kernels import kernel_bytes
 from labsupport.profiling.cases import Case
+from labsupport.profiling.runs import add_save_options, save_if_asked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +44,11 @@ METRICS = {
     "dram__bytes_read.sum": "(3), read",
     "dram__bytes_write.sum": "(3), written",
 }
+SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
+    Case("flash_triton", 4096, 4, 16, head_dim=128, dtype="bfloat16"),
+    Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
+    Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
+)
 KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
 _UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
 NOT_FOUND = (
@@ -141,6 +149,21 @@ def measure(case: Case) -> pd.DataFrame:
         raise RuntimeError(f"{error} {done.stderr.strip()[-500:]}") from error
 
 
+def measure_all(cases: Sequence[Case]) -> pd.DataFrame:
+    """`measure` for several cases, each row with the case's fields, the provenance in `.attrs`."""
+    import pandas as pd
+
+    from labsupport.profiling.provenance import provenance
+
+    parts = []
+    for case in cases:
+        fields = pd.DataFrame([asdict(case)]).drop(columns=["backend", "direction"])
+        parts.append(fields.merge(measure(case), how="cross"))
+    table = pd.concat(parts, ignore_index=True)
+    table.attrs["provenance"] = provenance(None, metrics=list(METRICS))
+    return table
+
+
 def _program(case: Case) -> list[str]:
     options = {
         "--batch": case.batch, "--heads": case.heads, "--kv-heads": case.kv_heads,
@@ -187,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--kv-heads", type=int, default=0, help="default: as many as heads")
     add("--dtype", default="bfloat16")
     add("--causal", action="store_true")
+    add("--three", action="store_true", help="measure three shapes in place of one")
+    add_save_options(parser)
     add("--show", action="store_true", help="print ncu's command line")
     add("--read", type=Path, help="compare a CSV of ncu's")
     add("--call", action="store_true", help=argparse.SUPPRESS)
@@ -207,9 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.read:
             table = compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
         else:
-            table = measure(case)
+            table = measure_all(SHAPES if options.three else [case])
     except (OSError, RuntimeError, ValueError) as error:
         parser.exit(1, f"{error}\n")
+    if "provenance" in table.attrs:
+        save_if_asked(table, options)
     sizes = ["counted", "moved", "l2", "dram", "compulsory"]
     table[sizes] = (table[sizes] / 1e6).round(1)
     print("bytes in MB; ratios: moved and l2 to counted, dram to compulsory")
