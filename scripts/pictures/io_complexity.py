@@ -4,9 +4,9 @@ import math
 
 from matplotlib.figure import Figure
 
-from labsupport.analysis.traffic import Sizes, closed_form, fitting_blocks, kernel_bytes, theorem
+from labsupport.analysis.traffic import Sizes, closed_form, fitting_blocks, theorem
 from labsupport.plotting import Chart, style
-from labsupport.profiling import Case, hardware_table
+from labsupport.profiling import hardware_table, load_run
 
 GREY = "#444444"
 HEAD_DIM, LENGTH = 64, 2**14
@@ -77,44 +77,38 @@ def traffic() -> Figure:
 
 def borders() -> Figure:
     """Bytes of three kernels at three borders: asked for by tiles, at L2, at the memory."""
-    case = Case("flash_triton", 4096, batch=4, heads=16, head_dim=128, dtype="bfloat16")
-    # data/runs/peers-h200/notes.md: L2 in GB, DRAM in MB, tiles of 64 x 64
-    recorded = {"forward": (7.35, 262), "keys": (6.84, 391), "queries": (5.71, 331)}
+    rows = load_run("traffic-h200")
+    rows = rows[(rows.seqlen == 4096) & (rows.head_dim == 128) & (rows.kernel != "rows_kernel")]
     figure = Chart(figsize=(8.6, 4.6), dpi=110, layout="constrained")
     axes = figure.subplots()
     counted, measured = style("sdpa_flash")[0], style("flash_torch")[0]
-    for number, (kernel, (l2, dram)) in enumerate(recorded.items()):
-        expected = kernel_bytes(kernel, case, 64, 64)
-        values = (expected.total / 1e9, l2, expected.compulsory / 1e9, dram / 1e3)
-        for k, (value, colour) in enumerate(zip(values, (counted, measured) * 2, strict=True)):
-            x = number * 5 + k + (0.3 if k > 1 else 0)
+    bars = (
+        ("counted", counted, 0.5), ("moved", measured, 1.5), ("l2", measured, 2.8),
+        ("compulsory", counted, 4.1), ("dram", measured, 5.1),
+    )  # fmt: skip
+    for number, (_, row) in enumerate(rows.iterrows()):
+        for column, colour, place in bars:
+            x, value = number * 7 + place, row[column] / 1e9
             axes.bar(x, value, color=colour, width=0.92)
-            axes.text(x, value * 1.07, f"{value:.2f}", ha="center", fontsize=9, color=GREY)
+            axes.text(x, value * 1.07, f"{value:.2f}", ha="center", fontsize=8.5, color=GREY)
     axes.set_yscale("log")
     axes.set_ylim(0.1, 20)
     axes.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+    names = [str(kernel).removesuffix("_kernel") for kernel in rows.kernel]
     axes.set_xticks(
-        [n * 5 + k for n in range(3) for k in (0.5, 1.65, 2.8)],
-        [
-            text
-            for kernel in recorded
-            for text in ("to the SMs,\nat L2", f"\n\n\nhopper_{kernel}", "at the\nmemory")
-        ],
+        [n * 7 + k for n in range(len(names)) for k in (1.0, 2.8, 4.6)],
+        [text for name in names for text in ("to the\nSMs", f"at L2\n\n\n{name}", "memory")],
         fontsize=9,
     )
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("bytes of one launch (GB)")
     handles = [axes.bar(0, 0, color=c) for c in (counted, measured)]
-    labels = [
-        "counted: what tiles ask for; each tensor once",
-        "recorded by ncu: at L2; at the memory",
-    ]
+    labels = ["counted: what tiles ask for; each tensor once", "read by ncu at this border"]
     axes.legend(handles, labels, loc="upper right", frameon=False, fontsize=9, ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     figure.headline(
-        "17 to 28 times as many bytes cross L2's border as the memory's",
-        "NVIDIA H200, data/runs/peers-h200/notes.md: bfloat16, 4 x 4096 tokens, 16 heads of 128, "
-        "no mask, tiles of 64 x 64.",
+        "What the tiles ask for crosses the multiprocessors' border; L2 keeps it from HBM",
+        "NVIDIA H200, data/runs/traffic-h200: bfloat16, 4 x 4096 tokens, 16 heads of 128, no mask.",
     )
     return figure
 
