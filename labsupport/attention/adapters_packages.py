@@ -29,7 +29,7 @@ def missing_fa2() -> str | None:
     # flash-attn-4 installs into the same top-level folder, `flash_attn`, without this module.
     return _missing(
         "flash_attn.flash_attn_interface",
-        "flash-attn is not installed: pip install --no-build-isolation 'flash-attn>=2.8' (CUDA only; "
+        "flash-attn is not installed: pip install --no-build-isolation 'flash-attn>=2.8' (CUDA; "
         "it compiles: theory/10-field-guide.md)",
     )
 

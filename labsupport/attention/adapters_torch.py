@@ -19,7 +19,6 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from labsupport.attention.band import alibi_bias
 from labsupport.attention.call import AttentionCall
@@ -183,6 +182,9 @@ def _sdpa_mask(call: AttentionCall) -> tuple[Tensor | None, bool]:
     if not _needs_mask_tensor(call):
         return None, not band.unlimited
     if band.plain_causal:
+        # Imported here: it brings torch._dynamo, which doubles the time to import this package.
+        from torch.nn.attention.bias import causal_lower_right
+
         # Keeps CUDA's flash kernel (bottom-right inside); elsewhere it becomes a stored mask.
         return causal_lower_right(band.seqlen_q, band.seqlen_k), False
     return band.full_mask(call.q.device), False
