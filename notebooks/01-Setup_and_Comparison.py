@@ -1149,3 +1149,13 @@ print(recorded.attrs["provenance"]["command"])
 #   arXiv:2307.08691. Section 3 has the loop order that you wrote.
 # - M. Milakov, N. Gimelshein: *Online normalizer calculation for softmax* (2018), arXiv:1805.02867.
 # - `labsupport/attention/flash_torch.py`: your two exercises, with windows, ALiBi and half precision.
+
+# %% [markdown]
+# ### How far you are
+#
+# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+
+# %%
+from labsupport.grading.progress import show_progress
+
+show_progress("01", globals())

@@ -1025,3 +1025,13 @@ plotting.plot_memory(
 #   *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
 # - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a Llama in
 #   sixty lines.
+
+# %% [markdown]
+# ### How far you are
+#
+# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+
+# %%
+from labsupport.grading.progress import show_progress
+
+show_progress("02", globals())

@@ -1558,3 +1558,13 @@ held.div(2**30).round(1).unstack("world")
 #   1910.02054): what FSDP shards, and what it sends.
 # - To try: `labsupport ring check`, `labsupport ring bench`, and `labsupport train --parallel ring`, on as many processes or GPUs as
 #   you have.
+
+# %% [markdown]
+# ### How far you are
+#
+# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+
+# %%
+from labsupport.grading.progress import show_progress
+
+show_progress("03", globals())

@@ -9,7 +9,7 @@ from labsupport.checks.choosing_mistakes import LIMIT_MISTAKES as LIMIT_TEXTS
 from labsupport.checks.choosing_mistakes import SOURCE_MISTAKES as SOURCE_TEXTS
 from labsupport.checks.choosing_mistakes import TIE_MISTAKES as TIE_TEXTS
 from labsupport.checks.choosing_mistakes import choice
-from tests.checks.solutions import broken, diagnosis
+from tests.checks.solutions import broken, diagnosis, solution_source
 
 LIMITS, TIES, SOURCES = ALL = (
     checks.check_choice_limits,
@@ -17,21 +17,13 @@ LIMITS, TIES, SOURCES = ALL = (
     checks.check_choice_sources,
 )
 
-SOURCE = """
-def choose(table, *, memory_bytes, dtype):
-    rows = table[table.dtype == dtype]
-    measured = rows[rows.source == "measured"].backend
-    rows = rows[(rows.source == "measured") | ~rows.backend.isin(measured)]
-    rows = rows[(rows.status == "ok") & (rows.peak_memory_bytes <= memory_bytes)]
-    if rows.empty:
-        return None
-    tied = rows[rows.ms <= 1.05 * rows.ms.min()]
-    return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]
-""".replace("table.dtype ==", 'table["dtype"] ==')
+
+def source():
+    return solution_source("04", "ex-4-5-choose")
 
 
 def solved(*changes):
-    return broken(SOURCE, "choose", *changes)
+    return broken(source(), "choose", *changes)
 
 
 @pytest.mark.parametrize("check", ALL)

@@ -4,7 +4,7 @@ import torch
 from labsupport import checks
 from labsupport.analysis.traffic import FastMemory, Slow, count
 from labsupport.checks import counting
-from tests.checks.solutions import broken, diagnosis
+from tests.checks.solutions import broken, diagnosis, solution_source
 
 TEXTBOOK, TILED, CAUSAL = ALL = (
     checks.check_textbook_traffic,
@@ -12,36 +12,17 @@ TEXTBOOK, TILED, CAUSAL = ALL = (
     checks.check_tiled_causal,
 )
 
-TEXTBOOK_SOURCE = """
-def textbook_traffic(seqlen, head_dim, block_q):
-    square, matrix = seqlen**2, seqlen * head_dim
-    passes = seqlen // block_q
-    read = (matrix + passes * matrix) + square + (square + passes * matrix)
-    written = square + square + matrix
-    return read, written
-"""
-TILED_SOURCE = """
-def tiled_traffic(seqlen, head_dim, block_q, block_k, *, outside, causal=False):
-    tiles = (seqlen // block_q) * (seqlen // block_k)
-    if causal:
-        tiles = sum(math.ceil(stop / block_k) for stop in range(block_q, seqlen + 1, block_q))
-    matrix, rows, cols = seqlen * head_dim, block_q * head_dim, block_k * head_dim
-    if outside == "queries":
-        read = matrix + tiles * 2 * cols
-        written = matrix + seqlen
-    else:
-        read = 2 * matrix + tiles * (2 * rows + 2 * block_q)
-        written = (matrix + 2 * seqlen) + tiles * (rows + 2 * block_q)
-    return read, written
-"""
+
+def source():
+    return solution_source("04", "ex-4-2-traffic")
 
 
 def textbook(*changes):
-    return broken(TEXTBOOK_SOURCE, "textbook_traffic", *changes)
+    return broken(source(), "textbook_traffic", *changes)
 
 
 def tiled(*changes):
-    return broken(TILED_SOURCE, "tiled_traffic", *changes)
+    return broken(source(), "tiled_traffic", *changes)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

@@ -7,32 +7,17 @@ from labsupport import checks
 from labsupport.analysis.roofline import case_of
 from labsupport.profiling.runs import load_run
 from labsupport.profiling.work import flops_of
-from tests.checks.solutions import broken, diagnosis
+from tests.checks.solutions import broken, diagnosis, solution_source
 
 FIT, PREDICT, HELD_OUT = ALL = checks.check_fit, checks.check_predict, checks.check_held_out
 
-SOURCE = """
-def fit_time(flops, ms):
-    work = flops / 1e9
-    rows = np.stack([1 / ms, work / ms], axis=1)
-    (start_ms, slope), *_ = np.linalg.lstsq(rows, np.ones(len(ms)))
-    return start_ms, 1 / slope
 
-def predict_time(flops, start_ms, tflops):
-    return start_ms + flops / (tflops * 1e12) * 1e3
-
-def held_out_error(table):
-    ran = table[table.status == "ok"]
-    seen, unseen = ran[~ran.held_out], ran[ran.held_out]
-    start_ms, tflops = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
-    predicted = predict_time(unseen.flops, start_ms, tflops)
-    error = ((predicted - unseen.median_ms).abs() / unseen.median_ms).mean()
-    return start_ms, tflops, error
-"""
+def source():
+    return solution_source("04", "ex-4-4-predict")
 
 
 def solved(name, *changes):
-    return broken(SOURCE, name, *changes, np=np)
+    return broken(source(), name, *changes, np=np)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

@@ -4,40 +4,21 @@ import torch
 
 from labsupport import checks
 from labsupport.checks import intensity, intensity_mistakes
-from tests.checks.solutions import broken, diagnosis
+from tests.checks.solutions import broken, diagnosis, solution_source
 
 FLOPS, BYTES, ROOF = checks.check_cost_flops, checks.check_cost_bytes, checks.check_roof
 
-COST = """
-def attention_cost(
-    batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, *, dtype, causal, backward
-):
-    pairs = seqlen_q * seqlen_k
-    if causal:
-        pairs -= seqlen_q * (seqlen_q - 1) // 2
-    flops = (10 if backward else 4) * batch * heads * pairs * head_dim
 
-    q = batch * seqlen_q * heads * head_dim * dtype.itemsize
-    k = batch * seqlen_k * kv_heads * head_dim * dtype.itemsize
-    lse = batch * heads * seqlen_q * 4
-    moved = 4 * q + 2 * k + 2 * k + lse if backward else 2 * q + 2 * k + lse
-    return flops, moved
-"""
-ROOF_SOURCE = """
-def roof(flops, moved, tflops, gb_s):
-    arithmetic = flops / (tflops * 1e12) * 1e3
-    memory = moved / (gb_s * 1e9) * 1e3
-    bound_by = "arithmetic" if arithmetic > memory else "memory"
-    return flops / moved, max(arithmetic, memory), bound_by
-"""
+def source():
+    return solution_source("04", "ex-4-1-cost")
 
 
 def cost(*changes):
-    return broken(COST, "attention_cost", *changes)
+    return broken(source(), "attention_cost", *changes)
 
 
 def roof(*changes):
-    return broken(ROOF_SOURCE, "roof", *changes)
+    return broken(source(), "roof", *changes)
 
 
 @pytest.mark.parametrize("seed", [0, 5, 31])

@@ -12,21 +12,16 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 from labsupport.attention.flash_triton.with_update import softmax_update
+from tests.checks.solutions import solution_source
 from tests.checks.test_textbook import diagnosis
 
 UPDATE = [checks.check_update_values, checks.check_update_extremes, checks.check_update_dtype]
 
-SOLUTION = """
-@triton.jit
-def update(m, l, acc, scores, v):
-    m_new = tl.maximum(m, tl.max(scores, 1))
-    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = tl.exp2(m - shift)
-    p = tl.exp2(scores - shift[:, None])
-    l = l * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
-    return m_new, l, acc
-"""
+
+def solution():
+    return solution_source("04", "ex-4-3-kernel")
+
+
 ANOTHER_STYLE = """
 @triton.jit
 def largest(m, scores):
@@ -64,7 +59,7 @@ def jitted(tmp_path):
 @pytest.fixture
 def broken(jitted):
     def define(*changes):
-        source = SOLUTION
+        source = solution()
         for old, new in changes:
             assert old in source, f"the solution no longer contains {old!r}"
             source = source.replace(old, new)
@@ -74,9 +69,9 @@ def broken(jitted):
 
 
 @pytest.mark.parametrize("check", UPDATE)
-@pytest.mark.parametrize("source", [SOLUTION, ANOTHER_STYLE], ids=["solution", "another style"])
-def test_right_updates_pass_and_write_nothing_else(check, source, jitted, capfd):
-    check(jitted(source))
+@pytest.mark.parametrize("style", ["solution", "another style"])
+def test_right_updates_pass_and_write_nothing_else(check, style, jitted, capfd):
+    check(jitted(solution() if style == "solution" else ANOTHER_STYLE))
     printed, warned = capfd.readouterr()
     assert printed.startswith("[ok]")
     assert warned == ""
@@ -89,8 +84,8 @@ def test_the_labs_own_update_passes(check):
 
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_other_seeds_pass_too(seed, jitted):
-    checks.check_update_values(jitted(SOLUTION), seed=seed)
-    checks.check_update_extremes(jitted(SOLUTION), seed=seed)
+    checks.check_update_values(jitted(solution()), seed=seed)
+    checks.check_update_extremes(jitted(solution()), seed=seed)
 
 
 MISTAKES = {
@@ -183,9 +178,10 @@ def test_two_mistakes_at_once_say_where_the_result_goes_wrong(broken):
 
 
 def test_a_stub_and_a_plain_function_are_named_as_what_they_are(jitted):
-    stub = SOLUTION[: SOLUTION.index("    m_new")] + "    raise NotImplementedError\n"
+    whole = solution()
+    stub = whole[: whole.index("    m_new")] + "    raise NotImplementedError\n"
     assert "not written yet" in diagnosis(jitted(stub), *UPDATE)
-    assert "@triton.jit" in diagnosis(jitted(SOLUTION.replace("@triton.jit", "")), *UPDATE)
+    assert "@triton.jit" in diagnosis(jitted(whole.replace("@triton.jit", "")), *UPDATE)
 
 
 def test_what_does_not_run_says_why(broken):

@@ -1,0 +1,1494 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 4 · Performance analysis
+#
+# **After this notebook you can**
+#
+# - see with a profiler where the time of a call goes, and know what the profiler does not tell;
+# - count FLOPs and bytes, place any case of attention under a roofline, and say what bounds it;
+# - count the traffic between fast and slow memory, for any loop order and any tiles;
+# - write the heart of a FlashAttention kernel in Triton;
+# - predict a time, test the prediction on shapes that it has not seen, and carry it to another GPU, with honest doubt;
+# - choose an implementation for a workload, and give reasons.
+#
+# **Time** about 130 minutes, of which the exercises take 100. **You need** notebooks 1 and 2. A laptop is enough; the figures of a
+# large GPU come from recorded runs.
+#
+# **To read beside it**, before or after: the theory chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1
+# to version 4](../theory/05-from-v1-to-v4.md) and [8, Performance model](../theory/08-performance-model.md). The
+# [glossary](../theory/glossary.md) fixes the words.
+#
+# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
+# made.
+
+# %%
+import inspect
+import math
+import tempfile
+from functools import cache, partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pandas as pd
+import torch
+
+from labsupport import analysis, checks, plotting
+from labsupport.attention import attention
+from labsupport.profiling import Case, environment_card, grid, load_run, run_grid, speedup
+
+torch.manual_seed(0)
+environment_card()
+
+# %%
+gpu = torch.cuda.is_available()
+device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+batch, heads, head_dim, seqlen = (4, 16, 64, 4096) if gpu else (1, 4, 64, 1024)
+
+
+def random_qkv(seqlen, dtype=dtype):
+    """q, k, v of shape (batch, seqlen, heads, head_dim)."""
+    shape = (batch, seqlen, heads, head_dim)
+    return [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+
+
+# %% [markdown]
+# ## 4.1 · Where does the time go?
+#
+# A stopwatch says how long. A *profiler* says what took so long. PyTorch's notes each operator, and each kernel on a GPU: its time,
+# its calls, the memory it allocates. `trace` of this lab runs a call under it and makes tables.
+#
+# Textbook attention is two matrix products and a softmax. Nearly all of its FLOPs are in the products. **Predict first**: which
+# share of its *time* do they take?
+
+# %%
+predicted_share = None  # your guess, a number between 0 and 1
+
+# %%
+from labsupport.profiling.trace import trace
+
+q, k, v = random_qkv(seqlen)
+
+
+def milliseconds(call):
+    start = perf_counter()
+    call()
+    if gpu:
+        torch.cuda.synchronize()
+    return 1e3 * (perf_counter() - start)
+
+
+textbook = partial(attention, q, k, v, backend="standard")
+flash = partial(attention, q, k, v, backend="sdpa_flash")
+first_calls = [milliseconds(textbook) for _ in range(7)]  # for later
+traces = {"standard": trace(textbook), "sdpa_flash": trace(flash)}
+table = traces["standard"].kernels()
+products = table[table.operator.isin(["aten::bmm", "aten::mm"])]
+checks.compare_prediction("Share of the matrix products", predicted_share, products.share.sum())
+
+
+def shown(trace, rows=4):
+    """The longest rows, with units; FLOPs and bytes where the profiler knows them."""
+    table = trace.kernels().head(rows)
+    table = table.assign(name=table.name.str[:55], MiB=table.bytes / 2**20, GFLOP=table.flops / 1e9)
+    return table[["name", "calls", "device_ms", "share", "GFLOP", "MiB"]].round(2)
+
+
+shown(traces["standard"])
+
+# %% [markdown]
+# The rest, the softmax above all, has hardly any FLOPs: that time goes to reading and writing $N \times N$ numbers. On a CPU a row is an operator, on a GPU a kernel; `device_ms` is the
+# time of the device that did the work, without what an operator calls. (PyTorch's own table has the same column as
+# `self_device_time_total`; the name `cuda_time_total`, which you find in older texts, is gone.) `MiB` are the bytes of the tensors
+# that an operator reads and writes. Now FlashAttention:
+
+# %%
+for name, seen in traces.items():
+    print(
+        f"{name:10} {seen.wall_ms:6.1f} ms under the profiler, peak {seen.peak_bytes / 2**20:6.1f} MiB"
+    )
+shown(traces["sdpa_flash"])
+
+# %% [markdown]
+# One row. A fused kernel is a black box for a profiler of operators: to look inside, there are tools of the hardware's maker (Nsight
+# Compute, on NVIDIA's GPUs). We shall *count* instead, in section 4.3.
+#
+# ### Four traps
+#
+# **FLOPs of fused kernels.** The profiler counts those of a few operators only, matrix products above all. PyTorch has a second
+# counter, `FlopCounterMode`. What do the two say, and what is true ($4 N^2 d$ for each head)?
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+true = 4 * batch * heads * seqlen**2 * head_dim / 1e9
+for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
+    with FlopCounterMode(display=False) as counter:
+        call()
+    profiler, other = traces[name].kernels().flops.sum() / 1e9, counter.get_total_flops() / 1e9
+    print(f"{name:10} profiler {profiler:.2f}, counter {other:.2f}, true {true:.2f} GFLOP")
+
+# %% [markdown]
+# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Whoever
+# divides that by the time gets a FLOP rate of nothing. So count by formula: exercise 4-1.
+#
+# **The first call.** It pays for what happens once: choosing, loading or compiling a kernel, starting threads, fetching workspaces. The
+# first seven calls of textbook attention in this notebook, which we timed above:
+
+# %%
+print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
+
+# %% [markdown]
+# How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 the cell above printed 237 ms, and then six
+# times 6 ms (torch 2.11); and this lab's own Triton kernels take 0.6 to 2.2 s, when the compiler's cache is empty
+# (`data/runs/peers-h200/notes.md`). And
+# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median.
+#
+# **A clock that does not wait.** A GPU works while Python goes on. Whoever reads a clock right after the call measures the *launch*.
+# `torch.cuda.synchronize()` before each reading mends it; `milliseconds` above waits like that. Both ways:
+
+# %%
+start = perf_counter()
+flash()
+without = 1e3 * (perf_counter() - start)
+if gpu:
+    torch.cuda.synchronize()
+print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
+
+# %% [markdown]
+# On a CPU the two agree, but for noise: the call returns when the work is done. On a GPU the first number is the time of a launch, nearly
+# the same for any length: many a "thousandfold speed-up" was made that way.
+#
+# **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% when some kernel ran all the time, be it a single
+# thread. It says nothing about how much of the hardware that kernel used.
+#
+# ### A whole step
+#
+# Now a training step (forward, backward, AdamW) of the small decoder of notebook 3. Rows are sorted into attention, matrix products
+# of the layers, and the rest.
+
+# %%
+from labsupport.training import DecoderConfig, Savings
+from labsupport.training.measure import Rung
+from labsupport.training.steps import training_step
+
+tiny = DecoderConfig.preset("tiny")
+tokens = 8192 if gpu else 1024
+half_precision = torch.bfloat16 if gpu else None  # autocast
+
+
+def kind(row):
+    # The textbook's two products are batched ones, of all heads; layers have plain ones.
+    if any(word in row.operator for word in ("attention", "softmax", "bmm", "masked_fill")):
+        return "attention"
+    return "layers' products" if "mm" in row.operator else "all the rest"
+
+
+steps = {}
+for name, backend in {"standard": "standard", "flash": "auto"}.items():
+    rung = Rung(name, Savings(attention=backend), autocast=half_precision)
+    step = training_step(tiny, rung, tokens, torch.device(device))
+    tries = [trace(step.run, count_bytes=False) for _ in range(3)]
+    steps[name] = min(tries, key=lambda seen: seen.wall_ms)  # the one that was disturbed least
+by_kind = {
+    name: (rows := seen.kernels()).groupby(rows.apply(kind, axis=1)).device_ms.sum()
+    for name, seen in steps.items()
+}
+pd.DataFrame(by_kind).rename_axis("device_ms of").round(1)
+
+# %% [markdown]
+# With FlashAttention the step is shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All the rest* shrinks, too,
+# because in the textbook's step it also holds scaling, masking and copying of $N \times N$ numbers. Operators do not say for whom they
+# work.)
+#
+# A table forgets the order. The *timeline* keeps it: save it, open <https://ui.perfetto.dev> in a browser, and drag the file there.
+# (It is read on your machine, and not sent anywhere.) Look for gaps on the GPU's line: there it waited for Python.
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    path = steps["flash"].save(Path(folder) / "step.json.gz")
+    print(f"{path.name}: {path.stat().st_size / 2**10:.0f} KiB")
+
+
+# %% [markdown]
+# `labsupport profile` does all that with one command, for attention of a shape or, behind `--`, for any program: it writes a folder
+# that begins with `SUMMARY.md`. Where NVIDIA's profilers are installed, it runs them too.
+#
+# ## 4.2 · FLOPs, bytes, and a roof
+#
+# How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second), and its tensors must move: at least bytes /
+# (bytes a second). If the two overlap perfectly, the longer one decides. The *intensity*, FLOPs for each byte, says which it is.
+
+# %% [markdown]
+# ### Exercise 4-1 · What a pass costs
+# ●●○ · 15 minutes · 5 points
+#
+# | function | returns |
+# | --- | --- |
+# | `attention_cost(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, *, dtype, causal, backward)` | `(flops, moved)` |
+# | `roof(flops, moved, tflops, gb_s)` | `(intensity, least_ms, bound_by)` |
+#
+# One pass: the forward, or with `backward=True` the backward alone. `seqlen_q <= seqlen_k`; a causal mask is aligned bottom-right.
+#
+# - `flops`: a multiply-add is 2. Only matrix products count, and of them only visible pairs. The backward computes $S$ again, so it
+#   has five products.
+# - `moved`: bytes, each tensor once. Forward: $Q, K, V$ in; $O$ and $L$ out. Backward: $Q, K, V, O, dO, L$ in; $dQ, dK, dV$ out.
+#   $K$, $V$ and their gradients have `kv_heads` heads. $L$, the log-sum-exp, has one float32 for each query of each head. All else
+#   is of `dtype`, a `torch.dtype` (`dtype.itemsize` bytes).
+# - `intensity`: FLOPs a byte. `least_ms`: of a pass whose arithmetic (`tflops`, $10^{12}$ a second) and transfers (`gb_s`, $10^9$
+#   bytes a second) overlap perfectly. `bound_by`: `"arithmetic"` or `"memory"`, whichever takes longer.
+#
+# <details><summary>Hint</summary>
+#
+# Bottom-right: the last query sees all keys, the one before it one less, and so on. How many pairs does that take away? Then write
+# $Q$'s bytes and $K$'s bytes down once, and count how often each appears.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-1-cost", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def attention_cost(
+    batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, *, dtype, causal, backward
+):
+    """(FLOPs, compulsory bytes) of one pass."""
+    ### BEGIN SOLUTION
+    pairs = seqlen_q * seqlen_k
+    if causal:
+        pairs -= seqlen_q * (seqlen_q - 1) // 2
+    flops = (10 if backward else 4) * batch * heads * pairs * head_dim
+    q = batch * seqlen_q * heads * head_dim * dtype.itemsize
+    k = batch * seqlen_k * kv_heads * head_dim * dtype.itemsize
+    lse = batch * heads * seqlen_q * 4
+    moved = 4 * q + 2 * k + 2 * k + lse if backward else 2 * q + 2 * k + lse
+    return flops, moved
+    ### END SOLUTION
+
+
+def roof(flops, moved, tflops, gb_s):
+    """(FLOPs a byte, least time in ms, "arithmetic" or "memory")."""
+    ### BEGIN SOLUTION
+    arithmetic = flops / (tflops * 1e12) * 1e3
+    memory = moved / (gb_s * 1e9) * 1e3
+    bound_by = "arithmetic" if arithmetic > memory else "memory"
+    return flops / moved, max(arithmetic, memory), bound_by
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-1-cost-flops", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_cost_flops(attention_cost)
+### BEGIN HIDDEN TESTS
+checks.check_cost_flops(attention_cost, seed=11)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-1-cost-bytes", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_cost_bytes(attention_cost)
+### BEGIN HIDDEN TESTS
+checks.check_cost_bytes(attention_cost, seed=12)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-1-cost-roof", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_roof(roof)
+### BEGIN HIDDEN TESTS
+checks.check_roof(roof, seed=13)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# An H200's specification promises 989.5 TFLOP/s in bfloat16 and 4,800 GB/s: 206 FLOPs in the time of one byte, the *ridge*. Eight
+# cases. **Predict first**: which of them are bound by memory?
+
+# %%
+predicted_memory_bound = None  # your guess: how many of the eight
+
+# %%
+own_cost = checks.yours_or_ours(
+    attention_cost, checks.attention_cost, checks.check_cost_flops, checks.check_cost_bytes
+)
+own_roof = checks.yours_or_ours(roof, checks.roof, checks.check_roof)
+#            batch, N_q,  N_k,    heads, kv_heads, d;  causal, backward
+forms = {
+    "prefill": ((4, 8192, 8192, 32, 32, 128), False, False),
+    "prefill, causal": ((4, 8192, 8192, 32, 32, 128), True, False),
+    "its backward": ((4, 8192, 8192, 32, 32, 128), True, True),
+    "grouped, 8 key heads": ((4, 8192, 8192, 32, 8, 128), True, False),
+    "many short texts": ((256, 128, 128, 32, 32, 128), True, False),
+    "decode": ((4, 1, 8192, 32, 32, 128), True, False),
+    "decode, 8 key heads": ((4, 1, 8192, 32, 8, 128), True, False),
+    "decode, 8 tokens at once": ((4, 8, 8192, 32, 8, 128), True, False),
+}
+rows = {}
+for name, (shape, causal, backward) in forms.items():
+    flops, moved = own_cost(*shape, dtype=torch.bfloat16, causal=causal, backward=backward)
+    intensity, least_ms, bound_by = own_roof(flops, moved, 989.5, 4800)
+    rows[name] = [flops / 1e9, moved / 1e6, intensity, least_ms, bound_by]
+columns = ["GFLOP", "MB", "FLOPs a byte", "least ms", "bound by"]
+forms_table = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+by_memory = int((forms_table["bound by"] == "memory").sum())
+checks.compare_prediction("Bound by memory", predicted_memory_bound, by_memory, "of 8")
+
+# %% tags=["nbval-check-output"]
+digits = {"GFLOP": 1, "MB": 1, "FLOPs a byte": 1, "least ms": 4}
+print(forms_table.round(digits).to_string())
+
+# %% [markdown]
+# FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5
+# times the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length
+# of its cache. Its single query makes 1 FLOP of each byte, and 4 with grouped heads: four queries share a key. More tokens at once,
+# as speculative decoding does, multiply it.
+#
+# A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
+# recorded runs as well:
+
+# %% tags=["nbval-check-output"]
+from labsupport.analysis.roofline import Roof, roofline
+from labsupport.profiling.hardware import find_spec
+
+h200 = find_spec("NVIDIA H200")
+text = Case("", 8192, batch=4, heads=32, head_dim=128, dtype="bfloat16", causal=True)
+for left in (-1, 1023, 127):
+    judged = roofline([text], h200, window_size=(left, 0)).iloc[0]
+    print(
+        f"window {left + 1 or 'none':>5}: {judged.intensity:6.0f} FLOPs a byte, {judged.bound_by}"
+    )
+
+# %% [markdown]
+# ### Your device
+#
+# No device reaches its specification, so the lab measures two ceilings: a copy of a large tensor, and a product of large matrices.
+# Under them: the textbook, FlashAttention, and decode steps (one query, 8,192 keys). The textbook's operators pass $S$ and $P$ to one
+# another through memory, so *its* intensity is taken with the bytes that `trace_tensors` sees at its operators; the others count each
+# tensor once. **Predict first**: how many FLOPs a byte has the textbook, when $N$ is large?
+
+# %%
+predicted_intensity = None  # your guess, a number
+
+# %%
+from labsupport.profiling import measured_ceilings
+from labsupport.profiling.benchmark import make_inputs
+
+ceilings = measured_ceilings()
+name_of_dtype = str(dtype).removeprefix("torch.")
+shape = {"batch": batch, "heads": heads, "dtype": name_of_dtype}
+lengths = [512, 2048, 8192] if gpu else [128, 512, 2048]
+prefill = grid(["standard", "sdpa_flash"], lengths, **shape)
+decode = grid(["sdpa_flash"], [1], kv_seqlen=8192, kv_heads=[heads, heads // 4], **shape)
+measured = run_grid(prefill + decode, measure_error=False, max_seconds=0.2)
+judged = roofline(measured[measured.status == "ok"], ceilings)
+
+
+def bytes_between_operators(case):
+    q, k, v, _ = make_inputs(case, torch.device(device), seed=0)
+    seen = analysis.trace_tensors(lambda: attention(q, k, v, backend=case.backend))
+    return seen.read_bytes + seen.written_bytes
+
+
+own = {case.seqlen: bytes_between_operators(case) for case in prefill if case.backend == "standard"}
+is_standard = judged.backend == "standard"
+judged.loc[is_standard, "bytes"] = judged.seqlen.map(own)
+judged["intensity"] = judged.flops / judged.bytes
+longest = judged[is_standard].intensity.iloc[-1]
+checks.compare_prediction("The textbook's FLOPs a byte", predicted_intensity, longest)
+judged["GFLOP/s"] = 1e3 * judged.tflops
+judged["MiB"] = judged.bytes / 2**20
+names = ["backend", "seqlen", "kv_seqlen", "kv_heads", "MiB", "intensity", "GFLOP/s"]
+judged[names].round({"MiB": 1, "intensity": 1, "GFLOP/s": 1})
+
+# %%
+peak = ceilings.matmul_tflops[name_of_dtype]
+lines = [plotting.RoofLine("measured", peak, ceilings.copy_gb_s)]
+spec = find_spec(ceilings.device)
+if spec is not None:
+    lines.insert(
+        0, plotting.RoofLine("specified", spec.peak_tflops(name_of_dtype), spec.bandwidth_gb_s)
+    )
+plotting.plot_roofline(
+    judged,
+    lines,
+    title="The textbook's intensity stands still, FlashAttention's grows with N",
+    small_print=f"{ceilings.device}, {name_of_dtype}, {heads} heads of {head_dim}; "
+    "sdpa_flash, the two on the left: decode steps",
+)
+
+# %% [markdown]
+# The textbook stays near the same intensity, however long the sequence: FLOPs and bytes both grow with $N^2$. FlashAttention moves to
+# the right, under the flat part of the roof. How near a marker comes to the roof says how good the *kernel* is; where it stands from
+# left to right, what the *algorithm* asks for. Decode steps lie far below the slope: bound by memory is what they *could* be, but this
+# kernel is made for many queries, and has one. (A CPU blurs the picture. Its caches hold small cases whole, so that a marker may even
+# lie above the slope; and the exponentials, which the roof does not know, cost it dearly.) `labsupport bench` prints the share of the
+# roof that a call reaches, with a verdict.
+#
+# ### Recorded: an H200
+#
+# `attention-h200` without a mask, 16 heads of 64, and `decode-h200`, 32 query heads on 8 key heads of 128:
+
+# %%
+recorded = load_run("attention-h200")
+forward = recorded[(recorded.direction == "forward") & (recorded.status == "ok")]
+some = forward[
+    ~forward.causal & forward.backend.isin(["standard", "sdpa_flash", "sdpa_cudnn", "fa4"])
+]
+steps_recorded = load_run("decode-h200").query("implementation == 'sdpa_cudnn'")
+cached = [
+    Case("sdpa_cudnn", 1, kv_seqlen=row["keys"], batch=row.batch, heads=32, kv_heads=8,
+         head_dim=128, dtype="bfloat16")
+    for _, row in steps_recorded.iterrows()
+]  # fmt: skip
+judged_decode = roofline(cached, h200)
+judged_decode["tflops"] = judged_decode.flops / steps_recorded.median_ms.to_numpy() / 1e9
+on_h200 = pd.concat([roofline(some, h200), judged_decode])
+is_textbook = on_h200.backend == "standard"  # S and P, each written once and read once, 2 bytes
+squares = 4 * 2 * on_h200.batch * on_h200.heads * on_h200.seqlen * on_h200.kv_seqlen
+on_h200["intensity"] = on_h200.flops / (on_h200.bytes + squares.where(is_textbook, 0))
+ceiling = load_run("h200-prefill").attrs["provenance"]
+plotting.plot_roofline(
+    on_h200,
+    [
+        plotting.RoofLine("specified", h200.peak_tflops("bfloat16"), h200.bandwidth_gb_s),
+        plotting.RoofLine("measured", ceiling["matmul_tflops"]["bfloat16"], ceiling["copy_gb_s"]),
+    ],
+    title="Decode steps touch the slope of the roof; long texts reach a third to a half of the flat part",
+    small_print="recorded: NVIDIA H200, bfloat16, forward; lengths 512 to 16,384; far to the left decode steps, caches\n"
+    "of 32,768 to 524,288 keys. standard: with at least four passes over N x N numbers, by formula",
+)
+
+# %% [markdown]
+# ### A wrong rule
+#
+# "A good kernel uses more than 80% of the memory's bandwidth." For which kernels? NVIDIA's profiler looked at three of this lab's
+# Triton kernels on that GPU (head_dim 128, N = 4096, batch 4, 16 heads; bytes of HBM and times from `data/runs/peers-h200/notes.md`):
+
+# %% tags=["nbval-check-output"]
+#                 ms, GB from HBM, TFLOP
+seen_by_ncu = {
+    "forward": (1.04, 0.262, 0.55),
+    "backward, dK and dV": (1.74, 0.391, 1.10),
+    "rows (row sums of dO * O)": (0.038, 0.139, 0.0),
+}
+for name, (ms, gb, tflop) in seen_by_ncu.items():
+    print(
+        f"{name:26} {gb / ms * 1e3 / 4200:4.0%} of the bandwidth, {tflop / ms * 1e3 / 790:4.0%} of the arithmetic"
+    )
+
+
+# %% [markdown]
+# The *worst* place for an attention kernel is where bandwidth use is high: it would mean that it moves too much. The forward uses 6%
+# of the bandwidth and two thirds of the arithmetic. The kernel of row sums uses 87%, and must: it has nothing to compute. So first ask
+# what bounds a case, then look at the use of *that*. For a long prefill: the tensor cores. For a decode step: the bandwidth.
+#
+# ## 4.3 · Between fast and slow memory
+#
+# "Each tensor once" is a lower bound. A kernel works on tiles, and reads some things again and again. How often? The model is a fast
+# memory of $M$ numbers, in which alone one can compute, and a slow one for the rest. Counted is each number that passes.
+
+# %% [markdown]
+# ### Exercise 4-2 · Count what passes
+# ●●○ · 25 minutes · 5 points
+#
+# One head of `seqlen` queries and as many keys, forward; blocks divide `seqlen`. All counts are *numbers* (elements), no bytes.
+#
+# | function | returns |
+# | --- | --- |
+# | `textbook_traffic(seqlen, head_dim, block_q)` | `(read, written)` |
+# | `tiled_traffic(seqlen, head_dim, block_q, block_k, *, outside, causal=False)` | `(read, written)` |
+#
+# **Textbook**: three kernels, no mask.
+#
+# 1. $S = QK^\top$: a block of `block_q` rows of $Q$ stays while all of $K$ passes; then the next block. $S$ is written.
+# 2. Softmax: reads $S$ row by row (a row fits), and writes $P$.
+# 3. $O = PV$: for each block of rows of $O$, its rows of $P$ pass once, and all of $V$ passes. $O$ is written.
+#
+# **Tiled**, `outside="queries"` (FlashAttention-2): for each block of queries, $Q$ is read once, $K$ and $V$ pass block by block,
+# then $O$ and $L$ are written. $L$ has one number a row.
+#
+# **Tiled**, `outside="keys"` (FlashAttention's first version): first zeros are written to $O$, $m$ and $\ell$. Then for each block of
+# keys, $K$ and $V$ are read once, and for each block of queries $Q, O, m, \ell$ are read, and $O, m, \ell$ written. $m$ and $\ell$ have
+# one number a row.
+#
+# With `causal=True` a tile without a visible pair is skipped: nothing moves for it.
+#
+# <details><summary>Hint</summary>
+#
+# Count tiles, then what moves for each. With a causal mask, block $r$ of the queries ends with row `(r + 1) * block_q - 1`, which
+# sees `(r + 1) * block_q` keys: how many blocks of `block_k` is that, when the last one may be cut?
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-2-traffic", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def textbook_traffic(seqlen, head_dim, block_q):
+    """(read, written) numbers of textbook attention, one head."""
+    ### BEGIN SOLUTION
+    square, matrix = seqlen**2, seqlen * head_dim
+    passes = seqlen // block_q
+    read = (matrix + passes * matrix) + square + (square + passes * matrix)
+    written = square + square + matrix
+    return read, written
+    ### END SOLUTION
+
+
+def tiled_traffic(seqlen, head_dim, block_q, block_k, *, outside, causal=False):
+    """(read, written) numbers of FlashAttention, one head; outside: "queries" or "keys"."""
+    ### BEGIN SOLUTION
+    tiles = (seqlen // block_q) * (seqlen // block_k)
+    if causal:
+        tiles = sum(math.ceil(stop / block_k) for stop in range(block_q, seqlen + 1, block_q))
+    matrix, rows, cols = seqlen * head_dim, block_q * head_dim, block_k * head_dim
+    if outside == "queries":
+        read = matrix + tiles * 2 * cols
+        written = matrix + seqlen
+    else:
+        read = 2 * matrix + tiles * (2 * rows + 2 * block_q)
+        written = (matrix + 2 * seqlen) + tiles * (rows + 2 * block_q)
+    return read, written
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-2-traffic-textbook", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_textbook_traffic(textbook_traffic)
+### BEGIN HIDDEN TESTS
+checks.check_textbook_traffic(textbook_traffic, seed=21)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-2-traffic-tiled", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_tiled_traffic(tiled_traffic)
+### BEGIN HIDDEN TESTS
+checks.check_tiled_traffic(tiled_traffic, seed=22)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-2-traffic-causal", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_tiled_causal(tiled_traffic)
+### BEGIN HIDDEN TESTS
+checks.check_tiled_causal(tiled_traffic, seed=23)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Formulas are patient. `analysis.count` *runs* an algorithm on real numbers, in a memory that refuses more than $M$ numbers at a time
+# and counts whatever is loaded or stored. Your formula beside it:
+
+# %%
+own_textbook = checks.yours_or_ours(
+    textbook_traffic, checks.textbook_traffic, checks.check_textbook_traffic
+)
+own_tiled = checks.yours_or_ours(
+    tiled_traffic, checks.tiled_traffic, checks.check_tiled_traffic, checks.check_tiled_causal
+)
+
+# %% tags=["nbval-check-output"]
+q1, k1, v1 = (torch.randn(128, 16, dtype=torch.float64) for _ in range(3))
+outside = {"version1": "keys", "version2": "queries"}
+print("              counted  formula    held, of 2,200")
+for name in ("standard", "version1", "version2"):
+    run = analysis.count(name, q1, k1, v1, block_q=16, block_k=32, capacity=2200)
+    formula = (
+        own_textbook(128, 16, 16)
+        if name == "standard"
+        else own_tiled(128, 16, 16, 32, outside=outside[name])
+    )
+    print(f"{name:10} {run.total:10,} {sum(formula):8,} {run.peak:9,}")
+
+# %% [markdown]
+# What if the tiles are larger than the memory?
+
+# %% tags=["nbval-check-output"]
+from labsupport.analysis.traffic import OutOfFastMemoryError
+
+try:
+    analysis.count("version2", q1, k1, v1, block_q=64, block_k=32, capacity=2200)
+except OutOfFastMemoryError as error:
+    print(error)
+
+# %% [markdown]
+# ### The law
+#
+# Some texts say that FlashAttention needs $O(N)$ memory *accesses*. It is its extra memory that is $O(N)$. How do the accesses grow
+# with the length, the head dimension, and the fast memory? **Predict first**: the sequence gets twice as long, the memory stays.
+
+# %%
+predicted_growth = None  # your guess: times as much traffic
+
+# %% tags=["nbval-check-output"]
+from labsupport.analysis.traffic import fitting_blocks
+
+
+def accesses(version, seqlen, head_dim, capacity):
+    """Numbers that pass, with the best blocks for this memory; what is left over is rounded up."""
+    block_q, block_k = fitting_blocks(version, "forward", capacity, head_dim, power_of_two=True)
+    return sum(own_tiled(seqlen, head_dim, block_q, block_k, outside=outside[version]))
+
+
+def power(values, counts):
+    return np.polyfit(np.log(values), np.log(counts), 1)[0]
+
+
+lengths_n, dims, memories = (
+    [2**i for i in (14, 15, 16)],
+    [16, 32, 64],
+    [2**i for i in range(14, 19)],
+)
+for version in outside:
+    along_n = power(lengths_n, [accesses(version, n, 64, 2**17) for n in lengths_n])
+    along_d = power(dims, [accesses(version, 2**18, d, 2**18) for d in dims])
+    along_m = power(memories, [accesses(version, 2**20, 16, m) for m in memories])
+    print(f"{version}: N to the power of {along_n:.2f}, d of {along_d:.2f}, M of {along_m:.2f}")
+
+# %%
+growth = accesses("version2", 2**16, 64, 2**17) / accesses("version2", 2**15, 64, 2**17)
+checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
+
+# %% [markdown]
+# So it is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. *Quadratic* in the length, as for the textbook; the gain is a constant
+# factor, and a large one: about $M / d^2$. (The powers are not whole numbers, because blocks are powers of two here, and because $Q$
+# and $O$ pass once whatever the tiles; theory chapter 4 has the derivation, with its constants.) Doubling `head_dim` costs four times
+# the traffic, so large heads gain least.
+#
+# And version 2's order, queries outside, moves less than version 1's at the same $M$, each with its best blocks: $O$ stays in fast
+# memory until it is done. (In the counts above, the blocks of 16 by 32 favoured version 1.)
+# That was not even its main reason. Section 4.5 shows the other one.
+#
+# ### What a GPU's counters see
+#
+# $M$ is the memory of *one* multiprocessor. On a GPU most of what passes that border comes from the L2 cache, 60 MiB on an H200, not
+# from HBM. NVIDIA's Nsight Compute counts bytes at three borders: to the multiprocessors, at L2, and at HBM. Three shapes, three
+# kernels each (`python -m labsupport.analysis.traffic.counters --three`, recorded). **Predict first**: by how many percent is the
+# count of the tiles' bytes off, at the first border?
+
+# %%
+predicted_gap = None  # your guess, in percent
+
+# %% tags=["nbval-check-output"]
+counters = load_run("traffic-h200").query("kernel != 'rows_kernel'")
+gap = 100 * (counters.moved_ratio - 1).abs().max()
+print(f"you predicted {predicted_gap}; the largest difference is {gap:.4f}%")
+gigabytes = counters[["counted", "moved", "l2", "compulsory", "dram"]] / 1e9
+gigabytes.columns = ["tiles ask for", "to the SMs", "at L2", "each tensor once", "at HBM"]
+names = counters.kernel.str.removeprefix("hopper_").str.removesuffix("_kernel")
+shapes = counters[["seqlen", "head_dim", "kv_heads", "causal"]].assign(kernel=names)
+print(shapes.join(gigabytes.round(2)).to_string(index=False))
+
+# %% [markdown]
+# Not one byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that border it gets less:
+# requests for the same block are joined on their way to L2, and HBM gives each tensor about once, since K and V of the heads at work
+# fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
+# in front of it.
+#
+# ### The largest tensor
+#
+# One question about any program costs a single call: which is the largest tensor that it makes?
+
+# %%
+programs = {
+    "standard": textbook,
+    "flash_torch": partial(attention, q, k, v, backend="flash_torch"),
+    "sdpa_flash": flash,
+    "training step": step.run,
+}
+for name, program in programs.items():
+    seen = analysis.trace_tensors(program)
+    print(f"{name:14} {seen.nbytes / 2**20:6.1f} MiB, shape {tuple(seen.shape)}, by {seen.op}")
+
+# %% [markdown]
+# For textbook attention it is $N \times N$ for each head. FlashAttention has nothing larger than its output, or than a tile of all
+# heads (`flash_torch`, in plain PyTorch). Such a count cannot be fooled by an allocator or a cache: the tests of this lab use it.
+#
+# ### Tiles to play with
+#
+# Which tiles are best? One head of 4,096 tokens and $d = 64$ in bfloat16, and the shared memory of an H100's or H200's
+# multiprocessor, 228 KiB. **Predict first**: which $B_r$ and $B_c$ (powers of two) move least?
+
+# %%
+predicted_blocks = None  # your guess, (Br, Bc)
+
+# %%
+from labsupport.analysis.explorer import tile_explorer
+from labsupport.analysis.tiles import best_choice, tile_choices
+
+tiles = tile_choices(4096, 64, fast_bytes=228 * 1024)
+print(f"moves least: (Br, Bc) = {best_choice(tiles)}; your guess: {predicted_blocks}")
+plotting.plot_tile_choices(tiles)
+
+# %%
+tile_explorer(seqlen=4096, head_dim=64)
+
+# %% [markdown]
+# The controls need a running notebook; the picture above is one setting of them. In this count, the block that stays ($B_r$ in
+# version 2) should be as large as fits, and the other may be as small as you like. Why do real kernels take 64 or 128 by 64 or 128?
+# The accumulator lies in *registers*: 512 rows of 64 float32 numbers are half of all that a multiprocessor has. Tensor cores multiply at
+# least 16 columns
+# at a time, and are fed well only with more. Several blocks of K and V must be on their way at once. And few large programs leave
+# multiprocessors idle. Traffic is one of several bills, and behind an L2 cache not the highest. So kernels are *tuned*:
+
+# %%
+tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
+tuned = tuned.sort_values("median_ms")[
+    ["block_q", "block_k", "warps", "stages", "median_ms", "ratio"]
+]
+pd.concat([tuned.head(4), tuned.tail(3)]).round(3)
+
+# %% [markdown]
+# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m labsupport.profiling.tune`).
+#
+# ## 4.4 · The kernel
+#
+# Time to write one. In Triton a *program* computes one block of queries; `tl.dot` multiplies tiles on the tensor cores. Everything
+# around the heart is given, and it is short (`labsupport/attention/flash_triton/with_update.py`). Where there is no GPU, Triton's
+# interpreter runs the same code with NumPy: slowly, and it can be debugged like any Python.
+
+# %%
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Triton exists for Linux: elsewhere read on, the check cells say what to do
+    from types import SimpleNamespace
+
+    triton = SimpleNamespace(jit=lambda function: function)
+else:
+    from labsupport.attention.flash_triton.with_update import with_update_kernel
+
+    lines = inspect.getsource(with_update_kernel.fn).splitlines()
+    first = next(i for i, line in enumerate(lines) if "m = tl.full" in line)
+    print("\n".join(lines[first:]))
+
+
+# %% [markdown]
+# ### Exercise 4-3 · The heart of the kernel
+# ●●● · 25 minutes · 5 points
+#
+# Write `update(m, l, acc, scores, v) -> (m, l, acc)`, which is called once for each tile of keys.
+#
+# | | shape | dtype |
+# | --- | --- | --- |
+# | `m`, `l` | `(block_q,)` | float32; begin as -inf and 0 |
+# | `acc` | `(block_q, head_dim)` | float32; begins as 0 |
+# | `scores` | `(block_q, block_k)` | float32; -inf hides a key |
+# | `v` | `(block_k, head_dim)` | that of the inputs, float16 say |
+#
+# `scores` carry the factor $\log_2 e$ already, so that $e^s$ is `tl.exp2(scores)`: a GPU has an instruction for powers of 2. After the
+# last tile, `acc / l` must be attention's output, and `m + log2(l)` its log-sum-exp, in base 2. A row that has seen no key keeps
+# `m` = -inf, `l` = 0 and `acc` = 0.
+#
+# You have `tl.maximum(a, b)`, `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.exp2(x)`, `tl.where(condition, a, b)`, `tl.dot(a, b)`, `x.to(dtype)`,
+# `x[:, None]`, and arithmetic. There is no `if` on a tensor, and no method like `x.max()`. `tl.dot` wants both factors in one dtype,
+# and adds up in float32: round the weights to `v`'s, and keep all else in float32.
+#
+# <details><summary>Hint</summary>
+#
+# It is the online softmax of exercise 1-3, row by row in a tile. The old sum and the old accumulator shrink by the same factor
+# $\alpha = 2^{m_\text{old} - m_\text{new}}$. For a row without a key this is $-\infty - (-\infty)$: subtract 0 there instead of `m_new`.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-3-kernel", "locked": false, "schema_version": 3, "solution": true, "task": false}
+@triton.jit
+def update(m, l, acc, scores, v):
+    """One tile of keys into the running maximum, sum and accumulator."""
+    ### BEGIN SOLUTION
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(scores - shift[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+    return m_new, l, acc
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-3-kernel-values", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_update_values(update)
+### BEGIN HIDDEN TESTS
+checks.check_update_values(update, seed=31)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-3-kernel-extremes", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_update_extremes(update)
+### BEGIN HIDDEN TESTS
+checks.check_update_extremes(update, seed=32)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-3-kernel-dtype", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_update_dtype(update)
+
+# %% [markdown]
+# Triton compiles your function into the kernel, as if it stood there. On real inputs, beside the oracle in float64, and, where there
+# is a GPU, beside the clock:
+
+# %%
+from labsupport.attention import oracle_attention
+from labsupport.attention.flash_triton import mode
+
+if (reason := mode.missing()) is None:
+    from labsupport.attention.flash_triton.with_update import attention_with_update, softmax_update
+
+    own_update = checks.yours_or_ours(
+        update, softmax_update, checks.check_update_values, checks.check_update_extremes
+    )
+    n = 4096 if gpu else 96
+    qh, kh, vh = (torch.randn(2, n, 64, device=device, dtype=torch.float16) for _ in range(3))
+    out, m, l = attention_with_update(own_update, qh, kh, vh, causal=True)
+    exact, lse = oracle_attention(qh, kh, vh, causal=True)
+    print(f"largest error of the output   {(out - exact).abs().max():.0e}")
+    print(f"             of the log-sum-exp {((m + l.log2()) * math.log(2) - lse).abs().max():.0e}")
+    if gpu:
+        took = [
+            milliseconds(lambda: attention_with_update(own_update, qh, kh, vh)) for _ in range(5)
+        ]
+        print(f"fastest of five calls: {min(took):.3f} ms")
+else:
+    print("The kernel cannot run here:", reason)
+
+# %% [markdown]
+# A correct heart makes a correct kernel, not yet a fast one. What decides about speed stands around it:
+#
+# - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
+# - *resources*: `python -m labsupport.attention.flash_triton.resources --capability 90 --head-dim 64 --kernel forward` compiles for a
+#   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
+#   multiprocessor;
+# - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
+#   profiler found this lab's forward waiting: its tensor pipe was active 57% of the time.
+#
+# How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone (`peers-h200`). A large
+# matrix product reaches 719 to 814 there.
+
+# %%
+peers = load_run("peers-h200")
+speeds = peers[(peers.direction == "forward") & (peers.head_dim == 128) & ~peers.causal]
+speeds.pivot(index="backend", columns="seqlen", values="tflops").sort_values(16_384).round(0)
+
+# %%
+from labsupport.profiling.peers import compare_with_peers, geometric_means
+
+geometric_means(compare_with_peers(peers, "flash_triton")).round(2)
+
+# %% [markdown]
+# How many times as fast the lab's Triton kernels are as each other implementation, over all shapes of that run. Faster than PyTorch's
+# FlashAttention-2 and than FlexAttention, behind cuDNN and FlashAttention-4: those overlap softmax and tensor cores by hand, which
+# Triton does not express. All of them compute the same, and all of them have those few lines at their heart.
+#
+# ## 4.5 · Batch, length, heads
+#
+# How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. So would be the time, if FLOPs were all.
+#
+# **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and for 16 times
+# the *batch*?
+
+# %%
+predicted_length_factor = None  # your guess for the length
+predicted_batch_factor = None  # and for the batch
+
+# %%
+lengths = [512, 1024, 2048, 8192] if gpu else [128, 512, 1024, 2048]
+axes = {"dtype": name_of_dtype, "heads": heads}
+short = lengths[0] if gpu else 256
+by_length = run_grid(
+    grid(["standard", "sdpa_flash"], lengths, **axes), measure_error=False, max_seconds=0.2
+)
+by_batch = run_grid(
+    grid(["sdpa_flash"], [short], batch=[1, 16], **axes), measure_error=False, max_seconds=0.2
+)
+by_heads = run_grid(
+    grid(["sdpa_flash"], [short], heads=[1, 16], dtype=name_of_dtype),
+    measure_error=False,
+    max_seconds=0.2,
+)
+
+
+def times_as_long(table, column):
+    table = table[table.backend == "sdpa_flash"].set_index(column).median_ms
+    return table.loc[table.index.max()] / table.loc[table.index.min()]
+
+
+checks.compare_prediction(
+    "16 times the length", predicted_length_factor, times_as_long(by_length, "seqlen"), "times"
+)
+checks.compare_prediction(
+    "16 times the batch", predicted_batch_factor, times_as_long(by_batch, "batch"), "times"
+)
+print(f"16 times the heads: {times_as_long(by_heads, 'heads'):.3g} times")
+
+# %%
+from labsupport.profiling import arithmetic_bound_ms
+
+plotting.plot_time(
+    by_length,
+    title="Long sequences grow with N²; short ones pay for the start",
+    references=[plotting.Reference("arithmetic alone", arithmetic_bound_ms(by_length, peak))],
+)
+
+# %%
+both = pd.concat([by_batch, by_heads]).drop_duplicates(["batch", "heads"])
+both["tokens x heads"] = both.batch * both.heads * both.seqlen
+both[["seqlen", "batch", "heads", "median_ms", "tflops"]].round(4)
+
+# %% [markdown]
+# Batch and heads are the same to a kernel: independent pieces. Their cost is about proportional, once the device is full; below that
+# they are cheaper, and beyond a cache dearer. The length counts twice.
+#
+# **"Flash is always faster."** Compare like with like: the same dtype. In bfloat16 on one thread of a server's CPU (`calibration-cpu`),
+# and in float32; how many times as fast as the textbook is FlashAttention?
+
+# %%
+cpu = load_run("calibration-cpu")
+plain = cpu[
+    (cpu.direction == "forward")
+    & (cpu.batch == 1)
+    & (cpu.heads == 4)
+    & (cpu.kv_heads == 4)
+    & (cpu.head_dim == 64)
+    & ~cpu.causal
+]
+faster = speedup(plain[plain.backend.isin(["standard", "sdpa_flash"])]).query(
+    "backend == 'sdpa_flash'"
+)
+faster.pivot(index="dtype", columns="seqlen", values="speedup").round(2)
+
+# %% [markdown]
+# Below 1 the textbook wins. Its matrix products are the most polished code of all, and while $S$ fits into a cache, there is nothing
+# to save. FlashAttention's *memory* is smaller at any length.
+#
+# ### The same on an H200, recorded
+#
+# Batch 4, 16 heads of 64, bfloat16, forward, without a mask:
+
+# %%
+long_ones = forward[~forward.causal & (forward.seqlen == 16_384)].set_index("backend").median_ms
+apart = long_ones["flash_torch"] / long_ones["fa4"]
+plotting.plot_time(
+    recorded[(recorded.direction == "forward") & ~recorded.causal],
+    title=f"One algorithm, and a factor of {apart:.0f} between its programs",
+    references=[
+        plotting.Reference(
+            "arithmetic alone",
+            arithmetic_bound_ms(
+                recorded[recorded.direction == "forward"].query("not causal"),
+                ceiling["matmul_tflops"]["bfloat16"],
+            ),
+        )
+    ],
+)
+
+# %% [markdown]
+# `flash_torch` is FlashAttention, too, written in PyTorch: each tile is a few kernels, launched from Python. It saves all the memory,
+# and is slower than the textbook. An algorithm is not a speed.
+#
+# **Starting up.** The kernels' own time beside that of the call from Python, 512 tokens a sequence, 16,384 in all (`peers-h200`):
+
+# %%
+starts = peers[(peers.seqlen == 512) & (peers.head_dim == 64) & ~peers.causal]
+starts = starts.set_index(["direction", "backend"])[["median_ms", "call_ms"]]
+starts.assign(share=starts.median_ms / starts.call_ms).round(3)
+
+# %% [markdown]
+# Up to half of a call is waiting for Python. Larger batches, CUDA graphs and `torch.compile` help; a faster kernel does not.
+#
+# **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head of each
+# sequence; the second one for each block of 128 queries, too. What if there are few heads? N = 16,384, head_dim 64, no mask
+# (`loop-orders-h200`):
+
+# %%
+orders = load_run("loop-orders-h200").query("seqlen == 16384 and head_dim == 64 and not causal")
+names = ["heads", "version1_programs", "version1_ms", "version2_programs", "version2_ms"]
+orders[names].round(2)
+
+
+# %% [markdown]
+# Version 1: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116 still idle. *That* is why
+# version 2 turned the loops round. And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
+# leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From 256 to 512
+# it doubles. Such steps are called *wave quantisation*: the last wave costs as much as a full one.
+#
+# ## 4.6 · Can it be predicted?
+#
+# A model of two numbers: what a call costs to start, and the rate at which it then works.
+#
+# $$t = t_0 + \frac{\text{FLOPs}}{\text{rate}}$$
+#
+# It is good if it predicts shapes that it *has not seen*. So some rows are put aside, *held out*, before anything is fitted.
+
+# %% [markdown]
+# ### Exercise 4-4 · Two numbers that predict
+# ●●○ · 20 minutes · 5 points
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `fit_time(flops, ms)` | numpy arrays `(n,)`, float64 | `(start_ms, tflops)`, with the least sum of squares of *relative* errors, (predicted - measured) / measured |
+# | `predict_time(flops, start_ms, tflops)` | a number, or an array | the time in ms: a number, or an array |
+# | `held_out_error(table)` | a DataFrame: `flops`, `median_ms`, `status`, `held_out` (bool) | `(start_ms, tflops, error)` |
+#
+# `tflops` is in $10^{12}$ a second. `held_out_error` leaves out rows whose `status` is not `"ok"` (their time is NaN), fits those that
+# are not held out, and judges those that are: `error` is the mean of |predicted - measured| / measured, a fraction. The table stays as
+# it is.
+#
+# <details><summary>Hint</summary>
+#
+# Relative errors: divide the equation `start + slope * work = ms` by `ms`. Then there are two unknowns, a row for each measurement, and
+# a 1 on the right: `np.linalg.lstsq`. Work in $10^9$ FLOPs keeps the numbers near one another.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-4-predict", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def fit_time(flops, ms):
+    """(start_ms, tflops) with the least relative errors."""
+    ### BEGIN SOLUTION
+    work = flops / 1e9
+    rows = np.stack([1 / ms, work / ms], axis=1)
+    (start_ms, slope), *_ = np.linalg.lstsq(rows, np.ones(len(ms)))
+    return start_ms, 1 / slope
+    ### END SOLUTION
+
+
+def predict_time(flops, start_ms, tflops):
+    """ms of a call, or of each."""
+    ### BEGIN SOLUTION
+    return start_ms + flops / (tflops * 1e12) * 1e3
+    ### END SOLUTION
+
+
+def held_out_error(table):
+    """(start_ms, tflops, error): fitted on some rows, judged on the others."""
+    ### BEGIN SOLUTION
+    ran = table[table.status == "ok"]
+    seen, unseen = ran[~ran.held_out], ran[ran.held_out]
+    start_ms, tflops = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
+    predicted = predict_time(unseen.flops, start_ms, tflops)
+    error = ((predicted - unseen.median_ms).abs() / unseen.median_ms).mean()
+    return start_ms, tflops, error
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-4-predict-fit", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_fit(fit_time)
+### BEGIN HIDDEN TESTS
+checks.check_fit(fit_time, seed=41)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-4-predict-time", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_predict(predict_time)
+### BEGIN HIDDEN TESTS
+checks.check_predict(predict_time, seed=42)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-4-predict-held-out", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_held_out(held_out_error)
+### BEGIN HIDDEN TESTS
+checks.check_held_out(held_out_error, seed=43)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is calibrated on the same rows and tested on the same:
+# of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than FLOPs: tiles,
+# exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only, errors in percent.
+#
+# **Predict first**: the error of your two numbers for cuDNN, without a mask.
+
+# %%
+predicted_error = None  # your guess, in percent
+
+# %%
+from labsupport.analysis.predictor.evaluate import with_predictions
+from labsupport.analysis.predictor.split import SPLITS, case_of
+
+own_held_out = checks.yours_or_ours(held_out_error, checks.held_out_error, checks.check_held_out)
+
+
+def prepared(run):
+    """A recorded run's forward rows, with FLOPs, and which of them are held out."""
+    table = load_run(run).query("direction == 'forward'").copy()
+    cases = [case_of(row) for row in table.to_dict("records")]
+    table["flops"] = [case.flops() for case in cases]
+    table["held_out"] = [not SPLITS[run].calibrates(case) for case in cases]
+    return table
+
+
+# %%
+calibrated = cache(analysis.calibrate_run)
+
+
+def errors(run, columns, backends):
+    """Both predictors' errors on held-out rows, in percent."""
+    model, held_out = calibrated(run)
+    package = with_predictions(held_out, model).query("direction == 'forward'")
+    package = 100 * package.error.abs().groupby([package[c] for c in columns]).mean()
+    table, rows = prepared(run), []
+    for key, group in table[table.backend.isin(backends)].groupby(columns):
+        start_ms, tflops, error = own_held_out(group)
+        rows.append([*key, 1e3 * start_ms, tflops, 100 * error, package[key]])
+    return pd.DataFrame(
+        rows, columns=[*columns, "start, µs", "TFLOP/s", "two numbers, %", "package, %"]
+    )
+
+
+fused = ["sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "fa4", "flex"]
+found = errors("attention-h200", ["backend", "causal"], fused)
+cudnn = found[(found.backend == "sdpa_cudnn") & ~found.causal]["two numbers, %"].iloc[0]
+checks.compare_prediction("Two numbers, cuDNN, no mask", predicted_error, cudnn, "%")
+
+# %% tags=["nbval-check-output"]
+print(found.round(1).to_string(index=False))
+
+# %% [markdown]
+# Without a mask, two numbers hit cuDNN's times to about one percent, which is better than the package's one fit for everything. With a
+# causal mask they are several times as wrong. Why? A tile on the diagonal is computed whole, and half of it is thrown away; besides,
+# it must be masked. There are $N / B$ such tiles, so this costs in proportion to $N$: neither a start, which is always the same, nor
+# $N^2$. Let us test the explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
+
+# %% tags=["nbval-check-output"]
+from labsupport.analysis.traffic import Sizes
+from labsupport.analysis.traffic.formulas import visible_tiles
+
+causal_rows = prepared("attention-h200").query("causal and backend == 'sdpa_cudnn'")
+for tile in (1, 64, 128, 256):
+    sizes = [Sizes(n, n, 64, tile, tile, True) for n in causal_rows.seqlen]
+    computed = [4 * 4 * 16 * 64 * visible_tiles(size) * tile**2 for size in sizes]
+    error = own_held_out(causal_rows.assign(flops=computed))[2]
+    print(f"tiles of {tile:3} x {tile:3}: {error:.1%} off")
+
+# %% [markdown]
+# It explains a part, and 256 explains more than 128, about what such kernels take: so something else along the diagonal costs time,
+# too. (The longest rows keep their multiprocessor busy while others are done, for instance.) The package has a term for it. And in a run
+# in which batch times length is always the same, the diagonal costs the same in every row, and hides in the start:
+
+# %% tags=["nbval-check-output"]
+found = errors("peers-h200", ["backend", "head_dim", "causal"], ["sdpa_cudnn", "sdpa_flash"])
+print(found.round(1).to_string(index=False))
+
+# %% [markdown]
+# The same two numbers, and now they are right with the mask as well. A model can be right for the wrong reason, on rows that are too
+# much alike. Look at *start* with the mask and without it. And on the CPU?
+
+# %% tags=["nbval-check-output"]
+found = errors("calibration-cpu", ["backend", "dtype", "causal"], ["standard", "sdpa_flash"])
+found["TFLOP/s"] = found["TFLOP/s"].map("{:.3f}".format)
+print(found.round(1).to_string(index=False))
+
+# %% [markdown]
+# There the held-out shapes are harder: besides other lengths, other batches and grouped heads. Two numbers fail with the mask again, and for the textbook, whose
+# time is not that of its FLOPs: it moves scores through a cache, or past it. That is the point of section 4.2, seen from the other side.
+#
+# One prediction in full, with its interval and its reasons:
+
+# %%
+model, _ = calibrated("attention-h200")
+asked = Case("sdpa_cudnn", 6144, batch=4, heads=16, dtype="bfloat16", causal=True)
+print(analysis.predict(asked, model))
+
+# %% [markdown]
+# ## 4.7 · Other hardware
+#
+# What would another GPU do? The specifications (`data/hardware.csv`, each row with its source), and from them the ridge in half
+# precision. A case of lower intensity is bound by memory there:
+
+# %%
+from labsupport.profiling import hardware_table
+
+names = [
+    "V100 SXM2 32 GB",
+    "T4",
+    "A100 SXM 80 GB",
+    "RTX 3090",
+    "RTX 4090",
+    "L4",
+    "H100 SXM",
+    "H200",
+    "B200",
+]
+gpus = hardware_table().set_index("name").loc[names]
+half = gpus.bf16_tflops.fillna(gpus.fp16_tflops)
+pd.DataFrame(
+    {
+        "capability": gpus.compute_capability,
+        "GB/s": gpus.bandwidth_gb_s,
+        "TFLOP/s, 16 bit": half,
+        "ridge, FLOPs a byte": half * 1e3 / gpus.bandwidth_gb_s,
+        "shared memory, KiB": gpus.shared_kib_per_sm,
+        "L2, MiB": gpus.l2_mib,
+    }
+).round(0)
+
+# %%
+print(f"{ceilings}")
+print(
+    f"ridge of this device, {name_of_dtype}, measured: {Roof.of(ceilings).ridge(name_of_dtype):.0f} FLOPs a byte"
+)
+
+# %% [markdown]
+# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, and more cases fall on the memory's side. (An H200 is an
+# H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic beside a narrow memory.) Your own device stands above: a
+# processor's ridge is far lower, so there nearly all of attention is bound by arithmetic.
+#
+# `transfer` carries a calibrated model to a GPU that nobody measured, *from its specification alone*: its ceilings are assumed to be
+# reached to the same share, by the same program. The intervals are wide, and wider for another generation, because the second
+# assumption is the weaker one: FlashAttention-2 reaches up to 73% of an A100's peak, and 35% of an H100's (abstracts of the papers of
+# versions 2 and 3).
+
+# %%
+from labsupport.profiling.hardware import read_specs
+
+long = Case("sdpa_flash", 8192, batch=4, heads=16, dtype="bfloat16", causal=True)
+specs = {spec.name: spec for spec in read_specs()}
+rows = []
+for name in ("H200", "H100 SXM", "B200", "A100 SXM 80 GB", "RTX 4090", "RTX 3090", "L4", "T4"):
+    try:
+        found = analysis.predict(long, analysis.transfer(model, name))
+    except ValueError as problem:
+        print(f"{name}: {problem}")
+        continue
+    bound = roofline([long], specs[name]).bound_ms.iloc[0]
+    rows.append([name, found.ms, found.low_ms, found.high_ms, bound])
+elsewhere = pd.DataFrame(rows, columns=["device", "ms", "low_ms", "high_ms", "bound_ms"])
+ran = recorded.query(
+    "backend == 'sdpa_flash' and direction == 'forward' and causal and seqlen == 8192"
+)
+elsewhere["measured_ms"] = elsewhere.device.map({"H200": ran.median_ms.iloc[0]})
+plotting.plot_predictions(
+    elsewhere,
+    title="FlashAttention-2 on other GPUs: a guess, and how wide it is",
+    small_print="sdpa_flash, forward, causal, N = 8192, batch 4, 16 heads of 64, bfloat16. Calibrated on an "
+    "H200 (attention-h200; this length was held out), carried over by specification alone: nothing was "
+    "measured on the other GPUs",
+)
+
+
+# %% [markdown]
+# A line is a promise that you can test: run `labsupport bench --seqlen 8192 --batch 4 --nheads 16 --headdim 64 --causal` on such a GPU.
+# A V100 or T4 has no bfloat16 tensor cores, and no FlashAttention-2: there SDPA's memory-efficient kernel is the one, in float16.
+#
+# ## 4.8 · Which one to take
+#
+# All that ends in a decision. Somebody brings a workload, a limit of memory and a dtype; you have a table of times, some measured, some
+# predicted.
+
+# %% [markdown]
+# ### Exercise 4-5 · Choose
+# ●●○ · 15 minutes · 4 points
+#
+# `choose(table, *, memory_bytes, dtype) -> str | None`
+#
+# `table` is a DataFrame with the columns `backend`, `dtype` (such as `"bfloat16"`), `source` (`"measured"` or `"predicted"`), `status`
+# (`"ok"`, or why not), `ms` and `peak_memory_bytes`. A backend has at most one row for each dtype and source. It is left as it is.
+#
+# 1. Only rows of the `dtype` count. Where a backend has a measured row, its predicted one does not count, whatever the measured one
+#    says.
+# 2. Only rows with status `"ok"` and `peak_memory_bytes <= memory_bytes` are left.
+# 3. Times up to 5% above the fastest of those that are left are a *tie*: the one with the least memory wins.
+#
+# The backend's name comes back; `None` if nothing is left.
+#
+# <details><summary>Hint</summary>
+#
+# A column `dtype` must be asked for as `table["dtype"]`: `table.dtype` may be something else. `isin` finds the backends that were
+# measured. `idxmin` returns a row's label, with which `.loc` finds the name.
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-5-choose", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def choose(table, *, memory_bytes, dtype):
+    """The backend to take, or None."""
+    ### BEGIN SOLUTION
+    rows = table[table["dtype"] == dtype]
+    measured = rows[rows.source == "measured"].backend
+    rows = rows[(rows.source == "measured") | ~rows.backend.isin(measured)]
+    rows = rows[(rows.status == "ok") & (rows.peak_memory_bytes <= memory_bytes)]
+    if rows.empty:
+        return None
+    tied = rows[rows.ms <= 1.05 * rows.ms.min()]
+    return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-limits", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_choice_limits(choose)
+### BEGIN HIDDEN TESTS
+checks.check_choice_limits(choose, seed=51)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-ties", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_choice_ties(choose)
+### BEGIN HIDDEN TESTS
+checks.check_choice_ties(choose, seed=52)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-5-choose-sources", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_choice_sources(choose)
+### BEGIN HIDDEN TESTS
+checks.check_choice_sources(choose, seed=53)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# An H200, batch 4, 16 heads of 64, no mask, forward. Of some lengths there are measurements, of others predictions only. **Predict
+# first**: which backend for 512 tokens, which for 16,384?
+
+# %%
+predicted_choices = None  # your guess: two names
+
+
+# %%
+def options(seqlen):
+    """Measured and predicted rows of a length, as `choose` wants them."""
+    measured = recorded.query("direction == 'forward' and not causal and seqlen == @seqlen")
+    measured = measured.rename(columns={"median_ms": "ms"}).assign(source="measured")
+    rows = []
+    for name in model.backends("bfloat16", "forward"):
+        case = Case(name, seqlen, batch=4, heads=16, dtype="bfloat16")
+        found = analysis.predict(case, model)
+        rows.append([name, "bfloat16", "predicted", "ok", found.ms, found.peak_memory_bytes])
+    columns = ["backend", "dtype", "source", "status", "ms", "peak_memory_bytes"]
+    return pd.concat([measured[columns], pd.DataFrame(rows, columns=columns)], ignore_index=True)
+
+
+own_choose = checks.yours_or_ours(
+    choose, checks.choose, checks.check_choice_limits, checks.check_choice_sources
+)
+
+# %% tags=["nbval-check-output"]
+for n, limit in (
+    (512, 4096),
+    (1536, 4096),
+    (4096, 4096),
+    (12_288, 4096),
+    (16_384, 4096),
+    (16_384, 64),
+):
+    table = options(n)
+    source = "measured" if (table.source == "measured").any() else "predicted"
+    taken = own_choose(table, memory_bytes=limit * 2**20, dtype="bfloat16")
+    print(f"{n:6} tokens, {limit:4} MiB: {taken}, {source}")
+
+# %% [markdown]
+# Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction prefers FlashAttention-4, although
+# cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such predictions are off by (section 4.6).
+#
+# `labsupport.analysis.recommend` does the same from a model, with its reasons. It also says which candidates are too close to be told
+# apart by prediction: those, measure.
+
+# %%
+from labsupport.analysis.recommend import recommend
+
+workload = Case(
+    "any", 3072, batch=4, heads=16, dtype="bfloat16", causal=True, direction="forward+backward"
+)
+print(recommend(workload, model))
+
+# %% [markdown]
+# ### The guide
+#
+# Each line rests on something measured. "Here" is this notebook.
+#
+# | the question | the answer | why: measured |
+# | --- | --- | --- |
+# | short sequences (some hundred tokens) | nearly free to choose; the launch counts. Batch, graphs, `torch.compile` | 4.5: half to three quarters of a call of 512 tokens is kernels, for most implementations; on a CPU in bfloat16 the textbook is faster up to 1,024 |
+# | long sequences | FlashAttention, always | `attention-h200`, 16,384 tokens: the textbook takes 4.7 times as long as SDPA's FlashAttention, 17 with a causal mask; its memory grows with $N^2$ (notebook 1) |
+# | which FlashAttention, on a Hopper GPU | cuDNN or FlashAttention-4; near one another, so measure yours | 4.4: both are faster than FlashAttention-2 in `peers-h200` |
+# | on an Ampere or Ada GPU | FlashAttention-2: SDPA's, or `flash-attn` | `labsupport doctor` says what runs, and why others do not |
+# | before Ampere, or in float32 on a GPU | SDPA's memory-efficient kernel | CUDA's FlashAttention refuses float32 (`dtypes-h200`; notebook 1, section 1.10) |
+# | dtype | bfloat16; float16 only where the range is known | notebooks 1 and 2, range before precision |
+# | `head_dim`, if you may choose | 128 rather than 64 for speed | below: 1.1 to 1.4 times the FLOP rate. But traffic grows with $d^2$ (4.3), and kernels end at 256 |
+# | a causal mask | say `causal=True`, never pass a mask tensor | below: a tensor hides what could be skipped, and on CUDA no FlashAttention of PyTorch's takes one. The mask saves half of the work only when $N$ is long |
+# | decoding | a kernel that splits the keys among programs; grouped heads | `decode-h200`: an ordinary kernel reaches a tenth of the bandwidth at batch 1, a splitting one up to all of it |
+# | few heads, batch 1, long | any version from 2 on | 4.5: version 1 left most multiprocessors idle |
+# | block sizes | leave them to the library, or tune | 4.3: the count alone points to tiles that nobody takes |
+# | your own mask or bias | FlexAttention, after a look at its times | `peers-h200`: 1.2 times behind the lab's kernel, and no mask in memory |
+#
+# Some of these lines, measured here and in the recorded runs:
+
+# %%
+import torch.nn.functional as F
+
+from labsupport.profiling import measure_ratio
+
+by_heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+lower = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
+ratio = measure_ratio(
+    lambda: F.scaled_dot_product_attention(*by_heads_first, attn_mask=lower),
+    lambda: F.scaled_dot_product_attention(*by_heads_first, is_causal=True),
+    max_seconds=1.0,
+)
+print(f"A causal mask as a tensor takes {ratio.median:.1f} times as long as is_causal=True")
+
+# %% tags=["nbval-check-output"]
+by_dim = peers[(peers.direction == "forward") & ~peers.causal].set_index(["backend", "seqlen"])
+rate = by_dim[by_dim.head_dim == 128].tflops / by_dim[by_dim.head_dim == 64].tflops
+print("FLOP rate, head_dim 128 over 64:", rate.groupby("backend").median().round(2).to_dict())
+masks = forward[forward.backend == "sdpa_cudnn"].pivot(
+    index="seqlen", columns="causal", values="median_ms"
+)
+print("cuDNN, what a causal mask saves:", (masks[False] / masks[True]).round(2).to_dict(), "times")
+cache = (
+    load_run("decode-h200")
+    .query("batch == 1")
+    .pivot(index="implementation", columns="keys", values="of_copy")
+)
+print(cache.round(2).to_string())
+
+# %% [markdown]
+# **The usual traps**, all of which you have met:
+#
+# - timing without `synchronize`, or with the first call in it (4.1);
+# - comparing dtypes instead of algorithms, or a mask with no mask (4.5);
+# - FLOPs from a profiler that does not know the kernel (4.1);
+# - judging by bandwidth what is bound by arithmetic (4.2);
+# - expecting of a whole model what attention alone gains (4.1; notebook 2, section 2.9);
+# - believing that FlashAttention ran because its name was asked for (notebook 2);
+# - a prediction that was tested on what it was fitted to (4.6).
+#
+# ## What you measured
+#
+# - A profiler shows that the softmax, not the products, takes most of textbook attention's time. It knows nothing of a fused kernel's
+#   inside.
+# - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stands still while $N$ grows.
+# - Traffic is $N^2 d^2 / M$: quadratic, with a small constant. HBM sees each tensor about once, because L2 catches the rest.
+# - A few lines are the heart of the kernel. Tiles, resources and overlap around it decide about its speed.
+# - Two numbers predict a fused kernel within some percent, where nothing else changes; a term for the diagonal is missing. Held-out
+#   rows say so, fitted ones would not.
+# - Which implementation is best depends on length, dtype, mask and device. A table of measurements, and a rule for ties, decides.
+#
+# ### Three questions
+#
+# <details><summary>1. A kernel's report says: bandwidth 12%, tensor pipe 60%. A colleague wants to "improve memory access". What do you say?</summary>
+#
+# First: what is the case bound by? At that intensity by arithmetic, and memory has room for eight times as much. What is missing are
+# the tensor cores' other 40%: they wait for exponentials, for rescaling, for synchronisation. Overlap is the thing to work on.
+# </details>
+#
+# <details><summary>2. Somebody doubles head_dim and halves the number of heads. FLOPs, compulsory bytes, traffic to the multiprocessors: what changes?</summary>
+#
+# FLOPs and compulsory bytes stay (except $L$, which has half as many numbers). The traffic $N^2 d^2 / M$ of each head quadruples, for
+# half as many heads: twice as much. Exponentials halve, $N^2$ for each head; that is why kernels often get *faster*, as long as L2
+# feeds them.
+# </details>
+#
+# <details><summary>3. A model of time was fitted on 20 shapes, and its mean error on them is 2%. What do you ask before you use it?</summary>
+#
+# What its error is on shapes that it has not seen, and in which way those differ: length, mask, batch, head dimension. Whether
+# everything that will vary in use has varied in the test. And how wide its interval is: a number without one cannot be wrong.
+# </details>
+#
+# ### Read on
+#
+# - Theory chapters [4](../theory/04-io-complexity.md), [8, Performance model](../theory/08-performance-model.md), and
+#   [10, Field guide](../theory/10-field-guide.md): choosing, installing, troubleshooting, renting a GPU.
+# - Williams, Waterman and Patterson, *Roofline* (2009), <https://doi.org/10.1145/1498765.1498785>.
+# - Dao et al., *FlashAttention* (arXiv 2205.14135), section 3.2 and theorem 2; Dao, *FlashAttention-2* (arXiv 2307.08691), sections 3.2 and 3.3;
+#   Shah et al., *FlashAttention-3* (arXiv 2407.08608), for the overlap that Triton lacks.
+# - Kernels, from the simplest to the fastest. This lab: `labsupport/attention/flash_torch.py`, then `flash_triton/with_update.py`,
+#   `forward.py`, `backward.py`, `forward_hopper.py`. Dao-AILab/flash-attention: `csrc/flash_attn/src` is version 2 in CUDA C++ with
+#   CUTLASS (`flash_fwd_kernel.h` the forward, `flash_bwd_kernel.h` the backward), `hopper/` is version 3, `flash_attn/cute/` version
+#   4, in Python. PyTorch: `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp` is the one that ran here on a CPU.
+# - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.
+# - To try: `labsupport profile` on your own program, and `labsupport compare` on the next GPU that you get hold of.
+#
+# **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed $N^2$ numbers. You
+# have since written the algorithm, put it into a model, trained with it on long texts, spread it over devices, and predicted its
+# times. What is left is to use it on something of your own; and when it is slow, you know where to look.
+
+# %% [markdown]
+# ### How far you are
+#
+# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+
+# %%
+from labsupport.grading.progress import show_progress
+
+show_progress("04", globals())
