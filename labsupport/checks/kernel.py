@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,27 +208,40 @@ def _run(update: Any, inputs: Inputs, softmax_scale: float | None = None, *, cau
     Raises:
         CheckFailed: it is no kernel function, not written yet, or does not run.
     """
-    if (reason := mode.missing()) is not None:
-        raise CheckFailed(f"kernels cannot run here: {reason}")
-    function = getattr(update, "fn", None)
     name = getattr(update, "__name__", "your update")
-    if function is None:
-        raise CheckFailed(f"{name} is no kernel function: put @triton.jit on the line above it.")
-    if "raise NotImplementedError" in inspect.getsource(function):
+    # A kernel function in another process brings its own way to run, and says what it is.
+    elsewhere = getattr(update, "run_update", None)
+    if elsewhere is None:
+        if (reason := mode.missing()) is not None:
+            raise CheckFailed(f"kernels cannot run here: {reason}")
+        function = getattr(update, "fn", None)
+        if function is None:
+            raise CheckFailed(
+                f"{name} is no kernel function: put @triton.jit on the line above it."
+            )
+        stub = "raise NotImplementedError" in inspect.getsource(function)
+    else:
+        stub = update.stub
+    if stub:
         raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    try:
+        run = partial(run_update, update) if elsewhere is None else elsewhere
+        results = run(*inputs, block_q=BLOCK, block_k=BLOCK, **options)
+    except Exception as error:
+        raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
+    return tuple(results)
+
+
+def run_update(update: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Out, m and l of `attention_with_update`, from tensors on the CPU to tensors on the CPU."""
     from labsupport.attention.flash_triton.with_update import attention_with_update
 
     device = "cpu" if mode.interpreted() else "cuda"
     tensors = (tensor.to(device) for tensor in inputs)
-    options = {"causal": causal, "softmax_scale": softmax_scale}
-    try:
-        with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN
-            results = attention_with_update(
-                update, *tensors, block_q=BLOCK, block_k=BLOCK, **options
-            )
-        return tuple(tensor.cpu() for tensor in results)
-    except Exception as error:
-        raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
+    with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN
+        results = attention_with_update(update, *tensors, **options)
+    return tuple(tensor.cpu() for tensor in results)
 
 
 def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:

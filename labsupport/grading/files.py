@@ -5,10 +5,14 @@ import tempfile
 from pathlib import Path
 
 
-def _write_beside(path: Path, text: str) -> Path:
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8") if isinstance(text, str) else text
+
+
+def _write_beside(path: Path, text: str | bytes) -> Path:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(_bytes(text))
         file.flush()
         os.fsync(file.fileno())
     # mkstemp makes a file that only its owner can read; a course folder is often shared.
@@ -18,12 +22,12 @@ def _write_beside(path: Path, text: str) -> Path:
     return Path(name)
 
 
-def write_new(path: Path, text: str) -> None:
+def write_new(path: Path, text: str | bytes) -> None:
     """Write a file that does not exist yet; it appears complete or not at all.
 
     Args:
         path: the file; its folder exists.
-        text: what it will hold, written as UTF-8.
+        text: what it will hold; a text is written as UTF-8.
 
     Raises:
         FileExistsError: it exists, even if it came into being a moment ago.
@@ -38,8 +42,8 @@ def write_new(path: Path, text: str) -> None:
         raise FileExistsError(f"{path} exists and is left as it is") from None
     except OSError:
         # A file system without hard links (exFAT, some network shares). "x" refuses to replace.
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("xb") as file:
+            file.write(_bytes(text))
     finally:
         part.unlink()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from labsupport import paths
 from labsupport.grading.files import write_new
+from labsupport.grading.merge import source_hashes
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -211,7 +212,9 @@ def make_edition(source: Path) -> Edition:
     except ReleaseError as error:
         raise ReleaseError(f"{source.name}: {error}") from error
     identifier = hashlib.sha256(nbformat.writes(edition).encode()).hexdigest()[:12]
-    edition.metadata["labsupport"] = {"edition": identifier}
+    # By the hashes an upgrade can tell what a student changed (`labsupport.grading.merge`).
+    hashes = source_hashes(edition.cells)
+    edition.metadata["labsupport"] = {"edition": identifier, "cells": hashes}
     return Edition(source.name, identifier, nbformat.writes(edition) + "\n")
 
 

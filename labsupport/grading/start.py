@@ -1,7 +1,8 @@
 """Working copies of the student edition, which belong to the student from then on.
 
-Nothing that exists is ever overwritten. Where the lab has moved on since a copy was made, the
-newer edition is put beside the copy under a name of its own, and the student decides.
+Where the lab has moved on since a copy was made, the newer edition is merged into it, cell by cell
+(`labsupport.grading.merge`). First the student's file is saved beside, as it was; so nothing is
+lost, whatever happens in between. A file that is not ours, or that cannot be read, is left alone.
 
 The theory appears in the student's folder as a link to the project's, because JupyterLab opens
 nothing outside of the folder that it was started in.
@@ -16,10 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from labsupport import paths
-from labsupport.grading import release
+from labsupport.grading import merge, release
 from labsupport.grading.files import replace, write_new
 
 STATE_FILE = ".labsupport.json"
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A copy into which a newer edition was merged.
+
+    Attributes:
+        copy: the student's notebook.
+        before: what it was before, byte for byte.
+        conflicts: what could not be kept in its place, one sentence each.
+    """
+
+    copy: Path
+    before: Path
+    conflicts: tuple[str, ...]
 
 
 @dataclass
@@ -29,22 +45,28 @@ class StartReport:
     Attributes:
         folder: the student's folder.
         created: new working copies.
-        kept: copies that were there already.
-        newer: for a copy of an older edition, where the newer one lies.
+        kept: copies that were left as they are.
+        upgraded: copies into which a newer edition was merged.
+        left_alone: copies that the lab cannot read, and why.
     """
 
     folder: Path
     created: list[Path] = field(default_factory=list)
     kept: list[Path] = field(default_factory=list)
-    newer: dict[Path, Path] = field(default_factory=dict)
+    upgraded: list[Upgrade] = field(default_factory=list)
+    left_alone: dict[Path, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """The report for people, a line for each file."""
+        """The report for people, a line for each file and each conflict."""
         out = [f"created: {path}" for path in self.created]
         for path in self.kept:
             out.append(f"kept:    {path} (yours, unchanged)")
-            if path in self.newer:
-                out.append(f"         the lab has a newer edition of it: {self.newer[path]}")
+            if path in self.left_alone:
+                out.append(f"         left alone: {self.left_alone[path]}")
+        for upgrade in self.upgraded:
+            out.append(f"renewed: {upgrade.copy} (a newer edition, with your work in it)")
+            out.append(f"         as it was before: {upgrade.before}")
+            out += [f"         look at: {conflict}" for conflict in upgrade.conflicts]
         return out
 
 
@@ -52,7 +74,7 @@ class _State:
     """What the folder remembers between two starts. Losing it costs time, nothing else.
 
     `editions` spares the work of making an edition (and importing nbgrader) just to find that
-    nothing changed. `offered` keeps a newer edition that the student deleted from coming back.
+    nothing changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,15 +83,12 @@ class _State:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             stored = None
-        if not isinstance(stored, dict):
-            stored = {}
-        self.editions: dict[str, str] = dict(stored.get("editions", {}))
-        self.offered: list[str] = list(stored.get("offered", []))
+        editions = stored.get("editions") if isinstance(stored, dict) else None
+        self.editions: dict[str, str] = dict(editions) if isinstance(editions, dict) else {}
         self._stored = self._text()
 
     def _text(self) -> str:
-        content = {"editions": self.editions, "offered": self.offered}
-        return json.dumps(content, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"editions": self.editions}, indent=1, sort_keys=True) + "\n"
 
     def save(self) -> None:
         if not self.path.exists() or self._text() != self._stored:
@@ -80,15 +99,6 @@ def _source_key(source: Path) -> str:
     # The recipe counts as well as the ingredients: another stub makes another edition.
     recipe = Path(release.__file__).read_bytes()
     return hashlib.sha256(recipe + source.read_bytes()).hexdigest()
-
-
-def _edition_of(copy: Path) -> str | None:
-    """Which edition a working copy came from; None if it does not say."""
-    try:
-        notebook: Any = json.loads(copy.read_text(encoding="utf-8"))
-        return str(notebook["metadata"]["labsupport"]["edition"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _links_within_the_folder(text: str) -> str:
@@ -113,23 +123,62 @@ def _start_one(source: Path, report: StartReport, state: _State) -> None:
         state.editions[key] = edition.identifier
         report.created.append(copy)
         return
-
-    report.kept.append(copy)
     if key not in state.editions:
         state.editions[key] = release.make_edition(source).identifier
-    current, own = state.editions[key], _edition_of(copy)
-    if own is None or own == current:
+    try:
+        was = copy.read_bytes()
+        mine: Any = json.loads(was)
+    except (OSError, ValueError, RecursionError) as error:
+        report.kept.append(copy)
+        reason = str(error).split("\n")[0]
+        report.left_alone[copy] = f"it cannot be read as a notebook ({reason})"
         return
-    beside = copy.with_name(f"{copy.stem}.new-edition-{current[:8]}.ipynb")
-    if not beside.exists() and current not in state.offered:
-        write_new(beside, _links_within_the_folder(release.make_edition(source).text))
-        state.offered.append(current)
-    if beside.exists():
-        report.newer[copy] = beside
+    own = merge.edition_of(mine)
+    if own is None or own == state.editions[key]:
+        report.kept.append(copy)
+        return
+    newer = json.loads(_links_within_the_folder(release.make_edition(source).text))
+    try:
+        merged = merge.merge(mine, newer)
+    except (merge.MergeError, RecursionError) as error:
+        report.kept.append(copy)
+        report.left_alone[copy] = str(error)
+        return
+    before = _save_before(copy, was, state.editions[key])
+    # An editor may have saved meanwhile: then the file is newer than what was merged.
+    if copy.read_bytes() != was:
+        report.kept.append(copy)
+        report.left_alone[copy] = "it changed while it was being upgraded; start again"
+        return
+    replace(copy, _as_text(merged.notebook))
+    report.upgraded.append(Upgrade(copy, before, merged.conflicts))
+
+
+def _as_text(notebook: merge.Notebook) -> str:
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a character, as some editors leave it
+        text = json.dumps(notebook, indent=1) + "\n"
+    return text
+
+
+def _save_before(copy: Path, was: bytes, edition: str) -> Path:
+    """Save the student's file beside, once: an upgrade that was interrupted finds it there."""
+    number = 1
+    while True:
+        suffix = f"-{number}" if number > 1 else ""
+        before = copy.with_name(f"{copy.stem}.before-upgrade-{edition[:8]}{suffix}.ipynb")
+        if not before.exists() and not before.is_symlink():
+            write_new(before, was)
+            return before
+        if before.is_file() and before.read_bytes() == was:
+            return before
+        number += 1
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
-    """Give the student a working copy of every notebook that they do not have yet.
+    """Give the student a working copy of every notebook, and renew those of an older edition.
 
     To begin a notebook anew, a student renames or deletes their copy and starts again.
 
@@ -138,7 +187,7 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
         notebooks: the folder of the solved notebooks; the lab's own if None.
 
     Returns:
-        what was created, what was kept, and where newer editions lie.
+        what was created, kept and upgraded.
 
     Raises:
         ValueError: `to` is the folder of the solved notebooks, or is a file.

@@ -13,6 +13,7 @@ from labsupport.grading.release import (
     write_student_edition,
 )
 from labsupport.paths import notebooks_dir
+from tests.grading.leaks import leaks, says_something, secret_lines
 
 
 def leaked_lines(solved, edition):
@@ -47,6 +48,74 @@ def test_no_line_of_a_solution_or_hidden_test_is_left_in_the_labs_notebooks(sour
         assert set(after.source.split("\n")) <= given
         assert not after.get("outputs")
         assert after.get("execution_count") is None
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory):
+    """What `labsupport release` writes: the student edition of all notebooks."""
+    return write_student_edition(tmp_path_factory.mktemp("handed-out"))
+
+
+@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+def test_no_secret_line_of_any_notebook_is_anywhere_in_what_is_handed_out(handed_out, source):
+    # Anywhere: in texts, outputs, metadata, attachments, and in the files of the other notebooks.
+    secrets = secret_lines(nbformat.read(source, as_version=4))
+    assert len(secrets) >= 20
+    assert {file.name: leaks(secrets, file) for file in handed_out} == {
+        file.name: [] for file in handed_out
+    }
+
+
+def test_what_is_handed_out_holds_nothing_but_texts_and_the_metadata_of_exercises(handed_out):
+    known = {"nbgrader", "tags", "deletable", "editable", "slideshow", "jupyter"}
+    for file in handed_out:
+        notebook = nbformat.read(file, as_version=4)
+        assert set(notebook.metadata) == {"kernelspec", "language_info", "labsupport"}
+        for cell in notebook.cells:
+            assert not cell.get("outputs")
+            assert cell.get("execution_count") is None
+            assert not cell.get("attachments")
+            assert set(cell.metadata) <= known
+            assert set(cell.metadata.get("nbgrader", {})) <= {
+                *("grade", "grade_id", "locked", "points", "schema_version", "solution"),
+                *("task", "cell_type", "checksum"),
+            }
+
+
+@pytest.mark.parametrize(
+    ("line", "says_it"),
+    [
+        ("    return out", False),
+        ("    m = m_new", False),
+        ("    else:", False),
+        ("    return rank, 2 * world - 1 - rank", True),
+        ("    return x.transpose(1, 2)", True),
+        ("    checks.check_fit(fit_time, seed=41)", True),
+    ],
+)
+def test_a_line_is_secret_if_it_says_something(line, says_it):
+    assert says_something(line) is says_it
+
+
+@pytest.mark.parametrize("where", ["source", "metadata", "output", "attachment"])
+def test_a_secret_line_is_found_wherever_it_stands(solved, tmp_path, where):
+    secrets = secret_lines(solved)
+    line = "product_of_x_with_itself =  x*x"
+    new = nbformat.v4
+    left = {
+        "source": new.new_markdown_cell(f"Hint: `{line}`."),
+        "metadata": new.new_code_cell("", metadata={"note": [line]}),
+        "output": new.new_code_cell("", outputs=[new.new_output("stream", text=line)]),
+        "attachment": new.new_markdown_cell("", attachments={"a": {"text/plain": line}}),
+    }
+    assert secrets == {
+        "product_of_x_with_itself = x * x",
+        "return product_of_x_with_itself",
+        'assert square(-4) == 16, "the sign should vanish"',
+        "Because minus times minus is plus.",
+    }
+    nbformat.write(new.new_notebook(cells=[left[where]]), tmp_path / "out.ipynb")
+    assert leaks(secrets, tmp_path / "out.ipynb") == ["product_of_x_with_itself = x * x"]
 
 
 def test_a_solution_repeated_in_a_hint_counts_as_left(solved):

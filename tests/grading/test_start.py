@@ -7,6 +7,7 @@ import sys
 import nbformat
 import pytest
 
+from labsupport.grading import merge, start
 from labsupport.grading.start import STATE_FILE, start_work
 
 
@@ -37,38 +38,111 @@ def test_a_second_start_keeps_the_copy_as_the_student_left_it(folder, work):
     assert report.kept[0].read_bytes() == mine
 
 
-def test_a_newer_edition_is_put_beside_the_copy_and_announced(folder, work, change):
+def test_a_newer_edition_is_merged_into_the_copy_which_is_saved_as_it_was(folder, work, change):
     copy = start_work(work, folder).created[0]
     mine = edit(copy)
     change(0, "# Squares, revised")
     report = start_work(work, folder)
-    newer = report.newer[copy]
+    (upgrade,) = report.upgraded
+    assert upgrade.before.read_bytes() == mine
+    assert upgrade.before.name.startswith("01-Squares.before-upgrade-")
+    cells = nbformat.read(copy, 4).cells
+    assert cells[0].source == "# Squares, revised"
+    assert cells[2].source == "def square(x):\n    return x**2"
+    assert any(str(upgrade.before) in line for line in report.lines())
+
+
+def test_a_second_start_after_an_upgrade_changes_nothing(folder, work, change):
+    copy = start_work(work, folder).created[0]
+    edit(copy)
+    change(0, "# Squares, revised")
+    start_work(work, folder)
+    mine = copy.read_bytes()
+    report = start_work(work, folder)
+    assert report.upgraded == []
     assert copy.read_bytes() == mine
-    assert "Squares, revised" in newer.read_text()
-    assert any(str(newer) in line for line in report.lines())
 
 
-def test_a_newer_edition_that_the_student_worked_in_is_not_overwritten_either(folder, work, change):
-    copy = start_work(work, folder).created[0]
+def test_files_that_an_older_lab_put_beside_are_left_alone(folder, work, change):
+    start_work(work, folder)
+    beside = work / "01-Squares.new-edition-12345678.ipynb"
+    beside.write_text("worked in")
     change(0, "# Squares, revised")
-    newer = start_work(work, folder).newer[copy]
-    mine = edit(newer)
-    assert start_work(work, folder).newer[copy] == newer
-    assert newer.read_bytes() == mine
+    start_work(work, folder)
+    assert beside.read_text() == "worked in"
 
 
-def test_a_newer_edition_that_the_student_deleted_does_not_come_back(folder, work, change):
+def test_an_upgrade_that_was_interrupted_between_two_writes_is_done_again(
+    folder, work, change, monkeypatch
+):
     copy = start_work(work, folder).created[0]
+    mine = edit(copy)
     change(0, "# Squares, revised")
-    start_work(work, folder).newer[copy].unlink()
-    assert start_work(work, folder).newer == {}
+
+    def power_cut(path, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "replace", power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            start_work(work, folder)
+    assert copy.read_bytes() == mine
+    (upgrade,) = start_work(work, folder).upgraded
+    assert upgrade.before.read_bytes() == mine
+    assert len(list(work.glob("*.before-upgrade-*"))) == 1
+    assert "Squares, revised" in copy.read_text()
+
+
+def test_a_saved_copy_is_never_overwritten_by_another_one(folder, work, change):
+    copy = start_work(work, folder).created[0]
+    first = edit(copy)
+    older = copy.read_bytes()
+    change(0, "# Squares, revised")
+    (upgrade,) = start_work(work, folder).upgraded
+    copy.write_bytes(older + b"\n")  # the old file again, put back by hand
+    (again,) = start_work(work, folder).upgraded
+    assert again.before != upgrade.before
+    assert upgrade.before.read_bytes() == first
+    assert again.before.read_bytes() == older + b"\n"
+
+
+def test_a_copy_that_is_saved_during_the_upgrade_is_left_as_saved(
+    folder, work, change, monkeypatch
+):
+    copy = start_work(work, folder).created[0]
+    edit(copy)
+    change(0, "# Squares, revised")
+    merge_really = merge.merge
+
+    def meanwhile(mine, newer):
+        copy.write_text(copy.read_text() + " ")
+        return merge_really(mine, newer)
+
+    monkeypatch.setattr(merge, "merge", meanwhile)
+    saved = copy.read_bytes() + b" "
+    report = start_work(work, folder)
+    assert report.upgraded == []
+    assert copy.read_bytes() == saved
+    assert "changed while" in report.left_alone[copy]
+
+
+@pytest.mark.parametrize("broken", [b"not json", b"\xff\xfe", b"[" * 100_000, b""])
+def test_a_copy_that_cannot_be_read_is_left_alone_and_said(folder, work, change, broken):
+    copy = start_work(work, folder).created[0]
+    copy.write_bytes(broken)
+    change(0, "# Squares, revised")
+    report = start_work(work, folder)
+    assert report.kept == [copy]
+    assert copy.read_bytes() == broken
+    assert "cannot be read" in report.left_alone[copy]
+    assert any("left alone" in line for line in report.lines())
 
 
 def test_a_change_that_students_do_not_see_makes_no_newer_edition(folder, work, change):
     start_work(work, folder)
     source = (folder / "01-Squares.ipynb").read_text()
     (folder / "01-Squares.ipynb").write_text(source.replace("with_itself", "by_itself"))
-    assert start_work(work, folder).newer == {}
+    assert start_work(work, folder).upgraded == []
 
 
 def test_a_deleted_copy_is_made_anew(folder, work):
@@ -93,7 +167,7 @@ def test_losing_the_state_file_loses_no_work(folder, work, change, contents):
         (work / STATE_FILE).unlink()
     else:
         (work / STATE_FILE).write_text(contents)
-    assert start_work(work, folder).newer == {}
+    assert start_work(work, folder).upgraded == []
     assert copy.read_bytes() == mine
 
 
