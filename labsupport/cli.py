@@ -11,6 +11,7 @@ from labsupport import __version__
 from labsupport.analysis.profile_command.command import profile_command
 from labsupport.distributed.ring_command.command import ring_app
 from labsupport.distributed.train_parallel import train_in_parallel
+from labsupport.grading.grade.command import grade_command
 from labsupport.models.generation.command import generate_command
 from labsupport.profiling.bench_command.command import (
     bench_command,
@@ -175,7 +176,7 @@ def start(
         Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
     ] = None,
 ) -> None:
-    """Give you working copies of the notebooks. Never overwrites anything."""
+    """Give you working copies of the notebooks, and renew old ones with your work kept."""
     from labsupport.grading.start import start_work
 
     for line in start_work(to).lines():
@@ -188,14 +189,36 @@ def release(
     notebooks: Annotated[
         Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")
     ] = None,
+    exam: Annotated[
+        bool, typer.Option("--exam", help="The whole project, without what answers an exercise.")
+    ] = False,
 ) -> None:
     """Make the student edition: the notebooks without solutions and hidden tests (instructors)."""
+    if exam:
+        from labsupport.grading.exam import write_exam_edition
+
+        typer.echo(f"written: {write_exam_edition(to, notebooks)}, for `make lab` there")
+        return
     from labsupport.grading.release import write_student_edition
 
     for path in write_student_edition(to, notebooks):
         typer.echo(f"written: {path}")
 
 
+@app.command()
+def progress(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Your notebooks. Default: work/ in the project.")
+    ] = None,
+) -> None:
+    """Say which exercises your saved notebooks have passed, and their points. Runs nothing."""
+    from labsupport.grading.progress import progress_of_folder
+
+    for line in progress_of_folder(folder).lines():
+        typer.echo(line)
+
+
+app.command("grade")(grade_command)
 app.command("bench")(bench_command)
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)

@@ -151,7 +151,9 @@ def _judge(given: Any, inputs: Four, where: str, allowed: float) -> Result:
 
 
 def _judge_all(student: Callable[..., Any], parts: Sequence[Result], where: str) -> None:
-    result = unpack(call(student, Named(parts)), NAMES)
+    # The student gets copies: what is done to them in place must not become the expectation.
+    copies = Named((part.clone(), part_lse.clone()) for part, part_lse in parts)
+    result = unpack(call(student, copies), NAMES)
     expected = all_merged(parts)
     for index, name in enumerate(NAMES):
         if result[index].isnan().any():
@@ -174,7 +176,8 @@ def _judge_half(
 ) -> None:
     """`given` is what the student gets for the parts: a list of them, unless it is something."""
     where = f"({len(parts)} parts in {_short(dtype)}{', from a generator' if given else ''}) "
-    out, lse = unpack(call(student, given or Named(parts)), NAMES)
+    copies = Named((part.clone(), part_lse.clone()) for part, part_lse in parts)
+    out, lse = unpack(call(student, given or copies), NAMES)
     if out.dtype != dtype:
         raise CheckFailed(
             f"{where}out is {out.dtype}, the parts are {dtype}: cast the result back, once, at the "

@@ -241,7 +241,7 @@ def show_bandwidth(run: Run, section: Section, ceilings: Any) -> None:
     if launches is not None and len(launches):
         rows = [
             [say.code(row["name"], 44), row["grid"], row["block"], row["registers"],
-             say.number(row["blocks_per_sm"]), say.occupancy(row)]
+             say.number(row["blocks_per_sm"]), say.occupancy(row["occupancy_percent"])]
             for row in launches.head(6).to_dict("records")
         ]  # fmt: skip
         headers = ["Kernel", "Grid", "Block", "Registers", "Blocks/SM", "Occupancy"]

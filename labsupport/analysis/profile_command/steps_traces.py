@@ -177,7 +177,7 @@ def _occupancy(work: Work) -> list[str]:
                     row["registers"],
                     format_bytes(float(row["shared_bytes"])),
                     say.number(row["blocks_per_sm"]),
-                    say.occupancy(row),
+                    say.occupancy(row["occupancy_percent"]),
                 ]
             )
     headers = ["Backend", "Kernel", "Grid", "Block", "Registers", "Shared", "Blocks/SM"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from labsupport.profiling.bench_command.ceilings import bound_of
@@ -49,9 +49,8 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     return "\n".join(lines)
 
 
-def occupancy(launch: Mapping[str, Any]) -> str:
-    """The estimated occupancy of a row of `read_launches`; a dash where there is none."""
-    percent = launch["occupancy_percent"]
+def occupancy(percent: float | None) -> str:
+    """An estimated occupancy of `read_launches`; a dash where there is none."""
     return NOTHING if percent is None or math.isnan(percent) else f"{percent:.0f}%"
 
 

@@ -1,0 +1,165 @@
+"""Seconds per submission of notebook 1: `labsupport grade` beside `nbgrader autograde`, in one run.
+
+    python benchmarks/grading.py
+
+Thirty submissions, from perfect to untouched, are graded in one batch on one core. The first three
+are then graded by nbgrader, on the same core. nbgrader runs every cell, also the long measurements;
+`labsupport grade` runs what the checks need. Times depend on the machine, and on what else it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+
+from labsupport import paths
+from labsupport.grading.grade.batch import run_batch
+from labsupport.grading.grade.settings import Settings
+from labsupport.grading.release import make_edition
+
+NAME = "01-Setup_and_Comparison"
+
+
+def _grade_id(cell: nbformat.NotebookNode) -> str:
+    return str(cell.metadata.get("nbgrader", {}).get("grade_id", ""))
+
+
+def submissions(count: int) -> list[str]:
+    """Notebooks of students, of whom each has solved one exercise less than the one before."""
+    source = paths.notebooks_dir() / f"{NAME}.ipynb"
+    solved = nbformat.read(source, as_version=4)
+    solutions = {
+        _grade_id(cell): "\n".join(
+            line for line in cell.source.split("\n") if not re.search(r"### (BEGIN|END) ", line)
+        )
+        for cell in solved.cells
+        if cell.metadata.get("nbgrader", {}).get("solution")
+    }
+    edition, made = make_edition(source).text, []
+    for number in range(count):
+        # Most of a class solves most of it: 6, 5, 4, 6, 5, 4, ... exercises, the last student none.
+        wanted = len(solutions) - number % 3 if number < count - 1 or count == 1 else 0
+        copy = nbformat.reads(edition, as_version=4)
+        for cell in copy.cells:
+            if _grade_id(cell) in list(solutions)[:wanted]:
+                cell.source = solutions[_grade_id(cell)]
+        made.append(nbformat.writes(copy))
+    return made
+
+
+def time_ours(texts: list[str], folder: Path) -> tuple[float, list[float], list[float]]:
+    """Wall seconds of the batch, then of each submission, and the points of each."""
+    for number, text in enumerate(texts):
+        student = folder / "submissions" / f"student-{number:02}"
+        student.mkdir(parents=True)
+        (student / f"{NAME}.ipynb").write_text(text, encoding="utf-8")
+    start = time.perf_counter()
+    results = run_batch(folder / "submissions", folder / "out", Settings(jobs=1))
+    wall = time.perf_counter() - start
+    return wall, [r.seconds for r in results], [r.earned for r in results]
+
+
+class Course:
+    """A course of nbgrader with the configuration that GRADING.md gives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        guide = (paths.project_root() / "GRADING.md").read_text(encoding="utf-8")
+        configuration = guide.split("<<'CONFIG'\n")[1].split("CONFIG\n")[0]
+        (folder / "source" / "lab").mkdir(parents=True)
+        (folder / "nbgrader_config.py").write_text(configuration, encoding="utf-8")
+        solved = (paths.notebooks_dir() / f"{NAME}.ipynb").read_bytes()
+        (folder / "source" / "lab" / f"{NAME}.ipynb").write_bytes(solved)
+        self.run("generate_assignment", "lab")
+
+    def run(self, *command: str) -> float:
+        """Wall seconds of an nbgrader command.
+
+        Raises:
+            RuntimeError: it failed; with the end of what it said.
+        """
+        environment = {
+            **os.environ,
+            "JUPYTER_CONFIG_DIR": str(self.folder / "config"),
+            "JUPYTER_PREFER_ENV_PATH": "1",
+            "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",
+            "PYTHONPATH": str(paths.project_root()),
+            "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+        }
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "nbgrader", *command],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"nbgrader {command[0]} failed: {done.stderr[-2000:]}")
+        return time.perf_counter() - start
+
+    def grade(self, student: str, text: str) -> tuple[float, float]:
+        """Wall seconds of autograding one student's notebook, and its points."""
+        from nbgrader.api import Gradebook
+
+        path = self.folder / "submitted" / student / "lab" / f"{NAME}.ipynb"
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+        seconds = self.run("autograde", "lab", "--student", student)
+        with Gradebook(f"sqlite:///{self.folder / 'gradebook.db'}") as book:
+            return seconds, float(book.find_submission("lab", student).score)
+
+
+def main() -> None:
+    """Measure both and print the medians."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--submissions", type=int, default=30)
+    parser.add_argument("--nbgrader", type=int, default=3, help="how many nbgrader grades too")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    args = parser.parse_args()
+    # One core, for everything that is started from here.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    texts = submissions(args.submissions)
+    with tempfile.TemporaryDirectory() as folder:
+        wall, each, points = time_ours(texts, Path(folder))
+        print(f"labsupport grade: {len(texts)} submissions of {NAME} on one core")
+        print(
+            f"  {statistics.median(each):.1f} s a submission (median; "
+            f"{min(each):.1f} to {max(each):.1f}), {wall / len(texts):.1f} s by the whole batch"
+        )
+        course = Course(Path(folder) / "course")
+        theirs = []
+        for number in range(args.nbgrader):
+            theirs.append(course.grade(f"student-{number:02}", texts[number]))
+            same = "the same points" if theirs[-1][1] == points[number] else "other points"
+            print(
+                f"  student {number}: nbgrader {theirs[-1][0]:.1f} s, {theirs[-1][1]:g} points; "
+                f"labsupport {each[number]:.1f} s, {points[number]:g} points ({same})"
+            )
+    figures = {"ours_s": each, "wall_s": wall, "points": points, "nbgrader": theirs}
+    if theirs:
+        median = statistics.median(seconds for seconds, _ in theirs)
+        ours = statistics.median(each[: len(theirs)])
+        print(
+            f"nbgrader autograde, the first {len(theirs)}: {median:.1f} s (median); "
+            f"labsupport grade, the same ones: {ours:.1f} s, {median / ours:.1f} times faster"
+        )
+    print(f"load of the machine while measuring (1, 5, 15 minutes): {os.getloadavg()}")
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

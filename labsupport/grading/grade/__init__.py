@@ -1,0 +1,1 @@
+"""Grading: student notebooks in, points and diagnoses out."""

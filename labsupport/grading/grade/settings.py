@@ -1,0 +1,42 @@
+"""How submissions are graded: limits, what is allowed, and when work was due."""
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an instructor can choose.
+
+    Attributes:
+        cell_timeout_s: for one cell of the student's, and for one check.
+        notebook_timeout_s: for a whole notebook; twice that if exercises have to be run apart.
+        memory_bytes: of all of a submission's processes together (resident).
+        processes: how many of them there may be, threads not counted.
+        folder_bytes: how much a submission may write.
+        network: whether submissions may use the network. They are kept from it where the system
+            lets us; where it does not, every result carries a flag that says so.
+        jobs: submissions graded at the same time.
+        threads: that PyTorch may use, in each.
+        due: when the work was due; later files carry a flag. None: no date.
+        seed: inputs are drawn anew in each run if None; a number repeats a run.
+        notebooks: the folder of the solved notebooks; the lab's own if None.
+        only: the beginning of a notebook's name ("01"): others are passed over.
+        unprivileged: where we are root, run submissions as a user who owns nothing.
+    """
+
+    cell_timeout_s: float = 60.0
+    notebook_timeout_s: float = 300.0
+    memory_bytes: int = 4 * 2**30
+    processes: int = 16
+    folder_bytes: int = 256 * 2**20
+    network: bool = False
+    jobs: int = max(1, (os.cpu_count() or 1) // 2)
+    threads: int = 1
+    due: datetime | None = None
+    seed: int | None = None
+    notebooks: Path | None = None
+    only: str | None = None
+    unprivileged: bool = True

@@ -1,0 +1,116 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import filelock
+import pytest
+
+from labsupport.grading.grade.batch import run_batch
+from labsupport.grading.grade.journal import NAME, Journal, read_results
+from labsupport.grading.grade.results import CheckResult, SubmissionResult
+
+# Many kernels, each with limits of time: minutes on a quiet machine.
+pytestmark = pytest.mark.slow
+
+RESULT = SubmissionResult("ada", "01", "a.ipynb", "0", checks=(CheckResult("c", "e", 2, "passed"),))
+
+
+@pytest.fixture
+def course(tmp_path, hand_in):
+    """Two students who need a kernel, one who does not, one whose file is broken."""
+    hand_in(student="ada")
+    hand_in("def square(x):\n    return x * x", "def cube(x):\n    return 0", student="bob")
+    hand_in("", "", student="eve")
+    (tmp_path / "submissions" / "joe").mkdir()
+    (tmp_path / "submissions" / "joe" / "01-Powers.ipynb").write_text("{")
+    return tmp_path / "submissions"
+
+
+def points(results):
+    return {result.student: result.earned for result in results}
+
+
+def test_everybody_is_graded_and_a_second_run_grades_nobody_again(course, tmp_path, settings):
+    told = []
+    results = run_batch(
+        course, tmp_path / "out", settings, tell=lambda *args: told.append(args[1:])
+    )
+    again = run_batch(
+        course, tmp_path / "out", settings, resume=True, tell=lambda *args: told.append("again")
+    )
+
+    assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert again == results
+
+
+def test_results_of_an_earlier_run_are_not_mixed_in_by_accident(course, tmp_path, settings):
+    (tmp_path / "out").mkdir()
+    Journal(tmp_path / "out").add(RESULT)
+
+    with pytest.raises(ValueError, match="--resume"):
+        run_batch(course, tmp_path / "out", settings)
+
+
+def test_two_graders_do_not_share_a_folder(course, tmp_path, settings):
+    (tmp_path / "out").mkdir()
+    with (
+        filelock.FileLock(tmp_path / "out" / ".lock"),
+        pytest.raises(RuntimeError, match="another grader"),
+    ):
+        run_batch(course, tmp_path / "out", settings)
+
+
+def test_results_do_not_go_into_the_folder_of_submissions(course, settings):
+    with pytest.raises(ValueError, match="choose another"):
+        run_batch(course, course / "out", settings)
+
+
+def test_a_line_that_was_cut_off_costs_that_line_only(tmp_path):
+    journal = Journal(tmp_path)
+    journal.add(RESULT)
+    journal.close()
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(RESULT.to_json().encode()[:40])
+
+    journal = Journal(tmp_path)
+    journal.add(RESULT)
+    journal.close()
+
+    assert read_results(tmp_path) == [RESULT, RESULT]
+
+
+def test_a_grader_that_is_killed_is_resumed_and_leaves_no_process(course, tmp_path, settings):
+    out, mark = tmp_path / "out", f"mark-{time.monotonic_ns()}"
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from labsupport.grading.grade.batch import run_batch\n"
+        "from labsupport.grading.grade.settings import Settings\n"
+        "if __name__ == '__main__':\n"
+        "    settings = Settings(notebooks=Path(sys.argv[3]), jobs=2)\n"
+        "    run_batch(Path(sys.argv[1]), Path(sys.argv[2]), settings)\n"
+    )
+    program = tmp_path / "grade.py"
+    program.write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, program, course, out, settings.notebooks],
+        env={**os.environ, "TMPDIR": str(tmp_path), "MARK": mark},
+    )
+    # The broken file is written first; then the kernels are on their way.
+    while len(read_results(out)) < 1 or not list(tmp_path.glob("labsupport-grade-*/root")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = (out / NAME).read_text()
+
+    results = run_batch(course, out, settings, resume=True)
+
+    lines = (out / NAME).read_text()
+    assert lines.startswith(before)
+    students = [json.loads(line)["student"] for line in lines.splitlines()]
+    assert sorted(students) == ["ada", "bob", "eve", "joe"]
+    assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
