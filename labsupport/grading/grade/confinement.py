@@ -4,8 +4,10 @@ import functools
 import json
 import os
 import shutil
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +126,10 @@ def _readable(folder: Path, package: Path) -> list[str]:
     project = Path(__file__).resolve().parents[3]
     wanted = [Path(path) for path in _SYSTEM]
     wanted += [Path(_CPUS), folder / "given", package]
-    for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path[1:]):
+    # Not sys.path: a folder on PYTHONPATH may hold anything.
+    packages = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    packages += site.getsitepackages()
+    for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *packages):
         # An editable installation puts the project itself on the path: it holds the solutions.
         if path and os.path.isdir(path) and Path(path).resolve() != project:
             wanted.append(Path(path))

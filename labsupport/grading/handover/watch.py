@@ -3,8 +3,8 @@
 What they took: the larger one of VmHWM, the highest resident set of the process since it
 was reset (/proc/PID/clear_refs, 5), and of the resident sets of all processes of the tree, sampled.
 What they touched: the pages referenced since they were marked (clear_refs, 1), which shows a buffer
-that was there before the call. The system marks other pages, too, now and then: in 1 of 10 calls
-this figure was 60 to 160 MiB too high (the first one never), so it wants a second look.
+that was there before the call. The system marks other pages, too, now and then: in 2 of about
+30 calls this figure was 60 to 160 MiB too high, so it wants a second look.
 """
 
 from __future__ import annotations
