@@ -34,17 +34,22 @@ def _grade_id(cell: nbformat.NotebookNode) -> str:
     return str(cell.metadata.get("nbgrader", {}).get("grade_id", ""))
 
 
-def submissions(count: int) -> list[str]:
-    """Notebooks of students, of whom each has solved one exercise less than the one before."""
-    source = paths.notebooks_dir() / f"{NAME}.ipynb"
-    solved = nbformat.read(source, as_version=4)
-    solutions = {
+def solutions_of(solved: nbformat.NotebookNode) -> dict[str, str]:
+    """What the solution cells hold, by grade_id, without the markers that only instructors see."""
+    return {
         _grade_id(cell): "\n".join(
             line for line in cell.source.split("\n") if not re.search(r"### (BEGIN|END) ", line)
         )
         for cell in solved.cells
         if cell.metadata.get("nbgrader", {}).get("solution")
     }
+
+
+def submissions(count: int) -> list[str]:
+    """Notebooks of students, of whom each has solved one exercise less than the one before."""
+    source = paths.notebooks_dir() / f"{NAME}.ipynb"
+    solved = nbformat.read(source, as_version=4)
+    solutions = solutions_of(solved)
     edition, made = make_edition(source).text, []
     for number in range(count):
         # Most of a class solves most of it: 6, 5, 4, 6, 5, 4, ... exercises, the last student none.
@@ -72,14 +77,15 @@ def time_ours(texts: list[str], folder: Path) -> tuple[float, list[float], list[
 class Course:
     """A course of nbgrader with the configuration that GRADING.md gives."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, solved: str) -> None:
+        """Set it up with one assignment; `solved` is the text of the instructor's notebook."""
         self.folder = folder
         guide = (paths.project_root() / "GRADING.md").read_text(encoding="utf-8")
         configuration = guide.split("<<'CONFIG'\n")[1].split("CONFIG\n")[0]
         (folder / "source" / "lab").mkdir(parents=True)
         (folder / "nbgrader_config.py").write_text(configuration, encoding="utf-8")
-        solved = (paths.notebooks_dir() / f"{NAME}.ipynb").read_bytes()
-        (folder / "source" / "lab" / f"{NAME}.ipynb").write_bytes(solved)
+        path = folder / "source" / "lab" / f"{NAME}.ipynb"
+        path.write_text(solved, encoding="utf-8")
         self.run("generate_assignment", "lab")
 
     def run(self, *command: str) -> float:
@@ -88,13 +94,16 @@ class Course:
         Raises:
             RuntimeError: it failed; with the end of what it said.
         """
+        # Nothing of the user's own configuration; the lab, and this Python's kernel.
         environment = {
             **os.environ,
             "JUPYTER_CONFIG_DIR": str(self.folder / "config"),
             "JUPYTER_PREFER_ENV_PATH": "1",
             "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",
+            "IPYTHONDIR": str(self.folder / "ipython"),
             "PYTHONPATH": str(paths.project_root()),
             "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
         }
         start = time.perf_counter()
         done = subprocess.run(
@@ -108,13 +117,18 @@ class Course:
             raise RuntimeError(f"nbgrader {command[0]} failed: {done.stderr[-2000:]}")
         return time.perf_counter() - start
 
+    def hand_in(self, student: str, text: str) -> Path:
+        """Put a student's notebook where nbgrader expects it; its file."""
+        path = self.folder / "submitted" / student / "lab" / f"{NAME}.ipynb"
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
     def grade(self, student: str, text: str) -> tuple[float, float]:
         """Wall seconds of autograding one student's notebook, and its points."""
         from nbgrader.api import Gradebook
 
-        path = self.folder / "submitted" / student / "lab" / f"{NAME}.ipynb"
-        path.parent.mkdir(parents=True)
-        path.write_text(text, encoding="utf-8")
+        self.hand_in(student, text)
         seconds = self.run("autograde", "lab", "--student", student)
         with Gradebook(f"sqlite:///{self.folder / 'gradebook.db'}") as book:
             return seconds, float(book.find_submission("lab", student).score)
@@ -139,7 +153,8 @@ def main() -> None:
             f"  {statistics.median(each):.1f} s a submission (median; "
             f"{min(each):.1f} to {max(each):.1f}), {wall / len(texts):.1f} s by the whole batch"
         )
-        course = Course(Path(folder) / "course")
+        solved = (paths.notebooks_dir() / f"{NAME}.ipynb").read_text(encoding="utf-8")
+        course = Course(Path(folder) / "course", solved)
         theirs = []
         for number in range(args.nbgrader):
             theirs.append(course.grade(f"student-{number:02}", texts[number]))

@@ -4,13 +4,10 @@ A real course in a temporary folder: `nbgrader generate_assignment` makes the st
 the solved notebook, and `nbgrader autograde` grades what students made of it.
 """
 
-import os
-import subprocess
-import sys
-
 import nbformat
 import pytest
 
+from benchmarks.grading import NAME, Course, solutions_of
 from labsupport import paths
 from labsupport.grading.grade.one import grade_one
 from labsupport.grading.grade.settings import Settings
@@ -21,15 +18,11 @@ from labsupport.grading.release import make_edition
 pytestmark = pytest.mark.slow
 
 # A small notebook: three exercises with quick checks, and what they import.
-NAME = "01-Setup_and_Comparison"
 TEXTBOOK, MEMORY, SOFTMAX = (
     "ex-1-1-textbook-attention",
     "ex-1-2-score-memory",
     "ex-1-3-online-softmax",
 )
-# The one that the instructors' guide recommends.
-GUIDE = (paths.project_root() / "GRADING.md").read_text(encoding="utf-8")
-CONFIGURATION = GUIDE.split("<<'CONFIG'\n")[1].split("CONFIG\n")[0]
 IMPORTS = "import math\n\nimport torch\n\nfrom labsupport import checks"
 
 NAN_IN_EMPTY_ROWS = '''def textbook_attention(q, k, v, mask=None):
@@ -61,48 +54,12 @@ def points(notebook):
     }
 
 
-class Course:
-    """A course of nbgrader, with one assignment."""
-
-    def __init__(self, folder, solved):
-        """Set it up. `solved` is the instructor's notebook."""
-        self.folder = folder
-        (folder / "source" / "lab").mkdir(parents=True)
-        nbformat.write(solved, folder / "source" / "lab" / f"{NAME}.ipynb")
-        (folder / "nbgrader_config.py").write_text(CONFIGURATION)
-        self.run("generate_assignment", "lab")
-
-    def run(self, *command):
-        # Nothing of the user's own configuration; the lab, and this Python's kernel.
-        environment = {
-            **os.environ,
-            "JUPYTER_CONFIG_DIR": str(self.folder / "config"),
-            "JUPYTER_PREFER_ENV_PATH": "1",
-            "JUPYTER_PATH": f"{sys.prefix}/share/jupyter",
-            "IPYTHONDIR": str(self.folder / "ipython"),
-            "PYTHONPATH": str(paths.project_root()),
-            "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "nbgrader", *command],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
+class GradedCourse(Course):
+    """A course of nbgrader, and what came of it."""
 
     def released(self):
         path = self.folder / "release" / "lab" / f"{NAME}.ipynb"
         return nbformat.read(path, as_version=4)
-
-    def hand_in(self, student, notebook):
-        path = self.folder / "submitted" / student / "lab" / f"{NAME}.ipynb"
-        path.parent.mkdir(parents=True)
-        nbformat.write(notebook, path)
-        return path
 
     def grades(self):
         """Points of each check, by student."""
@@ -122,18 +79,7 @@ def filled(notebook, answers):
     for cell in notebook.cells:
         if role(cell).get("grade_id") in answers:
             cell.source = answers[role(cell).grade_id]
-    return notebook
-
-
-def solutions(solved):
-    """What the solution cells hold, without the markers that only instructors see."""
-    return {
-        role(c).grade_id: "\n".join(
-            line for line in c.source.split("\n") if not line.strip().startswith("### ")
-        )
-        for c in solved.cells
-        if role(c).get("solution")
-    }
+    return nbformat.writes(notebook)
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +98,15 @@ def small():
 @pytest.fixture(scope="module")
 def handed_in(small, tmp_path_factory):
     """(nbgrader's course, graded; each student's file; the folder of the solved notebook)."""
-    course = Course(tmp_path_factory.mktemp("course"), small)
+    course = GradedCourse(tmp_path_factory.mktemp("course"), nbformat.writes(small))
     solved = course.folder / "source" / "lab"
     ours = nbformat.reads(make_edition(solved / f"{NAME}.ipynb").text, as_version=4)
     partly = {TEXTBOOK: NAN_IN_EMPTY_ROWS, MEMORY: ONE_OF_TWO, SOFTMAX: NO_COLON}
     files = {
-        "perfect": course.hand_in("perfect", filled(course.released(), solutions(small))),
+        "perfect": course.hand_in("perfect", filled(course.released(), solutions_of(small))),
         # Handed out by `labsupport release`, handed in to nbgrader.
         "partly": course.hand_in("partly", filled(ours, partly)),
-        "stub": course.hand_in("stub", course.released()),
+        "stub": course.hand_in("stub", filled(course.released(), {})),
     }
     course.run("autograde", "lab")
     return course, files, solved
@@ -206,8 +152,8 @@ def test_labsupport_grade_gives_each_check_the_points_that_nbgrader_gives(handed
 def test_a_whole_notebook_gets_all_points_from_both(tmp_path):
     source = paths.notebooks_dir() / f"{NAME}.ipynb"
     solved = nbformat.read(source, as_version=4)
-    course = Course(tmp_path, solved)
-    path = course.hand_in("ada", filled(course.released(), solutions(solved)))
+    course = GradedCourse(tmp_path, nbformat.writes(solved))
+    path = course.hand_in("ada", filled(course.released(), solutions_of(solved)))
     course.run("autograde", "lab")
     assert course.grades()["ada"] == points(solved)
     result = grade_one(read_submission(path, student="ada"), Settings(notebook_timeout_s=900))

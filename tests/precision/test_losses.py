@@ -127,7 +127,9 @@ def test_if_all_is_ignored_the_loss_and_its_gradients_are_zero(chunk_size):
 def test_another_ignore_index_may_be_a_token():
     hidden, head, labels = batch(ignored=0)
     right = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), ignore_index=7)
-    torch.testing.assert_close(compute_loss(head(hidden), labels, ignore_index=7), right)
+    loss = compute_loss(head(hidden), labels, ignore_index=7)
+    # The same terms; how a processor adds them up may differ in the last bits.
+    assert abs(loss - right) <= 2 * torch.finfo(loss.dtype).eps * right
 
 
 def test_small_integers_are_labels_too():

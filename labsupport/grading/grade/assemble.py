@@ -7,21 +7,20 @@ grader for work, so that its checks see the names as they stood there, as in the
 """
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from labsupport.grading.grade import names
-from labsupport.grading.grade.names import Statement, UnparsableError
+from labsupport.grading.grade.names import UnparsableError
 from labsupport.grading.grade.pristine import Pristine, PristineCell
 from labsupport.grading.grade.reading import Cell
 from labsupport.grading.grade.results import Flag
 from labsupport.grading.grade.submissions import Submission
+from labsupport.grading.grade.units import Unit, bare, closure, packed, setup_units, unit_of
 from labsupport.grading.release import CODE_STUB, TEXT_STUB, regions
 
 FAILURES = "_labsupport_failures"
-_DEFINITION = re.compile(r"(?:@|async def |def |class )")
 
 
 @dataclass(frozen=True)
@@ -46,19 +45,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """What is taken or left as a whole: a solution cell, or a statement of another cell."""
-
-    text: str
-    binds: frozenset[str]
-    needs: frozenset[str]
-    changes: frozenset[str] = frozenset()
-    star: bool = False
-    exercise: str = ""
-    cell: int = -1
-
-
-@dataclass(frozen=True)
 class Assembled:
     """What is to be run, and what is known before.
 
@@ -75,8 +61,8 @@ class Assembled:
     settled: dict[str, tuple[str, str]]
     sources: dict[str, str]
     flags: tuple[Flag, ...]
-    _units: tuple[_Unit, ...] = field(repr=False, default=())
-    _setup: tuple[_Unit, ...] = field(repr=False, default=())
+    _units: tuple[Unit, ...] = field(repr=False, default=())
+    _setup: tuple[Unit, ...] = field(repr=False, default=())
 
     def notebook(
         self, exercises: Sequence[str], sockets: Sequence[str], cell_timeout_s: float
@@ -103,8 +89,8 @@ class Assembled:
             done |= chosen
             early, late = self._order(sorted(chosen))
             first = len(cells)
-            cells += _packed([units[number] for number in early])
-            cells += _packed([units[number] for number in late])
+            cells += packed([units[number] for number in early])
+            cells += packed([units[number] for number in late])
             numbers[exercise] = list(range(first + 1, len(cells) + 1))
             cells.append(
                 "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n"
@@ -117,7 +103,7 @@ class Assembled:
         wanted = {
             name for check in self.checks if check.exercise == exercise for name in check.needs
         }
-        return _closure(exercise, wanted, self._setup, self._units)
+        return closure(exercise, wanted, self._setup, self._units)
 
     def _order(self, chosen: list[int]) -> tuple[list[int], list[int]]:
         """What can run at once, and what of the lab's own needs the student's functions first."""
@@ -155,11 +141,11 @@ def assemble(pristine: Pristine, submission: Submission) -> Assembled:
     units = _students_units(pristine, submission.cells, taken, settled)
     runnable = [unit.exercise for unit in units if unit.exercise and unit.exercise not in settled]
     checks = tuple(_checks(pristine))
-    setup = _setup_units(pristine)
+    setup = setup_units(pristine)
     sources = {}
     for name in runnable:
         wanted = {need for check in checks if check.exercise == name for need in check.needs}
-        chosen = _closure(name, wanted, setup, units)
+        chosen = closure(name, wanted, setup, units)
         theirs = [units[n - len(setup)].text for n in sorted(chosen) if n >= len(setup)]
         sources[name] = "\n\n".join(theirs)
     for check in checks:
@@ -238,10 +224,10 @@ def _stub_of(source: str) -> str:
 
 
 def _is_stub(source: str, pristine_source: str) -> bool:
-    def bare(text: str) -> list[str]:
+    def lines_of(text: str) -> list[str]:
         return [line.strip() for line in text.split("\n") if line.strip()]
 
-    return not source.strip() or bare(source) == bare(_stub_of(pristine_source))
+    return not source.strip() or lines_of(source) == lines_of(_stub_of(pristine_source))
 
 
 def _students_units(
@@ -249,9 +235,9 @@ def _students_units(
     cells: Sequence[Cell],
     taken: dict[int, str],
     settled: dict[str, tuple[str, str]],
-) -> list[_Unit]:
+) -> list[Unit]:
     known = {cell.grade_id for cell in pristine.cells if cell.grade_id}
-    given = {_bare(unit.text) for unit in _setup_units(pristine)}
+    given = {bare(unit.text) for unit in setup_units(pristine)}
     units = []
     for position, cell in enumerate(cells):
         exercise = taken.get(position, "")
@@ -263,99 +249,15 @@ def _students_units(
                 parts = names.statements(text)
                 bound = frozenset().union(*(one.binds for one in parts))
                 needs = frozenset(names.free_names(text))
-                units.append(_Unit(text, bound, needs, exercise=exercise, cell=position))
-                units += [_unit(one, position) for one in parts if one.star]
+                units.append(Unit(text, bound, needs, exercise=exercise, cell=position))
+                units += [unit_of(one, position) for one in parts if one.star]
             else:
                 parts = names.statements(text)
-                units += [_unit(one, position) for one in parts if _bare(one.text) not in given]
+                units += [unit_of(one, position) for one in parts if bare(one.text) not in given]
         except UnparsableError as error:
             if exercise:
                 settled.setdefault(exercise, ("failed", f"its cell is not Python: {error}"))
     return units
-
-
-def _unit(one: Statement, cell: int = -1) -> _Unit:
-    return _Unit(one.text, one.binds, one.needs, one.changes, one.star, cell=cell)
-
-
-def _bare(text: str) -> str:
-    return "\n".join(line.rstrip() for line in text.strip().split("\n"))
-
-
-@lru_cache(maxsize=32)
-def _setup_units(pristine: Pristine) -> tuple[_Unit, ...]:
-    """The statements of the instructor's cells that are no part of an exercise."""
-    units = []
-    for cell in pristine.cells:
-        if cell.kind == "code" and not cell.grade_id:
-            found = names.statements(names.without_magics(cell.source))
-            units += [_unit(one) for one in found if one.binds or one.star]
-    return tuple(units)
-
-
-def _closure(
-    exercise: str, wanted: set[str], setup: Sequence[_Unit], units: Sequence[_Unit]
-) -> set[int]:
-    """What has to run so that an exercise's names exist: positions in setup, then units."""
-    everything = (*setup, *units)
-    border = len(setup)
-    binders: dict[str, list[int]] = {}
-    changers: dict[str, list[int]] = {}
-    for number, unit in enumerate(everything):
-        for name in unit.binds:
-            binders.setdefault(name, []).append(number)
-        for name in unit.changes if number >= border else ():
-            changers.setdefault(name, []).append(number)
-    stars = [number for number, unit in enumerate(everything) if unit.star]
-    own = [n for n, unit in enumerate(everything) if unit.exercise == exercise]
-    chosen = set(own)
-    # What the exercise itself defines is not taken from a later scratch cell, as in the notebook.
-    settled = frozenset().union(*(everything[n].binds for n in own))
-    todo = list(wanted | frozenset().union(*(everything[n].needs for n in own)))
-    seen: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name in seen or name in settled:
-            continue
-        seen.add(name)
-        theirs = [n for n in binders.get(name, ()) if n >= border]
-        # The student's own definition counts; one that builds on the instructor's needs both.
-        ours = [n for n in binders.get(name, ()) if n < border]
-        again = any(name in everything[n].needs for n in theirs)
-        picked = [*theirs, *(ours if again or not theirs else ())]
-        if theirs:
-            picked += changers.get(name, ())
-        elif not ours:
-            picked += stars
-        for number in picked:
-            if number not in chosen:
-                chosen.add(number)
-                todo += everything[number].needs
-    return chosen
-
-
-def _packed(units: Iterable[_Unit]) -> list[str]:
-    """Cells: functions and solution cells as they are, other statements of a cell together."""
-    cells: list[str] = []
-    simple: list[str] = []
-
-    def flush() -> None:
-        if simple:
-            # One that fails must not keep the next from running.
-            cells.append(
-                f"for _text in {simple!r}:\n    try:\n        exec(_text)\n"
-                "    except Exception as _error:\n        _failed = _error\n"
-            )
-            simple.clear()
-
-    for unit in units:
-        if unit.exercise or _DEFINITION.match(unit.text):
-            flush()
-            cells.append(unit.text)
-        else:
-            simple.append(unit.text)
-    flush()
-    return cells
 
 
 def _by_hand(

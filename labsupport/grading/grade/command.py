@@ -40,6 +40,9 @@ def grade_command(
     network: Annotated[
         bool, typer.Option("--network", help="Let submissions use the network.")
     ] = False,
+    unconfined: Annotated[
+        bool, typer.Option("--unconfined", help="Grade even if submissions have to run as root.")
+    ] = False,
     notebooks: Annotated[
         Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")
     ] = None,
@@ -67,6 +70,7 @@ def grade_command(
         due=due,
         notebooks=notebooks,
         only=notebook,
+        unconfined=unconfined,
     )
     bar = tqdm(total=0, unit="notebook", disable=None)
 

@@ -264,7 +264,8 @@ def confinement_here(settings: Settings) -> Confinement:
     """The best that works on this system; tried once in a process.
 
     Raises:
-        RuntimeError: not even an unconfined program starts, or this is not Linux.
+        RuntimeError: not even an unconfined program starts, this is not Linux, or submissions would
+            run as root, unasked.
     """
     if sys.platform != "linux":
         raise RuntimeError(
@@ -272,4 +273,21 @@ def confinement_here(settings: Settings) -> Confinement:
             "Use WSL on Windows, a container or a virtual machine on macOS"
         )
     # Only what the attempt depends on, so that it is not made again for each time limit.
-    return _probe(Settings(network=settings.network, unprivileged=settings.unprivileged))
+    here = _probe(Settings(network=settings.network, unprivileged=settings.unprivileged))
+    refuse_as_root(here, settings)
+    return here
+
+
+def refuse_as_root(here: Confinement, settings: Settings) -> None:
+    """Raise if submissions would run as root although that was not asked for.
+
+    Raises:
+        RuntimeError: says what to do.
+    """
+    asked = settings.unconfined or not settings.unprivileged
+    if os.getuid() == 0 and here.uid is None and not asked:
+        raise RuntimeError(
+            f"submissions would run as root. {' '.join(here.missing)} Grade as another user, or "
+            "install the environment where all users can read it; in a machine that is thrown away "
+            "afterwards, --unconfined grades all the same"
+        )

@@ -8,7 +8,6 @@ from inside are joined by a judge that looks from outside (`outside`).
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
 import io
 import random
@@ -61,7 +60,7 @@ def evaluate_check(
 
     Args:
         source: of the *pristine instructor's* check cell. It is executed in this process.
-        names: the student's names that it uses (`names_of(source)` finds them).
+        names: the student's names that it uses.
         session: to the student's kernel. If its `failure` is set afterwards, it is over.
         seed: of this run; each `seed=` in the source becomes one that is drawn from it.
         pid: of the student's kernel, for checks of memory; by default the socket's peer.
@@ -83,19 +82,6 @@ def evaluate_check(
         status, message = "died", str(session.failure)
     message = message or printed.getvalue().strip()
     return Outcome(status, _clean(message), time.monotonic() - start)
-
-
-def names_of(source: str) -> list[str]:
-    """The student's names in a check cell: all but `checks`, built-ins and what it defines."""
-    found: dict[str, None] = {}
-    own = {"checks"}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                found[node.id] = None
-            else:
-                own.add(node.id)
-    return [name for name in found if name not in own and not hasattr(builtins, name)]
 
 
 def seeded(source: str, seed: int) -> ast.Module:

@@ -1,0 +1,38 @@
+"""What is kept from submissions, and when nothing is graded at all."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from labsupport.grading.grade.confinement import (
+    Confinement,
+    _readable,
+    prepare_folder,
+    refuse_as_root,
+    remove_folder,
+)
+from labsupport.grading.grade.settings import Settings
+
+UNCONFINED = Confinement(False, None, ("Submissions run as root.",))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can grade as root")
+def test_nothing_is_graded_as_root_unless_that_was_asked_for():
+    with pytest.raises(RuntimeError, match=r"would run as root.*--unconfined"):
+        refuse_as_root(UNCONFINED, Settings())
+    refuse_as_root(UNCONFINED, Settings(unconfined=True))
+    refuse_as_root(UNCONFINED, Settings(unprivileged=False))
+    refuse_as_root(Confinement(True, 64_000), Settings())
+
+
+def test_a_folder_on_the_path_is_not_shown_to_submissions(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    folder = prepare_folder()
+    try:
+        shown = [Path(path) for path in _readable(folder, folder / "given")]
+    finally:
+        remove_folder(folder)
+    assert not any(tmp_path.is_relative_to(path) for path in shown)
+    assert any(Path(sys.prefix).is_relative_to(path) for path in shown)
