@@ -27,7 +27,7 @@ PYTEST = $(PY) -m pytest
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help lab fetch test test-all static notebook-tests benchmark notebooks pictures format constraints setup clean
+.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:
 
 help:
@@ -35,6 +35,8 @@ help:
 	@echo "make fetch        fetch the models of the notebooks (\`make lab\` does it too)"
 	@echo "make test         everything that must hold before a change is handed in"
 	@echo "make test-all     the same, and the slow tests"
+	@echo "make test-browser the lab and the book in a real browser (installs Chromium if there is none)"
+	@echo "make book         theory and notebooks as a web site, in build/book"
 	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
@@ -61,12 +63,23 @@ fetch: setup
 	@$(LABSUPPORT) fetch --quiet
 
 test: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(ARGS)
 	@$(MAKE) --no-print-directory notebook-tests
 
 test-all: setup fetch static
-	$(PYTEST) $(WORKERS) $(ARGS)
+	$(PYTEST) $(WORKERS) -m "not browser" $(ARGS)
 	@$(MAKE) --no-print-directory notebook-tests
+
+# Chromium comes from the system; see scripts/chromium.sh.
+test-browser: setup fetch book
+	@scripts/extra.sh browser
+	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser tests/browser $(ARGS)
+
+# -W: a warning is an error. --keep-going: all of them at once.
+book: setup
+	@scripts/extra.sh book
+	$(PY) -m sphinx -W --keep-going -q -b html book build/book $(ARGS)
+	@echo "the book: build/book/index.html"
 
 static:
 	$(PY) -m ruff check .

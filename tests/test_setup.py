@@ -16,7 +16,7 @@ from packaging.version import Version
 # Everywhere the lab is meant to run.
 PYTHONS = ("3.11", "3.12", "3.13")
 SYSTEMS = ("linux", "darwin")
-EXTRAS = ("notebook", "dev", "triton")
+EXTRAS = ("notebook", "dev", "triton", "book", "browser")
 
 
 def disagreements(pyproject, constraints, environment):
