@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ def check_loss_memory(student: Any) -> None:
     """Exercise 3-2: the logits of one chunk at a time, forward and backward.
 
     Raises:
-        CheckFailed: naming the largest tensor and its operator, or what was held altogether.
+        CheckFailed: naming the largest tensor and its operator, or what was held altogether; or
+            the loss does not reach hidden or weight: who computes nothing needs no memory.
     """
     tokens, vocab, width, chunk = 1024, 512, 16, 32
     hidden, weight, labels = _inputs(tokens, 100, 0, vocab=vocab, width=width)
@@ -94,7 +95,7 @@ def check_loss_memory(student: Any) -> None:
         loss = _loss(student, hidden, weight, labels, chunk)
     _refuse_large(largest, "forward", tokens, vocab, chunk)
     with LargestTensor() as largest:
-        _backward(loss, leaves)
+        gradients = _backward(loss, leaves)
     _refuse_large(largest, "backward", tokens, vocab, chunk)
 
     def step() -> None:
@@ -107,10 +108,24 @@ def check_loss_memory(student: Any) -> None:
             f"peak, and all the logits take {format_bytes(4 * logits)}. Are the logits of each "
             "chunk kept for the backward pass? Keep gradients, or compute the logits again."
         )
+    require_gradients(gradients)
     passed(
         f"{format_bytes(peak)} at the peak, forward and backward; all the logits would take "
         f"{format_bytes(4 * logits)}"
     )
+
+
+def require_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse a backward pass that gave `hidden` or `weight` nothing.
+
+    Raises:
+        CheckFailed: a gradient is missing, or zero throughout.
+    """
+    for name, gradient in zip(NAMES, gradients, strict=True):
+        if gradient is None or not gradient.any():
+            raise CheckFailed(
+                f"the gradient of {name} is zero: memory counts where gradients come back."
+            )
 
 
 def _judge_loss(

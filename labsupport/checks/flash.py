@@ -13,6 +13,7 @@ from labsupport.checks.mistakes import backward_with_mistake, forward_with_mista
 from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
 from labsupport.profiling.memory import LargestTensor
 
+WHERE_RIGHT = "(no mask; memory counts where the result is right)"
 FORWARD_NAMES, BACKWARD_NAMES = ("out", "lse"), ("dq", "dk", "dv")
 
 OUT_MISTAKES = {
@@ -139,14 +140,19 @@ def check_forward_memory(student: Callable[..., Any]) -> None:
     """Exercise 1-4: no single tensor larger than the inputs may be created: no scores, no mask.
 
     Raises:
-        CheckFailed: naming the shape of the largest tensor and the operator that made it.
+        CheckFailed: naming the shape of the largest tensor and the operator that made it; or the
+            output without a mask is wrong, since who computes nothing needs no memory.
     """
     n, d, block = 256, 16, 32
     q, k, v = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
     for is_causal in (False, True):
         with LargestTensor() as largest:
-            call(student, q, k, v, is_causal, block, block)
+            result = call(student, q, k, v, is_causal, block, block)
         _refuse_large(largest, n, d, block, is_causal)
+        out, _ = unpack(result, FORWARD_NAMES)
+        if not is_causal:
+            exact = oracle_attention(q, k, v)[0]
+            judge(f"{WHERE_RIGHT} out", out, exact, allowed=1e-4)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 
@@ -213,7 +219,8 @@ def check_backward_memory(student: Callable[..., Any]) -> None:
     """Exercise 1-5: P is recomputed tile by tile, never held whole.
 
     Raises:
-        CheckFailed: naming the shape of the largest tensor and the operator that made it.
+        CheckFailed: naming the shape of the largest tensor and the operator that made it; or dV
+            without a mask is wrong, since who computes nothing needs no memory.
     """
     n, d, block = 256, 16, 32
     inputs = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
@@ -221,8 +228,12 @@ def check_backward_memory(student: Callable[..., Any]) -> None:
     for is_causal in (False, True):
         out, lse = _forward(inputs, is_causal)
         with LargestTensor() as largest:
-            call(student, dout, *inputs, out, lse, is_causal, block, block)
+            result = call(student, dout, *inputs, out, lse, is_causal, block, block)
         _refuse_large(largest, n, d, block, is_causal)
+        _, _, dv = unpack(result, BACKWARD_NAMES)
+        if not is_causal:
+            exact = _gradients(oracle_attention, inputs, dout, False, torch.float64)["dv"]
+            judge(f"{WHERE_RIGHT} dv", dv, exact, allowed=1e-3)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 

@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class _Measured:
     share: float  # bytes of the weights, relative to float32's
 
 
-@cache
+@lru_cache(maxsize=64)
 def _measure(policy: FlashAttentionConfig, size: float, seed: int) -> _Measured:
     """What the small Llama does under a policy; on a CPU, where all dtypes run."""
     reference = _llama(size, seed)
@@ -215,7 +215,7 @@ def _logits(model: Any, seed: int) -> Tensor:
         return model(ids, use_cache=False).logits.double()
 
 
-@cache
+@lru_cache(maxsize=4)
 def _llama(size: float, seed: int) -> nn.Module:
     """A Llama of random weights, two of whose MLPs answer token 0 with `size` in channel 1.
 

@@ -124,13 +124,23 @@ def check_registered_memory(student: Callable[..., Any]) -> None:
     """Exercise 2-2: FlashAttention runs, not the textbook, and shared keys are not repeated.
 
     Raises:
-        CheckFailed: naming the shape of the largest tensor and the operator that made it.
+        CheckFailed: naming the shape of the largest tensor and the operator that made it; or the
+            output where nothing is masked is wrong: who computes nothing needs no memory.
     """
     for n_q, kv_heads, is_causal in ((512, 4, True), (512, 4, False), (4, 1, False)):
         q, k, v = _inputs(n_q, 512, kv_heads, seed=0)
+        given = (_module(is_causal), q, k, v, None)
         with LargestTensor() as largest:
-            call(student, _module(is_causal), q, k, v, None)
+            result = call(student, *given)
         if largest.numel <= max(q.numel(), k.numel()):
+            out = _output(result, given, {})
+            if n_q == 512 and not is_causal:
+                judge(
+                    "(no mask; memory counts where the result is right) out",
+                    out,
+                    RIGHT(*given)[0],
+                    allowed=1e-3,
+                )
             continue
         what = (
             f"a tensor of shape {largest.shape} was created (by {largest.op}) for q "

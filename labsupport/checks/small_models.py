@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 NAME = "labsupport_check"
 
 
-@cache
+@lru_cache(maxsize=4)
 def small_models(seed: int = 0) -> dict[str, Any]:
     """A GPT-2, a Llama with grouped heads and a BERT; in float64, with 31 tokens.
 

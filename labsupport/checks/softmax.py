@@ -59,11 +59,13 @@ def check_running_streams(student: Callable[..., Any]) -> None:
     """Exercise 1-3: one block at a time, and each block once.
 
     Raises:
-        CheckFailed: something was computed over a longer row, or all maxima before the first sum.
+        CheckFailed: something was computed over a longer row, or all maxima before a sum;
+            or what came back is no maximum and sum: who computes nothing streams, too.
     """
     scores = torch.randn(2, 60, generator=torch.Generator().manual_seed(3))
     with _Watch() as seen:
-        call(student, scores, 10)
+        result = call(student, scores, 10)
+    require_maximum(result, scores)
     if seen.longest > 10:
         raise CheckFailed(
             f"{seen.operator} ran over {seen.longest} scores at once, but a block has 10: look at "
@@ -155,6 +157,18 @@ def _judge(student: Callable[..., Any], scores: Tensor, block: int, context: str
             ),
         ],
     )
+
+
+def require_maximum(result: Any, scores: Tensor) -> None:
+    """Refuse a result that the rows were not read for: m must be their maximum, l positive.
+
+    Raises:
+        CheckFailed: it is something else.
+    """
+    m, l = unpack(result, NAMES)
+    judge("m", m, scores.amax(-1), allowed=0.0)
+    if l.shape != m.shape or not (l.isfinite() & (l > 0)).all():
+        raise CheckFailed(f"l must be a positive sum for each row, but it is {l}.")
 
 
 class _Watch(TorchDispatchMode):

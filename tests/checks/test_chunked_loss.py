@@ -230,3 +230,17 @@ def test_a_stub_is_called_one():
 def test_what_is_no_autograd_function_is_refused():
     assert "the class itself" in diagnosis(lambda hidden, weight, labels, chunk: hidden.sum())
     assert function(source(), "ChunkedLoss")  # and the solution is one
+
+
+def test_a_loss_without_gradients_does_not_pass_for_its_little_memory():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, labels, chunk):
+            ctx.save_for_backward(hidden, weight)
+            return hidden.new_tensor(3.0)
+
+        @staticmethod
+        def backward(ctx, given):
+            return *(torch.zeros_like(x) for x in ctx.saved_tensors), None, None
+
+    assert "gradient of hidden is zero" in diagnosis(Nothing, checks.check_loss_memory)

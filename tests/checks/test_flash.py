@@ -213,3 +213,21 @@ def test_a_backward_that_stores_p_is_refused_though_its_values_are_right():
     for check in BACKWARD[:2]:
         check(naive)
     assert "256, 256)" in diagnosis(naive, checks.check_backward_memory)
+
+
+# --- little memory is no merit of a wrong result --------------------------------------------------
+
+
+@pytest.mark.parametrize("result", [1, lambda q: (q, q[..., 0])], ids=["a number", "its input"])
+def test_a_forward_that_computes_nothing_does_not_pass_for_its_little_memory(result):
+    def student(q, k, v, is_causal, block_q, block_k):
+        return result(q.clone()) if callable(result) else result
+
+    diagnosis(student, checks.check_forward_memory)
+
+
+def test_a_backward_that_computes_nothing_does_not_pass_for_its_little_memory():
+    def student(dout, q, k, v, out, lse, is_causal, block_q, block_k):
+        return q.clone(), k.clone(), v.clone()
+
+    assert "dv" in diagnosis(student, checks.check_backward_memory)

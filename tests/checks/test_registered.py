@@ -183,3 +183,10 @@ def test_a_small_model_keeps_the_attention_that_it_had():
     diagnosis(student_with(("causal=causal", "causal=False")), MODELS)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(decode(model, "eager"), before)
+
+
+def test_a_function_that_computes_nothing_does_not_pass_for_its_little_memory():
+    def student(module, query, key, value, attention_mask, **options):
+        return query.transpose(1, 2).clone(), None
+
+    assert "memory counts" in diagnosis(student, MEMORY)

@@ -127,3 +127,16 @@ def test_writing_into_the_scores_is_refused():
         return m, scores.sub_(m[..., None]).exp_().sum(-1)
 
     assert "in place" in diagnosis(in_place, checks.check_running_values)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda scores: 1,
+        lambda scores: (scores[..., 0], scores[..., 0]),
+        lambda scores: (scores.amax(-1) * 0, scores.amax(-1) * 0 + 1),
+    ],
+    ids=["a number", "the first scores", "a constant"],
+)
+def test_a_function_that_computes_nothing_does_not_stream(result):
+    diagnosis(lambda scores, block_size: result(scores.clone()), checks.check_running_streams)

@@ -65,12 +65,13 @@ class Assembled:
     _setup: tuple[Unit, ...] = field(repr=False, default=())
 
     def notebook(
-        self, exercises: Sequence[str], sockets: Sequence[str], cell_timeout_s: float
+        self, exercises: Sequence[str], started: str, sockets: Sequence[str], cell_timeout_s: float
     ) -> tuple[str, dict[str, list[int]]]:
         """The notebook that runs some exercises.
 
         Args:
             exercises: grade_ids, from `self.exercises` and in their order.
+            started: the path of a socket where the kernel calls before the first cell.
             sockets: a path for each; the exercise asks there for work.
             cell_timeout_s: for each cell.
 
@@ -79,7 +80,7 @@ class Assembled:
         """
         cells = [
             "from labsupport.grading.grade.inside import watch_cells\n"
-            f"{FAILURES} = watch_cells(get_ipython(), {cell_timeout_s!r})"
+            f"{FAILURES} = watch_cells(get_ipython(), {cell_timeout_s!r}, {started!r})"
         ]
         numbers: dict[str, list[int]] = {}
         done: set[int] = set()

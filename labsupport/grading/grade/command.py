@@ -58,7 +58,7 @@ def grade_command(
             raise ValueError(f"{option} {value} makes no sense: it has to be more than 0")
     from tqdm import tqdm
 
-    from labsupport.grading.grade.batch import run_batch
+    from labsupport.grading.grade.batch import read_results, run_batch
     from labsupport.grading.reports import write_reports
 
     settings = Settings(
@@ -82,7 +82,12 @@ def grade_command(
         results = run_batch(submissions, out, settings, resume=resume, tell=tell)
     except KeyboardInterrupt:
         bar.close()
-        typer.echo(f"Interrupted; what is done is in {out}. Go on with --resume.", err=True)
+        if done := read_results(out):
+            write_reports(done, out, notebooks=notebooks)
+        typer.echo(
+            f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume.",
+            err=True,
+        )
         raise typer.Exit(130) from None
     finally:
         bar.close()

@@ -11,7 +11,7 @@ from labsupport.grading.grade.confinement import confinement_here
 from labsupport.grading.grade.package import kernel_package
 from labsupport.grading.grade.pristine import Pristine, current_edition, pristine_notebooks
 from labsupport.grading.grade.results import CheckResult, Flag, SubmissionResult
-from labsupport.grading.grade.sandbox import NotServing, Sandbox
+from labsupport.grading.grade.sandbox import START_TIMEOUT_S, NotServing, Sandbox
 from labsupport.grading.grade.settings import Settings
 from labsupport.grading.grade.source_rules import flags_of
 from labsupport.grading.grade.submissions import Refused, Submission
@@ -32,6 +32,8 @@ class _Run:
     results: dict[str, CheckResult] = field(default_factory=dict)
     alone: list[str] = field(default_factory=list)
     later: list[str] = field(default_factory=list)
+    flags: list[Flag] = field(default_factory=list)
+    to_lend: float = START_TIMEOUT_S
     peak_memory_bytes: int = 0
 
     def record(self, check: Check, status: str, message: str, seconds: float = 0.0) -> None:
@@ -55,7 +57,7 @@ def grade_one(
         settings: limits; the defaults if None.
 
     Raises:
-        RuntimeError: no submission can be run on this machine.
+        RuntimeError: no submission can be run on this machine, or the kernel did not start.
         labsupport.grading.release.ReleaseError: the instructor's notebooks are not there.
     """
     settings = settings or Settings()
@@ -97,7 +99,7 @@ def grade_one(
         digest=submission.digest,
         edition=submission.edition,
         checks=tuple(run.results[check.grade_id] for check in assembled.checks),
-        flags=tuple(flags),
+        flags=(*flags, *run.flags),
         seconds=round(time.monotonic() - start, 2),
         peak_memory_bytes=run.peak_memory_bytes,
     )
@@ -151,8 +153,13 @@ def _run_kernel(run: _Run, exercises: list[str]) -> None:
     """Run some exercises in one kernel; what is not done afterwards is done in another."""
     settings = run.settings
     with Sandbox(len(exercises), run.package, settings) as box:
-        text, numbers = run.assembled.notebook(exercises, box.sockets, settings.cell_timeout_s)
-        box.start(text)
+        text, numbers = run.assembled.notebook(
+            exercises, box.started, box.sockets, settings.cell_timeout_s
+        )
+        # A slow start is the machine's doing: it takes nothing of the submission's time.
+        lent = min(box.start(text), run.to_lend)
+        run.to_lend -= lent
+        run.end += lent
         for index, exercise in enumerate(exercises):
             survived = _run_exercise(run, box, index, exercise, numbers[exercise])
             run.peak_memory_bytes = max(run.peak_memory_bytes, box.peak_memory_bytes)
@@ -190,6 +197,9 @@ def _run_exercise(run: _Run, box: Sandbox, index: int, exercise: str, cells: lis
                 if outcome.status == "failed" and "is not defined" in message:
                     message = _why_undefined(session, message, cells)
                 run.record(check, outcome.status, message, outcome.seconds)
+                if outcome.unexpected:
+                    text = "The check stumbled over what came back: was it the student's fault?"
+                    run.flags.append(Flag(check.grade_id, "not judged", text))
                 continue
             if outcome.status == "died" and index > 0 and exercise not in run.alone:
                 run.alone.append(exercise)

@@ -32,6 +32,10 @@ _LOG_BYTES = 20_000
 _PYTEST = "import sys; sys.modules['rfc3987_syntax'] = None; import pytest; sys.exit(pytest.main())"
 
 
+class NotStarted(RuntimeError):
+    """The kernel did not come up: the machine's fault, since nothing of the student's has run."""
+
+
 class NotServing(RuntimeError):
     """The notebook ended, or took too long, before its last cell asked for work."""
 
@@ -53,7 +57,7 @@ class Sandbox:
 
         Args:
             exercises: how many times the notebook will ask for work, each time at a socket of its
-                own (`sockets`).
+                own (`sockets`), after it said at another one (`started`) that it begins.
             package: the folder that holds the `labsupport` that it imports.
             settings: limits.
         """
@@ -62,6 +66,7 @@ class Sandbox:
         self.confinement = confinement_here(settings)
         self.folder = prepare_folder()
         self._process: subprocess.Popen[bytes] | None = None
+        self.started = str(self.folder / "given" / "started.sock")
         self.sockets = [str(self.folder / "given" / f"{n}.sock") for n in range(exercises)]
         self._listeners: list[socket.socket] = []
         self._known: dict[int, int] = {}
@@ -73,15 +78,22 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def start(self, text: str) -> None:
-        """Start the notebook.
+    def start(self, text: str) -> float:
+        """Start the notebook, and wait until its kernel is about to run the student's cells.
 
         Args:
             text: the assembled notebook, a file's text.
+
+        Returns:
+            the seconds that took.
+
+        Raises:
+            NotStarted: it took too long, or ended before.
         """
+        begun = time.monotonic()
         notebook = self.folder / "given" / NOTEBOOK
         notebook.write_text(text, encoding="utf-8")
-        for path in self.sockets:
+        for path in (self.started, *self.sockets):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listeners.append(listener)
             listener.bind(path)
@@ -110,20 +122,27 @@ class Sandbox:
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             self._threads.append(thread)
+        try:
+            self._accept(self._listeners[0], START_TIMEOUT_S).close()
+        except NotServing as problem:
+            raise NotStarted(f"the kernel did not start: {problem}") from None
+        return time.monotonic() - begun
 
     def connect(self, index: int, timeout_s: float) -> socket.socket:
         """Wait until the notebook asks for work.
 
         Args:
             index: which socket.
-            timeout_s: for the cells before it; the start of the kernel has its own.
+            timeout_s: for the cells before it.
 
         Raises:
             NotServing: with `status` "died" or "timeout".
         """
+        return self._accept(self._listeners[1 + index], timeout_s)
+
+    def _accept(self, listener: socket.socket, timeout_s: float) -> socket.socket:
         assert self._process is not None
-        listener = self._listeners[index]
-        end = time.monotonic() + timeout_s + (START_TIMEOUT_S if index == 0 else 0)
+        end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if select.select([listener], [], [], 0.05)[0]:
                 connection, _ = listener.accept()

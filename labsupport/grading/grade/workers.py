@@ -16,12 +16,13 @@ from labsupport.grading.grade import processes
 from labsupport.grading.grade.confinement import remove_stale
 from labsupport.grading.grade.pristine import pristine_notebooks
 from labsupport.grading.grade.results import CheckResult, Flag, SubmissionResult
+from labsupport.grading.grade.sandbox import START_TIMEOUT_S
 from labsupport.grading.grade.settings import Settings
 from labsupport.grading.grade.submissions import Submission
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# On top of what a submission may take: starts of kernels, and checks.
-_PATIENCE_S = 900.0
+# On top of what a submission may take by its own limits (`_most_seconds`).
+_PATIENCE_S = 60.0
 _ATTEMPTS = 2
 
 
@@ -88,9 +89,15 @@ def _result_of(worker: _Worker, settings: Settings) -> SubmissionResult | str:
     except (EOFError, OSError):
         worker.process.join(timeout=5)
         return f"the process that graded it ended with status {worker.process.exitcode}"
-    if time.monotonic() - worker.begun > 2 * settings.notebook_timeout_s + _PATIENCE_S:
+    if time.monotonic() - worker.begun > _most_seconds(settings):
         return "the process that graded it did not come to an end"
     return ""
+
+
+def _most_seconds(settings: Settings) -> float:
+    """By when every submission is done: no kernel is started, and no check begun, after its end."""
+    in_flight = 2 * START_TIMEOUT_S + 2 * settings.cell_timeout_s  # one start lent, one begun
+    return 2 * settings.notebook_timeout_s + in_flight + _PATIENCE_S
 
 
 def _started(settings: Settings) -> _Worker:

@@ -23,6 +23,7 @@ from labsupport.grading.handover.remote import Session, SessionDied, SessionTime
 from labsupport.grading.handover.watch import NotWatched
 
 MAX_MESSAGE = 4000
+_UNJUDGED = "what came back cannot be judged"
 SEEDS = range(100, 1000)  # small: checks count positions and lengths with them
 NOT_WRITTEN = "is not written yet: replace"
 # Checks register an attention function with Transformers and capture what is printed: both belong
@@ -38,11 +39,13 @@ class Outcome(NamedTuple):
             student's process could not be watched from outside.
         message: of a check that passed its [ok] lines; otherwise the diagnosis, or what happened.
         seconds: how long it took.
+        unexpected: whether something happened that no check foresees: a person should look.
     """
 
     status: str
     message: str
     seconds: float
+    unexpected: bool = False
 
 
 def evaluate_check(
@@ -81,7 +84,8 @@ def evaluate_check(
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
     message = message or printed.getvalue().strip()
-    return Outcome(status, _clean(message), time.monotonic() - start)
+    unexpected = message.startswith(_UNJUDGED)
+    return Outcome(status, _clean(message), time.monotonic() - start, unexpected)
 
 
 def seeded(source: str, seed: int) -> ast.Module:
@@ -116,7 +120,7 @@ def _run(
         return "not run", str(problem)
     except Exception as error:
         # A value that no check expects: of another kind, shape or size than any honest mistake's.
-        return "failed", f"what came back cannot be judged ({type(error).__name__}: {error})"
+        return "failed", f"{_UNJUDGED} ({type(error).__name__}: {error})"
     return "passed", ""
 
 

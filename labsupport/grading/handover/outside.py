@@ -7,23 +7,27 @@ operating system's figures for the process (`watch`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labsupport import checks
 from labsupport.attention.flash_torch import flash_attention_forward
-from labsupport.checks.verdict import CheckFailed, call, passed
+from labsupport.checks.chunked_loss import require_gradients
+from labsupport.checks.flash import BACKWARD_NAMES, FORWARD_NAMES
+from labsupport.checks.softmax import require_maximum
+from labsupport.checks.verdict import CheckFailed, call, judge, passed, unpack
 from labsupport.grading.handover.remote import Session
 from labsupport.grading.handover.watch import extra_memory
 from labsupport.profiling.units import format_bytes
 
 MIB = 2**20
 LOOKS = 3
-BLOCK, LENGTHS = 512, ((4096, False), (6144, True))
+BLOCK, LENGTHS = 512, ((4096, False), (8192, True))
 TILES = 48 * MIB  # more than any number of 512 x 512 tiles that a solution has names for
 
 
@@ -59,8 +63,9 @@ class _Watch:
         Args:
             what: was called, for the message.
             most: bytes.
-            prepare: draws inputs, and returns the call. Where the bytes touched alone are too many,
-                they are looked at again (see `watch`), with other inputs: no answer is kept.
+            prepare: draws inputs, and returns the call, which refuses a wrong answer: little memory
+                is no merit of it. Where the bytes touched alone are too many, they are looked at
+                again (see `watch`), with other inputs: no answer is kept.
 
         Raises:
             CheckFailed: saying `what` was called, and how much it took.
@@ -86,24 +91,39 @@ def _running_streams(watch: _Watch, student: Any) -> None:
     call(student, torch.randn(2, 60), 10)
     rows, n, block = 64, 2**17, 2**13
     size = rows * n * 4
+
+    def stream(scores: Tensor) -> None:
+        require_maximum(call(student, scores, block), scores)
+
     watch.limit(
         f"with {rows} rows of {n:,} scores ({format_bytes(size)}) and blocks of {block:,}",
         # What arrives takes as much once, and the allocator half of it now and then; a whole row's
         # exponentials make it twice at least.
         int(1.8 * size),
-        lambda: partial(call, student, torch.randn(rows, n), block),
+        lambda: partial(stream, torch.randn(rows, n)),
     )
     passed("no exponentials of whole rows, seen from outside")
 
 
 def _forward_memory(watch: _Watch, student: Any) -> None:
-    """6144 x 6144 scores are 144 MiB, 4096 x 4096 are 64 MiB; Q, K, V and O 2 MiB together."""
+    """8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64 MiB.
+
+    Q, K, V and O are 2 MiB together.
+    """
     watch.inside("check_forward_memory", student)
-    call(student, *torch.randn(3, 1, 600, 16), True, BLOCK, BLOCK)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+        out, _ = unpack(call(student, q, k, v, is_causal, BLOCK, BLOCK), FORWARD_NAMES)
+        if not is_causal:
+            rows = torch.randint(q.shape[-2], (8,))
+            weights = (q[:, rows] @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+            judge("out (some rows)", _rows(out, q)[:, rows], weights @ v, allowed=1e-3)
+
+    forward(*torch.randn(3, 1, 600, 16), True)
     for n, is_causal in LENGTHS:
 
         def prepare(n: int = n, is_causal: bool = is_causal) -> Callable[[], object]:
-            return partial(call, student, *torch.randn(3, 1, n, 16), is_causal, BLOCK, BLOCK)
+            return partial(forward, *torch.randn(3, 1, n, 16), is_causal)
 
         watch.limit(
             f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}",
@@ -116,8 +136,17 @@ def _forward_memory(watch: _Watch, student: Any) -> None:
 def _backward_memory(watch: _Watch, student: Any) -> None:
     """As of the forward pass."""
     watch.inside("check_backward_memory", student)
-    small = [one.clone() for one in _forward_results(600, True)]
-    call(student, *small, True, BLOCK, BLOCK)
+
+    def backward(given: Sequence[Tensor], is_causal: bool) -> None:
+        result = call(student, *given, is_causal, BLOCK, BLOCK)
+        _, _, dv = unpack(result, BACKWARD_NAMES)
+        if not is_causal:
+            dout, q, k, _, _, lse = given
+            rows = torch.randint(k.shape[-2], (8,))
+            columns = (q @ k[:, rows].mT / q.shape[-1] ** 0.5 - lse[..., None]).exp()
+            judge("dv (some rows)", _rows(dv, k)[:, rows], columns.mT @ dout, allowed=1e-3)
+
+    backward([one.clone() for one in _forward_results(600, True)], True)
     for n, is_causal in LENGTHS:
         # Copies: a process that says it changed its arguments must not reach the next student's.
         given = [one.clone() for one in _forward_results(n, is_causal)]
@@ -126,7 +155,7 @@ def _backward_memory(watch: _Watch, student: Any) -> None:
             given: list[Tensor] = given, is_causal: bool = is_causal
         ) -> Callable[[], object]:
             dout = torch.randn_like(given[0])
-            return partial(call, student, dout, *given[1:], is_causal, BLOCK, BLOCK)
+            return partial(backward, [dout, *given[1:]], is_causal)
 
         watch.limit(
             f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}",
@@ -156,6 +185,7 @@ def _loss_memory(watch: _Watch, student: Any) -> None:
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise CheckFailed("the loss does not know that it depends on hidden and weight.")
         loss.backward()
+        require_gradients([leaf.grad for leaf in leaves])
 
     step(chunk)
     watch.limit(
@@ -169,18 +199,30 @@ def _loss_memory(watch: _Watch, student: Any) -> None:
 def _registered_memory(watch: _Watch, student: Any) -> None:
     """Scores of 8 heads of 2048 x 2048 are 128 MiB; keys and values for 4 heads 64 MiB."""
     watch.inside("check_registered_memory", student)
+
+    def registered(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
+        result = call(student, layer, q, k, v, None)
+        out = result[0] if isinstance(result, tuple | list) and result else result
+        if not isinstance(out, Tensor):
+            raise CheckFailed("the first value that came back is no tensor.")
+        if not layer.is_causal:
+            rows = torch.randint(q.shape[-2], (4,))
+            right = F.scaled_dot_product_attention(q[..., rows, :], k, v, enable_gqa=True)
+            given = _rows(out, q.transpose(1, 2))[:, rows]
+            judge("out (some rows)", given, right.transpose(1, 2), allowed=1e-3)
+
     for n_q, n_k, kv_heads, is_causal, most in (
         (2048, 2048, 4, True, 64 * MIB),
         (2048, 2048, 4, False, 64 * MIB),
         (4, 2**16, 1, False, 48 * MIB),
     ):
         layer = _layer(is_causal)
-        call(student, layer, *_model_inputs(4, 64, kv_heads), None)
+        registered(layer, *_model_inputs(4, 64, kv_heads))
 
         def prepare(
             layer: nn.Module = layer, sizes: tuple[int, ...] = (n_q, n_k, kv_heads)
         ) -> Callable[[], object]:
-            return partial(call, student, layer, *_model_inputs(*sizes), None)
+            return partial(registered, layer, *_model_inputs(*sizes))
 
         watch.limit(
             f"for {n_q:,} queries in 4 heads, {n_k:,} keys in {kv_heads}, is_causal={is_causal}",
@@ -188,6 +230,17 @@ def _registered_memory(watch: _Watch, student: Any) -> None:
             prepare,
         )
     passed("no matrix of scores, and no repeated keys, seen from outside")
+
+
+def _rows(result: Tensor, like: Tensor) -> Tensor:
+    """A result whose rows can be taken.
+
+    Raises:
+        CheckFailed: its shape is wrong.
+    """
+    if result.shape != like.shape:
+        raise CheckFailed(f"{tuple(like.shape)} was expected, not {tuple(result.shape)}.")
+    return result
 
 
 def _model_inputs(n_q: int, n_k: int, kv_heads: int) -> tuple[Tensor, ...]:
