@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__doc__", "get_ipython", "display"}
-MAX_NODES = 50_000
+MAX_NODES = 100_000
 
 
 class UnparsableError(ValueError):
