@@ -15,9 +15,6 @@ import pytest
 from labsupport.grading.grade.batch import read_results
 from tests.grading.variants.course import EXERCISES, Copy, solution, write_course
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 STUB = "raise NotImplementedError"
 # What the n-th student handed in, and the points for it.
 WORK = {

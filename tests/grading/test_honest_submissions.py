@@ -11,9 +11,6 @@ from tests.grading.variants import honest_files, honest_work
 from tests.grading.variants.course import EXERCISES, IMPORTS, NOTEBOOKS, grade_id, write_course
 from tests.grading.variants.running import BYSTANDERS, NAMES, grade_all
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 VARIANTS = {**honest_work.honest, **honest_files.honest}
 
 

@@ -24,9 +24,6 @@ from tests.grading.variants import (
 from tests.grading.variants.course import write_course
 from tests.grading.variants.running import BYSTANDERS, grade_all, settings_for
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 KINDS = (
     hostile_breaking,
     hostile_cells,

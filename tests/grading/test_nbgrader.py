@@ -14,9 +14,6 @@ from labsupport.grading.grade.settings import Settings
 from labsupport.grading.grade.submissions import read_submission
 from labsupport.grading.release import make_edition
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 # A small notebook: three exercises with quick checks, and what they import.
 TEXTBOOK, MEMORY, SOFTMAX = (
     "ex-1-1-textbook-attention",

@@ -7,13 +7,12 @@ import time
 
 import filelock
 import pytest
+from typer.testing import CliRunner
 
+from labsupport.cli import app
 from labsupport.grading.grade.batch import run_batch
 from labsupport.grading.grade.journal import NAME, Journal, read_results
 from labsupport.grading.grade.results import CheckResult, SubmissionResult
-
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
 
 RESULT = SubmissionResult("ada", "01", "a.ipynb", "0", checks=(CheckResult("c", "e", 2, "passed"),))
 
@@ -114,3 +113,23 @@ def test_a_grader_that_is_killed_is_resumed_and_leaves_no_process(course, tmp_pa
     students = [json.loads(line)["student"] for line in lines.splitlines()]
     assert sorted(students) == ["ada", "bob", "eve", "joe"]
     assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
+
+
+def test_after_an_interruption_there_are_reports_of_what_is_done(
+    course, tmp_path, solved_folder, monkeypatch
+):
+    def add_and_stop(journal, result):
+        add(journal, result)
+        raise KeyboardInterrupt
+
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", add_and_stop)
+    out = tmp_path / "out"
+    said = CliRunner().invoke(
+        app,
+        ["grade", str(course), "--out", str(out), "--notebooks", str(solved_folder), "--unconfined"],
+    )
+
+    assert said.exit_code == 130
+    assert "1 are done" in said.output
+    assert "joe" in (out / "grades.csv").read_text()  # the broken file, which needs no kernel

@@ -20,9 +20,6 @@ from labsupport.grading.grade.confinement import (
     write_plan,
 )
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(params=["as well as can be", "without namespaces"])
 def confinement(request, settings):

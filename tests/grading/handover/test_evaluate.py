@@ -9,9 +9,6 @@ from labsupport.grading.handover.evaluate import evaluate_check, seeded
 from tests.grading.handover.kernels import IMPORTS, all_solutions, cells, students
 from tests.grading.handover.wrong import WRONG
 
-# Many kernels, each with limits of time: minutes on a quiet machine.
-pytestmark = pytest.mark.slow
-
 if sys.platform != "linux":
     pytest.skip("grading needs Linux", allow_module_level=True)
 
@@ -123,7 +120,7 @@ def test_a_buffer_made_beforehand_does_not_hide_a_matrix_of_scores():
     source = IMPORTS + (
         "import labsupport.checks\n"
         "labsupport.checks.check_forward_memory = lambda student: None\n"
-        "room = torch.ones(6144 * 6144)\n"
+        "room = torch.ones(8192 * 8192)\n"
         "def my_flash_forward(q, k, v, is_causal, block_q, block_k):\n"
         "    n = q.shape[-2]\n"
         "    s = torch.matmul(q[0], k[0].mT, out=room[: n * n].view(n, n)).mul_(0.25)\n"
