@@ -125,10 +125,8 @@ def test_after_an_interruption_there_are_reports_of_what_is_done(
     add = Journal.add
     monkeypatch.setattr(Journal, "add", add_and_stop)
     out = tmp_path / "out"
-    said = CliRunner().invoke(
-        app,
-        ["grade", str(course), "--out", str(out), "--notebooks", str(solved_folder), "--unconfined"],
-    )
+    told = ["grade", course, "--out", out, "--notebooks", solved_folder, "--unconfined"]
+    said = CliRunner().invoke(app, [str(word) for word in told])
 
     assert said.exit_code == 130
     assert "1 are done" in said.output
