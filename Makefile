@@ -22,6 +22,9 @@ AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
 LAB_OPTIONS = --log-level=WARN --LabApp.news_url=None \
 	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 
+# A program without a module, so it is found beside the Python that it was installed with.
+TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
+
 PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
@@ -85,6 +88,7 @@ static:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check --python-interpreter-path $(PY)
+	$(TYPOS)
 
 notebook-tests:
 	$(PYTEST) --nbval-lax --nbval-current-env notebooks/
