@@ -22,13 +22,12 @@ AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
 LAB_OPTIONS = --log-level=WARN --LabApp.news_url=None \
 	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
 
-# A program without a module, so it is found beside the Python that it was installed with.
-TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
-
 PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
+# A program without a module, so it is found beside the Python that it was installed with.
+TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
 .PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:
