@@ -26,6 +26,8 @@ PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
+# A program without a module, so it is found beside the Python that it was installed with.
+TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
 .PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints setup clean
 .NOTPARALLEL:
@@ -85,6 +87,7 @@ static:
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check --python-interpreter-path $(PY)
+	$(TYPOS)
 
 notebook-tests:
 	$(PYTEST) --nbval-lax --nbval-current-env notebooks/

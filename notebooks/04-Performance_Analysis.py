@@ -1013,7 +1013,7 @@ orders[names].round(2)
 #
 # | function | takes | returns |
 # | --- | --- | --- |
-# | `fit_time(flops, ms)` | numpy arrays `(n,)`, float64 | `(start_ms, tflops)`, with the least sum of squares of *relative* errors, (predicted - measured) / measured |
+# | `fit_time(flops, ms)` | NumPy arrays `(n,)`, float64 | `(start_ms, tflops)`, with the least sum of squares of *relative* errors, (predicted - measured) / measured |
 # | `predict_time(flops, start_ms, tflops)` | a number, or an array | the time in ms: a number, or an array |
 # | `held_out_error(table)` | a DataFrame: `flops`, `median_ms`, `status`, `held_out` (bool) | `(start_ms, tflops, error)` |
 #

@@ -15,7 +15,7 @@ its sign.
     unchanged   d <= log(1 + tolerance)    and   d + reach < log(1 + 2 * tolerance)
     otherwise   one more process, up to MOST; then "cannot tell"
 
-The tolerance is thus the border, half-way between an unchanged program and one that is slower by
+The tolerance is thus the border, halfway between an unchanged program and one that is slower by
 twice the tolerance: with 5%, the two that are to be told apart are 0% and 10%. (A program slower by
 exactly 5% may be called either.) Looking after each process makes errors likelier than one look
 would, which is why TRUST is 3 and not the 1.6 of a single test at 5%.

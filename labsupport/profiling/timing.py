@@ -1,6 +1,6 @@
 """How long does a call take?  Times in milliseconds, with their spread.
 
-Three things make a single stop-watch reading wrong, and each has its remedy here:
+Three things make a single stopwatch reading wrong, and each has its remedy here:
 
 * The first calls pay for compiling, caching and waking up: they are thrown away (warm-up).
 * One reading is noise: a call is repeated until its median is known well enough, or time is up.

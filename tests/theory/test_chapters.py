@@ -1,10 +1,9 @@
-"""What the chapters say runs: their code, their links, their figures."""
+"""What the chapters say runs: their code, their figures."""
 
 import contextlib
 import io
 import re
 import runpy
-import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ PAGES = sorted(
 )
 PARTS = ("what this chapter answers", "worked example", "common mistakes", "review questions")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def name(path: Path) -> str:
@@ -26,13 +24,6 @@ def name(path: Path) -> str:
 def prose(text: str) -> str:
     """The text without its code blocks, where brackets mean something else."""
     return BLOCK.sub("", text)
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a Markdown text."""
-    headings = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
-    words = [re.sub(r"[`*$]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", word.lower()).replace(" ", "-") for word in words}
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=name)
@@ -66,20 +57,6 @@ def test_a_chapter_has_the_parts_that_every_chapter_has(path):
     for part in PARTS:
         assert any(part in heading for heading in headings), part
     assert "<details>" in text, "review questions come with collapsed answers"
-
-
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_every_link_within_the_project_leads_somewhere(path):
-    for target in LINK.findall(prose(path.read_text(encoding="utf-8"))):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, anchor = urllib.parse.unquote(target).partition("#")
-        place = (path.parent / file).resolve() if file else path
-        assert place.exists(), f"{target}: there is no {place}"
-        if anchor and place.suffix == ".md":
-            assert anchor in anchors(place.read_text(encoding="utf-8")), (
-                f"{target}: no such heading"
-            )
 
 
 def test_the_figures_that_pages_show_are_those_that_the_scripts_draw():

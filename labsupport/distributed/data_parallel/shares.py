@@ -41,7 +41,7 @@ def share_of(batches: Batches, place: Place) -> Batches:
     """This rank's part of a stream: micro-batch `rank`, `rank + world`, ... of each step.
 
     All ranks together then take the same steps as one process with the whole stream, whatever
-    their number. It is for streams what `torch.utils.data.DistributedSampler` is for data sets.
+    their number. It is for streams what `torch.utils.data.DistributedSampler` is for datasets.
 
     >>> stream = batches(documents, 512, end_token=256, accumulation=8)
     >>> own = share_of(stream, place)  # of 2 ranks, 4 micro-batches each

@@ -85,7 +85,7 @@ def measurable_backends(device: torch.device) -> list[str]:
 
 
 def dtype_named(text: str | None, device: torch.device) -> str:
-    """'fp16' and 'float16' as 'float16'; by default bfloat16 on a GPU that has it, else float32.
+    """`fp16` and `float16` as `float16`; by default bfloat16 on a GPU that has it, else float32.
 
     Raises:
         ValueError: an unknown dtype.

@@ -1,0 +1,180 @@
+"""With which versions the tests have passed: data/versions.csv, and the README's table of it.
+
+As a plugin of pytest it adds the run to the file, once the run has ended:
+
+    python -m pytest -p scripts.versions --record-versions -m "not slow and not browser"
+
+As a program it writes the README's table anew:
+
+    python -m scripts.versions
+
+A row is known by its Python (3.11), its packages' versions and its tests: a later run of the same
+takes its place. A row without counts names a combination that is to be tested elsewhere.
+"""
+
+import csv
+import datetime
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "data" / "versions.csv"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- versions: written by `python -m scripts.versions` -->\n", "<!-- versions end -->"
+PACKAGES = {"torch": "PyTorch", "triton": "Triton", "transformers": "Transformers"}
+KEY = ("python", *PACKAGES, "tests")
+COUNTS = ("passed", "failed", "skipped")
+COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS)
+Row = dict[str, str]
+
+
+def key(row: Row) -> tuple[str, ...]:
+    """What a later run replaces a row by: Python's minor version, public versions, tests.
+
+    Args:
+        row: of data/versions.csv.
+    """
+    python = ".".join(row["python"].split(".")[:2])
+    return (python, *(row[name].split("+")[0] for name in PACKAGES), row["tests"])
+
+
+def read(path: Path = RECORD) -> list[Row]:
+    """The rows of the record, in its order.
+
+    Args:
+        path: the CSV file.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def add(row: Row, path: Path = RECORD) -> None:
+    """Put a row into the record, in place of that with the same key, sorted by versions.
+
+    Args:
+        row: all of COLUMNS.
+        path: the CSV file; it need not exist.
+    """
+    rows = [old for old in (read(path) if path.exists() else []) if key(old) != key(row)]
+    rows = sorted([*rows, row], key=_order)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _order(row: Row) -> list[object]:
+    numbers = [[int(n) for n in part.split(".") if n.isdigit()] for part in key(row)[:-1]]
+    python, torch, triton, transformers = numbers
+    return [torch, python, triton, transformers, row["tests"]]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as the README shows them, in Markdown.
+
+    Args:
+        rows: of data/versions.csv.
+    """
+    lines = [
+        f"| Python | {' | '.join(PACKAGES.values())} | tests | passed | failed | |",
+        "| --- " * (len(PACKAGES) + 5) + "|",
+    ]
+    for row in rows:
+        python, *versions, tests = key(row)
+        cells = [python, *(v or "none" for v in versions), f"`{tests}`"]
+        if row["passed"]:
+            cells += [f"{int(row['passed']):,}", row["failed"], row["date"]]
+        else:
+            cells += ["", "", "not run yet"]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, rows: list[Row]) -> str:
+    """The README's text with the table of these rows.
+
+    Args:
+        text: the README, with both marks.
+        rows: of data/versions.csv.
+
+    Raises:
+        ValueError: a mark is missing.
+    """
+    head, found, rest = text.partition(BEGIN)
+    _, ended, tail = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"README.md lacks {BEGIN.strip()} or {END}, around the table")
+    return f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}"
+
+
+def installed(name: str) -> str:
+    """The version of a package in this environment; empty if it is not there.
+
+    Args:
+        name: as on PyPI.
+    """
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that turns recording on."""
+    parser.addoption(
+        "--record-versions",
+        nargs="?",
+        const=str(RECORD),
+        metavar="FILE",
+        help="add this run's versions and counts to a CSV file (data/versions.csv)",
+    )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Record a run that came to its end, passed or not."""
+    path = config.getoption("--record-versions")
+    if not path:
+        return
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        terminalreporter.write_line(f"nothing recorded: pytest ended with {exitstatus}")
+        return
+    stats = {name: len(reports) for name, reports in terminalreporter.stats.items()}
+    counts = (
+        stats.get("passed", 0),
+        stats.get("failed", 0) + stats.get("error", 0),
+        stats.get("skipped", 0),
+    )
+    row = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: installed(name) for name in PACKAGES},
+        "tests": " ".join(config.args),
+        "marks": config.getoption("markexpr"),
+        **dict(zip(COUNTS, map(str, counts), strict=True)),
+    }
+    add(row, Path(path))
+    terminalreporter.write_line(f"recorded in {path}: {counts[0]} passed, {counts[1]} failed")
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    sys.stdout.write(table(read()))

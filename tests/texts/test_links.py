@@ -1,0 +1,93 @@
+"""Links within the project lead somewhere; `make links` follows those that leave it."""
+
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from scripts import texts
+
+
+def broken(path: Path) -> list[str]:
+    """A message for each link of a page, within the project, that leads nowhere."""
+    out = []
+    for link in texts.links(path):
+        if link.external:
+            continue
+        file, _, anchor = urllib.parse.unquote(link.target).partition("#")
+        place = (path.parent / file).resolve() if file else path
+        said = f"{path.name}:{link.line}: {link.target}:"
+        if not place.exists():
+            out.append(f"{said} there is no {place}")
+        elif anchor and place.suffix in (".md", ".ipynb", ".py"):
+            known = texts.anchors(place)
+            if anchor not in known:
+                out.append(f"{said} no such heading; there are {', '.join(sorted(known))}")
+    return out
+
+
+@pytest.mark.parametrize("path", texts.pages(), ids=lambda p: str(p.relative_to(texts.ROOT)))
+def test_every_link_within_the_project_leads_somewhere(path):
+    assert broken(path) == []
+
+
+@pytest.mark.parametrize("path", texts.pages(), ids=lambda p: str(p.relative_to(texts.ROOT)))
+def test_a_link_that_leaves_the_project_goes_over_https(path):
+    insecure = [link for link in texts.links(path) if link.external]
+    assert [x.target for x in insecure if not x.target.startswith(("https://", "mailto:"))] == []
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A page with one heading, beside a notebook with one heading."""
+    twin = tmp_path / "notebooks" / "01-Squares.py"
+    twin.parent.mkdir()
+    twin.write_text("# %% [markdown]\n# ## Squares, by hand\n\n# %%\n# ## not a heading\n3 * 3\n")
+    twin.with_suffix(".ipynb").write_text("{}")
+
+    def write(text):
+        path = tmp_path / "page.md"
+        texts._tokens.cache_clear()
+        texts.anchors.cache_clear()
+        path.write_text(f"# How it `works`, and why\n\n{text}\n\n# Again\n\n# Again\n")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[here](#how-it-works-and-why)",
+        "[twice](#again-1)",
+        "[itself](page.md#again)",
+        "[a notebook](notebooks/01-Squares.ipynb)",
+        "[its part](notebooks/01-Squares.ipynb#Squares,-by-hand)",
+        "[elsewhere](https://example.org/nowhere#at-all)",
+        "`[code](nowhere.md)` and $[x](nowhere.md)$",
+        "```\n[code](nowhere.md)\n```",
+    ],
+)
+def test_a_good_link_is_let_pass(page, text):
+    assert broken(page(text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a file](nowhere.md)",
+        "[a heading](#nowhere)",
+        "[a third](#again-2)",
+        "[another page's](notebooks/01-Squares.ipynb#squares-by-hand)",
+        "[a comment of its code](notebooks/01-Squares.ipynb#not-a-heading)",
+        "![a picture](nowhere.png)",
+        '<a href="nowhere.md">in HTML</a>',
+        '<img src="nowhere.png">',
+        "[by reference][there]\n\n[there]: nowhere.md",
+        "| a |\n| --- |\n| [in a table](nowhere.md) |",
+    ],
+)
+def test_a_broken_link_is_found(page, text):
+    found = broken(page(text))
+    assert len(found) == 1
+    assert found[0].startswith("page.md:")

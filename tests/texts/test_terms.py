@@ -1,0 +1,71 @@
+"""One form for each term, in all texts: the table is terms.toml."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts import texts
+
+TERMS = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))["term"]
+
+
+def pattern(phrase: str) -> str:
+    """The regular expression of one entry under `wrong` or `unless`."""
+    words = r"(?:\s+|'s\s+)".join(re.escape(word) for word in phrase.rstrip("*").split())
+    return words + ("[a-z]*" if phrase.endswith("*") else "s?")
+
+
+def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
+    """A message for each wrong form of a term in a passage."""
+    # Most passages hold none: plain search is many times as fast as the expression.
+    if not any(phrase.rstrip("*").split()[0] in passage.text for phrase in term["wrong"]):
+        return []
+    # A hyphen and a dot are parts of a word, so that nothing is found within a file's name.
+    wrong = r"(?<![\w.-])(?:" + "|".join(map(pattern, term["wrong"])) + r")(?![\w-]|\.\w)"
+    allowed = [
+        match.span()
+        for phrase in term.get("unless", [])
+        for match in re.finditer(re.escape(phrase).replace(r"\ ", r"\s+"), passage.text)
+    ]
+    out = []
+    for match in re.finditer(wrong, passage.text):
+        if any(begin <= match.start() and match.end() <= end for begin, end in allowed):
+            continue
+        line = passage.line + passage.text.count("\n", 0, match.start())
+        place = passage.path.relative_to(texts.ROOT)
+        out.append(f"{place}:{line}: {' '.join(match[0].split())!r}: write {term['right']}")
+    return out
+
+
+def here(text: str) -> texts.Passage:
+    return texts.Passage(texts.ROOT / "README.md", 7, text)
+
+
+def test_pages_use_one_form_for_each_term():
+    passages = [passage for path in texts.pages() for passage in texts.prose(path)]
+    found = [m for passage in passages for term in TERMS for m in wrong_forms(passage, term)]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_use_one_form_for_each_term():
+    everywhere = [term for term in TERMS if term.get("where") != "pages"]
+    passages = [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    found = [m for passage in passages for term in everywhere for m in wrong_forms(passage, term)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term["right"][:20])
+def test_each_wrong_form_is_found_and_the_right_one_let_pass(term):
+    for phrase in term["wrong"]:
+        assert wrong_forms(here(f"It says {phrase.replace('*', 'ed')}, here."), term), phrase
+    assert not wrong_forms(here(f"It says {term['right']}, here."), term)
+    for phrase in term.get("unless", []):
+        assert not wrong_forms(here(f"It says {phrase}, here."), term), phrase
+
+
+def test_a_term_is_found_across_a_line_break_and_its_line_is_named():
+    term = {"right": "FlashAttention", "wrong": ["flash attention"]}
+    found = wrong_forms(here("First line,\nand then flash\nattention."), term)
+    assert found == ["README.md:8: 'flash attention': write FlashAttention"]
