@@ -29,7 +29,7 @@ WORKERS = -n auto --maxprocesses 4 --dist loadfile
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
-.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints setup clean
+.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints update links test-versions setup clean
 .NOTPARALLEL:
 
 help:
@@ -44,6 +44,9 @@ help:
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
+	@echo "make update       newest versions, then everything run and stored again   (maintainers)"
+	@echo "make links        follow the links that leave the project   (maintainers)"
+	@echo "make test-versions  the tests with the oldest and the newest versions   (maintainers)"
 	@echo "make clean        remove .venv and caches; work/ is kept"
 	@echo
 	@echo "The first run installs what is needed into .venv. Options: TORCH=cpu|cuda, PYTHON=..., ARGS=..."
@@ -108,6 +111,18 @@ format: setup
 
 constraints: setup
 	scripts/constraints.sh $(PY)
+
+# ARGS='--from STEP' goes on at a step, ARGS=--back takes the old versions back.
+update: setup
+	@MAKE="$(MAKE)" scripts/update.sh $(ARGS)
+
+links: setup
+	@scripts/extra.sh book
+	$(PY) -m scripts.links
+
+# ARGS=lowest or ARGS=newest: one of the two.
+test-versions:
+	scripts/versions.sh $(ARGS)
 
 clean:
 	@if [ -e .venv ] && [ ! -e .venv/.made-by-setup ]; then \

@@ -115,8 +115,10 @@ def _without_tags(html: str) -> str:
     return re.sub(r"<[^>]*>", "", re.sub(r"<code>.*?</code>", CUT, html))
 
 
-def docstrings(path: Path) -> Iterator[Passage]:
+@cache
+def docstrings(path: Path) -> tuple[Passage, ...]:
     """The docstrings of a Python file, without what stands in backticks and in examples."""
+    out = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -124,7 +126,8 @@ def docstrings(path: Path) -> Iterator[Passage]:
         if text:
             plain = re.sub(r"`[^`]*`", lambda m: CUT + "\n" * m[0].count("\n"), text)
             plain = re.sub(r"(?m)^ *(>>>|\.\.\.) .*$", CUT, plain)
-            yield Passage(path, node.body[0].lineno, plain)
+            out.append(Passage(path, node.body[0].lineno, plain))
+    return tuple(out)
 
 
 def links(path: Path) -> Iterator[Link]:

@@ -22,6 +22,7 @@ state=build/update
 old=$state/constraints.old.txt
 steps="pins environment tests notebooks pictures stored"
 make=${MAKE:-make}
+export MAKEFLAGS=--no-print-directory
 
 say() { printf '[update] %s\n' "$*"; }
 

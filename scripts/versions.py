@@ -31,6 +31,7 @@ KEY = ("python", *PACKAGES, "tests")
 COUNTS = ("passed", "failed", "skipped")
 COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS)
 Row = dict[str, str]
+COMMIT = pytest.StashKey[str]()
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -145,6 +146,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Note the commit before the tests: a long run may see the next one made."""
+    if config.getoption("--record-versions"):
+        config.stash[COMMIT] = _commit()
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
@@ -152,8 +159,11 @@ def pytest_terminal_summary(
     path = config.getoption("--record-versions")
     if not path:
         return
-    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        terminalreporter.write_line(f"nothing recorded: pytest ended with {exitstatus}")
+    # What could not be collected could not be counted; with workers that looks like a failed test.
+    errors = terminalreporter.stats.get("error", [])
+    whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if not whole or any(isinstance(report, pytest.CollectReport) for report in errors):
+        terminalreporter.write_line("nothing recorded: not all tests could be run")
         return
     stats = {name: len(reports) for name, reports in terminalreporter.stats.items()}
     counts = (
@@ -163,7 +173,7 @@ def pytest_terminal_summary(
     )
     row = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": config.stash[COMMIT],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: installed(name) for name in PACKAGES},

@@ -283,6 +283,7 @@ def test_make_alone_lists_every_command(project):
         "benchmark",
         "notebooks",
         "format",
+        "update",
         "clean",
     } <= listed
 
@@ -294,7 +295,8 @@ def test_make_test_runs_every_check(project):
         "ruff check",
         "ruff format --check",
         "pyrefly check",
-        '-m "not slow"',
+        "typos",
+        '-m "not slow and not browser"',
         "--nbval-lax",
     ]
     positions = [plan.find(step) for step in steps]

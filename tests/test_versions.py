@@ -23,7 +23,7 @@ ROW = dict.fromkeys(versions.COLUMNS, "") | {
 }
 
 
-def tested(package):
+def recorded(package):
     return [Version(row[package]) for row in versions.read() if row[package]]
 
 
@@ -43,7 +43,7 @@ def test_the_lower_bound_of_a_package_is_the_oldest_version_in_the_record(projec
     wanted = [*content["dependencies"], *content["optional-dependencies"]["triton"]]
     specifier = next(r.specifier for r in map(Requirement, wanted) if r.name == package)
     (bound,) = [Version(part.version) for part in specifier if part.operator == ">="]
-    assert min(tested(package)).release[:2] == bound.release[:2]
+    assert min(recorded(package)).release[:2] == bound.release[:2]
 
 
 @pytest.mark.parametrize("package", versions.PACKAGES)
@@ -51,7 +51,7 @@ def test_the_pinned_version_of_a_package_is_in_the_record(project, package):
     lines = (project / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line.startswith(f"{package}==")]
     pinned = {str(pin.specifier).removeprefix("==") for pin in pins}
-    assert pinned & {version.public for version in tested(package)}, "make test-versions"
+    assert pinned & {version.public for version in recorded(package)}, "make test-versions"
 
 
 def test_both_ends_of_the_supported_pythons_are_in_the_record(project):

