@@ -1,5 +1,6 @@
 """Processes that grade, one submission at a time each; one that dies costs nothing but time."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -51,10 +52,15 @@ def grade_all(
     workers = [_started(settings) for _ in range(min(settings.jobs, len(todo)))]
     try:
         while workers:
-            for worker in workers:
+            for number, worker in enumerate(workers):
                 if worker.submission is None and todo:
+                    if not worker.process.is_alive():
+                        _end(worker)
+                        worker = workers[number] = _started(settings)
                     worker.submission, worker.begun = todo.popleft(), time.monotonic()
-                    worker.connection.send(worker.submission)
+                    # One that dies now is noticed when its result is asked for.
+                    with contextlib.suppress(OSError):
+                        worker.connection.send(worker.submission)
             busy = [worker for worker in workers if worker.submission is not None]
             if not busy:
                 return

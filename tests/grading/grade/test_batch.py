@@ -6,6 +6,7 @@ import sys
 import time
 
 import filelock
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -131,3 +132,18 @@ def test_after_an_interruption_there_are_reports_of_what_is_done(
     assert said.exit_code == 130
     assert "1 are done" in said.output
     assert "joe" in (out / "grades.csv").read_text()  # the broken file, which needs no kernel
+
+
+def test_a_worker_that_dies_between_two_submissions_costs_nobody_a_point(
+    course, tmp_path, settings
+):
+    def kill_the_workers(result, done, total):
+        for child in psutil.Process().children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                child.kill()
+                while child.status() != psutil.STATUS_ZOMBIE:  # its parent is this process
+                    time.sleep(0.01)
+
+    results = run_batch(course, tmp_path / "out", settings, tell=kill_the_workers)
+
+    assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
