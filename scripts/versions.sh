@@ -40,7 +40,8 @@ fi
 uv() { build/uv/bin/uv "$1" --no-config --quiet "${@:2}"; }
 venv=build/versions-$end
 rm -rf "$venv"
-uv venv --python "${PYTHON:-python3}" "$venv"
+# --seed: the lab fetches models through pip where a direct connection fails.
+uv venv --seed --python "${PYTHON:-python3}" "$venv"
 install() { uv pip install --python "$venv" ${build:+--torch-backend "$build"} "$@"; }
 
 if [ "$end" = lowest ]; then
