@@ -176,7 +176,7 @@ def start(
         Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
     ] = None,
 ) -> None:
-    """Give you working copies of the notebooks, and renew old ones with your work kept."""
+    """Give you copies of notebooks and checklist, and renew old ones with your work kept."""
     from labsupport.grading.start import start_work
 
     for line in start_work(to).lines():
