@@ -68,6 +68,7 @@ def measure(lengths: tuple[int, ...], device: str, seconds: float) -> pd.DataFra
         timings = measure_interleaved(steps, device=device, max_seconds=seconds)
         ratio = ratio_of(timings["naive"], timings["flash"], ("naive", "flash"))
         row = {"seqlen": seqlen, "gain": ratio.median, "gain_q1": ratio.q1, "gain_q3": ratio.q3}
+        row["pairs"] = len(ratio.samples)
         for name, step in steps.items():
             row[f"{name}_ms"] = timings[name].median
             row[f"{name}_peak_bytes"] = measure_peak_memory(step, device=device).peak_bytes
@@ -83,7 +84,8 @@ def measure(lengths: tuple[int, ...], device: str, seconds: float) -> pd.DataFra
 
 def readable(table: pd.DataFrame) -> str:
     """What a report wants of the table: milliseconds, MiB, and the ratios."""
-    shown = table[["seqlen", "naive_ms", "flash_ms", "gain", "limit", "attention_share"]].round(2)
+    shown = table[["seqlen", "pairs", "naive_ms", "flash_ms", "gain", "limit", "attention_share"]]
+    shown = shown.round(2)
     for name in ("naive", "flash"):
         shown[f"{name}_MiB"] = (table[f"{name}_peak_bytes"] / 2**20).round(1)
     return shown.to_string(index=False)
