@@ -187,6 +187,43 @@ def test_what_the_report_says_of_sizes_follows_from_the_program(report, program,
     assert last.flash_largest_bytes < last.naive_largest_bytes / 8
 
 
+def test_the_reports_predictions_follow_and_its_measurements_are_those_of_the_run(
+    report, program, results
+):
+    width, layers = program["WIDTH"], program["LAYERS"]
+    run = results.set_index("seqlen")
+
+    def flop_share(n):
+        rest = 2 * n * (layers * 12 * width**2 + width * 256)
+        return layers * 4 * n**2 * width / (layers * 4 * n**2 * width + rest)
+
+    def whole(share, alone):
+        return 1 / (1 - share + share / alone)
+
+    long, short = run.loc[2048], run.loc[256]
+    saved = (long.naive_peak_bytes - long.flash_peak_bytes) / 2**20
+    expected = [
+        (
+            "attention's share, 2,048 bytes",
+            f"{flop_share(2048):.0%}",
+            f"{long.attention_share:.0%}",
+        ),
+        ("the same, 256 bytes", f"{flop_share(256):.0%}", f"{short.attention_share:.0%}"),
+        ("gain of a step, 2,048 bytes", f"{whole(flop_share(2048), 3):.1f}", f"{long.gain:.2f}"),
+        ("the same, 256 bytes", f"{whole(flop_share(256), 1.5):.1f}", f"{short.gain:.2f}"),
+        ("memory saved, 2,048 bytes", f"{5 * 128} MiB", f"{saved:.0f} MiB"),
+    ]
+    for row in expected:
+        assert f"| {' | '.join(row)} |" in report
+    before, after = long.naive_ms - long.nothing_ms, long.flash_ms - long.nothing_ms
+    flat = " ".join(report.split())
+    assert f"only {before / after:.1f} times as fast" in flat
+    assert f"{long.nothing_ms:,.0f} ms: {before:,.0f} ms of attention before, {after:,.0f}" in flat
+    assert f"{1 - long.nothing_ms / long.flash_ms:.0%} of the step with `flash`" in flat
+    assert f"{long.pairs:.0f} (2,048 bytes) to {short.pairs:.0f} (256 bytes) pairs" in flat
+    assert min(long.gain_q1, run.loc[1024].gain_q1) > 1.6
+
+
 def test_the_memory_that_the_report_shows_is_the_same_here(capstone, monkeypatch, results):
     """To the byte: on a CPU it does not depend on the machine."""
     names = functions(capstone / "example", monkeypatch)
