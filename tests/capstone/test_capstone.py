@@ -136,6 +136,7 @@ def program(capstone, monkeypatch):
 
 def test_the_reports_headings_are_those_of_the_template(capstone, report):
     asked = (capstone / "template" / "REPORT.md").read_text(encoding="utf-8")
+    assert len(report.split()) <= 1200, "what the task allows"
     headings = r"^## (.+)$"
     assert re.findall(headings, report, re.M) == re.findall(headings, asked, re.M)
 
@@ -225,7 +226,7 @@ def test_the_reports_predictions_follow_and_its_measurements_are_those_of_the_ru
 
 
 def test_the_memory_that_the_report_shows_is_the_same_here(capstone, monkeypatch, results):
-    """To the byte: on a CPU it does not depend on the machine."""
+    """On a CPU it does not depend on the machine, but a little on what was measured before."""
     names = functions(capstone / "example", monkeypatch)
     expected = results[results.seqlen == 256].iloc[0]
     for name in ("naive", "flash"):
@@ -233,7 +234,7 @@ def test_the_memory_that_the_report_shows_is_the_same_here(capstone, monkeypatch
         step = names["make_step"](attention, 256, "cpu")
         step()
         peak = names["measure_peak_memory"](step, device="cpu").peak_bytes
-        assert peak == pytest.approx(expected[f"{name}_peak_bytes"], rel=0.02)
+        assert peak == pytest.approx(expected[f"{name}_peak_bytes"], rel=0.05)
 
 
 def test_the_rubric_adds_up_to_a_hundred(capstone):
