@@ -1,10 +1,13 @@
 """How far a student is on the three-day path: exercises and ticks, day by day, and what is next."""
 
 import pytest
+from typer.testing import CliRunner
 
 from labsupport import paths
+from labsupport.cli import app
 from labsupport.grading import checklist
 from labsupport.grading.progress import FAILED, NOT_RUN, PASSED, Check
+from labsupport.grading.start import start_work
 from labsupport.grading.three_days import lines_of_path, progress_on_path, read_days
 
 PAGE = """# Three days
@@ -95,3 +98,13 @@ def test_without_the_project_there_is_no_path_and_no_error(tmp_path, monkeypatch
     monkeypatch.setattr(paths, "_PACKAGE", tmp_path / "labsupport")
     monkeypatch.delenv("LABSUPPORT_ROOT", raising=False)
     assert progress_on_path(tmp_path, {"01": checks(e1_1=PASSED)}) == []
+
+
+def test_the_command_shows_points_days_and_ticks_together(folder, tmp_path):
+    work = tmp_path / "work"
+    start_work(work, folder)
+    (work / "Checklist.md").write_text("- [x] **P1-1** done\n- [ ] **P1-2** not yet\n")
+    said = CliRunner().invoke(app, ["progress", str(work)]).output
+    assert "1-1 square    0 of 2 points" in said
+    assert "Day 1: 0 of 1 exercises, 1 of 2 ticks; next: 1-1 square" in said
+    assert "practice 1 of 2" in said
