@@ -176,7 +176,7 @@ def start(
         Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
     ] = None,
 ) -> None:
-    """Give you working copies of the notebooks, and renew old ones with your work kept."""
+    """Give you copies of notebooks and checklist, and renew old ones with your work kept."""
     from labsupport.grading.start import start_work
 
     for line in start_work(to).lines():
@@ -211,10 +211,12 @@ def progress(
         Path | None, typer.Argument(help="Your notebooks. Default: work/ in the project.")
     ] = None,
 ) -> None:
-    """Say which exercises your saved notebooks have passed, and their points. Runs nothing."""
+    """Say which exercises your saved notebooks have passed, and what comes next. Runs nothing."""
     from labsupport.grading.progress import progress_of_folder
+    from labsupport.grading.three_days import progress_on_path
 
-    for line in progress_of_folder(folder).lines():
+    found = progress_of_folder(folder)
+    for line in [*found.lines(), *progress_on_path(folder, found.checks)]:
         typer.echo(line)
 
 

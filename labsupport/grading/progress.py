@@ -63,7 +63,7 @@ def _table(checks: list[Check]) -> list[str]:
     by_exercise: dict[str, list[Check]] = {}
     for check in checks:
         by_exercise.setdefault(check.exercise, []).append(check)
-    names = {exercise: _name(exercise) for exercise in by_exercise}
+    names = {exercise: name_of(exercise) for exercise in by_exercise}
     width = max((len(name) for name in names.values()), default=0)
     out = []
     for exercise, own in by_exercise.items():
@@ -77,8 +77,8 @@ def _table(checks: list[Check]) -> list[str]:
     return [*out, f"  {'together':{width}}   {_points(checks):>7} points"]
 
 
-def _name(exercise: str) -> str:
-    """ "ex-1-3-online-softmax" as "1-3 online softmax"."""
+def name_of(exercise: str) -> str:
+    """An exercise as people read it: "ex-1-3-online-softmax" is "1-3 online softmax"."""
     parts = exercise.removeprefix("ex-").split("-")
     return f"{'-'.join(parts[:2])} {' '.join(parts[2:])}".strip()
 

@@ -4,6 +4,9 @@ Where the lab has moved on since a copy was made, the newer edition is merged in
 (`labsupport.grading.merge`). First the student's file is saved beside, as it was; so nothing is
 lost, whatever happens in between. A file that is not ours, or that cannot be read, is left alone.
 
+The checklist is treated likewise: boxes of a newer edition are added to the student's copy, and no
+line of theirs is touched.
+
 The theory appears in the student's folder as a link to the project's, because JupyterLab opens
 nothing outside of the folder that it was started in.
 """
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from labsupport import paths
-from labsupport.grading import merge, release
+from labsupport.grading import checklist, merge, release
 from labsupport.grading.files import replace, write_new
 
 STATE_FILE = ".labsupport.json"
@@ -28,7 +31,7 @@ class Upgrade:
     """A copy into which a newer edition was merged.
 
     Attributes:
-        copy: the student's notebook.
+        copy: the student's notebook or checklist.
         before: what it was before, byte for byte.
         conflicts: what could not be kept in its place, one sentence each.
     """
@@ -144,14 +147,57 @@ def _start_one(source: Path, report: StartReport, state: _State) -> None:
         report.kept.append(copy)
         report.left_alone[copy] = str(error)
         return
-    before = _save_before(copy, was, state.editions[key])
+    text = _as_text(merged.notebook)
+    _exchange(copy, was, text, state.editions[key], merged.conflicts, report)
+
+
+def _start_checklist(source: Path, report: StartReport, state: _State) -> None:
+    if not source.is_file():
+        return
+    copy = report.folder / checklist.FILE
+    text = checklist.students_copy(source.read_text(encoding="utf-8"))
+    edition = hashlib.sha256(text.encode()).hexdigest()[:12]
+    if not copy.exists():
+        write_new(copy, text)
+        state.editions[checklist.FILE] = edition
+        report.created.append(copy)
+        return
+    # Asked once for each edition: a box that the student removed does not come back every time.
+    if state.editions.get(checklist.FILE) == edition:
+        report.kept.append(copy)
+        return
+    try:
+        was = copy.read_bytes()
+        renewed, added = checklist.with_new_items(was.decode("utf-8-sig"), text)
+    except (OSError, ValueError) as error:
+        report.kept.append(copy)
+        report.left_alone[copy] = f"it cannot be read as text ({error})"
+        return
+    if not added:
+        report.kept.append(copy)
+    elif not _exchange(copy, was, renewed, edition, (), report):
+        return
+    state.editions[checklist.FILE] = edition
+
+
+def _exchange(
+    copy: Path,
+    was: bytes,
+    text: str,
+    edition: str,
+    conflicts: tuple[str, ...],
+    report: StartReport,
+) -> bool:
+    """Put the renewed text in the copy's place, with the old one saved; says whether it did."""
+    before = _save_before(copy, was, edition)
     # An editor may have saved meanwhile: then the file is newer than what was merged.
     if copy.read_bytes() != was:
         report.kept.append(copy)
         report.left_alone[copy] = "it changed while it was being upgraded; start again"
-        return
-    replace(copy, _as_text(merged.notebook))
-    report.upgraded.append(Upgrade(copy, before, merged.conflicts))
+        return False
+    replace(copy, text)
+    report.upgraded.append(Upgrade(copy, before, conflicts))
+    return True
 
 
 def _as_text(notebook: merge.Notebook) -> str:
@@ -168,7 +214,8 @@ def _save_before(copy: Path, was: bytes, edition: str) -> Path:
     number = 1
     while True:
         suffix = f"-{number}" if number > 1 else ""
-        before = copy.with_name(f"{copy.stem}.before-upgrade-{edition[:8]}{suffix}.ipynb")
+        name = f"{copy.stem}.before-upgrade-{edition[:8]}{suffix}{copy.suffix}"
+        before = copy.with_name(name)
         if not before.exists() and not before.is_symlink():
             write_new(before, was)
             return before
@@ -178,7 +225,7 @@ def _save_before(copy: Path, was: bytes, edition: str) -> Path:
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
-    """Give the student a working copy of every notebook, and renew those of an older edition.
+    """Give the student a copy of each notebook and of the checklist, and renew older ones.
 
     To begin a notebook anew, a student renames or deletes their copy and starts again.
 
@@ -204,6 +251,8 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
     report, state = StartReport(folder), _State(folder)
     for source in sources:
         _start_one(source, report, state)
-    _link_theory(folder.resolve(), sources[0].parent.resolve().parent / "theory")
+    theory = sources[0].parent.resolve().parent / "theory"
+    _start_checklist(theory / "checklists.md", report, state)
+    _link_theory(folder.resolve(), theory)
     state.save()
     return report

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import json
 import re
 import shlex
 
@@ -66,6 +67,26 @@ def test_a_command_that_does_not_exist_would_be_noticed():
         parse("grade", "submissions", "--out", "results", "--due", "tomorrow")
     with pytest.raises(USAGE_ERROR):
         parse("release", "--unknown")
+
+
+def test_the_mistake_that_the_first_hour_makes_is_one_in_one_solution(project, guide):
+    hour = section(guide, "Your first hour")
+    ((wrong, right),) = [
+        (new, old.replace("\\", "")) for old, new in re.findall(r"sed 's/([^/]+)/([^/]+)/'", hour)
+    ]
+    (notebook,) = (project / "notebooks").glob("01-*.ipynb")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    hit = [cell for cell in cells if right in "".join(cell["source"])]
+    assert [cell["metadata"]["nbgrader"]["grade_id"] for cell in hit] == ["ex-1-2-score-memory"]
+    from labsupport import checks
+
+    with pytest.raises(checks.CheckFailed) as failed:
+        names = {}
+        source = "".join(hit[0]["source"]).replace(right, wrong)
+        exec("import math\n" + source, names)
+        checks.check_score_bytes(names["score_bytes"])
+    (said,) = re.findall(r"its diagnosis is \*([^*]+)\*", " ".join(hour.split()))
+    assert said in str(failed.value)
 
 
 def test_the_program_accepts_every_option_in_the_table(guide):

@@ -220,3 +220,106 @@ def test_a_second_start_and_a_folder_named_theory_change_nothing(folder, work, t
     start_work(work, folder)
     start_work(work, folder)
     assert [p.name for p in (work / "theory").iterdir()] == ["notes.md"]
+
+
+@pytest.fixture
+def boxes(theory):
+    """The lab's checklist, beside its theory; returns how to make a newer edition of it."""
+    page = theory / "checklists.md"
+    page.write_text("- [ ] **T1-1** Square. [Chapter 1](01-squares.md)\n- [ ] **P1-1** Do it.\n")
+
+    def newer():
+        page.write_text(page.read_text() + "- [ ] **P1-2** Do it again.\n")
+
+    return newer
+
+
+def tick(work):
+    """What a student does: tick a box, write a note, save."""
+    copy = work / "Checklist.md"
+    copy.write_text(copy.read_text().replace("[ ] **T1-1**", "[x] **T1-1**") + "a note\n")
+    return copy
+
+
+def test_a_first_start_gives_a_checklist_whose_links_lead_on(folder, work, boxes):
+    report = start_work(work, folder)
+    assert work / "Checklist.md" in report.created
+    assert (
+        "- [ ] **T1-1** Square. [Chapter 1](theory/01-squares.md)"
+        in (work / "Checklist.md").read_text()
+    )
+    assert (work / "theory" / "01-squares.md").exists()
+
+
+def test_a_second_start_leaves_the_checklist_as_the_student_left_it(folder, work, boxes):
+    start_work(work, folder)
+    mine = tick(work).read_bytes()
+    report = start_work(work, folder)
+    assert work / "Checklist.md" in report.kept
+    assert (work / "Checklist.md").read_bytes() == mine
+
+
+def test_boxes_of_a_newer_edition_come_in_and_no_tick_is_lost(folder, work, boxes):
+    start_work(work, folder)
+    copy = tick(work)
+    mine = copy.read_text()
+    boxes()
+    (upgrade,) = start_work(work, folder).upgraded
+    assert upgrade.before.name.startswith("Checklist.before-upgrade-")
+    assert upgrade.before.suffix == ".md"
+    assert upgrade.before.read_text() == mine
+    assert copy.read_text() == mine.replace("a note", "- [ ] **P1-2** Do it again.\na note")
+    again = copy.read_bytes()
+    assert start_work(work, folder).upgraded == []
+    assert copy.read_bytes() == again
+
+
+def test_a_box_that_the_student_removed_comes_back_with_no_start(folder, work, boxes):
+    start_work(work, folder)
+    copy = tick(work)
+    copy.write_text("a note\n")
+    start_work(work, folder)
+    assert copy.read_text() == "a note\n"
+
+
+def test_a_checklist_survives_the_loss_of_the_state_file(folder, work, boxes):
+    start_work(work, folder)
+    mine = tick(work).read_bytes()
+    (work / STATE_FILE).unlink()
+    assert start_work(work, folder).upgraded == []
+    assert (work / "Checklist.md").read_bytes() == mine
+
+
+def test_a_checklist_that_cannot_be_read_is_left_alone_and_said(folder, work, boxes):
+    start_work(work, folder)
+    (work / "Checklist.md").write_bytes(b"\xff\xfe\x00")
+    boxes()
+    report = start_work(work, folder)
+    assert (work / "Checklist.md").read_bytes() == b"\xff\xfe\x00"
+    assert "cannot be read" in report.left_alone[work / "Checklist.md"]
+
+
+def test_a_checklist_that_is_saved_during_the_upgrade_is_left_as_saved(
+    folder, work, boxes, monkeypatch
+):
+    start_work(work, folder)
+    copy = tick(work)
+    boxes()
+    save_before = start._save_before
+
+    def meanwhile(path, was, edition):
+        before = save_before(path, was, edition)
+        path.write_text("saved meanwhile")
+        return before
+
+    monkeypatch.setattr(start, "_save_before", meanwhile)
+    report = start_work(work, folder)
+    assert copy.read_text() == "saved meanwhile"
+    assert "changed while" in report.left_alone[copy]
+    monkeypatch.undo()
+    assert [upgrade.copy for upgrade in start_work(work, folder).upgraded] == [copy]
+
+
+def test_without_a_checklist_in_the_project_there_is_none(folder, work, theory):
+    start_work(work, folder)
+    assert not (work / "Checklist.md").exists()

@@ -1,0 +1,117 @@
+"""The student's checklist: a Markdown file with boxes, ticked in any editor.
+
+The lab's own is `theory/checklists.md`; a student's copy of it lies beside the notebooks. An item
+is known by its name: **T1-4** is about theory (P practice, A application), day 1, number 4. Its
+text may change from edition to edition, or in a student's hands; its tick stays.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+FILE = "Checklist.md"
+KINDS = {"T": "theory", "P": "practice", "A": "application"}
+
+_ITEM = re.compile(
+    r"\s*[-*+] \[(?P<box>[^\]]{0,3})\]\s+\**(?P<name>(?P<kind>[TPA])(?P<day>\d)-\d+)\b"
+)
+_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One box.
+
+    Attributes:
+        name: such as "T1-4".
+        kind: "T", "P" or "A".
+        day: of the three-day path.
+        ticked: whether anything stands in the box.
+    """
+
+    name: str
+    kind: str
+    day: int
+    ticked: bool
+
+
+def items(text: str) -> list[Item]:
+    """The boxes of a checklist, each name once; one that is there twice counts if either is ticked.
+
+    Args:
+        text: Markdown; lines that are no boxes of the lab's are skipped.
+    """
+    found: dict[str, Item] = {}
+    for line in text.splitlines():
+        if (match := _ITEM.match(line)) is None:
+            continue
+        earlier = found.get(match["name"])
+        ticked = bool(match["box"].strip()) or (earlier is not None and earlier.ticked)
+        found[match["name"]] = Item(match["name"], match["kind"], int(match["day"]), ticked)
+    return list(found.values())
+
+
+def students_copy(text: str) -> str:
+    """The lab's checklist as it stands in a student's folder, where `theory` is a link.
+
+    Args:
+        text: that of `theory/checklists.md`.
+    """
+
+    def moved(link: re.Match[str]) -> str:
+        target = link[1]
+        if target.startswith("../"):
+            # Notebooks lie in the student's folder itself; all else is one level up, as before.
+            return f"]({target.removeprefix('../notebooks/')})"
+        return f"](theory/{target})"
+
+    return _LINK.sub(moved, text)
+
+
+def with_new_items(mine: str, newer: str) -> tuple[str, list[str]]:
+    """A student's checklist with the boxes that a newer edition has and theirs has not.
+
+    No line of theirs is changed or moved: their ticks, their notes and their wording stay.
+
+    Args:
+        mine: the student's file.
+        newer: the newer edition, as `students_copy` returns it.
+
+    Returns:
+        the text, and the names of the new boxes.
+    """
+    lines = mine.splitlines()
+    known = {item.name for item in items(mine)}
+    before: str | None = None
+    added = []
+    for name, block in _blocks(newer):
+        if name not in known:
+            place = _end_of(lines, before)
+            lines[place:place] = block
+            known.add(name)
+            added.append(name)
+        before = name
+    return "\n".join(lines) + "\n", added
+
+
+def _blocks(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each box's name, and its lines: the first one, and those that are indented behind it."""
+    lines = text.splitlines()
+    for start, line in enumerate(lines):
+        if match := _ITEM.match(line):
+            yield match["name"], lines[start : _end(lines, start)]
+
+
+def _end(lines: list[str], start: int) -> int:
+    end = start + 1
+    while end < len(lines) and lines[end].startswith("  ") and not _ITEM.match(lines[end]):
+        end += 1
+    return end
+
+
+def _end_of(lines: list[str], name: str | None) -> int:
+    """Where the lines of a box end; the end of the file if there is no such box."""
+    for start, line in enumerate(lines):
+        if (match := _ITEM.match(line)) and match["name"] == name:
+            return _end(lines, start)
+    return len(lines)
