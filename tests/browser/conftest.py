@@ -1,6 +1,9 @@
-"""A headless Chromium for the tests in this folder; `make test-browser` provides it."""
+"""A headless Chromium, and the lab in it, as `make lab` serves it."""
 
 import os
+import re
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,15 @@ OPTIONS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+
+# What many laptops and projectors show. The file browser takes a quarter of the width.
+WINDOW = {"width": 1280, "height": 900}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--screenshots", action="store_true", help="draw the README's pictures of JupyterLab anew"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +33,58 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """An empty window, without anything that an earlier test left in the browser."""
+    context = chromium.new_context(viewport=WINDOW, reduced_motion="reduce")
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def lab(project, tmp_path_factory):
+    """`make lab`, running until the last test of this folder has ended."""
+    from tests.browser.server import MakeLab
+
+    started = MakeLab(project, tmp_path_factory.mktemp("lab"))
+    yield started.server
+    started.end()
+
+
+@pytest.fixture
+def student(page):
+    """Somebody who sits in front of JupyterLab."""
+    from tests.browser.student import Student
+
+    return Student(page)
+
+
+@pytest.fixture
+def picture(request, project):
+    """Keep a picture of the window for the README, where `--screenshots` asks for it."""
+    from tests.browser.pictures import save
+
+    def keep(name, page, **clip):
+        if request.config.getoption("--screenshots"):
+            save(page, project / "docs" / f"{name}.png", clip or None)
+
+    return keep
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that fails in a window leaves a picture of it, and says where."""
+    report = yield
+    window = getattr(item, "funcargs", {}).get("page")
+    if report.when == "call" and report.failed and window is not None:
+        name = re.sub(r"\W+", "-", item.name).strip("-")
+        path = Path(tempfile.mkdtemp(prefix="lab-browser-")) / f"{name}.png"
+        try:
+            window.screenshot(path=path)
+            said = f"what the window showed: {path}\nits address: {window.url}"
+        except Exception as error:  # the browser itself may be what failed
+            said = f"no picture of the window: {error}"
+        report.sections.append(("browser", said))
+    return report
