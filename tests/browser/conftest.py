@@ -9,10 +9,15 @@ import pytest
 
 # --no-sandbox: Chromium refuses to start as root otherwise, which one is in most containers. The
 # rest keeps it from looking for updates: nothing here may depend on an outside network.
-OPTIONS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 # What many laptops and projectors show. The file browser takes a quarter of the width.
 WINDOW = {"width": 1280, "height": 900}
@@ -44,13 +49,20 @@ def page(chromium):
 
 
 @pytest.fixture(scope="session")
-def lab(project, tmp_path_factory):
+def make_lab(project, tmp_path_factory):
     """`make lab`, running until the last test of this folder has ended."""
     from tests.browser.server import MakeLab
 
     started = MakeLab(project, tmp_path_factory.mktemp("lab"))
     yield started.server
     started.end()
+
+
+@pytest.fixture(scope="module")
+def lab(make_lab):
+    """What `make lab` started.  Kernels end with the file of tests: each holds half a gigabyte."""
+    yield make_lab
+    make_lab.end_kernels()
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """`make lab`, started for the tests as a student starts it, with a work folder of its own."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,16 @@ class Server:
     def address_of(self, name: str, workspace: str) -> str:
         """Where one file opens, in a workspace of its own: no tab of another test stands there."""
         return self.address.replace("/lab?", f"/lab/workspaces/{workspace}/tree/{name}?") + "&reset"
+
+    def end_kernels(self) -> None:
+        """End all kernels that tests have left behind."""
+        for kernel in json.loads(self._ask("api/kernels")):
+            self._ask(f"api/kernels/{kernel['id']}", method="DELETE")
+
+    def _ask(self, path: str, method: str = "GET") -> bytes:
+        request = urllib.request.Request(self.address.replace("/lab?", f"/{path}?"), method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.read()
 
 
 class MakeLab:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +118,23 @@ class Student:
         self._wait([cell for cell in before if cell.kind == "code"], before, within)
 
     def run(self, text: str, *, within: float = 60) -> Locator:
-        """Click into the cell that holds a text, press Shift-Enter, wait; where its output is."""
-        before, wanted = self.cells(), self.find(text)
-        here = self.show(wanted)
+        """Run the cell that holds a text, and wait for it; where its output is."""
+        with self.running(self.find(text), within=within) as output:
+            return output
+
+    @contextmanager
+    def running(self, cell: Cell, *, within: float) -> Iterator[Locator]:
+        """Click into a cell and press Shift-Enter; the end of the block waits until it has run.
+
+        Yields:
+            where its output is.
+        """
+        before = self.cells()
+        here = self.show(cell)
         here.locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
-        self._wait([wanted], before, within)
-        return here.locator(".jp-Cell-outputArea")
+        yield here.locator(".jp-Cell-outputArea")
+        self._wait([cell], before, within)
 
     def _wait(self, wanted: list[Cell], before: list[Cell], within: float) -> None:
         newest = max(cell.count or 0 for cell in before)

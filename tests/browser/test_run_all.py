@@ -1,0 +1,72 @@
+"""Run All, as students press it: on a notebook that is solved, and on one that is not."""
+
+import re
+
+import nbformat
+import pytest
+from playwright.sync_api import expect
+
+from benchmarks.grading import solutions_of
+from labsupport import paths
+
+pytestmark = pytest.mark.browser
+
+NAME = "01-Setup_and_Comparison.ipynb"
+BARS = ".widget-hprogress"
+
+
+@pytest.fixture
+def solved_copy(lab):
+    """A student's copy of notebook 1 in which every exercise is solved."""
+    solutions = solutions_of(nbformat.read(paths.notebooks_dir() / NAME, as_version=4))
+    copy = nbformat.read(lab.work / NAME, as_version=4)
+    for cell in copy.cells:
+        name = cell.metadata.get("nbgrader", {}).get("grade_id")
+        cell.source = solutions.get(name, cell.source)
+    path = lab.work / f"solved-{NAME}"
+    nbformat.write(copy, path)
+    yield path.name
+    path.unlink()
+
+
+def test_a_solved_notebook_runs_from_top_to_bottom(lab, student, solved_copy, picture):
+    page = student.open(lab, solved_copy).page
+    student.run_all(within=300)
+
+    cells = [cell for cell in student.cells() if cell.kind == "code"]
+    assert {cell.index: cell.errors() for cell in cells if cell.errors()} == {}
+    counts = [cell.count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1))
+    progress = student.show(cells[-1]).locator(".jp-OutputArea")
+    expect(progress).to_contain_text(re.compile(r"(\d+) of \1 points"))
+
+    charts = [cell for cell in cells if any("image/png" in o.get("data", {}) for o in cell.outputs)]
+    assert len(charts) >= 5
+    for cell in charts:
+        image = student.show(cell).locator(".jp-OutputArea img")
+        expect(image).to_be_visible()
+        size = image.evaluate("async (i) => (await i.decode(), [i.naturalWidth, i.naturalHeight])")
+        assert min(size) > 300
+    student.show(student.find("plotting.plot_memory("))
+    picture("chart", page)
+
+    # Bars are there while something is measured, and go when it is done.
+    expect(page.locator(BARS)).to_have_count(0)
+    measuring = student.find("table = run_grid(")
+    with student.running(measuring, within=60) as output:
+        bar = output.locator(BARS).first
+        expect(bar).to_be_visible()
+        picture("progress", page)
+    expect(page.locator(BARS)).to_have_count(0)
+    expect(output.locator("table")).to_be_visible()
+    assert "Error displaying widget" not in page.locator(".jp-Notebook").inner_text()
+
+
+def test_an_unsolved_notebook_stops_at_its_first_exercise_and_says_why(lab, student):
+    student.open(lab, NAME)
+    student.run_all(within=120)
+    failed = [cell for cell in student.cells() if cell.kind == "code" and cell.errors()]
+    assert [cell.source for cell in failed] == ["checks.check_textbook_values(textbook_attention)"]
+    message = student.page.locator(".jp-OutputArea-output", has_text="Check failed").first
+    expect(message).to_be_in_viewport()
+    expect(message).to_contain_text("replace `raise NotImplementedError`")
