@@ -38,9 +38,10 @@ NOTE = (
 def tile_explorer(seqlen: int = 4096, head_dim: int = 64) -> ipywidgets.VBox:
     """Controls for N, d, M, dtype, mask, loop order and blocks; a picture and a sentence follow.
 
-    Everything works from the keyboard: Tab to a control; the arrow keys move a slider, the space bar
-    opens a list and ticks a box. (JupyterLab takes the arrow keys away from a list that is closed.)
-    `tile_choices` and `plotting.plot_tile_choices` give the same table and picture without a kernel.
+    Everything works from the keyboard: Tab to a control; the arrow keys move a slider, the space
+    bar opens a list and ticks a box. (JupyterLab takes the arrow keys from a list that is closed.)
+    `tile_choices` and `plotting.plot_tile_choices` give the same table and picture without a
+    kernel.
 
     Args:
         seqlen: N at the start, a multiple of 16.

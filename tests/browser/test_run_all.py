@@ -63,10 +63,12 @@ def test_a_solved_notebook_runs_from_top_to_bottom(lab, student, solved_copy, pi
 
 
 def test_an_unsolved_notebook_stops_at_its_first_exercise_and_says_why(lab, student):
-    student.open(lab, NAME)
+    page = student.open(lab, NAME).page
+    # JupyterLab then shows the last cell, which has not run: the notebook must have said so.
+    expect(page.locator(".jp-Notebook")).to_contain_text("scroll up to the red message")
     student.run_all(within=120)
     failed = [cell for cell in student.cells() if cell.kind == "code" and cell.errors()]
     assert [cell.source for cell in failed] == ["checks.check_textbook_values(textbook_attention)"]
-    message = student.page.locator(".jp-OutputArea-output", has_text="Check failed").first
+    message = student.show(failed[0]).locator(".jp-OutputArea-output")
     expect(message).to_be_in_viewport()
     expect(message).to_contain_text("replace `raise NotImplementedError`")
