@@ -31,7 +31,7 @@ PYTEST = $(PY) -m pytest
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints setup clean
+.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures screenshots format constraints setup clean
 .NOTPARALLEL:
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
+	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
 	@echo "make clean        remove .venv and caches; work/ is kept"
@@ -80,6 +81,12 @@ test-all: setup fetch static
 test-browser: setup fetch book
 	@scripts/extra.sh browser
 	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser tests/browser $(ARGS)
+
+# While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
+screenshots: setup fetch
+	@scripts/extra.sh browser
+	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
+		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # -W: a warning is an error. --keep-going: all of them at once.
 book: setup

@@ -74,13 +74,13 @@ def student(page):
 
 
 @pytest.fixture
-def picture(request, project):
-    """Keep a picture of the window for the README, where `--screenshots` asks for it."""
-    from tests.browser.pictures import save
+def picture(request, project, page):
+    """Keep a picture for the README, of the window or a part, where `--screenshots` asks for it."""
 
-    def keep(name, page, **clip):
+    def keep(name, part=page):
         if request.config.getoption("--screenshots"):
-            save(page, project / "docs" / f"{name}.png", clip or None)
+            page.mouse.move(0, 0)  # nothing is highlighted
+            part.screenshot(path=project / "docs" / f"jupyterlab-{name}.png", animations="disabled")
 
     return keep
 

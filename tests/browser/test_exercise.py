@@ -28,7 +28,7 @@ def test_a_wrong_solution_is_diagnosed_and_a_right_one_passes(lab, student, pict
     assert "The scores are not divided by sqrt(head_dim)" in said
     assert "Traceback" not in said
     student.show(student.find(STUB))
-    picture("exercise", student.page)
+    picture("exercise")
 
     student.rewrite(STUB, "scores = q @ k.mT", "scores = q @ k.mT / math.sqrt(q.shape[-1])")
     student.run(STUB)

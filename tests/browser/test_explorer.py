@@ -46,7 +46,8 @@ def test_a_slider_moved_by_keyboard_or_mouse_draws_the_chart_anew(explorer, pict
     shown.has_changed()
     expect(slider(explorer, "Br").locator(".widget-readout")).to_have_text("256")
     expect(explorer.get_by_role("status")).to_contain_text("Br = 256, Bc = 64: needs 114 KiB")
-    picture("explorer", explorer.page)
+    explorer.evaluate("(output) => output.closest('.jp-Cell').scrollIntoView()")
+    picture("explorer")
 
     shown = Shown(explorer)
     handle = slider(explorer, "Bc").get_by_role("slider")
