@@ -90,7 +90,7 @@ def pytest_runtest_makereport(item, call):
     """A test that fails in a window leaves a picture of it, and says where."""
     report = yield
     window = getattr(item, "funcargs", {}).get("page")
-    if report.when == "call" and report.failed and window is not None:
+    if report.when != "teardown" and report.failed and window is not None:
         name = re.sub(r"\W+", "-", item.name).strip("-")
         path = Path(tempfile.mkdtemp(prefix="lab-browser-")) / f"{name}.png"
         try:
