@@ -5,10 +5,12 @@
 #   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH)
 #   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
 #   PY=python        use the active environment (conda, say) instead of .venv, as it is
+#   WORK=folder      where `make lab` keeps your copies of the notebooks (default: work)
 
 PY = .venv/bin/python
 VENV_PY = .venv/bin/python
 LABSUPPORT = $(PY) -m labsupport.cli
+WORK = work
 
 # Variables that would let packages from outside .venv in.
 unexport PYTHONPATH PYTHONHOME
@@ -18,9 +20,11 @@ export JUPYTER_PREFER_ENV_PATH = 1
 
 # JupyterLab refuses to run as root, which is what one is in most containers and rented machines.
 AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
-# Quiet, so that the address to open stands out; no questions about news on the first start.
-LAB_OPTIONS = --log-level=WARN --LabApp.news_url=None \
-	--LabApp.check_for_updates_class=jupyterlab.handlers.announcements.NeverCheckForUpdate
+# Quiet, so that the address to open stands out.
+LAB_OPTIONS = --log-level=WARN
+# How JupyterLab looks to students (scripts/jupyterlab/labconfig/): theory opens as pages, file names
+# have room, nothing asks about news, and what only instructors and maintainers need is left out.
+LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 
 PYTEST = $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
@@ -29,7 +33,8 @@ WORKERS = -n auto --maxprocesses 4 --dist loadfile
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
-.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks pictures format constraints update links test-versions setup clean
+.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks \
+	pictures screenshots format constraints update links test-versions setup clean
 .NOTPARALLEL:
 
 help:
@@ -42,6 +47,7 @@ help:
 	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
+	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
 	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
 	@echo "make update       newest versions, then everything run and stored again   (maintainers)"
@@ -57,11 +63,13 @@ setup:
 # The lab starts without the models too: only the notebooks that need one will say so.
 lab: setup
 	@$(LABSUPPORT) doctor --quick
-	@$(LABSUPPORT) start --to work
+	@$(LABSUPPORT) start --to "$(WORK)"
 	@$(LABSUPPORT) fetch --quiet || \
 		echo "[warn] models are missing, some notebooks will stop there; to try again: make fetch"
 	@echo "JupyterLab is starting (a few seconds); Control-C here, twice, stops it"
-	@PATH="$$PWD/.venv/bin:$$PATH" exec $(PY) -m jupyterlab $(AS_ROOT) $(LAB_OPTIONS) $(ARGS) work
+	@PATH="$$PWD/.venv/bin:$$PATH" \
+		JUPYTER_CONFIG_PATH="$(LAB_CONFIG)$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
+		exec $(PY) -m jupyterlab $(AS_ROOT) $(LAB_OPTIONS) $(ARGS) "$(WORK)"
 
 # The models that notebooks and tests load: about 200 MB, once.
 fetch: setup
@@ -79,6 +87,12 @@ test-all: setup fetch static
 test-browser: setup fetch book
 	@scripts/extra.sh browser
 	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser tests/browser $(ARGS)
+
+# While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
+screenshots: setup fetch
+	@scripts/extra.sh browser
+	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
+		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # -W: a warning is an error. --keep-going: all of them at once.
 book: setup

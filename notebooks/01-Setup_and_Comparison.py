@@ -30,7 +30,8 @@
 # **How to work.** Run the cells in order. Six exercises ask you to write code where it says
 # `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong. Before each
 # measurement, write down a guess: a wrong guess that you noticed is worth more than a right one that you
-# read.
+# read. (*Run All* stops at the first exercise that is not solved, and leaves you at the end of the notebook:
+# scroll up to the red message.)
 
 # %%
 import math
@@ -697,7 +698,9 @@ class MyFlashAttention(torch.autograd.Function):
 # %%
 inputs = [torch.randn(2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 for is_causal in (False, True):
-    right = torch.autograd.gradcheck(lambda *qkv: MyFlashAttention.apply(*qkv, is_causal), inputs)  # noqa: B023
+    right = torch.autograd.gradcheck(
+        lambda *qkv, causal=is_causal: MyFlashAttention.apply(*qkv, causal), inputs
+    )
     print(f"causal {is_causal}: gradients equal finite differences: {right}")
 out = MyFlashAttention.apply(*inputs, True)
 print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])

@@ -703,7 +703,8 @@ history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 courses = load_run("agreement-cpu")
 record = courses.attrs["provenance"]
 print(
-    f"worst first gradient ({record['worst_gradient']}): {record['worst_gradient_error']:.1e} relative, "
+    f"worst first gradient ({record['worst_gradient']}): "
+    f"{record['worst_gradient_error']:.1e} relative, "
     f"allowed {record['worst_gradient_allowed']:.1e}"
 )
 print(f"first 20 losses: at most {agreement.together(courses):.0e} apart")
@@ -800,11 +801,13 @@ plotting.plot_by_window(
         "last value": "the last value of that kind",
         "pattern": "a regular expression",
     },
-    title=f"Right with an eighth of the text: {found.model[0]:.0%}; with all of it: {found.model[3]:.0%}",
+    title=f"Right with an eighth of the text: {found.model[0]:.0%}; "
+    f"with all of it: {found.model[3]:.0%}",
     ylabel="share of right answers",
     unit="bytes",
     references=[plotting.Reference("guessing", found.guess[0])],
-    small_print=f"recall, {finder.config.parameters:,} weights; {sum(len(d.questions) for d in unseen)} questions",
+    small_print=f"recall, {finder.config.parameters:,} weights; "
+    f"{sum(len(d.questions) for d in unseen)} questions",
 )
 
 # %% [markdown]
@@ -886,7 +889,8 @@ plotting.plot_by_window(
         "latest": "the function called last",
         "frequent": "the one called most often",
     },
-    title="A longer context names more of the functions that are called: 44% with 256 tokens, 59% with 4,096",
+    title="A longer context names more of the functions that are called: "
+    "44% with 256 tokens, 59% with 4,096",
     ylabel="share of call sites",
     small_print="recorded: configparser.py, 113 call sites, the name by greedy decoding",
 )
@@ -1346,8 +1350,10 @@ checks.compare_prediction(
 )
 plotting.plot_timeline(
     spans,
-    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. Zigzag: {took['zigzag']:.0f} ms",
-    small_print="CPU, 2 processes, 4 heads of 64, float32. Message: from its post to the end of the wait for it.",
+    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. "
+    f"Zigzag: {took['zigzag']:.0f} ms",
+    small_print="CPU, 2 processes, 4 heads of 64, float32. "
+    "Message: from its post to the end of the wait for it.",
 )
 
 # %% [markdown]

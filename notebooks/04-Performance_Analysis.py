@@ -451,8 +451,10 @@ plotting.plot_roofline(
         plotting.RoofLine("specified", h200.peak_tflops("bfloat16"), h200.bandwidth_gb_s),
         plotting.RoofLine("measured", ceiling["matmul_tflops"]["bfloat16"], ceiling["copy_gb_s"]),
     ],
-    title="Decode steps touch the slope of the roof; long texts reach a third to a half of the flat part",
-    small_print="recorded: NVIDIA H200, bfloat16, forward; lengths 512 to 16,384; far to the left decode steps, caches\n"
+    title="Decode steps touch the slope of the roof; "
+    "long texts reach a third to a half of the flat part",
+    small_print="recorded: NVIDIA H200, bfloat16, forward; lengths 512 to 16,384; "
+    "far to the left decode steps, caches\n"
     "of 32,768 to 524,288 keys. standard: with at least four passes over N x N numbers, by formula",
 )
 
@@ -471,7 +473,8 @@ seen_by_ncu = {
 }
 for name, (ms, gb, tflop) in seen_by_ncu.items():
     print(
-        f"{name:26} {gb / ms * 1e3 / 4200:4.0%} of the bandwidth, {tflop / ms * 1e3 / 790:4.0%} of the arithmetic"
+        f"{name:26} {gb / ms * 1e3 / 4200:4.0%} of the bandwidth, "
+        f"{tflop / ms * 1e3 / 790:4.0%} of the arithmetic"
     )
 
 
@@ -1210,7 +1213,8 @@ pd.DataFrame(
 # %%
 print(f"{ceilings}")
 print(
-    f"ridge of this device, {name_of_dtype}, measured: {Roof.of(ceilings).ridge(name_of_dtype):.0f} FLOPs a byte"
+    f"ridge of this device, {name_of_dtype}, measured: "
+    f"{Roof.of(ceilings).ridge(name_of_dtype):.0f} FLOPs a byte"
 )
 
 # %% [markdown]
@@ -1245,9 +1249,9 @@ elsewhere["measured_ms"] = elsewhere.device.map({"H200": ran.median_ms.iloc[0]})
 plotting.plot_predictions(
     elsewhere,
     title="FlashAttention-2 on other GPUs: a guess, and how wide it is",
-    small_print="sdpa_flash, forward, causal, N = 8192, batch 4, 16 heads of 64, bfloat16. Calibrated on an "
-    "H200 (attention-h200; this length was held out), carried over by specification alone: nothing was "
-    "measured on the other GPUs",
+    small_print="sdpa_flash, forward, causal, N = 8192, batch 4, 16 heads of 64, bfloat16. "
+    "Calibrated on an H200 (attention-h200; this length was held out), carried over by "
+    "specification alone: nothing was measured on the other GPUs",
 )
 
 

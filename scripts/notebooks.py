@@ -30,6 +30,7 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 CELL_TIMEOUT = 600
+WIDGET = "Controls stand here while the notebook runs."
 
 
 def read(path: Path) -> NotebookNode:
@@ -142,7 +143,9 @@ def _normalised(output: NotebookNode) -> NotebookNode:
     if "text" in output:
         output.text = _anonymous(output.text)
     data: Any = output.get("data", {})
-    data.pop("application/vnd.jupyter.widget-view+json", None)
+    if data.pop("application/vnd.jupyter.widget-view+json", None):
+        # What is left would be the widget's repr, which tells a reader nothing.
+        data["text/plain"] = WIDGET
     for kind in ("text/plain", "text/html", "text/markdown"):
         if kind in data:
             data[kind] = _anonymous(data[kind])

@@ -176,9 +176,5 @@ say "JupyterLab, the lab itself and its tools (about 150 packages: 1 to 2 minute
 pip_install --quiet -e '.[notebook,dev]' -c constraints.txt || stop \
     "pip could not install the lab's packages (its own message stands above)" \
     "run the same command again; pip keeps what it has downloaded"
-# A click on a chapter of the theory shows it as a page, not as its source.
-mkdir -p .venv/share/jupyter/lab/settings
-printf '%s\n' '{"@jupyterlab/docmanager-extension:plugin":{"defaultViewers":{"markdown":"Markdown Preview"}}}' \
-    > .venv/share/jupyter/lab/settings/overrides.json
 fingerprint > .venv/.ready
 say "ready"

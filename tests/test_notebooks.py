@@ -116,6 +116,12 @@ def test_paths_of_this_machine_are_not_stored(tool, project):
     assert tool._normalised(output).text == "data/a.csv\n<cell>:1: W"
 
 
+def test_controls_are_stored_as_a_sentence_not_as_python(tool):
+    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "VBox()"}
+    output = tool._normalised(nbformat.v4.new_output("display_data", data=view))
+    assert output.data == {"text/plain": tool.WIDGET}
+
+
 def test_a_failing_cell_leaves_the_file_as_it_was(tool, folder):
     path = folder / "01-Squares.ipynb"
     edit_json(path, lambda cells: cells[1].update(source="1 / 0"))

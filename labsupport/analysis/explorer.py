@@ -38,8 +38,10 @@ NOTE = (
 def tile_explorer(seqlen: int = 4096, head_dim: int = 64) -> ipywidgets.VBox:
     """Controls for N, d, M, dtype, mask, loop order and blocks; a picture and a sentence follow.
 
-    Everything works from the keyboard (Tab, then the arrow keys). `tile_choices` and
-    `plotting.plot_tile_choices` give the same table and picture without a kernel.
+    Everything works from the keyboard: Tab to a control; the arrow keys move a slider, the space
+    bar opens a list and ticks a box. (JupyterLab takes the arrow keys from a list that is closed.)
+    `tile_choices` and `plotting.plot_tile_choices` give the same table and picture without a
+    kernel.
 
     Args:
         seqlen: N at the start, a multiple of 16.
@@ -133,7 +135,8 @@ class _Explorer:
                 widgets.Box(controls, layout=rows),
                 self._sentence,
                 self._picture,
-                widgets.HTML(f"<p style='max-width:60em'>{NOTE}</p>"),
+                # Lines as in the text of a notebook; ipywidgets spreads them like rows of controls.
+                widgets.HTML(f"<p style='max-width:60em;line-height:1.5'>{NOTE}</p>"),
             ]
         )
         self._quiet = False
@@ -169,10 +172,15 @@ class _Explorer:
             self._quiet = False
 
 
+# The sentence above the picture is the finding; the description for the blind keeps its own.
+TITLE = "Traffic of each pair of blocks, and what more fast memory would bring"
+
+
 def _picture(table: pd.DataFrame, chosen: tuple[int, int]) -> str:
     from labsupport.plotting import alt_text, plot_tile_choices
 
     figure = plot_tile_choices(table, chosen=chosen)
+    figure.headline(TITLE, figure.get_supxlabel())
     bundle = figure._repr_mimebundle_()
     width, height = (figure.get_size_inches() * figure.dpi).astype(int)
     # With its size known, the page does not jump while a picture is replaced.

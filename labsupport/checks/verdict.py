@@ -7,6 +7,7 @@ mistake, add one entry to its list.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
+
 
 class CheckFailed(AssertionError):
     """A check found a mistake; the message says which one, as far as it can tell."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone in a notebook: the traceback through the checks helps nobody."""
-        return [f"Check failed: {self}"]
+        """Show the message alone in a notebook: the traceback through the checks helps nobody.
+
+        In lines that fit into a window: JupyterLab breaks longer ones in the middle of a word.
+        """
+        return [
+            line
+            for paragraph in f"Check failed: {self}".split("\n")
+            for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
+        ]
 
 
 @dataclass(frozen=True)

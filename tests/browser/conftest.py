@@ -1,6 +1,9 @@
-"""A headless Chromium for the tests in this folder; `make test-browser` provides it."""
+"""A headless Chromium, and the lab in it, as `make lab` serves it."""
 
 import os
+import re
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,15 @@ OPTIONS = [
     "--disable-sync",
 ]
 
+# What many laptops and projectors show. The file browser takes a quarter of the width.
+WINDOW = {"width": 1280, "height": 900}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--screenshots", action="store_true", help="draw the README's pictures of JupyterLab anew"
+    )
+
 
 @pytest.fixture(scope="session")
 def chromium():
@@ -26,3 +38,65 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """An empty window, without anything that an earlier test left in the browser."""
+    context = chromium.new_context(viewport=WINDOW, reduced_motion="reduce")
+    yield context.new_page()
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def make_lab(project, tmp_path_factory):
+    """`make lab`, running until the last test of this folder has ended."""
+    from tests.browser.server import MakeLab
+
+    started = MakeLab(project, tmp_path_factory.mktemp("lab"))
+    yield started.server
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def lab(make_lab):
+    """What `make lab` started.  Kernels end with the file of tests: each holds half a gigabyte."""
+    yield make_lab
+    make_lab.end_kernels()
+
+
+@pytest.fixture
+def student(page):
+    """Somebody who sits in front of JupyterLab."""
+    from tests.browser.student import Student
+
+    return Student(page)
+
+
+@pytest.fixture
+def picture(request, project, page):
+    """Keep a picture for the README, of the window or a part, where `--screenshots` asks for it."""
+
+    def keep(name, part=page):
+        if request.config.getoption("--screenshots"):
+            page.mouse.move(0, 0)  # nothing is highlighted
+            part.screenshot(path=project / "docs" / f"jupyterlab-{name}.png", animations="disabled")
+
+    return keep
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that fails in a window leaves a picture of it, and says where."""
+    report = yield
+    window = getattr(item, "funcargs", {}).get("page")
+    if report.when != "teardown" and report.failed and window is not None:
+        name = re.sub(r"\W+", "-", item.name).strip("-")
+        path = Path(tempfile.mkdtemp(prefix="lab-browser-")) / f"{name}.png"
+        try:
+            window.screenshot(path=path)
+            said = f"what the window showed: {path}\nits address: {window.url}"
+        except Exception as error:  # the browser itself may be what failed
+            said = f"no picture of the window: {error}"
+        report.sections.append(("browser", said))
+    return report

@@ -136,6 +136,14 @@ def test_the_failure_shows_no_traceback_in_a_notebook():
     assert failure._render_traceback_() == ["Check failed: the reason"]
 
 
+def test_a_long_failure_is_shown_in_lines_that_fit_and_break_between_words():
+    reason = "\n".join([" ".join(["seventeen"] * 30), "It was called with two tensors."])
+    shown = checks.CheckFailed(reason)._render_traceback_()
+    assert max(map(len, shown)) <= 100
+    assert " ".join(shown).split() == f"Check failed: {reason}".split()
+    assert shown[-1] == "It was called with two tensors."
+
+
 def test_memory_formulas_pass():
     checks.check_score_bytes(function(memory_source(), "score_bytes"))
     checks.check_largest_length(function(memory_source(), "longest_that_fits"))

@@ -1,0 +1,169 @@
+"""What a student does in JupyterLab, with mouse and keyboard, and what they then see.
+
+Cells are found by a piece of their text. Whatever can be seen is read from the page. Only which
+cells have run is asked of JupyterLab itself: a long notebook does not show all of its cells.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from playwright.sync_api import Locator, Page
+
+from tests.browser.server import Server
+
+SECOND = 1000  # Playwright counts milliseconds
+
+# The notebook in front. `jupyterapp` is there because of --LabApp.expose_app_in_browser.
+FRONT = "const panel = window.jupyterapp.shell.currentWidget, notebook = panel.content;"
+CELLS = f"""() => {{
+    {FRONT}
+    return notebook.widgets.map((cell, index) => ({{
+        index,
+        kind: cell.model.type,
+        source: cell.model.sharedModel.getSource(),
+        count: cell.model.executionCount ?? null,
+        waiting: cell.model.executionState === 'running',
+        outputs: cell.model.type === 'code' ? cell.model.outputs.toJSON() : [],
+    }}));
+}}"""
+READY = """() => {
+    const panel = window.jupyterapp?.shell.currentWidget;
+    return panel?.content?.widgets?.length && panel.context.isReady
+        && panel.sessionContext.session?.kernel?.status === 'idle';
+}"""
+# All of the cells asked for have run since, or one of them failed, and nothing is left to do.
+DONE = f"""([wanted, before]) => {{
+    {FRONT}
+    const cells = wanted.map((index) => notebook.widgets[index]);
+    const ran = (cell) => (cell.model.executionCount ?? 0) > before;
+    const failed = (cell) => cell.model.outputs.toJSON().some((o) => o.output_type === 'error');
+    return (cells.every(ran) || cells.some((cell) => ran(cell) && failed(cell)))
+        && !cells.some((cell) => cell.model.executionState === 'running')
+        && panel.sessionContext.session.kernel.status === 'idle';
+}}"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell as JupyterLab holds it."""
+
+    index: int
+    kind: str
+    source: str
+    count: int | None
+    waiting: bool
+    outputs: list[dict[str, Any]]
+
+    def errors(self) -> list[str]:
+        """What it failed with."""
+        return [f"{o['ename']}: {o['evalue']}" for o in self.outputs if o["output_type"] == "error"]
+
+
+class Student:
+    """A notebook in front of a student."""
+
+    def __init__(self, page: Page) -> None:
+        """Take over a page, in which a notebook is open or will be."""
+        self.page = page
+
+    def open(self, server: Server, name: str) -> Student:
+        """Go to a notebook's address, and wait until its kernel is there."""
+        self.page.goto(server.address_of(name, workspace=re.sub(r"\W", "", name)))
+        return self.wait_until_open()
+
+    def wait_until_open(self) -> Student:
+        """Wait until a notebook is shown and its kernel waits for work."""
+        self.page.wait_for_function(READY, timeout=60 * SECOND)
+        return self
+
+    def cells(self) -> list[Cell]:
+        """All cells, shown or not."""
+        return [Cell(**cell) for cell in self.page.evaluate(CELLS)]
+
+    def find(self, text: str) -> Cell:
+        """The first cell that holds a text.
+
+        Raises:
+            AssertionError: there is none.
+        """
+        found = [cell for cell in self.cells() if text in cell.source]
+        assert found, f"no cell holds {text!r}"
+        return found[0]
+
+    def show(self, cell: Cell) -> Locator:
+        """Scroll to a cell; where it is on the page."""
+        self.page.evaluate(
+            f"async (index) => {{ {FRONT} await notebook.scrollToItem(index, 'start'); }}",
+            cell.index,
+        )
+        here = self.page.locator(f'.jp-Cell[data-windowed-list-index="{cell.index}"]')
+        here.scroll_into_view_if_needed()
+        return here
+
+    def menu(self, name: str, command: str) -> None:
+        """Choose a command from a menu of the menu bar."""
+        self.page.locator(".lm-MenuBar-item", has_text=re.compile(f"^{name}$")).click()
+        self.page.locator(f'.lm-Menu-item[data-command="{command}"]').click()
+
+    def run_all(self, *, within: float) -> None:
+        """Run > Run All Cells, and wait until nothing runs any more."""
+        before = self.cells()
+        self.menu("Run", "runmenu:run-all")
+        self._wait([cell for cell in before if cell.kind == "code"], before, within)
+
+    def run(self, text: str, *, within: float = 60) -> Locator:
+        """Run the cell that holds a text, and wait for it; where its output is."""
+        with self.running(self.find(text), within=within) as output:
+            return output
+
+    @contextmanager
+    def running(self, cell: Cell, *, within: float) -> Iterator[Locator]:
+        """Click into a cell and press Shift-Enter; the end of the block waits until it has run.
+
+        Yields:
+            where its output is.
+        """
+        before = self.cells()
+        here = self.show(cell)
+        here.locator(".cm-content").click()
+        self.page.keyboard.press("Shift+Enter")
+        yield here.locator(".jp-Cell-outputArea")
+        self._wait([cell], before, within)
+
+    def _wait(self, wanted: list[Cell], before: list[Cell], within: float) -> None:
+        newest = max(cell.count or 0 for cell in before)
+        self.page.wait_for_function(
+            DONE, arg=[[cell.index for cell in wanted], newest], timeout=within * SECOND
+        )
+
+    def rewrite(self, text: str, line: str, lines: str) -> None:
+        """Type other lines in place of one.
+
+        Args:
+            text: the cell holds it.
+            line: the line to be replaced holds it.
+            lines: Python, indented as it will stand; the first line as deep as the one replaced.
+        """
+        here = self.show(self.find(text))
+        here.locator(".cm-line", has_text=line).first.click()
+        keyboard = self.page.keyboard
+        keyboard.press("End")
+        keyboard.press("Shift+Home")
+        depth = None
+        for wanted in textwrap.dedent(lines).strip().split("\n"):
+            if depth is not None:
+                keyboard.press("Enter")  # the editor indents like the line before, or deeper
+                for _ in range(depth - _depth(wanted)):
+                    keyboard.press("Backspace")
+            keyboard.type(wanted.strip())
+            depth = _depth(wanted) + wanted.endswith(":")
+
+
+def _depth(line: str) -> int:
+    return (len(line) - len(line.lstrip())) // 4
