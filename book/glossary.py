@@ -1,0 +1,201 @@
+"""Terms lead to the glossary where a page first uses them, and show their meaning there and then.
+
+The terms are the bold beginnings of theory/glossary.md. Words that also have an everyday meaning, or
+several in the lab, are left alone: a wrong explanation is worse than none (`NOT_LINKED`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+GLOSSARY = "theory/glossary"
+PAGES = ("theory/", "notebooks/")
+# Under these names people mean too many other things, in these very texts.
+NOT_LINKED = frozenset(
+    "batch heads seqlen head_dim block program window hidden masked exposed weights scores rank "
+    "world driver toolkit efficiency interpolation ceiling program tile hop exponent bucket "
+    "clipping packed shard layout latency throughput calibration wave static deterministic "
+    "fusion packing kernel causal accumulator ".split()
+) | {"held out", '"flash"', "left", "window", "interpolation"}
+# How a term is written besides its name in the glossary.
+ALSO = {
+    "online softmax": ("online-softmax",),
+    "materialise": ("materialises", "materialised", "materialising"),
+    "gib": (),
+    "gb": (),
+    "mib": (),
+}
+_SKIPPED = (
+    nodes.title, nodes.literal, nodes.literal_block, nodes.reference, nodes.math, nodes.math_block,
+    nodes.raw, nodes.caption, nodes.image, nodes.comment, nodes.thead,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Term:
+    """An entry of the glossary.
+
+    Attributes:
+        title: its bold beginning, such as "HBM, SRAM".
+        anchor: its id on the glossary's page.
+        words: what it is called in texts.
+        meaning: its definition.
+    """
+
+    title: str
+    anchor: str
+    words: tuple[str, ...]
+    meaning: tuple[nodes.Node, ...]
+
+
+def terms(glossary: nodes.document) -> list[Term]:
+    """The entries of the glossary's page: paragraphs that begin "**Term** · ..."."""
+    return [_term(paragraph) for paragraph in _entries(glossary)]
+
+
+def anchor_of(title: str) -> str:
+    """The id of an entry: of the first word in its title."""
+    first = re.split(r",| \(", title)[0]
+    return "term-" + re.sub(r"[^a-z0-9]+", "-", first.lower()).strip("-")
+
+
+def words_of(title: str) -> tuple[str, ...]:
+    """What may stand in a text for an entry of that title.
+
+    "HBM, SRAM" are two; "Grouped-query heads (MHA, MQA, GQA)" four; "RoPE (rotary positions)" two.
+    """
+    outside = re.sub(r"\([^)]*\)", "", title)
+    inside = ",".join(found for found in re.findall(r"\(([^)]*)\)", title) if found[:3] != "of ")
+    names = [name.strip() for name in f"{outside},{inside}".split(",")]
+    kept = [name for name in names if name and name.lower() not in NOT_LINKED]
+    return tuple(dict.fromkeys(word for name in kept for word in _forms(name)))
+
+
+def mark_entries(app: Sphinx, doctree: nodes.document) -> None:
+    """Give the glossary's entries their anchors."""
+    if app.env.docname == GLOSSARY:
+        for paragraph in _entries(doctree):
+            paragraph["ids"].append(anchor_of(paragraph[0].astext()))
+
+
+def link_terms(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Link the first use of each term on a page; put the meanings of those at the page's end."""
+    if not docname.startswith(PAGES) or docname in (GLOSSARY, "theory/references"):
+        return
+    pending = {
+        word: term for term in _all_terms(app) for word in (*term.words, *_capitals(term.words))
+    }
+    used: list[Term] = []
+    uri = app.builder.get_relative_uri(docname, GLOSSARY)
+    for text in list(_prose(doctree)):
+        _link_in(text, pending, used, uri)
+    doctree["book-terms"] = used  # for the page's HTML: here, the search would index the meanings
+
+
+def add_meanings(
+    app: Sphinx, pagename: str, templatename: str, context: dict, doctree: nodes.document | None
+) -> None:
+    """Put the meanings of a page's linked terms behind its text, for the script to show.
+
+    Without the script they stay hidden, and the links lead to the glossary.
+    """
+    used: list[Term] = doctree.get("book-terms", []) if doctree is not None else []
+    if not used:
+        return
+    made = []
+    for term in used:
+        content = nodes.paragraph("", "", nodes.strong("", term.title), nodes.Text(" · "))
+        content += [node.deepcopy() for node in term.meaning]
+        html = app.builder.render_partial(content)["fragment"]
+        made.append(f'<div class="meaning" id="meaning-{term.anchor}" role="tooltip">{html}</div>')
+    context["body"] += f'<div class="meanings">{"".join(made)}</div>'
+
+
+def _entries(glossary: nodes.document) -> Iterator[nodes.paragraph]:
+    for paragraph in glossary.findall(nodes.paragraph):
+        if isinstance(paragraph[0], nodes.strong) and paragraph.astext().startswith(
+            f"{paragraph[0].astext()} · "
+        ):
+            yield paragraph
+
+
+def _term(paragraph: nodes.paragraph) -> Term:
+    title = paragraph[0].astext()
+    rest = [child.deepcopy() for child in paragraph.children[1:]]
+    rest[0] = nodes.Text(rest[0].astext().removeprefix(" · "))
+    return Term(title, anchor_of(title), words_of(title), tuple(rest))
+
+
+def _forms(name: str) -> tuple[str, ...]:
+    # A name is written with a small letter inside a sentence, unless it is an abbreviation or a name.
+    small = name if re.search(r"[A-Z]", name[1:]) else name[0].lower() + name[1:]
+    if small.lower() in ALSO:
+        return (small, *ALSO[small.lower()]) if ALSO[small.lower()] else ()
+    plural = f"{small[:-1]}ies" if re.search(r"[^aeiou]y$", small) else f"{small}s"
+    return (small,) if small.endswith("s") else (small, plural)
+
+
+def _capitals(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word[0].upper() + word[1:] for word in words if word[0].islower())
+
+
+def _all_terms(app: Sphinx) -> list[Term]:
+    if not hasattr(app, "book_terms"):
+        app.book_terms = terms(app.env.get_doctree(GLOSSARY))
+    return app.book_terms
+
+
+def _prose(doctree: nodes.document) -> Iterator[nodes.Text]:
+    def inside(node: nodes.Node) -> Iterator[nodes.Text]:
+        for child in node.children:
+            if isinstance(child, nodes.Text):
+                yield child
+            elif not isinstance(child, _SKIPPED) and not _is_output(child):
+                yield from inside(child)
+
+    return inside(doctree)
+
+
+def _is_output(node: nodes.Node) -> bool:
+    classes = node.get("classes", []) if isinstance(node, nodes.Element) else []
+    return "cell_input" in classes or "cell_output" in classes or "derived-in" in classes
+
+
+def _link_in(text: nodes.Text, pending: dict[str, Term], used: list[Term], uri: str) -> None:
+    """Replace the first uses in one text node."""
+    if not pending:
+        return
+    longest_first = sorted(pending, key=len, reverse=True)
+    pattern = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, longest_first))})(?![\w-])")
+    content, done, parts = text.astext(), 0, []
+    while found := pattern.search(content, done):
+        term = pending.get(found[1])
+        if term is None:  # used a moment ago, in this very text
+            parts.append(nodes.Text(content[done : found.end()]))
+            done = found.end()
+            continue
+        for word in [word for word, its in pending.items() if its is term]:
+            del pending[word]
+        used.append(term)
+        link = nodes.reference(
+            "", found[1], internal=True, refuri=f"{uri}#{term.anchor}", classes=["term"]
+        )
+        parts += [nodes.Text(content[done : found.start()]), link]
+        done = found.end()
+    if done:
+        parts.append(nodes.Text(content[done:]))
+        text.parent.replace(text, parts)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect to Sphinx."""
+    app.connect("doctree-read", mark_entries)
+    # Behind the boxes of crosslinks: their words are links already.
+    app.connect("doctree-resolved", link_terms, priority=600)
+    app.connect("html-page-context", add_meanings)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
