@@ -154,7 +154,8 @@ def _notebook_box(app: Sphinx, docname: str, found: list[Reading]) -> list[nodes
         )
         for p in exercises
     ]
-    return [*boxes, *_box("Its exercises", "beside exercises", lines)]
+    boxes += _box("Its exercises", "beside exercises", lines)
+    return [_raw('<div class="besides">'), *boxes, _raw("</div>")]
 
 
 def _section_lines(

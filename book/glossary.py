@@ -18,10 +18,10 @@ PAGES = ("theory/", "notebooks/")
 # Under these names people mean too many other things, in these very texts.
 NOT_LINKED = frozenset(
     "batch heads seqlen head_dim block program window hidden masked exposed weights scores rank "
-    "world driver toolkit efficiency interpolation ceiling program tile hop exponent bucket "
+    "world driver toolkit efficiency interpolation ceiling tile hop exponent bucket "
     "clipping packed shard layout latency throughput calibration wave static deterministic "
-    "fusion packing kernel causal accumulator ".split()
-) | {"held out", '"flash"', "left", "window", "interpolation"}
+    "fusion packing kernel causal accumulator specified measured messages left".split()
+) | {"held out", '"flash"'}
 # How a term is written besides its name in the glossary.
 ALSO = {
     "online softmax": ("online-softmax",),
@@ -80,7 +80,7 @@ def mark_entries(app: Sphinx, doctree: nodes.document) -> None:
     """Give the glossary's entries their anchors."""
     if app.env.docname == GLOSSARY:
         for paragraph in _entries(doctree):
-            paragraph["ids"].append(anchor_of(paragraph[0].astext()))
+            paragraph["ids"].append(anchor_of(paragraph.next_node(nodes.strong).astext()))
 
 
 def link_terms(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -118,15 +118,15 @@ def add_meanings(
 
 def _entries(glossary: nodes.document) -> Iterator[nodes.paragraph]:
     for paragraph in glossary.findall(nodes.paragraph):
-        if isinstance(paragraph[0], nodes.strong) and paragraph.astext().startswith(
-            f"{paragraph[0].astext()} · "
-        ):
+        bold = paragraph.next_node(nodes.strong)
+        if bold is not None and paragraph.astext().startswith(f"{bold.astext()} · "):
             yield paragraph
 
 
 def _term(paragraph: nodes.paragraph) -> Term:
-    title = paragraph[0].astext()
-    rest = [child.deepcopy() for child in paragraph.children[1:]]
+    bold = paragraph.next_node(nodes.strong)
+    title = bold.astext()
+    rest = [child.deepcopy() for child in paragraph.children[paragraph.index(bold) + 1 :]]
     rest[0] = nodes.Text(rest[0].astext().removeprefix(" · "))
     return Term(title, anchor_of(title), words_of(title), tuple(rest))
 
@@ -152,6 +152,7 @@ def _all_terms(app: Sphinx) -> list[Term]:
 
 def _prose(doctree: nodes.document) -> Iterator[nodes.Text]:
     def inside(node: nodes.Node) -> Iterator[nodes.Text]:
+        _join_lines(node)
         for child in node.children:
             if isinstance(child, nodes.Text):
                 yield child
@@ -161,9 +162,22 @@ def _prose(doctree: nodes.document) -> Iterator[nodes.Text]:
     return inside(doctree)
 
 
+def _join_lines(node: nodes.Node) -> None:
+    """Make one text of neighbouring ones: lines come one by one, and a term may break."""
+    joined: list[nodes.Node] = []
+    for child in node.children:
+        if isinstance(child, nodes.Text) and joined and isinstance(joined[-1], nodes.Text):
+            joined[-1] = nodes.Text(joined[-1] + child)
+        else:
+            joined.append(child)
+    if isinstance(node, nodes.Element) and len(joined) < len(node.children):
+        node.children = []
+        node.extend(joined)
+
+
 def _is_output(node: nodes.Node) -> bool:
     classes = node.get("classes", []) if isinstance(node, nodes.Element) else []
-    return "cell_input" in classes or "cell_output" in classes or "derived-in" in classes
+    return "cell_input" in classes or "cell_output" in classes
 
 
 def _link_in(text: nodes.Text, pending: dict[str, Term], used: list[Term], uri: str) -> None:
@@ -171,10 +185,11 @@ def _link_in(text: nodes.Text, pending: dict[str, Term], used: list[Term], uri: 
     if not pending:
         return
     longest_first = sorted(pending, key=len, reverse=True)
-    pattern = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, longest_first))})(?![\w-])")
+    either = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in longest_first)
+    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     content, done, parts = text.astext(), 0, []
     while found := pattern.search(content, done):
-        term = pending.get(found[1])
+        term = pending.get(" ".join(found[1].split()))
         if term is None:  # used a moment ago, in this very text
             parts.append(nodes.Text(content[done : found.end()]))
             done = found.end()
@@ -195,7 +210,7 @@ def _link_in(text: nodes.Text, pending: dict[str, Term], used: list[Term], uri: 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to Sphinx."""
     app.connect("doctree-read", mark_entries)
-    # Behind the boxes of crosslinks: their words are links already.
-    app.connect("doctree-resolved", link_terms, priority=600)
+    # Before the boxes of crosslinks come: what stands in them is no use of a term.
+    app.connect("doctree-resolved", link_terms, priority=400)
     app.connect("html-page-context", add_meanings)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
