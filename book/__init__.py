@@ -2,7 +2,8 @@
 
 gather         copies chapters and notebooks to where Sphinx reads them, links as they are
 notebook       what of a notebook becomes a page: hidden tests go, solutions are folded away
-tables         tables that screen readers can tell apart
+results        its HTML results, with tables that screen readers can tell apart
+tables         the same for the tables of chapters
 reading_order  which chapter belongs to which section, read from theory/README.md
 crosslinks     boxes with those links, on both sides; the way into JupyterLab
 glossary       terms that lead to the glossary, and show their meaning

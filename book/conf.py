@@ -19,6 +19,7 @@ extensions = [
     "book.tables",
     "book.crosslinks",
     "book.glossary",
+    "book.figures",
 ]
 root_doc = "index"
 exclude_patterns = ["**.ipynb_checkpoints"]
@@ -47,7 +48,8 @@ html_copy_source = False
 html_show_sourcelink = False
 html_use_index = False
 html_domain_indices = False
-html_sidebars = {"index": []}
+# Pages that have none below or beside them.
+html_sidebars = {name: [] for name in ("index", "search", "theory/glossary", "theory/references")}
 html_theme_options = {
     "logo": {"text": "The FlashAttention lab"},
     "navbar_align": "left",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from book.tables import clean_table
+from book.results import clean_table
 from labsupport.grading.release import CODE_STUB
 
 _HIDDEN_TESTS = re.compile(

@@ -47,7 +47,7 @@ function showMeanings() {
 
 // ---- What scrolls sideways can be reached with the keyboard, and says what it is. ----------------
 const BOXES = [
-  ["div.math", "Formula, scrolls sideways"],
+  ['mjx-container[display="true"], mjx-container.wide', "Formula, scrolls sideways"],
   [".pst-scrollable-table-container", "Table, scrolls sideways"],
   [".cell_output .output.text_html", "Table of results, scrolls sideways"],
   [".cell_output pre", "Output, scrolls sideways"],
@@ -64,7 +64,7 @@ function openBoxes() {
     formula.classList.remove("wide");
     if (line && formula.offsetWidth > line.clientWidth) formula.classList.add("wide");
   }
-  for (const [selector, label] of [...BOXES, ["mjx-container.wide", BOXES[0][1]]]) {
+  for (const [selector, label] of BOXES) {
     for (const box of document.querySelectorAll(selector)) {
       if (wide(box)) {
         box.tabIndex = 0;
