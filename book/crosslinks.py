@@ -1,8 +1,8 @@
 """Boxes that lead from a chapter to its sections and exercises, and back; the way into JupyterLab.
 
 Which belongs to which is what the table "Reading order" of theory/README.md says. Sections and
-exercises of notebooks are known by the numbers in their headings, and get lasting anchors from them:
-`#section-1-4`, `#exercise-1-3`.
+exercises of notebooks are known by the numbers in their headings, and get lasting anchors from
+them: `#section-1-4`, `#exercise-1-3`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from book.gather import PROJECT
 from book.reading_order import Reading, readings
 
 _NUMBERED = re.compile(r"^(?:(\d+)\.(\d+)|(Exercise) (\d+)-(\d+)) · (.*)$")
-OPEN = """<div class="open-notebook"><p><strong>Work in it.</strong> This page shows the notebook as it
-was run. Your own copy runs in JupyterLab: type <code>make lab</code> in the lab's folder, then
-<a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual address;
+OPEN = """<div class="open-notebook"><p><strong>Work in it.</strong> This page shows the notebook
+as it was run. Your own copy runs in JupyterLab: type <code>make lab</code> in the lab's folder,
+then <a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual address;
 the terminal prints yours). There the exercises wait for your code; here the solutions are folded
 away.</p></div>"""
 
@@ -76,7 +76,10 @@ def add_boxes(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             _into_first_section(top, _chapter_box(app, docname, found))
         return
     found = [r for r in readings(table) if r.notebook == int(number[2])]
-    box = [_raw(OPEN.format(file=f"{Path(docname).name}.ipynb")), *_notebook_box(app, docname, found)]
+    box = [
+        _raw(OPEN.format(file=f"{Path(docname).name}.ipynb")),
+        *_notebook_box(app, docname, found),
+    ]
     top[1:1] = box
     _section_lines(app, doctree, docname, found)
 
@@ -167,7 +170,7 @@ def _section_lines(
             continue
         for reading in [r for r in found if place.section in r.sections]:
             remark = f" ({reading.remark})" if reading.remark else ""
-            line = nodes.paragraph("", "", classes=["derived-in"])
+            line = nodes.paragraph("", "", classes=["derived-in", "no-search"])
             line += [nodes.Text("Theory: "), _chapter_link(app, docname, reading.chapter)]
             line += nodes.Text(remark)
             section.insert(1, line)
@@ -200,7 +203,8 @@ def _item(*parts: nodes.Node) -> nodes.list_item:
 
 def _box(title: str, classes: str, items: list[nodes.list_item]) -> list[nodes.Node]:
     heading = f'<nav class="{classes}" aria-label="{title}"><p class="beside-title">{title}</p>'
-    return [_raw(heading), nodes.bullet_list("", *items), _raw("</nav>")]
+    # no-search: else a word is found wherever a chapter's title stands.
+    return [_raw(heading), nodes.bullet_list("", *items, classes=["no-search"]), _raw("</nav>")]
 
 
 def _into_first_section(top: nodes.section, box: list[nodes.Node]) -> None:

@@ -1,7 +1,7 @@
 """Two figures to play with, put into the chapters that they belong to.
 
-What they look like is in figures/*.html, what they do in static/*.js. Without a script a reader sees
-the case that the chapter works out, as a table made here by the lab's own code.
+What they look like is in figures/*.html, what they do in static/*.js. Without a script a reader
+sees a table made here by the lab's own code, or is sent to the chapter's worked example.
 """
 
 from __future__ import annotations

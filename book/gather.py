@@ -1,8 +1,8 @@
 """Gather what the book is made of into one folder, in which all links still lead where they led.
 
 A page keeps its path (`theory/…`, `notebooks/…`), so that a link from one to another needs no
-change. A file of the project that a page links to, and that is no page itself, comes along under its
-own path: Sphinx offers it as a download.
+change. A file of the project that a page links to, and that is no page itself, comes along under
+its own path: Sphinx offers it as a download.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Terms lead to the glossary where a page first uses them, and show their meaning there and then.
 
-The terms are the bold beginnings of theory/glossary.md. Words that also have an everyday meaning, or
-several in the lab, are left alone: a wrong explanation is worse than none (`NOT_LINKED`).
+The terms are the bold beginnings of theory/glossary.md. Words that also have an everyday meaning,
+or several in the lab, are left alone: a wrong explanation is worse than none (`NOT_LINKED`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from sphinx.application import Sphinx
 GLOSSARY = "theory/glossary"
 PAGES = ("theory/", "notebooks/")
 # Under these names people mean too many other things, in these very texts.
-NOT_LINKED = frozenset(
-    "batch heads seqlen head_dim block program window hidden masked exposed weights scores rank "
-    "world driver toolkit efficiency interpolation ceiling tile hop exponent bucket "
-    "clipping packed shard layout latency throughput calibration wave static deterministic "
-    "fusion packing kernel causal accumulator specified measured messages left".split()
-) | {"held out", '"flash"'}
+NOT_LINKED = frozenset([
+    "accumulator", "batch", "block", "bucket", "calibration", "causal", "ceiling", "clipping",
+    "deterministic", "driver", "efficiency", "exponent", "exposed", "fusion", "head_dim",
+    "heads", "hidden", "hop", "interpolation", "kernel", "latency", "layout", "left", "masked",
+    "measured", "messages", "packed", "packing", "program", "rank", "scores", "seqlen", "shard",
+    "specified", "static", "throughput", "tile", "toolkit", "wave", "weights", "window", "world",
+    "held out", '"flash"',
+])  # fmt: skip
 # How a term is written besides its name in the glossary.
 ALSO = {
     "online softmax": ("online-softmax",),
@@ -132,7 +134,7 @@ def _term(paragraph: nodes.paragraph) -> Term:
 
 
 def _forms(name: str) -> tuple[str, ...]:
-    # A name is written with a small letter inside a sentence, unless it is an abbreviation or a name.
+    # Inside a sentence a name begins with a small letter, unless it is an abbreviation or a name.
     small = name if re.search(r"[A-Z]", name[1:]) else name[0].lower() + name[1:]
     if small.lower() in ALSO:
         return (small, *ALSO[small.lower()]) if ALSO[small.lower()] else ()

@@ -1,7 +1,7 @@
 """What of an executed notebook becomes a page of the book.
 
-Outputs are taken as they are stored. Hidden tests are left out; a solution is folded away behind the
-stub that students start from; a chart gets the words that it carries as its text form, which
+Outputs are taken as they are stored. Hidden tests are left out; a solution is folded away behind
+the stub that students start from; a chart gets the words that it carries as its text form, which
 `labsupport.plotting` wrote for those who cannot see it; tables get headers that say what they head.
 """
 

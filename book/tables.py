@@ -11,7 +11,7 @@ _EMPTY_HEADER = re.compile(r'<th class="head([^"]*)">\s*(<p>\s*</p>)?\s*</th>')
 
 
 def drop_empty_heads(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Markdown cannot write a table without a header: where all its cells are empty, there is none."""
+    """Markdown has no table without a header: where all of its cells are empty, there is none."""
     for head in list(doctree.findall(nodes.thead)):
         if not head.astext().strip():
             head.parent.remove(head)

@@ -6,10 +6,15 @@ import pytest
 
 # --no-sandbox: Chromium refuses to start as root otherwise, which one is in most containers. The
 # rest keeps it from looking for updates: nothing here may depend on an outside network.
-OPTIONS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 @pytest.fixture(scope="session")
