@@ -44,6 +44,7 @@ html_favicon = str(HERE / "static" / "favicon.svg")
 html_context = {"default_mode": "auto"}
 html_css_files = ["book.css"]
 html_js_files = [("book.js", {"defer": "defer"})]
+html_search_scorer = str(HERE / "scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_use_index = False

@@ -20,9 +20,9 @@ from book.reading_order import Reading, readings
 _NUMBERED = re.compile(r"^(?:(\d+)\.(\d+)|(Exercise) (\d+)-(\d+)) · (.*)$")
 OPEN = """<div class="open-notebook"><p><strong>Work in it.</strong> This page shows the notebook
 as it was run. Your own copy runs in JupyterLab: type <code>make lab</code> in the lab's folder,
-then <a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual address;
-the terminal prints yours). There the exercises wait for your code; here the solutions are folded
-away.</p></div>"""
+then <a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual
+address; the terminal prints yours). There the exercises wait for your code; here the solutions are
+folded away.</p></div>"""
 
 
 @dataclass(frozen=True)

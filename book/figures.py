@@ -87,12 +87,12 @@ def tile_values() -> dict[str, Any]:
         ],
         "rows": [
             {
-                "block": row.block_q,
-                "needed": f"{row.needed_bytes / 1024:,.0f} KiB",
-                "fits": "yes" if row.fits else "no",
-                "moved": format_bytes(row.traffic_bytes),
+                "block": int(row["block_q"]),
+                "needed": f"{row['needed_bytes'] / 1024:,.0f} KiB",
+                "fits": "yes" if row["fits"] else "no",
+                "moved": format_bytes(row["traffic_bytes"]),
             }
-            for row in square.itertuples()
+            for row in square.to_dict("records")
         ],
         "textbook": format_bytes(table.attrs["case"]["textbook_bytes"]),
         "seqlen": f"{SEQLEN:,}",

@@ -79,6 +79,7 @@ def _make_readable(cell: dict[str, Any], data: dict[str, Any]) -> None:
     if "text/html" in data:
         data["text/html"] = clean_table("".join(data["text/html"]))
     if "image/png" in data:
+        data.pop("text/html", None)
         words = " ".join("".join(data.get("text/plain", "")).split())
         if not words or words.startswith("<"):
             raise ValueError(f"the picture of cell {cell['id']} has no description in words")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from bs4 import BeautifulSoup, Tag
+
+_NUMBER = re.compile(r"[-+−]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?( ?%)?|NaN|nan|inf|—|–|-|")
 
 
 def clean_table(html: str) -> str:
@@ -16,9 +20,10 @@ def clean_table(html: str) -> str:
         style.decompose()
     for table in soup.find_all("table"):
         del table["border"]
-        table["class"] = ["table", "result"]
+        table["class"] = ["dataframe", "result"]  # the theme knows "dataframe"
         _join_index_name(table)
-        _mark_headers(soup, table)
+        _mark_headers(table)
+        _mark_words(table)
     return str(soup).strip()
 
 
@@ -34,7 +39,7 @@ def _join_index_name(table: Tag) -> None:
         rows[1].decompose()
 
 
-def _mark_headers(soup: BeautifulSoup, table: Tag) -> None:
+def _mark_headers(table: Tag) -> None:
     for row in table.find_all("tr"):
         cells = row.find_all(["th", "td"])
         in_head = row.find_parent("thead") is not None or all(c.name == "th" for c in cells)
@@ -45,3 +50,15 @@ def _mark_headers(soup: BeautifulSoup, table: Tag) -> None:
                 cell.name = "td"
             else:
                 cell["scope"] = "col" if in_head else "row"
+
+
+def _mark_words(table: Tag) -> None:
+    """Columns with words are set from the left, numbers end under one another."""
+    rows = [row.find_all(["th", "td"]) for row in table.find_all("tr")]
+    body = [row for row in rows if row and row[0].find_parent("thead") is None]
+    for column in range(max(map(len, rows), default=0)):
+        cells = [row[column] for row in body if column < len(row)]
+        if any(not _NUMBER.fullmatch(cell.get_text(strip=True)) for cell in cells):
+            for row in rows:
+                if column < len(row):
+                    row[column]["class"] = ["words"]

@@ -51,6 +51,7 @@ const BOXES = [
   [".pst-scrollable-table-container", "Table, scrolls sideways"],
   [".cell_output .output.text_html", "Table of results, scrolls sideways"],
   [".cell_output pre", "Output, scrolls sideways"],
+  [".play .pictures > div, .play .steps", "Figure, scrolls sideways"],
   [".highlight pre", "Code, scrolls sideways"],
 ];
 

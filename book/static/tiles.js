@@ -218,7 +218,7 @@ const labTiles = (() => {
       320, 74, title,
       `<text x="10" y="14">in fast memory: ${labTiles.bytes(row.needed)}</text>${bars}` +
         `<path class="${row.fits ? "limit" : "limit over"}" d="M${limit} 18v38"/>` +
-        `<text x="${Math.min(limit, 310)}" y="70" text-anchor="end">M = ${labTiles.bytes(state.fastBytes)}` +
+        `<text x="${Math.min(limit, 310)}" y="70" text-anchor="${limit < 190 ? "start" : "end"}">M = ${labTiles.bytes(state.fastBytes)}` +
         `${row.fits ? "" : ": does not fit"}</text>`,
     );
   }

@@ -40,41 +40,48 @@ def test_the_book_has_every_chapter_and_every_notebook(project):
     assert CHAPTERS
 
 
+@pytest.fixture(scope="module", params=PAGES)
+def desktop(request, chromium, site):
+    """Each page, opened once for all tests that only look at it."""
+    with opened(chromium, site + request.param) as page:
+        yield page
+
+
+@pytest.fixture(scope="module", params=CHAPTERS + NOTEBOOKS)
+def text(request, chromium, site):
+    """Each chapter and notebook, opened once for all tests that only look at it."""
+    with opened(chromium, site + request.param) as page:
+        yield page
+
+
+def test_a_page_asks_nobody_else_for_anything_and_reports_no_error(desktop, site):
+    assert [url for url in desktop.requests if not url.startswith((site, "data:"))] == []
+    assert desktop.complaints == []
+
+
+def fits(page, width):
+    """What is wrong with a page in a window of that width; hints and answers are unfolded."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.evaluate("document.querySelectorAll('img').forEach((one) => (one.loading = 'eager'))")
+    page.wait_for_function("[...document.images].every((one) => one.complete)")
+    page.wait_for_timeout(700)
+    wrong = [*page.evaluate(CUT), *page.evaluate(UNREACHABLE)]
+    overall = page.evaluate("document.documentElement.scrollWidth")
+    return [*wrong, *([f"the page is {overall} wide"] if overall > width else [])]
+
+
+def test_a_page_fits_a_desktop_and_what_is_wider_scrolls_by_keyboard(desktop):
+    assert fits(desktop, 1280) == []
+
+
+def test_axe_finds_nothing_to_complain_about(desktop):
+    assert violations(desktop) == []
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_asks_nobody_else_for_anything_and_reports_no_error(chromium, site, name):
-    with opened(chromium, site + name) as page:
-        foreign = [url for url in page.requests if not url.startswith((site, "data:"))]
-        assert foreign == []
-        assert page.complaints == []
-
-
-@pytest.mark.parametrize("name", CHAPTERS + NOTEBOOKS)
-def test_every_formula_is_set_without_an_error_and_carries_mathml(chromium, site, name):
-    with opened(chromium, site + name) as page:
-        formulas = page.locator(".math").count()
-        assert formulas
-        assert page.locator(".math mjx-container svg").count() >= formulas
-        assert page.locator(".math mjx-assistive-mml math").count() >= formulas
-        assert page.locator("mjx-merror, [data-mml-node=merror]").count() == 0
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits_its_window_and_what_is_wider_scrolls_by_keyboard(chromium, site, name, width):
-    with opened(chromium, site + name, width=width) as page:
-        page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-        for image in page.locator("main img").all():  # those below are loaded when they are near
-            image.scroll_into_view_if_needed()
-        page.wait_for_timeout(700)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(CUT) == []
-        assert page.evaluate(UNREACHABLE) == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_nothing_to_complain_about(chromium, site, name):
-    with opened(chromium, site + name) as page:
-        assert violations(page) == []
+def test_a_page_fits_a_phone_and_what_is_wider_scrolls_by_keyboard(chromium, site, name):
+    with opened(chromium, site + name, width=390) as page:
+        assert fits(page, 390) == []
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -84,17 +91,31 @@ def test_axe_finds_nothing_in_the_dark(chromium, site, name):
         assert violations(page, ["color-contrast", "link-in-text-block"]) == []
 
 
+def test_every_formula_is_set_without_an_error_and_carries_mathml(text):
+    formulas = text.locator(".math").count()
+    assert formulas
+    assert text.locator(".math mjx-container svg").count() >= formulas
+    assert text.locator(".math mjx-assistive-mml math").count() >= formulas
+    assert text.locator("mjx-merror, [data-mml-node=merror]").count() == 0
+
+
+def test_every_picture_is_described_in_words(text):
+    words = text.evaluate("[...document.querySelectorAll('main img')].map((one) => one.alt)")
+    assert [alt for alt in words if len(alt.split()) < 5] == []
+
+
+def test_a_term_is_linked_once_on_a_page_and_in_prose_only(text):
+    targets = text.evaluate("[...document.querySelectorAll('a.term')].map((one) => one.href)")
+    assert len(targets) >= 5
+    assert len(targets) == len(set(targets))
+    within = "h1, h2, h3, h4, pre, code, .math, nav, a, .cell_output"
+    assert text.locator(within).locator("a.term").count() == 0
+
+
 @pytest.mark.parametrize("name", ["index.html", CHAPTERS[0], NOTEBOOKS[0], "theory/glossary.html"])
 def test_axe_finds_nothing_on_a_phone(chromium, site, name):
     with opened(chromium, site + name, width=390) as page:
         assert violations(page) == []
-
-
-@pytest.mark.parametrize("name", CHAPTERS + NOTEBOOKS)
-def test_every_picture_is_described_in_words(chromium, site, name):
-    with opened(chromium, site + name) as page:
-        for image in page.locator("main img").all():
-            assert len((image.get_attribute("alt") or "").split()) >= 5
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -154,23 +175,6 @@ def test_a_term_shows_its_meaning_to_the_keyboard_until_escape(chromium, site):
         assert box["x"] + box["width"] <= 1280
         term.click()
         assert re.search(r"/theory/glossary\.html#term-", page.url)
-
-
-@pytest.mark.parametrize("name", CHAPTERS + NOTEBOOKS)
-def test_a_term_is_linked_once_on_a_page_and_in_prose_only(chromium, site, name):
-    with opened(chromium, site + name) as page:
-        targets = [link.get_attribute("href") for link in page.locator("a.term").all()]
-        assert len(targets) >= 5
-        assert len(targets) == len(set(targets))
-        inside = "h1, h2, h3, h4, pre, code, .math, nav, a a, .cell_output"
-        assert (
-            page.evaluate(
-                "(where) => [...document.querySelectorAll('a.term')]"
-                ".filter((link) => link.parentElement.closest(where)).length",
-                inside,
-            )
-            == 0
-        )
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

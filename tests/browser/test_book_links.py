@@ -65,6 +65,35 @@ def test_links_to_the_outside_are_encrypted(name):
     assert odd == []
 
 
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("HBM, SRAM", ("HBM", "HBMs", "SRAM", "SRAMs")),
+        ("Amdahl's law", ("amdahl's law",)),
+        ("SM (streaming multiprocessor)", ("SM", "SMs")),
+        ("Efficiency (of several devices)", ()),
+        ("Batch", ()),
+    ],
+)
+def test_a_term_is_known_by_its_names_and_their_plurals(title, words):
+    from book.glossary import words_of
+
+    assert words_of(title)[: len(words)] == words
+    assert bool(words_of(title)) == bool(words)
+
+
+def test_terms_lead_to_their_own_entries():
+    for name, word, anchor in (
+        ("theory/01-memory-bottleneck.html", "FlashAttention", "term-flashattention"),
+        ("theory/02-online-softmax.html", "log-sum-exp", "term-log-sum-exp"),
+        ("theory/09-inference.html", "KV cache", "term-kv-cache"),
+        ("notebooks/01-Setup_and_Comparison.html", "SDPA", "term-sdpa"),
+    ):
+        links = {link.get_text(): link["href"] for link in soup(name).select("a.term")}
+        assert links[word].endswith(f"glossary.html#{anchor}")
+        assert soup(name).find(id=f"meaning-{anchor}").get_text(strip=True)
+
+
 def test_every_exercise_can_be_reached_from_a_chapter_or_its_notebook():
     exercises = {
         f"{name}#{anchor}"
