@@ -1,0 +1,101 @@
+"""The built book as a site on this machine, and axe-core, which judges its pages."""
+
+import contextlib
+import functools
+import http.server
+import threading
+from pathlib import Path
+
+from book.assets import fetch_file
+from labsupport.models.sources.packages import Package
+
+PROJECT = Path(__file__).resolve().parents[2]
+BOOK = PROJECT / "build" / "book"
+# Without the book one page stands for all: its test fails and says what to do.
+PAGES = sorted(
+    str(path.relative_to(BOOK))
+    for path in BOOK.rglob("*.html")
+    if not path.relative_to(BOOK).parts[0].startswith("_")
+) or ["index.html"]
+
+AXE = Package(
+    registry="npm",
+    name="axe-core",
+    version="4.14.1",
+    url="https://registry.npmjs.org/axe-core/-/axe-core-4.14.1.tgz",
+    size=708_405,
+    sha256="e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745",
+    files=("package/axe.min.js",),
+    license="MPL-2.0",
+)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder):
+    """Serve a folder; yields the address of its root."""
+    handler = functools.partial(_Quiet, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def opened(chromium, address, *, width=1280, theme="light", **options):
+    """A page in a window of its own, when its formulas are set and its scripts have run."""
+    context = chromium.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=theme, **options
+    )
+    try:
+        page = context.new_page()
+        page.requests, page.complaints = [], []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda said: page.complaints.append(said.text) if said.type == "error" else None,
+        )
+        page.goto(address)
+        settle(page)
+        yield page
+    finally:
+        context.close()
+
+
+def settle(page):
+    """Wait until nothing is loaded any more, and the boxes that scroll have been found."""
+    page.wait_for_load_state("networkidle")
+    page.evaluate("window.MathJax && MathJax.startup.promise.then(() => null)")
+    page.wait_for_timeout(600)  # book.js looks at the boxes 0.4 s after the last change
+
+
+def violations(page, rules=None):
+    """What axe-core finds on a page, a line each; hints and answers are unfolded before.
+
+    Args:
+        page: a Playwright page.
+        rules: only these; all of axe's if None.
+    """
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.wait_for_timeout(600)
+    page.evaluate(fetch_file(AXE).read_text(encoding="utf-8"))
+    options = {"resultTypes": ["violations"]} | ({"runOnly": rules} if rules else {})
+    # axe does not read MathML (github.com/dequelabs/axe-core/issues/3285): to it a header that is a
+    # formula is empty.
+    return page.evaluate(
+        """async (options) => (await axe.run(options)).violations.flatMap(({ id, nodes }) => nodes
+          .filter(({ target }) => id !== "empty-table-header"
+            || !document.querySelector(target[0]).querySelector("mjx-assistive-mml math"))
+          .map(({ html }) => `${id}: ${html.slice(0, 200)}`))""",
+        options,
+    )
