@@ -12,6 +12,10 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TOKENS, WIDTH, VOCABULARY = 24, 8, 50
 
 
+def peak(work):
+    return measure_peak_memory(work, device="cpu").peak_bytes
+
+
 def batch(dtype=F32, ignored=3, seed=0):
     """Hidden states (2, 12, 8), a head to 50 tokens, and labels of which some are ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +98,7 @@ def test_all_logits_never_exist_when_they_are_made_in_chunks():
         loss = compute_loss(hidden, labels, head=head, chunk_size=chunk_size)
         torch.autograd.grad(loss, list(head.parameters()))
 
-    whole, parts = (measure_peak_memory(lambda s=s: train(s)).peak_bytes for s in (None, 64))
+    whole, parts = (peak(lambda s=s: train(s)) for s in (None, 64))
     logits = 1024 * 2048 * 4
     assert whole >= 2 * logits
     # 16 chunks: three tensors of a chunk's logits, and a few of the weight's size, which is 1/64.
@@ -108,7 +112,7 @@ def test_logits_that_exist_are_not_copied_to_float32_all_at_once():
     def train(chunk_size):
         torch.autograd.grad(compute_loss(logits, labels, chunk_size=chunk_size), logits)
 
-    whole, parts = (measure_peak_memory(lambda s=s: train(s)).peak_bytes for s in (None, 64))
+    whole, parts = (peak(lambda s=s: train(s)) for s in (None, 64))
     size = logits.nbytes
     assert whole >= 4 * size
     # The gradient, once in pieces and once joined, and what one chunk needs.

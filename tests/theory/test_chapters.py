@@ -68,6 +68,9 @@ def test_the_figures_that_pages_show_are_those_that_the_scripts_draw():
     drawn = set()
     for script in (PROJECT / "scripts" / "pictures").glob("[a-z]*.py"):
         drawn |= set(runpy.run_path(str(script))["FIGURES"])
+    for test in (PROJECT / "tests" / "browser").glob("test_*.py"):  # `make screenshots`
+        taken = re.findall(r'picture\("([a-z]+)"', test.read_text(encoding="utf-8"))
+        drawn |= {f"docs/jupyterlab-{one}.png" for one in taken}
     assert shown == drawn
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 
 VARIABLE = "TRITON_INTERPRET"
@@ -36,8 +37,25 @@ def missing() -> str | None:
             f"import labsupport.attention before other users of Triton, or set {VARIABLE}=1 before "
             "Python starts"
         )
+    import triton
     import triton.language as tl
 
     if type(tl.cdiv).__name__ != "InterpretedFunction":
         return f"{VARIABLE} was set after Triton had been imported: set it before Python starts"
+    if not _counts_with_numpy(triton.__version__):
+        return (
+            f"Triton {triton.__version__}'s interpreter does not get along with NumPy "
+            f"{np.__version__}: pip install 'numpy<2.5', or Triton 3.7 and newer"
+        )
     return None
+
+
+def _counts_with_numpy(triton_version: str) -> bool:
+    """Whether the interpreter's loops can count: before Triton 3.7 int() of a one-element array."""
+    if tuple(int(part) for part in triton_version.split(".")[:2]) >= (3, 7):
+        return True
+    try:
+        int(np.ones(1))  # NumPy 2.5 refuses
+    except TypeError:
+        return False
+    return True

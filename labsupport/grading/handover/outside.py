@@ -112,23 +112,20 @@ def _forward_memory(watch: _Watch, student: Any) -> None:
     """
     watch.inside("check_forward_memory", student)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    def forward(n: int, is_causal: bool) -> None:
+        q, k, v = torch.randn(3, 1, n, 16)
         out, _ = unpack(call(student, q, k, v, is_causal, BLOCK, BLOCK), FORWARD_NAMES)
         if not is_causal:
             rows = torch.randint(q.shape[-2], (8,))
             weights = (q[:, rows] @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
             judge("out (some rows)", _rows(out, q)[:, rows], weights @ v, allowed=1e-3)
 
-    forward(*torch.randn(3, 1, 600, 16), True)
+    forward(600, True)
     for n, is_causal in LENGTHS:
-
-        def prepare(n: int = n, is_causal: bool = is_causal) -> Callable[[], object]:
-            return partial(forward, *torch.randn(3, 1, n, 16), is_causal)
-
         watch.limit(
             f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}",
             TILES,
-            prepare,
+            lambda n=n, is_causal=is_causal: partial(forward, n, is_causal),
         )
     passed("no matrix of scores: little memory, seen from outside")
 
