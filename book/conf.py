@@ -50,7 +50,9 @@ html_show_sourcelink = False
 html_use_index = False
 html_domain_indices = False
 # Pages that have none below or beside them.
-html_sidebars = {name: [] for name in ("index", "search", "theory/glossary", "theory/references")}
+# Pages without siblings have nothing to list at their left.
+ALONE = ("index", "search", *(f"theory/{n}" for n in "three-days checklists glossary references".split()))
+html_sidebars = {name: [] for name in ALONE}
 html_theme_options = {
     "logo": {"text": "The FlashAttention lab"},
     "navbar_align": "left",

@@ -24,6 +24,13 @@ CUT = """() => [...document.querySelectorAll("main img")].filter((image) =>
   image.getBoundingClientRect().right > document.documentElement.clientWidth
 ).map((image) => image.outerHTML.slice(0, 160))"""
 
+# Words of code in a sentence: they break rather than end behind the edge. (Boxes scroll.)
+BEHIND = """() => [...document.querySelectorAll("main p code, main li code")].filter((code) =>
+  !code.closest("pre, table") && code.getClientRects().length &&
+  Math.max(...[...code.getClientRects()].map((box) => box.right)) >
+    document.documentElement.clientWidth
+).map((code) => code.textContent)"""
+
 
 @pytest.fixture(scope="module")
 def site():
@@ -67,6 +74,7 @@ def fits(page, width):
     page.wait_for_timeout(700)
     wrong = [*page.evaluate(CUT), *page.evaluate(UNREACHABLE)]
     overall = page.evaluate("document.documentElement.scrollWidth")
+    wrong += [f"ends behind the edge: {words}" for words in page.evaluate(BEHIND)]
     return [*wrong, *([f"the page is {overall} wide"] if overall > width else [])]
 
 
