@@ -49,9 +49,15 @@ html_copy_source = False
 html_show_sourcelink = False
 html_use_index = False
 html_domain_indices = False
-# Pages that have none below or beside them.
 # Pages without siblings have nothing to list at their left.
-ALONE = ("index", "search", *(f"theory/{n}" for n in "three-days checklists glossary references".split()))
+ALONE = (
+    "index",
+    "search",
+    "theory/three-days",
+    "theory/checklists",
+    "theory/glossary",
+    "theory/references",
+)
 html_sidebars = {name: [] for name in ALONE}
 html_theme_options = {
     "logo": {"text": "The FlashAttention lab"},

@@ -267,6 +267,7 @@ def test_smollm2_s_tokenizer_lets_each_digit_stand_alone_and_chats(smollm2):
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.encode("<|im_end|>") == [smollm2.model.generation_config.eos_token_id]
+    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_smollm2_knows_the_capital_of_france(smollm2):

@@ -251,6 +251,10 @@ def build_smollm2(files: Sequence[Path], to: Path) -> None:
             ]
         )
         tokenizer.model_max_length = model.config.max_position_embeddings
+        # Transformers before 5.23 takes the token that begins a turn for the one that ends it.
+        for role in ("bos", "eos", "pad"):
+            token = tokenizer.convert_ids_to_tokens(getattr(model.config, f"{role}_token_id"))
+            setattr(tokenizer, f"{role}_token", token)
         tokenizer.save_pretrained(to)
 
 
