@@ -9,7 +9,8 @@ As a program it writes the README's table anew:
     python -m scripts.versions
 
 A row is known by its Python (3.11), its packages' versions and its tests: a later run of the same
-takes its place. A row without counts names a combination that is to be tested elsewhere.
+takes its place. A row without counts names a combination that is to be tested elsewhere. A run with
+failures needs a note, written by hand, which says what they are.
 """
 
 import csv
@@ -29,7 +30,7 @@ BEGIN, END = "<!-- versions: written by `python -m scripts.versions` -->\n", "<!
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "transformers": "Transformers"}
 KEY = ("python", *PACKAGES, "tests")
 COUNTS = ("passed", "failed", "skipped")
-COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS)
+COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS, "note")
 Row = dict[str, str]
 COMMIT = pytest.StashKey[str]()
 
@@ -89,7 +90,8 @@ def table(rows: list[Row]) -> str:
         python, *versions, tests = key(row)
         cells = [python, *(v or "none" for v in versions), f"`{tests}`"]
         if row["passed"]:
-            cells += [f"{int(row['passed']):,}", row["failed"], row["date"]]
+            said = f"; {row['note']}" if row["note"] else ""
+            cells += [f"{int(row['passed']):,}", row["failed"], row["date"] + said]
         else:
             cells += ["", "", "not run yet"]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
@@ -180,6 +182,7 @@ def pytest_terminal_summary(
         "tests": " ".join(config.args),
         "marks": config.getoption("markexpr"),
         **dict(zip(COUNTS, map(str, counts), strict=True)),
+        "note": "",
     }
     add(row, Path(path))
     terminalreporter.write_line(f"recorded in {path}: {counts[0]} passed, {counts[1]} failed")

@@ -32,9 +32,9 @@ def test_the_readme_shows_the_record():
     assert versions.with_table(text, versions.read()) == text, "run: python -m scripts.versions"
 
 
-def test_no_recorded_run_has_failures():
+def test_a_recorded_run_with_failures_says_what_they_are():
     for row in versions.read():
-        assert row["failed"] in ("", "0"), versions.key(row)
+        assert row["failed"] in ("", "0") or row["note"], versions.key(row)
 
 
 @pytest.mark.parametrize("package", versions.PACKAGES)

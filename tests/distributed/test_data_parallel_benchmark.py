@@ -15,7 +15,7 @@ from labsupport.paths import project_root
 from labsupport.profiling.runs import load_run
 
 TINY = {"preset": "tiny", "length": 32}
-TOO_LARGE = "1x6400000"  # its embedding alone has 1.2 TiB
+TOO_LARGE = "1x6400000000"  # its embedding alone has 1.2 PiB, more than an address space
 
 
 # --- what runs in the launched processes ----------------------------------------------------------

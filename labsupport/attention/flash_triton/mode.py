@@ -45,7 +45,7 @@ def missing() -> str | None:
     if not _counts_with_numpy(triton.__version__):
         return (
             f"Triton {triton.__version__}'s interpreter does not get along with NumPy "
-            f"{np.__version__}: pip install 'numpy<2.5', or Triton 3.7 and newer"
+            f"{np.__version__}: pip install 'numpy<2.4', or Triton 3.7 and newer"
         )
     return None
 
@@ -55,7 +55,7 @@ def _counts_with_numpy(triton_version: str) -> bool:
     if tuple(int(part) for part in triton_version.split(".")[:2]) >= (3, 7):
         return True
     try:
-        int(np.ones(1))  # NumPy 2.5 refuses
+        int(np.ones(1))  # NumPy 2.4 refuses
     except TypeError:
         return False
     return True
