@@ -700,7 +700,7 @@ for name, program in programs.items():
 # ### Tiles to play with
 #
 # Which tiles are best? One head of 4,096 tokens and $d = 64$ in bfloat16, and the shared memory of an H100's or H200's
-# multiprocessor, 228 KiB. **Predict first**: which $B_r$ and $B_c$ (powers of two) move least?
+# multiprocessor, 228 KiB (a single program may take 227 of them; the controls below offer that). **Predict first**: which $B_r$ and $B_c$ (powers of two) move least?
 
 # %%
 predicted_blocks = None  # your guess, (Br, Bc)
