@@ -3,9 +3,13 @@
 import os
 import re
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Playwright is installed by `make test-browser` only.
+collect_ignore_glob = [] if find_spec("playwright") else ["test_*.py"]
 
 # --no-sandbox: Chromium refuses to start as root otherwise, which one is in most containers. The
 # rest keeps it from looking for updates: nothing here may depend on an outside network.
