@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import http.server
+import re
 import threading
 from pathlib import Path
 
@@ -17,6 +18,29 @@ PAGES = sorted(
     for path in BOOK.rglob("*.html")
     if not path.relative_to(BOOK).parts[0].startswith("_")
 ) or ["index.html"]
+
+NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/\d", page)]
+CHAPTERS = [page for page in PAGES if re.match(r"theory/\d", page)]
+
+# Boxes that hold more than they show, and which the keyboard does not reach.
+UNREACHABLE = """() => [...document.querySelectorAll("main *")].filter((box) => {
+  const style = getComputedStyle(box);
+  const scrolls = ["auto", "scroll"].includes(style.overflowX);
+  if (!scrolls || box.scrollWidth <= box.clientWidth + 1 || !box.clientWidth) return false;
+  return box.tabIndex < 0 && !box.querySelector("a, button, input, select, [tabindex='0']");
+}).map((box) => box.outerHTML.slice(0, 160))"""
+
+CUT = """() => [...document.querySelectorAll("main img")].filter((image) =>
+  !image.complete || !image.naturalWidth ||
+  image.getBoundingClientRect().right > document.documentElement.clientWidth
+).map((image) => image.outerHTML.slice(0, 160))"""
+
+# Words of code in a sentence: they break rather than end behind the edge. (Boxes scroll.)
+BEHIND = """() => [...document.querySelectorAll("main p code, main li code")].filter((code) =>
+  !code.closest("pre, table") && code.getClientRects().length &&
+  Math.max(...[...code.getClientRects()].map((box) => box.right)) >
+    document.documentElement.clientWidth
+).map((code) => code.textContent)"""
 
 AXE = Package(
     registry="npm",
@@ -99,3 +123,15 @@ def violations(page, rules=None):
           .map(({ html }) => `${id}: ${html.slice(0, 200)}`))""",
         options,
     )
+
+
+def fits(page, width):
+    """What is wrong with a page in a window of that width; hints and answers are unfolded."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.evaluate("document.querySelectorAll('img').forEach((one) => (one.loading = 'eager'))")
+    page.wait_for_function("[...document.images].every((one) => one.complete)")
+    page.wait_for_timeout(700)
+    wrong = [*page.evaluate(CUT), *page.evaluate(UNREACHABLE)]
+    overall = page.evaluate("document.documentElement.scrollWidth")
+    wrong += [f"ends behind the edge: {words}" for words in page.evaluate(BEHIND)]
+    return [*wrong, *([f"the page is {overall} wide"] if overall > width else [])]

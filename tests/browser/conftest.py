@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser.book_site import BOOK, served
+
 # Playwright is installed by `make test-browser` only.
 collect_ignore_glob = [] if find_spec("playwright") else ["test_*.py"]
 
@@ -104,3 +106,10 @@ def pytest_runtest_makereport(item, call):
             said = f"no picture of the window: {error}"
         report.sections.append(("browser", said))
     return report
+
+
+@pytest.fixture(scope="session")
+def site():
+    assert (BOOK / "index.html").is_file(), "there is no book yet: make book"
+    with served(BOOK) as address:
+        yield address

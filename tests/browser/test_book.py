@@ -1,44 +1,14 @@
-"""The book in a browser: nothing from outside, readable by all, on a phone and in the dark."""
+"""The book in a browser: nothing from outside, readable by all."""
 
 import re
 
 import pytest
 
-from tests.browser.book_site import BOOK, PAGES, opened, served, violations
+from tests.browser.book_site import BOOK, CHAPTERS, NOTEBOOKS, PAGES, fits, opened, violations
 
 pytestmark = pytest.mark.browser
 if not (BOOK / "index.html").is_file():
     pytest.skip("there is no book yet: make book", allow_module_level=True)
-
-NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/\d", page)]
-CHAPTERS = [page for page in PAGES if re.match(r"theory/\d", page)]
-
-# Boxes that hold more than they show, and which the keyboard does not reach.
-UNREACHABLE = """() => [...document.querySelectorAll("main *")].filter((box) => {
-  const style = getComputedStyle(box);
-  const scrolls = ["auto", "scroll"].includes(style.overflowX);
-  if (!scrolls || box.scrollWidth <= box.clientWidth + 1 || !box.clientWidth) return false;
-  return box.tabIndex < 0 && !box.querySelector("a, button, input, select, [tabindex='0']");
-}).map((box) => box.outerHTML.slice(0, 160))"""
-
-CUT = """() => [...document.querySelectorAll("main img")].filter((image) =>
-  !image.complete || !image.naturalWidth ||
-  image.getBoundingClientRect().right > document.documentElement.clientWidth
-).map((image) => image.outerHTML.slice(0, 160))"""
-
-# Words of code in a sentence: they break rather than end behind the edge. (Boxes scroll.)
-BEHIND = """() => [...document.querySelectorAll("main p code, main li code")].filter((code) =>
-  !code.closest("pre, table") && code.getClientRects().length &&
-  Math.max(...[...code.getClientRects()].map((box) => box.right)) >
-    document.documentElement.clientWidth
-).map((code) => code.textContent)"""
-
-
-@pytest.fixture(scope="module")
-def site():
-    assert (BOOK / "index.html").is_file(), "there is no book yet: make book"
-    with served(BOOK) as address:
-        yield address
 
 
 def test_the_book_has_every_chapter_and_every_notebook(project):
@@ -68,37 +38,12 @@ def test_a_page_asks_nobody_else_for_anything_and_reports_no_error(desktop, site
     assert desktop.complaints == []
 
 
-def fits(page, width):
-    """What is wrong with a page in a window of that width; hints and answers are unfolded."""
-    page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-    page.evaluate("document.querySelectorAll('img').forEach((one) => (one.loading = 'eager'))")
-    page.wait_for_function("[...document.images].every((one) => one.complete)")
-    page.wait_for_timeout(700)
-    wrong = [*page.evaluate(CUT), *page.evaluate(UNREACHABLE)]
-    overall = page.evaluate("document.documentElement.scrollWidth")
-    wrong += [f"ends behind the edge: {words}" for words in page.evaluate(BEHIND)]
-    return [*wrong, *([f"the page is {overall} wide"] if overall > width else [])]
-
-
 def test_a_page_fits_a_desktop_and_what_is_wider_scrolls_by_keyboard(desktop):
     assert fits(desktop, 1280) == []
 
 
 def test_axe_finds_nothing_to_complain_about(desktop):
     assert violations(desktop) == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits_a_phone_and_what_is_wider_scrolls_by_keyboard(chromium, site, name):
-    with opened(chromium, site + name, width=390) as page:
-        assert fits(page, 390) == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_nothing_in_the_dark(chromium, site, name):
-    with opened(chromium, site + name, theme="dark") as page:
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-        assert violations(page, ["color-contrast", "link-in-text-block"]) == []
 
 
 def test_every_formula_is_set_without_an_error_and_carries_mathml(text):
@@ -120,12 +65,6 @@ def test_a_term_is_linked_once_on_a_page_and_in_prose_only(text):
     assert len(targets) == len(set(targets))
     within = "h1, h2, h3, h4, pre, code, .math, nav, a, .cell_output"
     assert text.locator(within).locator("a.term").count() == 0
-
-
-@pytest.mark.parametrize("name", ["index.html", CHAPTERS[0], NOTEBOOKS[0], "theory/glossary.html"])
-def test_axe_finds_nothing_on_a_phone(chromium, site, name):
-    with opened(chromium, site + name, width=390) as page:
-        assert violations(page) == []
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -7,7 +7,7 @@ import torch
 
 from labsupport.analysis.tiles import best_choice, describe_choice, fast_memories, tile_choices
 from labsupport.attention import online_softmax
-from tests.browser.book_site import BOOK, opened, served
+from tests.browser.book_site import opened
 
 pytestmark = pytest.mark.browser
 
@@ -36,13 +36,6 @@ COMPUTED = """(given) => {
     said: table.rows.map((r) => labTiles.describe(table, given.fastBytes, r.blockQ, r.blockK)),
   };
 }"""
-
-
-@pytest.fixture(scope="module")
-def site():
-    assert (BOOK / "index.html").is_file(), "there is no book yet: make book"
-    with served(BOOK) as address:
-        yield address
 
 
 @pytest.mark.parametrize("order", ["version1", "version2"])

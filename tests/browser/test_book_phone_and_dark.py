@@ -1,0 +1,28 @@
+"""The book on a phone and in the dark: apart, so that two workers share its pages."""
+
+import pytest
+
+from tests.browser.book_site import BOOK, CHAPTERS, NOTEBOOKS, PAGES, fits, opened, violations
+
+pytestmark = pytest.mark.browser
+if not (BOOK / "index.html").is_file():
+    pytest.skip("there is no book yet: make book", allow_module_level=True)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_a_phone_and_what_is_wider_scrolls_by_keyboard(chromium, site, name):
+    with opened(chromium, site + name, width=390) as page:
+        assert fits(page, 390) == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing_in_the_dark(chromium, site, name):
+    with opened(chromium, site + name, theme="dark") as page:
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert violations(page, ["color-contrast", "link-in-text-block"]) == []
+
+
+@pytest.mark.parametrize("name", ["index.html", CHAPTERS[0], NOTEBOOKS[0], "theory/glossary.html"])
+def test_axe_finds_nothing_on_a_phone(chromium, site, name):
+    with opened(chromium, site + name, width=390) as page:
+        assert violations(page) == []
