@@ -87,7 +87,7 @@ test-all: setup fetch static
 test-browser: setup fetch
 	@$(MAKE) --no-print-directory book ARGS=
 	@scripts/extra.sh browser
-	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile -m browser tests/browser $(ARGS)
+	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m browser tests/browser $(ARGS)
 
 # While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
 screenshots: setup fetch

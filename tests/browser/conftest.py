@@ -29,6 +29,12 @@ OPTIONS = [
 WINDOW = {"width": 1280, "height": 900}
 
 
+def pytest_collection_modifyitems(items):
+    """The longest file first, the book's many short tests last: then no worker is left with it."""
+    if all(item.path.parent.name == "browser" for item in items):
+        items.sort(key=lambda one: (one.path.name != "test_run_all.py", "book" in one.path.name))
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--screenshots", action="store_true", help="draw the README's pictures of JupyterLab anew"
