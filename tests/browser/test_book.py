@@ -11,6 +11,13 @@ if not (BOOK / "index.html").is_file():
     pytest.skip("there is no book yet: make book", allow_module_level=True)
 
 
+SET_THEME = """(theme) => {
+  const before = getComputedStyle(document.body).backgroundColor;
+  document.documentElement.dataset.theme = theme;
+  return before;
+}"""
+
+
 def test_the_book_has_every_chapter_and_every_notebook(project):
     made = {f"theory/{path.stem}.html" for path in (project / "theory").glob("*.md")}
     made |= {f"notebooks/{path.stem}.html" for path in (project / "notebooks").glob("*.ipynb")}
@@ -26,11 +33,12 @@ def desktop(request, chromium, site):
         yield page
 
 
-@pytest.fixture(scope="module", params=CHAPTERS + NOTEBOOKS)
-def text(request, chromium, site):
-    """Each chapter and notebook, opened once for all tests that only look at it."""
-    with opened(chromium, site + request.param) as page:
-        yield page
+@pytest.fixture
+def text(desktop):
+    """The same, of chapters and notebooks."""
+    if not desktop.url.endswith((*CHAPTERS, *NOTEBOOKS)):
+        pytest.skip("neither a chapter nor a notebook")
+    return desktop
 
 
 def test_a_page_asks_nobody_else_for_anything_and_reports_no_error(desktop, site):
@@ -44,6 +52,16 @@ def test_a_page_fits_a_desktop_and_what_is_wider_scrolls_by_keyboard(desktop):
 
 def test_axe_finds_nothing_to_complain_about(desktop):
     assert violations(desktop) == []
+
+
+def test_axe_finds_nothing_in_the_dark(desktop):
+    # As the theme's button does it; loading each page once more would cost a minute.
+    light = desktop.evaluate(SET_THEME, "dark")
+    try:
+        assert desktop.evaluate("getComputedStyle(document.body).backgroundColor") != light
+        assert violations(desktop, ["color-contrast", "link-in-text-block"]) == []
+    finally:
+        desktop.evaluate(SET_THEME, "light")
 
 
 def test_every_formula_is_set_without_an_error_and_carries_mathml(text):

@@ -1,4 +1,4 @@
-"""The book on a phone and in the dark: apart, so that two workers share its pages."""
+"""The book on a phone: apart, so that two workers share its pages."""
 
 import pytest
 
@@ -13,13 +13,6 @@ if not (BOOK / "index.html").is_file():
 def test_a_page_fits_a_phone_and_what_is_wider_scrolls_by_keyboard(chromium, site, name):
     with opened(chromium, site + name, width=390) as page:
         assert fits(page, 390) == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_nothing_in_the_dark(chromium, site, name):
-    with opened(chromium, site + name, theme="dark") as page:
-        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-        assert violations(page, ["color-contrast", "link-in-text-block"]) == []
 
 
 @pytest.mark.parametrize("name", ["index.html", CHAPTERS[0], NOTEBOOKS[0], "theory/glossary.html"])
