@@ -9,8 +9,7 @@ As a program it writes the README's table anew:
     python -m scripts.versions
 
 A row is known by its Python (3.11), its packages' versions and its tests: a later run of the same
-takes its place. A row without counts names a combination that is to be tested elsewhere. A run with
-failures needs a note, written by hand, which says what they are.
+takes its place. A row without counts names a combination with which they have not all passed yet.
 """
 
 import csv
@@ -30,7 +29,7 @@ BEGIN, END = "<!-- versions: written by `python -m scripts.versions` -->\n", "<!
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "transformers": "Transformers"}
 KEY = ("python", *PACKAGES, "tests")
 COUNTS = ("passed", "failed", "skipped")
-COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS, "note")
+COLUMNS = ("date", "commit", "system", *KEY, "marks", *COUNTS)
 Row = dict[str, str]
 COMMIT = pytest.StashKey[str]()
 
@@ -90,10 +89,9 @@ def table(rows: list[Row]) -> str:
         python, *versions, tests = key(row)
         cells = [python, *(v or "none" for v in versions), f"`{tests}`"]
         if row["passed"]:
-            said = f"; {row['note']}" if row["note"] else ""
-            cells += [f"{int(row['passed']):,}", row["failed"], row["date"] + said]
+            cells += [f"{int(row['passed']):,}", row["failed"], row["date"]]
         else:
-            cells += ["", "", "not run yet"]
+            cells += ["", "", "not all passed yet"]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
@@ -182,7 +180,6 @@ def pytest_terminal_summary(
         "tests": " ".join(config.args),
         "marks": config.getoption("markexpr"),
         **dict(zip(COUNTS, map(str, counts), strict=True)),
-        "note": "",
     }
     add(row, Path(path))
     terminalreporter.write_line(f"recorded in {path}: {counts[0]} passed, {counts[1]} failed")

@@ -19,8 +19,8 @@ PAGES = sorted(
     if not path.relative_to(BOOK).parts[0].startswith("_")
 ) or ["index.html"]
 
-NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/\d", page)]
-CHAPTERS = [page for page in PAGES if re.match(r"theory/\d", page)]
+NOTEBOOKS = [page for page in PAGES if re.match(r"notebooks/\d", page)] or PAGES
+CHAPTERS = [page for page in PAGES if re.match(r"theory/\d", page)] or PAGES
 
 # Boxes that hold more than they show, and which the keyboard does not reach.
 UNREACHABLE = """() => [...document.querySelectorAll("main *")].filter((box) => {
