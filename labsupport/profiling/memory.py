@@ -7,7 +7,8 @@ space inside a kernel included, on a CPU as well as on a GPU:
   tensor allocator in order.  The running sum from the start of the call is the extra memory; its
   maximum is the peak.  It is exact to the byte and does not depend on what the operating system
   keeps, which is why the resident set size is not used.  Buffers that a library takes from the
-  system itself (packed matrices inside a BLAS) are not tensors and are not counted.
+  system itself (packed matrices inside a BLAS) are not tensors and are not counted, and neither is
+  the release of what existed before the call: its size is not known there.
 * On a GPU, the caching allocator keeps a peak of its own.  `requested_bytes` is what was asked
   for, exactly; `allocated_bytes` is what was handed out, in blocks of 512 bytes.
 
@@ -46,8 +47,8 @@ class MemoryUse:
 
     peak_bytes: the most that existed at any moment of the call beyond what existed before it.
     kept_bytes: what still exists when it returns, its result included.  Negative when the
-        call releases more of what existed before than it keeps (on a CPU such a release is counted
-        only if an earlier measurement saw the allocation).
+        call releases more of what existed before than it keeps; on a CPU such a release is not
+        counted.
     allocated_bytes: on a GPU, the peak as the allocator rounds it; on a CPU equal to peak_bytes.
     allocations: the number of allocations; None on a GPU.
     """
@@ -108,7 +109,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
         ) as profiler,
     ):
         result = fn()
-    changes = _cpu_changes(profiler)
+    changes = [change for _, change in cpu_memory_changes(profiler)]
     del result
     running = peak = 0
     for change in changes:
@@ -117,17 +118,36 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
     return MemoryUse(peak, running, peak, sum(change > 0 for change in changes), "cpu")
 
 
-def _cpu_changes(profiler: torch.profiler.profile) -> list[int]:
-    """The allocations (+bytes) and releases (-bytes) of the CPU allocator, in order of time."""
+def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
+    """What the CPU's allocator did: (time in ns, bytes), releases negative, in order of time.
+
+    Only releases of what was allocated under this profiler.  PyTorch looks the size of a block up
+    by its address, in a table that it writes while some profiler runs and reads at any later one;
+    in between, the address may have got a block of another size.
+
+    Args:
+        profiler: one that ran with profile_memory=True.
+    """
     results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    ]
+    events, found = list(reversed(results.experimental_event_tree())), []
+    while events:
+        event = events.pop()
+        events.extend(reversed(event.children))
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields))
     # Stable: events of the same nanosecond stay in the order in which they were recorded.
-    events.sort(key=lambda event: event[0])
-    return [nbytes for _, nbytes in events]
+    found.sort(key=lambda one: one[0])
+    alive: set[int] = set()
+    changes = []
+    for start, block in found:
+        if block.alloc_size > 0:
+            alive.add(block.ptr)
+        elif block.ptr in alive:
+            alive.remove(block.ptr)
+        else:
+            continue
+        changes.append((start, block.alloc_size))
+    return changes
 
 
 @contextmanager

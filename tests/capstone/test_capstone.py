@@ -226,7 +226,7 @@ def test_the_reports_predictions_follow_and_its_measurements_are_those_of_the_ru
 
 
 def test_the_memory_that_the_report_shows_is_the_same_here(capstone, monkeypatch, results):
-    """On a CPU it does not depend on the machine, but a little on what was measured before."""
+    """On a CPU it depends on no machine but for the kernels' scratch space."""
     names = functions(capstone / "example", monkeypatch)
     expected = results[results.seqlen == 256].iloc[0]
     for name in ("naive", "flash"):

@@ -65,6 +65,36 @@ def test_freeing_an_earlier_tensor_does_not_hide_a_later_allocation():
     assert measure_peak_memory(call, device="cpu").peak_bytes == 500
 
 
+def test_neither_does_freeing_what_an_earlier_measurement_saw():
+    """PyTorch remembers those sizes by address, also when the address has another block by now."""
+    held: list[torch.Tensor] = []
+    for _ in range(5):
+        measure_peak_memory(
+            lambda: held.append(torch.empty(10_000, dtype=torch.uint8)), device="cpu"
+        )
+
+        def call() -> torch.Tensor:
+            held.clear()
+            return torch.empty(500, dtype=torch.uint8)
+
+        use = measure_peak_memory(call, device="cpu")
+        assert (use.peak_bytes, use.kept_bytes) == (500, 500)
+
+
+def test_steps_that_drop_the_gradients_of_the_one_before_need_the_same_every_time():
+    model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(5)))
+    x = torch.ones(10, 100)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    step()  # its gradients are seen by no measurement
+    peaks = {measure_peak_memory(step, device="cpu").peak_bytes for _ in range(5)}
+    assert len(peaks) == 1
+    assert peaks.pop() > sum(p.numel() * 4 for p in model.parameters())
+
+
 def test_the_backward_pass_is_counted():
     x = torch.ones(1000, requires_grad=True)
 

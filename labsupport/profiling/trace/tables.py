@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import DeviceType
 
+from labsupport.profiling.memory import cpu_memory_changes
+
 if TYPE_CHECKING:
     import pandas as pd
     import torch
@@ -138,16 +140,7 @@ def memory_table(
     """
     import pandas as pd
 
-    kind = DeviceType.CUDA if gpu else DeviceType.CPU
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    changes = sorted(
-        (
-            (event.start_ns(), event.nbytes())
-            for event in results.events()
-            if event.name() == "[memory]" and event.device_type() == kind
-        ),
-        key=lambda change: change[0],
-    )
+    changes = _gpu_memory_changes(profiler) if gpu else cpu_memory_changes(profiler)
     if span is not None:
         changes = [change for change in changes if span[0] <= change[0] <= span[1]]
     begin = span[0] if span else changes[0][0] if changes else 0
@@ -156,6 +149,16 @@ def memory_table(
     table["time_ms"] = (table["time_ms"] - begin) / 1e6
     table["extra_bytes"] = table["change_bytes"].cumsum()
     return table
+
+
+def _gpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    changes = (
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CUDA
+    )
+    return sorted(changes, key=lambda change: change[0])
 
 
 def span_of(profiler: torch.profiler.profile, name: str) -> tuple[int, int] | None:
