@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from labsupport import paths
+from labsupport.grading.files import lies_beside
 from labsupport.grading.merge import edition_of, source_hash, source_of
 
 PASSED, FAILED, NOT_RUN, NOT_WRITTEN = "passed", "not passed", "not run", "not written"
@@ -115,7 +116,7 @@ def progress_of_folder(folder: Path | None = None) -> Progress:
         raise ValueError(f"there is no folder {folder}; `labsupport start` makes your copies")
     progress = Progress()
     for file in sorted(folder.glob("*.ipynb")):
-        if ".before-upgrade-" in file.name or ".new-edition-" in file.name:
+        if lies_beside(file.name):
             continue
         try:
             notebook = json.loads(file.read_bytes())

@@ -21,7 +21,7 @@ from typing import Any
 
 from labsupport import paths
 from labsupport.grading import checklist, merge, release
-from labsupport.grading.files import replace, write_new
+from labsupport.grading.files import OLDER_EDITION, replace, write_new
 
 STATE_FILE = ".labsupport.json"
 
@@ -214,7 +214,7 @@ def _save_before(copy: Path, was: bytes, edition: str) -> Path:
     number = 1
     while True:
         suffix = f"-{number}" if number > 1 else ""
-        name = f"{copy.stem}.before-upgrade-{edition[:8]}{suffix}{copy.suffix}"
+        name = f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}{copy.suffix}"
         before = copy.with_name(name)
         if not before.exists() and not before.is_symlink():
             write_new(before, was)

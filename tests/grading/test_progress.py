@@ -60,7 +60,7 @@ def test_a_check_that_the_student_changed_does_not_count(copy):
 
 def test_files_saved_before_an_upgrade_and_notebooks_of_ones_own_are_not_counted(copy):
     save(copy, [OK])
-    before = copy.with_name("01-Squares.before-upgrade-12345678.ipynb")
+    before = copy.with_name("01-Squares.older-edition-12345678.ipynb")
     before.write_text(copy.read_text())
     copy.with_name("own.ipynb").write_text('{"cells": [], "metadata": {}}')
     assert list(progress_of_folder(copy.parent).checks) == ["01-Squares"]

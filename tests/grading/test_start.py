@@ -45,7 +45,8 @@ def test_a_newer_edition_is_merged_into_the_copy_which_is_saved_as_it_was(folder
     report = start_work(work, folder)
     (upgrade,) = report.upgraded
     assert upgrade.before.read_bytes() == mine
-    assert upgrade.before.name.startswith("01-Squares.before-upgrade-")
+    assert upgrade.before.name.startswith("01-Squares.older-edition-")
+    assert upgrade.before.name > copy.name, "a file browser lists it below the copy"
     cells = nbformat.read(copy, 4).cells
     assert cells[0].source == "# Squares, revised"
     assert cells[2].source == "def square(x):\n    return x**2"
@@ -89,7 +90,7 @@ def test_an_upgrade_that_was_interrupted_between_two_writes_is_done_again(
     assert copy.read_bytes() == mine
     (upgrade,) = start_work(work, folder).upgraded
     assert upgrade.before.read_bytes() == mine
-    assert len(list(work.glob("*.before-upgrade-*"))) == 1
+    assert len(list(work.glob("*.older-edition-*"))) == 1
     assert "Squares, revised" in copy.read_text()
 
 
@@ -265,7 +266,7 @@ def test_boxes_of_a_newer_edition_come_in_and_no_tick_is_lost(folder, work, boxe
     mine = copy.read_text()
     boxes()
     (upgrade,) = start_work(work, folder).upgraded
-    assert upgrade.before.name.startswith("Checklist.before-upgrade-")
+    assert upgrade.before.name.startswith("Checklist.older-edition-")
     assert upgrade.before.suffix == ".md"
     assert upgrade.before.read_text() == mine
     assert copy.read_text() == mine.replace("a note", "- [ ] **P1-2** Do it again.\na note")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from labsupport.grading.files import lies_beside
 from labsupport.grading.grade.pristine import Pristine, pristine_notebooks
 from labsupport.grading.grade.reading import Cell, UnreadableError, parse, read_bytes
 from labsupport.grading.grade.results import Flag
@@ -15,8 +16,6 @@ from labsupport.grading.grade.results import Flag
 MAX_DEPTH, MAX_FILES, MAX_NAME = 5, 200, 200
 _MOODLE = re.compile(r"^(?P<student>.+?_\d+)_assignsubmission_\w+$")
 _CANVAS = re.compile(r"^(?P<student>[^_]+?)(?P<late>_LATE)?_(?P<id>\d+)_\d+_(?P<file>.+)$")
-# What the lab itself puts beside a student's copy.
-_NEWER_EDITION = ".new-edition-"
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _links_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_notebook(name: str) -> bool:
-    return name.lower().endswith(".ipynb") and _NEWER_EDITION not in name
+    return name.lower().endswith(".ipynb")
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -234,15 +233,19 @@ def _named(stem: str, pristine: Mapping[str, Pristine]) -> str:
 
 
 def _newest(found: list[Submission | Refused]) -> Iterator[Submission | Refused]:
-    """Of several files for one notebook the newest counts, and says so."""
+    """Of several files for one notebook the newest counts, and says so.
+
+    What an upgrade of the lab has put beside a copy counts only where the copy is missing.
+    """
     groups: dict[tuple[str, str], list[Submission]] = {}
     for one in found:
         if isinstance(one, Submission):
             groups.setdefault((one.student, one.notebook), []).append(one)
     handed_in = set(groups)
     for group in groups.values():
-        group.sort(key=lambda one: (str(one.modified), one.path), reverse=True)
-        newest, older = group[0], group[1:]
+        works = [one for one in group if not lies_beside(one.path)] or group
+        works.sort(key=lambda one: (str(one.modified), one.path), reverse=True)
+        newest, older = works[0], works[1:]
         if older:
             names = ", ".join(one.path for one in older[:5])
             text = f"Several files for this notebook; the newest counts. Passed over: {names}."

@@ -78,6 +78,22 @@ def test_a_newer_edition_laid_beside_the_work_is_not_the_work(submissions, solve
     assert only(submissions, solved_folder).path == "ada/01-Powers.ipynb"
 
 
+def test_a_copy_saved_before_an_upgrade_counts_only_where_the_upgraded_one_is_missing(
+    submissions, solved_folder
+):
+    work = submissions / "ada" / "01-Powers.ipynb"
+    older = submissions / "ada" / "01-Powers.older-edition-0123abcd.ipynb"
+    older.write_bytes(work.read_bytes())
+    os.utime(work, (1_000_000, 1_000_000))  # as some archives lose the time
+
+    one = only(submissions, solved_folder)
+    assert one.path == "ada/01-Powers.ipynb"
+    assert one.flags == ()
+
+    work.unlink()
+    assert only(submissions, solved_folder).path == "ada/01-Powers.older-edition-0123abcd.ipynb"
+
+
 def test_a_file_after_the_date_is_marked_and_kept(submissions, solved_folder):
     early = only(submissions, solved_folder, due=datetime(2999, 1, 1))
     late = only(submissions, solved_folder, due=datetime(2000, 1, 1))
