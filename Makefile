@@ -22,8 +22,9 @@ export JUPYTER_PREFER_ENV_PATH = 1
 AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
 # Quiet, so that the address to open stands out.
 LAB_OPTIONS = --log-level=WARN
-# How JupyterLab looks to students (scripts/jupyterlab/labconfig/): theory opens as pages, file names
-# have room, nothing asks about news, and what only instructors and maintainers need is left out.
+# How JupyterLab looks to students (scripts/jupyterlab/): theory opens as pages, file names
+# have room, output breaks between words, nothing asks about news, and what only instructors and
+# maintainers need is left out.
 LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 
 PYTEST = $(PY) -m pytest
