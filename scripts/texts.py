@@ -59,7 +59,9 @@ def sources() -> list[Path]:
 
 
 def _found(patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    # Where JupyterLab has opened a page, a copy of it lies in a folder beside.
+    return sorted(path for path in found if ".ipynb_checkpoints" not in path.parts)
 
 
 def markdown_of(path: Path) -> str:

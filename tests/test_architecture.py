@@ -118,7 +118,8 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
 @pytest.fixture(scope="module")
 def ours(project) -> dict[str, str]:
     files = sorted((project / "labsupport").rglob("*.py"))
-    return {str(p.relative_to(project)): p.read_text(encoding="utf-8") for p in files}
+    kept = (p for p in files if ".ipynb_checkpoints" not in p.parts)
+    return {str(p.relative_to(project)): p.read_text(encoding="utf-8") for p in kept}
 
 
 def test_imports_go_down_only(ours):

@@ -173,6 +173,8 @@ def exam_package(for_grading: bool) -> Iterator[tuple[str, str]]:
     unused = {answer.path for answer in ANSWERS}
     for file in sorted(package.rglob("*.py")):
         path = file.relative_to(package).as_posix()
+        if not all(part.isidentifier() for part in path.removesuffix(".py").split("/")):
+            continue  # a copy that JupyterLab or an editor keeps, such as x-checkpoint.py
         source = file.read_text(encoding="utf-8")
         answer = _answer_to(path)
         if answer is not None:
@@ -256,7 +258,7 @@ def write_exam_edition(target: Path, notebooks: Path | None = None) -> Path:
     texts |= {"Makefile": exam_files.makefile(makefile), "README.md": exam_files.README}
     target.mkdir(parents=True, exist_ok=True)
     for name in ("data", "theory/figures"):
-        shutil.copytree(root / name, target / name)
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns(".*"))
     for name in ("pyproject.toml", "constraints.txt", "environment.yml", "LICENSE"):
         shutil.copy(root / name, target / name)
     (target / "scripts").mkdir()

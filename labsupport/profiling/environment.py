@@ -202,8 +202,8 @@ def check_working_copy(root: Path) -> Check:
             f"{folder} cannot be written",
             f"sudo chown -R $(id -u) {folder}",
         )
-    notebooks = len(list(folder.rglob("*.ipynb")))
-    return Check("Working copy", "ok", f"{folder} (notebooks: {notebooks})")
+    found = [path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
+    return Check("Working copy", "ok", f"{folder} (notebooks: {len(found)})")
 
 
 def environment_card(device: str | None = None) -> EnvironmentCard:

@@ -102,6 +102,18 @@ def test_a_line_of_a_solution_in_the_package_would_be_found(edition, tmp_path):
     assert found, "the package of the full lab holds some line of some solution"
 
 
+@pytest.mark.parametrize("for_grading", [False, True])
+def test_a_copy_of_an_answer_that_an_editor_keeps_is_not_in_it(tmp_path, monkeypatch, for_grading):
+    package = shutil.copytree(notebooks_dir().parent / "labsupport", tmp_path / "labsupport")
+    before = dict(exam.exam_package(for_grading))
+    answer = package / "attention" / "flash_torch.py"
+    for copy in (".ipynb_checkpoints/flash_torch-checkpoint.py", "flash_torch copy.py", ".#old.py"):
+        (answer.parent / copy).parent.mkdir(exist_ok=True)
+        shutil.copy(answer, answer.parent / copy)
+    monkeypatch.setattr(exam.paths, "project_root", lambda: tmp_path)
+    assert dict(exam.exam_package(for_grading)) == before
+
+
 def test_tests_twins_history_and_outputs_are_not_in_it(edition):
     names = {path.relative_to(edition).parts[0] for path in edition.rglob("*")}
     assert names == {

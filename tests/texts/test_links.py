@@ -40,6 +40,16 @@ def test_a_link_that_leaves_the_project_goes_over_https(path):
     assert [x.target for x in insecure if not x.target.startswith(("https://", "mailto:"))] == []
 
 
+def test_a_copy_that_jupyterlab_left_beside_a_page_is_no_page(tmp_path, monkeypatch):
+    page = tmp_path / "theory" / "page.md"
+    copy = tmp_path / "theory" / ".ipynb_checkpoints" / "page-checkpoint.md"
+    copy.parent.mkdir(parents=True)
+    for file in (page, copy):
+        file.write_text("[below](other.md)")
+    monkeypatch.setattr(texts, "ROOT", tmp_path)
+    assert texts.pages() == [page]
+
+
 @pytest.fixture
 def page(tmp_path):
     """A page with one heading, beside a notebook with one heading."""
