@@ -23,6 +23,7 @@ old=$state/constraints.old.txt
 steps="pins environment tests notebooks pictures stored"
 make=${MAKE:-make}
 export MAKEFLAGS=--no-print-directory
+unset ARGS  # `make update ARGS=...` means this script, not the commands that it calls
 
 say() { printf '[update] %s\n' "$*"; }
 

@@ -19,7 +19,7 @@ def checkout(project, tmp_path):
     (copy / "constraints.txt").write_text("# pins\nnumpy==2.4.6\ntorch==2.13.0\n")
     program(copy / "scripts/constraints.sh", "sed -i.bak s/2.4.6/2.5.0/ constraints.txt")
     fail = 'case " $FAIL " in *" $1 "*) echo "it broke here"; exit 1;; esac'
-    program(copy / "make", f'echo "$*" >> calls\n{fail}')
+    program(copy / "make", f'echo "$*${{ARGS:+, given $ARGS}}" >> calls\n{fail}')
     program(copy / ".venv/bin/python", 'echo "python $*" >> calls')
     return copy
 
@@ -34,7 +34,12 @@ def update(checkout, *arguments, fail=""):
     return subprocess.run(
         ["/bin/bash", "scripts/update.sh", *arguments],
         cwd=checkout,
-        env={"PATH": os.environ["PATH"], "MAKE": str(checkout / "make"), "FAIL": fail},
+        env={
+            "PATH": os.environ["PATH"],
+            "MAKE": str(checkout / "make"),
+            "FAIL": fail,
+            "ARGS": " ".join(arguments),  # so make hands it to what it starts
+        },
         capture_output=True,
         text=True,
         timeout=60,
