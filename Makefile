@@ -88,12 +88,12 @@ test-all: setup fetch static
 test-browser: setup fetch
 	@$(MAKE) --no-print-directory book ARGS=
 	@scripts/extra.sh browser
-	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m browser tests/browser $(ARGS)
+	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m browser tests/browser $(ARGS)
 
 # While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
 screenshots: setup fetch
 	@scripts/extra.sh browser
-	CHROMIUM="$$(scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
+	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
 		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # A warning is an error; `make book ARGS="-b linkcheck"` asks the outside addresses.

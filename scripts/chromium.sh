@@ -11,7 +11,7 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
         command -v chromium && exit 0
 fi
 # Playwright's own build of it; playwright finds it by itself, so there is no path to print.
-.venv/bin/python -m playwright install chromium >&2 && exit 0
+"${PY:-.venv/bin/python}" -m playwright install chromium >&2 && exit 0
 printf 'There is no Chromium. Debian, Ubuntu: sudo apt install chromium. Elsewhere: %s\n' \
     "install Chrome, or set CHROMIUM=/path/to/it" >&2
 exit 1
