@@ -257,11 +257,10 @@ def write_exam_edition(target: Path, notebooks: Path | None = None) -> Path:
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     texts |= {"Makefile": exam_files.makefile(makefile), "README.md": exam_files.README}
     target.mkdir(parents=True, exist_ok=True)
-    for name in ("data", "theory/figures"):
+    for name in ("data", "theory/figures", "scripts/jupyterlab"):
         shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns(".*"))
     for name in ("pyproject.toml", "constraints.txt", "environment.yml", "LICENSE"):
         shutil.copy(root / name, target / name)
-    (target / "scripts").mkdir()
     shutil.copy(root / "scripts" / "setup.sh", target / "scripts" / "setup.sh")
     for name, text in texts.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

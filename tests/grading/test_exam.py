@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,16 @@ def test_tests_twins_history_and_outputs_are_not_in_it(edition):
         path.name for path in NOTEBOOKS
     ]
     assert not any("outputs" in cell and cell["outputs"] for cell in cells_of(edition))
+
+
+def test_jupyterlab_looks_there_as_it_does_in_the_lab(edition):
+    used = (edition / "Makefile").read_text(encoding="utf-8")
+    (folder,) = re.findall(r"^LAB_CONFIG = \$\(CURDIR\)/(.+)$", used, re.M)
+    own = notebooks_dir().parent / folder
+    files = [path.relative_to(own) for path in own.rglob("*") if path.is_file()]
+    assert len(files) >= 4
+    for file in files:
+        assert (edition / folder / file).read_bytes() == (own / file).read_bytes()
 
 
 def cells_of(edition):
