@@ -20,7 +20,7 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Import nothing of ours. Everybody may import them.
-LEAVES = {"paths", "plotting"}
+LEAVES = {"paths", "interrupt", "plotting"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 # Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
 # others import kernel files inside of functions only.

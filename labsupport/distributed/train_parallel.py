@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from labsupport.distributed.failures import explains_itself, short
+from labsupport.interrupt import interrupted_status
 
 if TYPE_CHECKING:
     from labsupport.distributed.data_parallel.process_group import Place
@@ -71,7 +72,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
         goes_on = "the same command goes on from the last checkpoint"
         nothing = "--folder FOLDER would keep checkpoints, from which a run goes on"
         typer.echo(f"stopped; {nothing if options['folder'] is None else goes_on}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupted_status()) from None
 
 
 def train_as_rank(options: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from labsupport.interrupt import interrupted_status
 from labsupport.training.options import check_options, prepare
 from labsupport.training.options import shape as shape
 
@@ -180,7 +181,7 @@ def train_command(
     except KeyboardInterrupt:
         if folder is not None:
             typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupted_status()) from None
     typer.echo(summary(history, where, last_call() if taken else None))
     if folder is not None:
         keep_curves(history, folder)

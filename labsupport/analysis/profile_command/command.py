@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from labsupport.interrupt import interrupted_status
+
 if TYPE_CHECKING:
     from labsupport.analysis.profile_command.report import Report
     from labsupport.profiling.cases import Case
 
 Option = typer.Option
-INTERRUPTED = 130
 
 
 def profile_command(
@@ -251,5 +252,5 @@ def _tell(report: Report, status: int) -> int:
         _say(f"{len(report.missing)} things are missing; the summary says why")
     typer.echo(f"open: {report.folder / SUMMARY}")
     if report.interrupted:
-        return status or INTERRUPTED
+        return status or interrupted_status()
     return status or int(report.failed)

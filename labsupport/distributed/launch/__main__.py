@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from labsupport.distributed.launch import LaunchError, launch
+from labsupport.interrupt import interrupted_status
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return interrupted_status()
     return 0
 
 

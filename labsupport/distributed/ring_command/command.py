@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from labsupport.distributed.failures import short
+from labsupport.interrupt import interrupted_status
 
 ring_app = typer.Typer(
     name="ring",
@@ -163,7 +164,7 @@ def _in_every_process(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo(f"stopped{when_stopped}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupted_status()) from None
 
 
 def _names(text: str | None) -> list[str] | None:

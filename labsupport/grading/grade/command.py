@@ -8,6 +8,7 @@ import typer
 
 from labsupport.grading.grade.results import SubmissionResult
 from labsupport.grading.grade.settings import Settings
+from labsupport.interrupt import interrupted_status
 
 
 def grade_command(
@@ -88,7 +89,7 @@ def grade_command(
             f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume.",
             err=True,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupted_status()) from None
     finally:
         bar.close()
     for line in _table(results):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from labsupport.interrupt import interrupted_status
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -117,7 +119,8 @@ def bench_command(
     typer.echo("\n".join(lines), err=to_json == "-")
     _keep(table, to_json, to_csv, save, overwrite)
     if not ran:
-        raise typer.Exit(130 if table.attrs["provenance"].get("interrupted") else 1)
+        interrupted = table.attrs["provenance"].get("interrupted")
+        raise typer.Exit(interrupted_status() if interrupted else 1)
 
 
 def sweep_command(
@@ -189,7 +192,7 @@ def sweep_command(
         for path in write_charts(table, chart):
             typer.echo(f"chart: {path}", err=True)
     if interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(interrupted_status())
 
 
 def compare_command(

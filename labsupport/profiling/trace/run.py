@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 import torch
 
+from labsupport.interrupt import interrupted_status
 from labsupport.profiling.trace.export import whole_file, write_text
 from labsupport.profiling.trace.recorder import Trace, new_profiler
 
@@ -160,7 +161,7 @@ def run_program(program: Sequence[str]) -> int:
         while trail is not None and trail.tb_frame.f_code.co_filename in _OURS:
             trail = trail.tb_next
         traceback.print_exception(type(error), error, trail)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return interrupted_status() if isinstance(error, KeyboardInterrupt) else 1
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
