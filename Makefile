@@ -27,7 +27,8 @@ LAB_OPTIONS = --log-level=WARN
 # maintainers need is left out.
 LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 
-PYTEST = $(PY) -m pytest
+# Some tests call make themselves; what this one was given (ARGS, say) is not meant for those.
+PYTEST = env -u MAKEFLAGS -u ARGS $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile

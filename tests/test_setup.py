@@ -346,3 +346,12 @@ def test_shell_scripts_are_sound(project):
     for script in [*(project / "scripts").glob("*.sh"), project / ".ci" / "run"]:
         subprocess.run(["/bin/bash", "-n", script], check=True)
         assert script.stat().st_mode & 0o100, f"{script} is not executable"
+
+
+def test_what_make_test_was_given_does_not_reach_what_the_tests_call(tmp_path, project):
+    """They call make too: `make lab`, for one, would hand pytest's options to JupyterLab."""
+    says = 'echo "ARGS=$ARGS MAKEFLAGS=$MAKEFLAGS"'
+    interpreter(tmp_path, "python", says)
+    given = [f"PY={tmp_path / 'python'}", "ARGS=--last-failed"]
+    done = make("--silent", "notebook-tests", *given, cwd=project)
+    assert done.stdout == "ARGS= MAKEFLAGS=\n", done.stderr
