@@ -801,7 +801,8 @@ plotting.plot_time(
 # section 1.3. An implementation that reached it would do nothing but multiply matrices.
 #
 # Look at the left end before you look at the right end. At 512 tokens there is little memory to save, and each
-# implementation has fixed costs: the gap is small, and may even turn round. The gain grows with the length.
+# implementation has fixed costs: the gap is small, and may even turn round. The gain grows with the length,
+# until memory sets the textbook's pace everywhere; from there on it stays about the same.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
@@ -882,7 +883,8 @@ errors
 # From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So the yardstick is
 # the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
 # textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
-# is *closer* to the truth than the textbook, because it accumulates in float32 and rounds once.
+# is *closer* to the truth than the textbook, because it keeps scores and sums in float32. Fused kernels
+# round twice, $P$ before the second product, and the output; `flash_torch` rounds only the output. Compare their relative errors.
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
@@ -912,10 +914,10 @@ except RuntimeError as error:
 
 # %% [markdown]
 # Kernels want *one* dtype for q, k and v. Which ones a kernel takes depends on the kernel and on the device: PyTorch's
-# FlashAttention for CPUs takes float32 and float64 too; the FlashAttention kernels for GPUs take float16 and bfloat16 only,
-# because their matrix units do.
+# FlashAttention for CPUs takes float32 and float64 too; flash-attn's kernels, and those that SDPA has for GPUs, were written
+# for float16 and bfloat16, in which the matrix units are fast and exact enough (version 3 adds FP8). FlexAttention and this lab's `flash_triton` take float32, too.
 #
-# > **Two common errors.** "FlashAttention refuses float32." Its GPU kernels do; the algorithm does not. "Mixed dtypes
+# > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
 # > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
 #
 # `PrecisionTracker` looks at inputs before a kernel does. Here it says what a GPU would make of these three:

@@ -41,7 +41,7 @@ import pandas as pd
 import torch
 
 from labsupport import analysis, checks, plotting
-from labsupport.attention import attention
+from labsupport.attention import attention, available_backends
 from labsupport.profiling import Case, environment_card, grid, load_run, run_grid, speedup
 
 torch.manual_seed(0)
@@ -104,8 +104,9 @@ def shown(trace, rows=4):
 shown(traces["standard"])
 
 # %% [markdown]
-# The rest, the softmax above all, has hardly any FLOPs: that time goes to reading and writing $N \times N$ numbers. On a CPU a row is an operator, on a GPU a kernel; `device_ms` is the
-# time of the device that did the work, without what an operator calls. (PyTorch's own table has the same column as
+# The rest, the softmax above all, has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$ numbers; on a CPU
+# also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax).
+# On a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator calls. (PyTorch's own table has the same column as
 # `self_device_time_total`; the name `cuda_time_total`, which you find in older texts, is gone.) `MiB` are the bytes of the tensors
 # that an operator reads and writes. Now FlashAttention:
 
@@ -673,9 +674,10 @@ shapes = counters[["seqlen", "head_dim", "kv_heads", "causal"]].assign(kernel=na
 print(shapes.join(gigabytes.round(2)).to_string(index=False))
 
 # %% [markdown]
-# Not one byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that border it gets less:
-# requests for the same block are joined on their way to L2, and HBM gives each tensor about once, since K and V of the heads at work
-# fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
+# Not one byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that border it gets less,
+# as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has 6% *more* there, and we
+# do not know why), and HBM gives each tensor about once, since K and V of the heads at work fit into L2 (at most 1.28 times here, with
+# grouped heads). That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
 # in front of it.
 #
 # ### The largest tensor
@@ -683,12 +685,13 @@ print(shapes.join(gigabytes.round(2)).to_string(index=False))
 # One question about any program costs a single call: which is the largest tensor that it makes?
 
 # %%
+here = [one.name for one in available_backends(q, k, v) if one.runs]
 programs = {
-    "standard": textbook,
-    "flash_torch": partial(attention, q, k, v, backend="flash_torch"),
-    "sdpa_flash": flash,
-    "training step": step.run,
+    name: partial(attention, q, k, v, backend=name)
+    for name in ("standard", "flash_torch", "sdpa_flash")
+    if name in here
 }
+programs["training step"] = step.run
 for name, program in programs.items():
     seen = analysis.trace_tensors(program)
     print(f"{name:14} {seen.nbytes / 2**20:6.1f} MiB, shape {tuple(seen.shape)}, by {seen.op}")
@@ -998,7 +1001,9 @@ orders[names].round(2)
 
 # %% [markdown]
 # Version 1: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116 still idle. *That* is why
-# version 2 turned the loops round. And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
+# version 2 turned the loops round. (Idle multiprocessors explain 132 / 16 = 8 of the 76 times between the two at 16 heads. The rest is
+# the lone program's waiting, and smaller tiles: this is a plain version 1. The paper's gain over its own, a tuned one, is about 2;
+# [chapter 5](../theory/05-hardware-and-kernels.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
 # leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From 256 to 512
 # it doubles. Such steps are called *wave quantisation*: the last wave costs as much as a full one.
 #
@@ -1383,7 +1388,7 @@ print(recommend(workload, model))
 # | the question | the answer | why: measured |
 # | --- | --- | --- |
 # | short sequences (some hundred tokens) | nearly free to choose; the launch counts. Batch, graphs, `torch.compile` | 4.5: half to three quarters of a call of 512 tokens is kernels, for most implementations; on a CPU in bfloat16 the textbook is faster up to 1,024 |
-# | long sequences | FlashAttention, always | `attention-h200`, 16,384 tokens: the textbook takes 4.7 times as long as SDPA's FlashAttention, 17 with a causal mask; its memory grows with $N^2$ (notebook 1) |
+# | long sequences | FlashAttention, always | `attention-h200`, 4,096 to 16,384 tokens: the textbook takes 5 to 7 times as long as SDPA's FlashAttention, 17 to 21 with a causal mask; its memory grows with $N^2$ (notebook 1) |
 # | which FlashAttention, on a Hopper GPU | cuDNN or FlashAttention-4; near one another, so measure yours | 4.4: both are faster than FlashAttention-2 in `peers-h200` |
 # | on an Ampere or Ada GPU | FlashAttention-2: SDPA's, or `flash-attn` | `labsupport doctor` says what runs, and why others do not |
 # | before Ampere, or in float32 on a GPU | SDPA's memory-efficient kernel | CUDA's FlashAttention refuses float32 (`dtypes-h200`; notebook 1, section 1.10) |
@@ -1439,8 +1444,8 @@ print(cache.round(2).to_string())
 #
 # ## What you measured
 #
-# - A profiler shows that the softmax, not the products, takes most of textbook attention's time. It knows nothing of a fused kernel's
-#   inside.
+# - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It knows nothing of a
+#   fused kernel's inside.
 # - Long texts are bound by arithmetic, decode steps by bandwidth. The textbook's intensity stands still while $N$ grows.
 # - Traffic is $N^2 d^2 / M$: quadratic, with a small constant. HBM sees each tensor about once, because L2 catches the rest.
 # - A few lines are the heart of the kernel. Tiles, resources and overlap around it decide about its speed.
