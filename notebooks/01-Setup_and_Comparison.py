@@ -433,6 +433,9 @@ checks.check_running_values(running_max_and_sum, seed=31)
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-3-online-softmax-extremes", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_running_extremes(running_max_and_sum)
+### BEGIN HIDDEN TESTS
+checks.check_running_extremes(running_max_and_sum, seed=31)
+### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-3-online-softmax-streams", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_running_streams(running_max_and_sum)
@@ -914,8 +917,9 @@ except RuntimeError as error:
 
 # %% [markdown]
 # Kernels want *one* dtype for q, k and v. Which ones a kernel takes depends on the kernel and on the device: PyTorch's
-# FlashAttention for CPUs takes float32 and float64 too; flash-attn's kernels, and those that SDPA has for GPUs, were written
-# for float16 and bfloat16, in which the matrix units are fast and exact enough (version 3 adds FP8). FlexAttention and this lab's `flash_triton` take float32, too.
+# FlashAttention for CPUs takes float32 and float64 too; flash-attn's kernels, and SDPA's FlashAttention for GPUs, were
+# written for float16 and bfloat16, in which the matrix units are fast and exact enough (version 3 adds FP8). FlexAttention and this
+# lab's `flash_triton` take float32, too.
 #
 # > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
 # > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.

@@ -1003,7 +1003,7 @@ orders[names].round(2)
 # Version 1: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116 still idle. *That* is why
 # version 2 turned the loops round. (Idle multiprocessors explain 132 / 16 = 8 of the 76 times between the two at 16 heads. The rest is
 # the lone program's waiting, and smaller tiles: this is a plain version 1. The paper's gain over its own, a tuned one, is about 2;
-# [chapter 5](../theory/05-hardware-and-kernels.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
+# [chapter 5](../theory/05-from-v1-to-v4.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
 # leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From 256 to 512
 # it doubles. Such steps are called *wave quantisation*: the last wave costs as much as a full one.
 #

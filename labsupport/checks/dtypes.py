@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import oracle_attention, standard_attention
-from labsupport.attention.accuracy import GRADIENT_FACTOR, compare_with_oracle
+from labsupport.attention.accuracy import compare_with_oracle
 from labsupport.attention.registry import short
-from labsupport.checks.verdict import CheckFailed, call, passed
+from labsupport.checks.verdict import CheckFailed, a_few_steps, call, passed
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LIMIT = 65_520.0  # float16 rounds this, and all above it, to infinity
@@ -146,11 +146,9 @@ def _check_that_the_kernel_gets_half(student: Callable[..., Any]) -> None:
     k[0, 1, 0, :2] = torch.tensor([10.04, 9.985])
     v[0, 1] = 1.0
     out = call(student, q, k, v)
-    given, rounded = (
-        oracle_attention(*(x.to(dtype).double().transpose(1, 2) for x in (q, k, v)))[0].mean()
-        for dtype in (F32, F16)
-    )
-    if abs(out.double().mean() - given) < abs(out.double().mean() - rounded):
+    given = oracle_attention(*(x.double().transpose(1, 2) for x in (q, k, v)))[0].mean()
+    # Whatever rounds k, or the scores, is off by 0.004 at least.
+    if abs(out.double().mean() - given) < 0.002:
         raise CheckFailed(
             "the inputs reach the kernel in float32, and only the result is rounded: a kernel for "
             "half precision takes q, k and v in half precision. Cast them before the call."
@@ -176,8 +174,7 @@ def _judge_in_half(
             result.double(), yard.double(), oracle, gradient=name != "the output"
         )
         # The last rounding, to the caller's own dtype, is not the textbook's.
-        own = GRADIENT_FACTOR * torch.finfo(result.dtype).eps * oracle.abs().max().item()
-        if report.max_error <= report.allowed + own:
+        if report.max_error <= report.allowed + a_few_steps(oracle, half, result.dtype):
             continue
         said = str(report)
         if name == "the output":

@@ -138,6 +138,23 @@ def judge(
     raise CheckFailed(f"{name} is wrong. {_where(result, expected, allowed)}")
 
 
+def a_few_steps(expected: Tensor, *dtypes: torch.dtype) -> float:
+    """What rounding alone may do to a result of few entries, whatever the textbook's error was.
+
+    flash-attn's rule takes the textbook's largest error as the yardstick, among thousands of
+    entries. Among a few dozen it is now and then a fraction of one rounding, by luck, and twice
+    that would refuse right work.
+
+    Args:
+        expected: the exact result.
+        dtypes: in which it was computed and returned.
+
+    Returns:
+        three steps of the coarsest dtype, at the largest magnitude.
+    """
+    return 3 * max(torch.finfo(one).eps for one in dtypes) * float(expected.abs().max())
+
+
 def _close(a: Tensor, b: Tensor, allowed: float, relative: float = 0.0) -> bool:
     same_places = torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan())
     finite = a.isfinite() & b.isfinite()

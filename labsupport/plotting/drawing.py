@@ -177,8 +177,9 @@ def finish_y_axis(panels: Sequence[Axes]) -> None:
     if share:
         high *= (high / low) ** min((share + 0.04) / (1 - share), 1.0)
     first.set_ylim(low, high)
-    decades = high / low
-    first.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 50 else (1.0, 2.0, 5.0)))
+    # Ten labels at most, and three at least.
+    steps = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
+    first.yaxis.set_major_locator(LogLocator(subs=steps, numticks=12))
     first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _format_value(y)))
     for axes in panels:
         axes.yaxis.set_minor_formatter(NullFormatter())
