@@ -83,6 +83,17 @@ def test_a_chart_shows_the_numbers_of_the_table_in_its_unit(plot, scale, unit):
     assert figure.get_suptitle() == "A finding"
 
 
+@pytest.mark.parametrize("ratio", [2, 8, 39, 60, 400, 2000, 10**6])
+def test_an_axis_of_values_has_three_labels_to_ten(ratio):
+    table = make_table()
+    table["median_ms"] = [12.0 * ratio ** (i / 5) for i in range(6)]
+    table["status"] = "ok"
+    figure = plotting.plot_time(table, title="A finding")
+    low, high = figure.axes[0].get_ylim()
+    labels = [y for y in figure.axes[0].get_yticks() if low <= y <= high]
+    assert (2 if ratio == 2 else 3) <= len(labels) <= 10
+
+
 def test_a_lost_case_is_a_labelled_cross_at_its_length():
     figure = plotting.plot_time(make_table(), title="A finding")
     (cross,) = lines(figure, "out of memory")

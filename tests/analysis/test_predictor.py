@@ -1,6 +1,7 @@
 """Times predicted from ceilings: on recorded runs, so the same everywhere."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -251,6 +252,14 @@ def test_an_interval_holds_its_prediction_and_says_what_the_time_consists_of(h20
     assert found.low_ms < found.ms < found.high_ms
     assert "matrix products" in found.because
     assert "cases calibrated" in found.because
+
+
+def test_parts_that_overlap_are_said_to(h200):
+    """They add up to more than the whole."""
+    short = predict(replace(CASE, seqlen=1024), h200).because
+    parts = [int(share) for share in re.findall(r"(\d+)%", short)]
+    assert sum(parts) > 102
+    assert "partly at once" in short
 
 
 @pytest.mark.parametrize(

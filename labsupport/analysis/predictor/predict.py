@@ -170,4 +170,4 @@ def _parts(fit: Fit, found: dict[str, float], ms: float) -> str:
     shares = {name: weight * found[name] / ms for name, weight in fit.weights.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
     said = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
-    return f"{said}, partly at once" if sum(shares.values()) > 1.05 else said
+    return f"{said}, partly at once" if sum(shares.values()) > 1.02 else said
