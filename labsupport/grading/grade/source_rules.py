@@ -5,15 +5,18 @@ exercise asks to write. What only looks odd is a flag, and a person decides.
 """
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from labsupport.grading.grade.names import UnparsableError, free_names, parse_source
+from labsupport.grading.grade.from_outside import names_from_outside
+from labsupport.grading.grade.names import UnparsableError, parse_source
 from labsupport.grading.grade.pristine import Pristine
 from labsupport.grading.grade.results import Flag
 
-# Attention (or its parts) ready-made, by the last part of the name, wherever it comes from.
-_ATTENTION_NAMES = frozenset(
+# What exercises ask to write, ready-made, by the last part of the name, wherever it comes from:
+# attention, its parts, rotary embedding, and the loss without all logits.
+_READY_MADE = frozenset(
     {
         "scaled_dot_product_attention",
         "multi_head_attention_forward",
@@ -25,14 +28,33 @@ _ATTENTION_NAMES = frozenset(
         "flash_attn_qkvpacked_func",
         "flash_attn_with_kvcache",
         "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_attention_math_for_mps",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "varlen_attn",
+        "eager_attention_forward",
+        "sdpa_attention_forward",
+        "TransformerEncoder",
+        "TransformerEncoderLayer",
+        "TransformerDecoder",
+        "TransformerDecoderLayer",
+        "_native_multi_head_attention",
+        "_triton_multi_head_attention",
+        "_triton_scaled_dot_attention",
+        "_transformer_encoder_layer_fwd",
+        "_flash_attention_forward_no_dropout_inplace",
+        "apply_rotary_pos_emb",
+        "linear_cross_entropy",
     }
 )
-_ATTENTION_MODULES = ("flash_attn", "flash_attn_interface", "xformers", "torch.nn.attention.flex")
+_ATTENTION_MODULES = ("flash_attn", "flash_attn_interface", "xformers", "torch.nn.attention.flex",
+                      "torch.nn.attention.varlen")  # fmt: skip
+# Libraries of which any use is looked at; of the second, what surely is an answer.
+_LAB, _TRANSFORMERS = "labsupport", "transformers"
+_TRANSFORMERS_ANSWERS = ("attention_forward", "rotary_pos_emb")
 # Of the lab: what it offers there is an answer to one exercise or another.
-_LAB = "labsupport"
 _LAB_ANSWERS = ("labsupport.attention", "labsupport.checks", "labsupport.distributed.ring")
 # Not answers, though they live there.
 _HARMLESS = frozenset({"CheckFailed", "compare_prediction", "yours_or_ours", "available_backends",
@@ -42,7 +64,12 @@ _ODD_NAMES = {
     "eval": "runs text as a program",
     "compile": "runs text as a program",
     "__import__": "imports by a name that is computed",
+    "import_module": "imports by a name that is computed",
     "globals": "looks at all names",
+    "locals": "looks at all names",
+    "vars": "looks at all names",
+    "attrgetter": "takes an attribute by a name that is computed",
+    "methodcaller": "takes an attribute by a name that is computed",
     "open": "opens a file",
     "input": "waits for somebody to type",
     "__builtins__": "reaches for Python's inside",
@@ -54,12 +81,18 @@ _ODD_MODULES = {
     "ctypes": "reaches below Python",
     "subprocess": "starts programs",
     "multiprocessing": "starts processes",
+    "concurrent": "starts processes or threads",
+    "threading": "starts threads",
+    "_thread": "starts threads",
     "socket": "uses the network",
     "urllib": "uses the network",
     "requests": "uses the network",
     "http": "uses the network",
     "pickle": "loads objects",
     "importlib": "imports by a name that is computed",
+    "pkgutil": "imports by a name that is computed",
+    "runpy": "runs text as a program",
+    "builtins": "reaches for Python's inside",
     "signal": "changes how the process ends",
     "sys": "reaches for Python's inside",
     "os": "reaches for the system",
@@ -67,7 +100,17 @@ _ODD_MODULES = {
     "pathlib": "reaches for files",
     "unittest": "replaces functions",
 }
+# Not odd as a part of another library: `torch.signal` and `scipy.signal` process signals.
+_ODD_PARTS = {name: what for name, what in _ODD_MODULES.items() if name != "signal"}
 _ODD_ATTRIBUTES = {
+    **_ODD_PARTS,
+    "import_module": "imports by a name that is computed",
+    "__import__": "imports by a name that is computed",
+    "__builtins__": "reaches for Python's inside",
+    "__dict__": "takes an attribute by a name that is computed",
+    "__getattribute__": "takes an attribute by a name that is computed",
+    "attrgetter": "takes an attribute by a name that is computed",
+    "methodcaller": "takes an attribute by a name that is computed",
     "__subclasses__": "reaches for Python's inside",
     "__globals__": "reaches for Python's inside",
     "__code__": "reaches for Python's inside",
@@ -108,20 +151,18 @@ def flags_of(sources: Mapping[str, str], pristine: Pristine) -> Findings:
     flags: list[Flag] = []
     solutions = pristine.solutions
     for exercise, source in sources.items():
-        tree = _parsed(source)
-        allowed = _library_calls(solutions[exercise].source, given)
-        used = _library_calls(source, given)
+        own = _uses(solutions[exercise].source, given)
+        allowed = own.sure | own.perhaps
+        used = _uses(source, given)
         # Where the exercise is to use attention, any implementation of it will do.
-        if not _certain(allowed) and (found := sorted(_certain(used))):
+        if not _certain(allowed) and (found := sorted(_certain(used.sure))):
             forbidden[exercise] = f"it calls {found[0]}, which does what the exercise asks to write"
-        unsure = {
-            name
-            for name in used - _certain(used) - allowed
-            if name.startswith(_LAB) and name.rpartition(".")[2] not in _HARMLESS
-        }
-        for name in sorted(unsure)[:3]:
-            flags.append(Flag(exercise, "library call", f"It uses {name} of the lab."))
-        said = sorted(_oddities(tree))
+        for name in sorted(_unsure(used, allowed))[:3]:
+            flags.append(Flag(exercise, "library call", f"It uses {_described(name)}."))
+        if exercise not in forbidden:
+            for text in sorted(_unsure_texts(used, own))[:3]:
+                flags.append(Flag(exercise, "library call", f"It names {text[:80]!r} in a text."))
+        said = sorted(_oddities(_parsed(source)))
         if said:
             flags.append(Flag(exercise, "unusual code", f"It {'; it '.join(said[:4])}."))
     return Findings(forbidden, tuple(flags))
@@ -136,18 +177,18 @@ def _parsed(source: str) -> ast.Module:
 
 def _imports(tree: ast.Module) -> dict[str, str]:
     """What imported names stand for: {"F": "torch.nn.functional"}."""
-    found: dict[str, str] = {}
+    return dict(_imported(tree))
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.asname:
-                    found[alias.asname] = alias.name
-                else:
-                    found[alias.name.split(".")[0]] = alias.name.split(".")[0]
+                first = alias.name.split(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (first, first)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
 def _dotted(node: ast.expr, known: Mapping[str, str]) -> str:
@@ -161,45 +202,102 @@ def _dotted(node: ast.expr, known: Mapping[str, str]) -> str:
     return ".".join([known.get(node.id, node.id), *reversed(parts)])
 
 
-def _library_calls(source: str, given: Mapping[str, str]) -> set[str]:
-    """Full names of what a text takes from libraries."""
+@dataclass(frozen=True)
+class _Uses:
+    """What a text takes from libraries.
+
+    Attributes:
+        sure: full names.
+        perhaps: those that the text's own names may hide.
+        texts: strings that name something of a library.
+    """
+
+    sure: set[str]
+    perhaps: set[str]
+    texts: set[str]
+
+
+def _uses(source: str, given: Mapping[str, str]) -> _Uses:
     tree = _parsed(source)
     try:
-        # A local variable may bear the name of an import without being it.
-        free = free_names(source)
+        # A name of the text's own may be that of an import without being it.
+        surely, perhaps = names_from_outside(source)
     except UnparsableError:
-        free = set()
-    own = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
-    }
-    known = {name: full for name, full in given.items() if name in free} | _imports(tree)
-    found = {full for full in _imports(tree).values() if _of_interest(full)}
+        surely, perhaps = set(), set()
+    imported = _imports(tree)
+    # All of them: a name may be imported twice.
+    sure = {full for _, full in _imported(tree) if _of_interest(full)} | _by_getattr(tree)
+    # After `from ... import *` a name comes from nowhere that can be seen.
+    sure |= {name for name in surely - given.keys() if name in _READY_MADE}
+    theirs = {name: full for name, full in given.items() if name in surely}
+    hidden = {name: full for name, full in given.items() if name in perhaps}
+    unsure: set[str] = set()
+    # An import in one function hides nothing from another.
+    for known in ({**theirs, **imported}, {**imported, **theirs}):
+        certain, rest = _taken(tree, known)
+        sure |= certain
+        unsure |= rest
+    unsure = unsure.union(*_taken(tree, {**imported, **theirs, **hidden})) - sure
+    return _Uses(sure, unsure, set(filter(_names_a_library, _texts(tree))))
+
+
+def _taken(tree: ast.Module, known: Mapping[str, str]) -> tuple[set[str], set[str]]:
+    """Full names of interest, where these names are known: surely, and perhaps."""
+    definitions = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    own = {node.name for node in ast.walk(tree) if isinstance(node, definitions)}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    sure: set[str] = set()
+    perhaps: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load):
-            name = _dotted(node, known)
-            if name.split(".")[0] in own and "." not in name:
-                continue
-            if isinstance(node, ast.Name) and node.id not in known:
-                continue
-            if _of_interest(name) or (
-                isinstance(node, ast.Attribute) and node.attr in _ATTENTION_NAMES
-            ):
-                found.add(name or node.attr if isinstance(node, ast.Attribute) else name)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            # getattr(F, "scaled_dot_product_attention") says it too.
-            for one in node.args:
-                if isinstance(one, ast.Constant) and one.value in _ATTENTION_NAMES:
-                    found.add(str(one.value))
-    return found
+        if isinstance(node, ast.Name) and node.id in known:
+            name = known[node.id]
+            # A whole library, and not as the beginning of a longer name.
+            if _of_interest(name) or (name in (_LAB, _TRANSFORMERS) and id(node) not in inner):
+                sure.add(name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name, of_library = _dotted(node, known) or node.attr, _root(node) in known
+            if node.attr in _READY_MADE or (of_library and _of_interest(name)):
+                # A method of the text's own may have such a name.
+                (sure if of_library or node.attr not in own else perhaps).add(name)
+    return sure, perhaps
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _by_getattr(tree: ast.Module) -> set[str]:
+    """getattr(F, "scaled_dot_product_attention") is no text: it takes the function."""
+    return {
+        str(one.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "getattr"
+        for one in node.args[1:2]
+        if isinstance(one, ast.Constant) and str(one.value) in _READY_MADE
+    }
+
+
+def _texts(tree: ast.Module) -> Iterator[str]:
+    """The strings of a text; what stands alone, as a docstring does, does nothing."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value.strip()
+
+
+def _names_a_library(text: str) -> bool:
+    return text.startswith(_LAB) or re.split(r"[.:]", text)[-1] in _READY_MADE
 
 
 def _of_interest(name: str) -> bool:
     return (
-        name.rpartition(".")[2] in _ATTENTION_NAMES
+        name.rpartition(".")[2] in _READY_MADE
         or name.startswith(_ATTENTION_MODULES)
-        or name.startswith(_LAB + ".")
+        or name.startswith((f"{_LAB}.", f"{_TRANSFORMERS}."))
     )
 
 
@@ -208,11 +306,34 @@ def _certain(names: set[str]) -> set[str]:
     found = set()
     for name in names:
         last = name.rpartition(".")[2]
-        ready_made = last in _ATTENTION_NAMES or name.startswith(_ATTENTION_MODULES)
+        ready_made = last in _READY_MADE or name.startswith(_ATTENTION_MODULES)
         of_the_lab = name.startswith(_LAB_ANSWERS) and name not in _LAB_ANSWERS
-        if ready_made or (of_the_lab and last not in _HARMLESS):
+        of_transformers = name.startswith(f"{_TRANSFORMERS}.") and any(
+            part in last for part in _TRANSFORMERS_ANSWERS
+        )
+        if ready_made or of_transformers or (of_the_lab and last not in _HARMLESS):
             found.add(name)
     return found
+
+
+def _unsure(used: _Uses, allowed: set[str]) -> set[str]:
+    """Names that a person should look at, because the rules cannot tell."""
+    found = (used.sure | used.perhaps) - allowed
+    found = {name for name in found if name.rpartition(".")[2] not in _HARMLESS}
+    if not _certain(allowed):
+        return found - _certain(used.sure)
+    # Where attention may be called, Transformers' wrapper of it may still be what is asked for.
+    return {name for name in found if name.startswith(_TRANSFORMERS) or not _certain({name})}
+
+
+def _unsure_texts(used: _Uses, own: _Uses) -> set[str]:
+    any_will_do = _certain(own.sure | own.perhaps)
+    found = used.texts - own.texts
+    return {text for text in found if text.startswith(_LAB) or not any_will_do}
+
+
+def _described(name: str) -> str:
+    return f"{name} of the lab" if name.startswith(_LAB) else name
 
 
 def _oddities(tree: ast.Module) -> set[str]:
@@ -225,12 +346,7 @@ def _oddities(tree: ast.Module) -> set[str]:
             if node.attr != "modules" or _dotted(node, {}) == "sys.modules":
                 said.add(_ODD_ATTRIBUTES[node.attr])
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            modules = (
-                [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
-            )
-            for module in modules:
-                if (what := _ODD_MODULES.get((module or "").split(".")[0])) is not None:
-                    said.add(what)
+            said.update(_odd_imports(node))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             computed = len(node.args) > 1 and not isinstance(node.args[1], ast.Constant)
             if node.func.id in ("getattr", "setattr", "delattr") and computed:
@@ -251,3 +367,15 @@ def _oddities(tree: ast.Module) -> set[str]:
                 ):
                     said.add("replaces a part of a library")
     return said
+
+
+def _odd_imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    names = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        # `from torch import os` imports it, too.
+        names = [f"{node.module}.{name}" for name in names]
+    for name in names:
+        first, *others = name.split(".")
+        if first in _ODD_MODULES:
+            yield _ODD_MODULES[first]
+        yield from (_ODD_PARTS[other] for other in others if other in _ODD_PARTS)

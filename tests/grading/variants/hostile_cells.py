@@ -163,6 +163,28 @@ def calls_the_labs_own_by_a_detour(work: Copy) -> None:
     )
 
 
+@hostile(notebook="02-Tiled")
+def calls_transformers_own(work: Copy) -> None:
+    """The attention of another library's model, with a stand-in for its module."""
+    call = (
+        "(lambda q, k, v, attn_mask: eager_attention_forward(_module, q, k, v, "
+        "torch.zeros(mask.shape).masked_fill(~mask, -torch.inf), scaling=q.shape[-1] ** -0.5"
+        ")[0].transpose(1, 2))"
+    )
+    work.solve().write("tiled", _TILED.format(call=call))
+    name = "from transformers.models.llama.modeling_llama import eager_attention_forward"
+    module = "class _module:\n    num_key_value_groups, training = 1, False"
+    work.add(f"{name}\n\n\n{module}", at=2)
+
+
+# What the rules cannot tell for sure is only flagged, and a person takes the points.
+@hostile(notebook="02-Tiled", tiled=6)
+def calls_sdpa_out_of_a_table(work: Copy) -> None:
+    """The library's function, taken from its module's table of names."""
+    call = 'vars(torch.nn.functional)["scaled_dot_product_attention"]'
+    work.solve().write("tiled", _TILED.format(call=call))
+
+
 _TILED = """
 def my_flash_forward(q, k, v, is_causal, block_q, block_k):
     n, m = q.shape[-2], k.shape[-2]
