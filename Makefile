@@ -125,11 +125,12 @@ format: setup
 	$(PY) -m ruff format .
 	$(PY) scripts/notebooks.py sync
 
-constraints: setup
-	scripts/constraints.sh $(PY)
+# These two begin without .venv: setup would install pins that pyproject.toml may exclude by now.
+constraints:
+	scripts/constraints.sh $(if $(filter-out $(VENV_PY),$(PY))$(wildcard $(VENV_PY)),$(PY))
 
 # ARGS='--from STEP' goes on at a step, ARGS=--back takes the old versions back.
-update: setup
+update:
 	@MAKE="$(MAKE)" scripts/update.sh $(ARGS)
 
 links: setup

@@ -148,7 +148,7 @@ def checkout(project, tmp_path):
 
 
 def interpreter(folder, name, body):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -329,6 +329,23 @@ def test_what_needs_the_models_stops_without_them(checkout, offline_python, comm
     assert done.returncode != 0
     assert "labsupport: no network" in done.stderr
     assert done.stdout.count("ran ") == 1
+
+
+def test_new_pins_can_be_resolved_where_the_old_ones_cannot_be_installed(checkout):
+    """A bound in pyproject.toml that excludes a pin would stop scripts/setup.sh."""
+    assert "setup.sh" not in make("-n", "constraints", cwd=checkout).stdout
+    assert "setup.sh" not in make("-n", "update", cwd=checkout).stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "used"),
+    [("", True, ".venv/bin/python"), ("", False, ""), ("PY=python", False, "python")],
+)
+def test_make_constraints_takes_the_python_that_is_there(checkout, given, there, used):
+    if there:
+        interpreter(checkout / ".venv" / "bin", "python", "")
+    plan = make("-n", "constraints", *filter(None, [given]), cwd=checkout).stdout
+    assert plan.split() == ["scripts/constraints.sh", *filter(None, [used])]
 
 
 def test_make_clean_keeps_the_students_work(checkout):
