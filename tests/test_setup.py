@@ -365,6 +365,35 @@ def test_shell_scripts_are_sound(project):
         assert script.stat().st_mode & 0o100, f"{script} is not executable"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "failing", "called", "status"),
+    [
+        ([], "", ["test", "test-browser"], 0),
+        ([], "test", ["test"], 1),
+        (["test"], "", ["test"], 0),
+        (["browser"], "", ["test-browser"], 0),
+        (["everything"], "", [], 2),
+    ],
+)
+def test_continuous_integration_runs_what_it_is_asked_for(
+    project, tmp_path, arguments, failing, called, status
+):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(project / ".ci" / "run", tmp_path / ".ci" / "run")
+    interpreter(tmp_path / "bin", "make", f'echo "$1 $2" >> calls; [ "$1" != "{failing}" ]')
+    done = subprocess.run(
+        ["/bin/bash", ".ci/run", *arguments],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+    )
+    calls = tmp_path / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    assert done.returncode == status
+    assert [line.split()[0] for line in lines] == called
+    assert all("ARGS=--reruns 1 " in line for line in lines)
+
+
 def test_what_make_test_was_given_does_not_reach_what_the_tests_call(tmp_path, project):
     """They call make too: `make lab`, for one, would hand pytest's options to JupyterLab."""
     says = 'echo "ARGS=$ARGS MAKEFLAGS=$MAKEFLAGS"'
