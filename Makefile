@@ -88,18 +88,18 @@ test-all: setup fetch static
 # Chromium comes from the system; see scripts/chromium.sh.
 test-browser: setup fetch
 	@$(MAKE) --no-print-directory book ARGS=
-	@scripts/extra.sh browser
+	@PY="$(PY)" scripts/extra.sh browser
 	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m browser tests/browser $(ARGS)
 
 # While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
 screenshots: setup fetch
-	@scripts/extra.sh browser
+	@PY="$(PY)" scripts/extra.sh browser
 	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
 		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # A warning is an error; `make book ARGS="-b linkcheck"` asks the outside addresses.
 book: setup
-	@scripts/extra.sh book
+	@PY="$(PY)" scripts/extra.sh book
 	$(PY) -m book $(ARGS)
 
 static:
@@ -134,7 +134,7 @@ update:
 	@MAKE="$(MAKE)" scripts/update.sh $(ARGS)
 
 links: setup
-	@scripts/extra.sh book
+	@PY="$(PY)" scripts/extra.sh book
 	$(PY) -m scripts.links
 
 # ARGS=lowest or ARGS=newest: one of the two.

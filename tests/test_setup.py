@@ -323,6 +323,37 @@ def test_make_lab_starts_without_the_models_and_says_how_to_try_again(checkout, 
     assert any("ran -m jupyterlab" in line for line in lines)
 
 
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("command", ["book", "links"])
+def test_another_environment_is_asked_for_an_extra_and_left_as_it_is(
+    project, checkout, tmp_path, command, there
+):
+    shutil.copy(project / "scripts/extra.sh", checkout / "scripts/extra.sh")
+    ready_venv(checkout)  # of no concern
+    answer = "exit 0" if there else 'echo "ModuleNotFoundError" >&2; exit 1'
+    interpreter(tmp_path / "bin", "python", f'case "$*" in -c*) {answer};; esac; echo "ran $*"')
+    python = tmp_path / "bin" / "python"
+    done = make("--silent", command, f"PY={python}", cwd=checkout)
+    if there:
+        assert done.stdout.startswith("ran -m "), done.stderr
+    else:
+        said, stopped = done.stderr.splitlines()  # the second line is make's own
+        assert f'{python} -m pip install -c constraints.txt -e ".[book]"' in said
+        assert "***" in stopped
+        assert done.stdout == ""
+    assert not list((checkout / ".venv").glob(".extra-*"))
+
+
+def test_the_packages_asked_for_are_those_of_the_extra(project):
+    script = (project / "scripts/extra.sh").read_text(encoding="utf-8")
+    asked = {name for line in re.findall(r'needed="(.*)"', script) for name in line.split(", ")}
+    content = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = content["optional-dependencies"]
+    names = {Requirement(text).name for text in (*extras["book"], *extras["browser"])}
+    imported = {"beautifulsoup4": "bs4"}
+    assert asked == {imported.get(name, name.replace("-", "_")) for name in names}
+
+
 @pytest.mark.parametrize("command", ["test", "test-all", "notebooks", "fetch"])
 def test_what_needs_the_models_stops_without_them(checkout, offline_python, command):
     done = make(command, f"PY={offline_python}", cwd=checkout)
