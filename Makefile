@@ -2,7 +2,8 @@
 # Python >= 3.11; everything else is installed into .venv by scripts/setup.sh.
 #
 #   TORCH=cpu|cuda   which build of PyTorch (default: cuda where there is an NVIDIA driver)
-#   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH)
+#   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH); where
+#                    .venv is of another version, it is made anew
 #   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
 #   PY=python        use the active environment (conda, say) instead of .venv, as it is
 #   WORK=folder      where `make lab` keeps your copies of the notebooks (default: work)

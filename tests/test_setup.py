@@ -266,6 +266,44 @@ def test_changed_pins_update_the_environment_in_place(checkout):
     assert venv.exists()
 
 
+OTHER = f"{sys.version_info.major}.{13 if sys.version_info.minor != 13 else 12}"
+
+
+def test_another_python_than_that_of_the_environment_starts_it_over(checkout, tmp_path):
+    venv = ready_venv(checkout)
+    interpreter(tmp_path / "bin", "other", f"echo {OTHER}")
+    done = set_up(checkout, PYTHON=str(tmp_path / "bin" / "other"))
+    assert "starting .venv over" in done.stdout
+    assert f"Python {OTHER}, PyTorch for cpu" in done.stdout
+    assert not (venv / "bin").exists()
+
+
+def test_the_python_of_the_environment_may_be_named(checkout):
+    ready_venv(checkout)
+    done = set_up(checkout, PYTHON=sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["no-such-python", "old"])
+def test_a_python_that_will_not_do_leaves_the_environment_alone(checkout, tmp_path, name):
+    venv = ready_venv(checkout)
+    interpreter(tmp_path / "bin", "old", "echo 3.9")
+    done = set_up(checkout, tmp_path / "bin", PYTHON=name)
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert (venv / ".ready").exists()
+
+
+def test_an_environment_that_stays_is_named_by_its_own_python(checkout, tmp_path):
+    ready_venv(checkout)
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# newer\n")
+    interpreter(tmp_path / "bin", "python3", f"echo {OTHER}")
+    done = set_up(checkout, tmp_path / "bin")  # it stops where it looks for pip
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"Python {version}, PyTorch for cpu" in done.stdout
+
+
 # --- the Makefile -----------------------------------------------------------------------------
 
 
