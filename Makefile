@@ -2,7 +2,8 @@
 # Python >= 3.11; everything else is installed into .venv by scripts/setup.sh.
 #
 #   TORCH=cpu|cuda   which build of PyTorch (default: cuda where there is an NVIDIA driver)
-#   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH)
+#   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH); where
+#                    .venv is of another version, it is made anew
 #   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
 #   PY=python        use the active environment (conda, say) instead of .venv, as it is
 #   WORK=folder      where `make lab` keeps your copies of the notebooks (default: work)
@@ -88,18 +89,18 @@ test-all: setup fetch static
 # Chromium comes from the system; see scripts/chromium.sh.
 test-browser: setup fetch
 	@$(MAKE) --no-print-directory book ARGS=
-	@scripts/extra.sh browser
+	@PY="$(PY)" scripts/extra.sh browser
 	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m browser tests/browser $(ARGS)
 
 # While it looks at JupyterLab anyway, the test keeps what the README shows of it, in docs/.
 screenshots: setup fetch
-	@scripts/extra.sh browser
+	@PY="$(PY)" scripts/extra.sh browser
 	CHROMIUM="$$(PY="$(PY)" scripts/chromium.sh)" $(PYTEST) -m browser --screenshots $(ARGS) \
 		tests/browser/test_exercise.py tests/browser/test_explorer.py tests/browser/test_run_all.py
 
 # A warning is an error; `make book ARGS="-b linkcheck"` asks the outside addresses.
 book: setup
-	@scripts/extra.sh book
+	@PY="$(PY)" scripts/extra.sh book
 	$(PY) -m book $(ARGS)
 
 static:
@@ -125,15 +126,16 @@ format: setup
 	$(PY) -m ruff format .
 	$(PY) scripts/notebooks.py sync
 
-constraints: setup
-	scripts/constraints.sh $(PY)
+# These two begin without .venv: setup would install pins that pyproject.toml may exclude by now.
+constraints:
+	scripts/constraints.sh $(if $(filter-out $(VENV_PY),$(PY))$(wildcard $(VENV_PY)),$(PY))
 
 # ARGS='--from STEP' goes on at a step, ARGS=--back takes the old versions back.
-update: setup
+update:
 	@MAKE="$(MAKE)" scripts/update.sh $(ARGS)
 
 links: setup
-	@scripts/extra.sh book
+	@PY="$(PY)" scripts/extra.sh book
 	$(PY) -m scripts.links
 
 # ARGS=lowest or ARGS=newest: one of the two.

@@ -31,7 +31,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def gather(target: Path, project: Path = PROJECT) -> list[Path]:
-    """Write the book's sources into a folder; what did not change keeps its time stamp.
+    """Write the book's sources into a folder; what did not change keeps its timestamp.
 
     Args:
         target: the folder; files in it that are no sources any more are deleted.

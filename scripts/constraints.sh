@@ -5,7 +5,7 @@
 # uv resolves once for every system and Python version the lab supports; pip could only resolve
 # for the one it runs on. The chosen torch and triton are pinned by hand in pyproject.toml.
 set -eu
-python=${1:-python3}
+python=${1:-${PYTHON:-python3}}
 cd "$(dirname "$0")/.."
 
 tools=$(mktemp -d)

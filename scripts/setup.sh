@@ -3,7 +3,7 @@
 # whatever else it does. Written for bash 3.2 and BSD tools, which is what macOS has.
 #
 # Environment: TORCH=cpu|cuda (empty: keep what is installed, else look for an NVIDIA driver)
-#              PYTHON=/path/to/python3 (empty: look for one)
+#              PYTHON=/path/to/python3 (empty: keep that of .venv, else look for one)
 #
 # Three files in .venv say how far it is:
 #   .made-by-setup   this script made the folder, so this script may delete it
@@ -81,6 +81,15 @@ check_python() {
     fi
 }
 
+other_python() {
+    # Does PYTHON name another version than .venv's? One that will not do stops here: nothing is lost.
+    local asked
+    [ -n "${PYTHON:-}" ] || return 1
+    asked=$(find_python) || exit 1
+    [ "$(version_of "$asked")" != "$(version_of .venv/bin/python)" ] || return 1
+    check_python "$asked"
+}
+
 detect_torch() {
     if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then
         echo cuda
@@ -140,7 +149,7 @@ case "${TORCH:-}" in
 esac
 installed=$(cat .venv/.torch 2>/dev/null || true)
 if [ -e .venv/.ready ] && [ "$(cat .venv/.ready)" = "$(fingerprint)" ] &&
-    [ "${TORCH:-$installed}" = "$installed" ] && works .venv/bin/python; then
+    [ "${TORCH:-$installed}" = "$installed" ] && works .venv/bin/python && ! other_python; then
     exit 0
 fi
 
@@ -149,18 +158,21 @@ if [ -e .venv ]; then
     [ -e .venv/.made-by-setup ] || stop \
         ".venv exists, but this Makefile did not make it; it is left as it is" \
         "move it away or delete it (rm -rf .venv), then run the same command again" \
-        "to use it, or any other environment that has the lab: make lab PY=.venv/bin/python"
+        "to use it, or any other environment that has the lab: make lab PY=./.venv/bin/python"
     # Only a finished environment, of the same place and build, can be brought up to date. Of one
     # that was interrupted nobody knows which packages are whole.
     if [ ! -e .venv/.ready ] || [ "$(head -n 1 .venv/.ready)" != "$PWD" ] ||
-        [ "$torch" != "$installed" ] || ! works .venv/bin/python; then
-        say "starting .venv over (interrupted, moved, broken, or for another build of PyTorch)"
+        [ "$torch" != "$installed" ] || ! works .venv/bin/python || other_python; then
+        say "starting .venv over (interrupted, moved, broken, for another Python or build of PyTorch)"
         rm -rf .venv
     fi
 fi
 
-python=$(find_python)
-check_python "$python"
+python=.venv/bin/python
+if [ ! -e .venv ]; then
+    python=$(find_python)
+    check_python "$python"
+fi
 say "Python $(version_of "$python"), PyTorch for $torch; this happens once and takes a few minutes"
 if [ ! -e .venv ]; then
     if [ "$torch" = cuda ]; then check_disk 10; else check_disk 3; fi

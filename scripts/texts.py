@@ -18,9 +18,22 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 # Named one by one: below the root there are also environments, builds and the student's copies.
-MARKDOWN = ("*.md", "theory/**/*.md", "docs/**/*.md", "data/**/*.md", "book/**/*.md")
+MARKDOWN = (
+    "*.md",
+    "theory/**/*.md",
+    "docs/**/*.md",
+    "data/**/*.md",
+    "book/**/*.md",
+    "capstone/**/*.md",
+)
 TWINS = ("notebooks/*.py",)
-CODE = ("labsupport/**/*.py", "scripts/**/*.py", "benchmarks/**/*.py")
+CODE = (
+    "labsupport/**/*.py",
+    "scripts/**/*.py",
+    "benchmarks/**/*.py",
+    "book/**/*.py",
+    "capstone/**/*.py",
+)
 # Stands where code or mathematics stood, so that the words around it do not seem to touch.
 CUT = "\N{MIDDLE DOT}"
 

@@ -6,7 +6,7 @@
 #   scripts/update.sh --back        the pins from before the update
 #
 #   pins          constraints.txt resolved anew              (scripts/constraints.sh)
-#   environment   .venv brought to the new pins
+#   environment   .venv made, or brought to the new pins
 #   tests         all of `make test`, with the stored notebooks as they are
 #   notebooks     run; new outputs stored
 #   pictures      drawn again
@@ -33,7 +33,8 @@ changed_pins() {
 
 do_step() {
     case $1 in
-        pins) scripts/constraints.sh "$python" ;;
+        # Without .venv any Python will do: the step only borrows its venv module.
+        pins) if [ -x "$python" ]; then scripts/constraints.sh "$python"; else scripts/constraints.sh; fi ;;
         environment) "$make" setup fetch ;;
         tests) "$make" test ;;
         notebooks) "$make" notebooks ;;
@@ -52,6 +53,11 @@ go_back() {
     say "back. If notebooks or pictures were stored: git checkout -- notebooks theory/figures docs"
 }
 
+# PyTorch, Triton and Transformers: a pin of theirs needs a run in data/versions.csv.
+recorded_pin_changed() {
+    changed_pins | grep -Eq '^ *\+(torch|triton|transformers)=='
+}
+
 failed() {
     say "stopped at the step '$1'; all of its output: $state/$1.log"
     if cmp -s "$old" constraints.txt; then
@@ -59,6 +65,11 @@ failed() {
     else
         say "what changed in constraints.txt:"
         changed_pins
+    fi
+    if [ "$1" = tests ] && recorded_pin_changed; then
+        say "If only the record of versions fails (tests/test_versions.py), run the tests for it:"
+        say "  $python -m pytest -p scripts.versions --record-versions -n auto --maxprocesses 4 \\"
+        say "      --dist loadfile -m 'not slow and not browser' && $python -m scripts.versions"
     fi
     say "The way on, one of:"
     say "  mend it, then                make update ARGS='--from $1'"

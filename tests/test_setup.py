@@ -148,7 +148,7 @@ def checkout(project, tmp_path):
 
 
 def interpreter(folder, name, body):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -266,6 +266,44 @@ def test_changed_pins_update_the_environment_in_place(checkout):
     assert venv.exists()
 
 
+OTHER = f"{sys.version_info.major}.{13 if sys.version_info.minor != 13 else 12}"
+
+
+def test_another_python_than_that_of_the_environment_starts_it_over(checkout, tmp_path):
+    venv = ready_venv(checkout)
+    interpreter(tmp_path / "bin", "other", f"echo {OTHER}")
+    done = set_up(checkout, PYTHON=str(tmp_path / "bin" / "other"))
+    assert "starting .venv over" in done.stdout
+    assert f"Python {OTHER}, PyTorch for cpu" in done.stdout
+    assert not (venv / "bin").exists()
+
+
+def test_the_python_of_the_environment_may_be_named(checkout):
+    ready_venv(checkout)
+    done = set_up(checkout, PYTHON=sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["no-such-python", "old"])
+def test_a_python_that_will_not_do_leaves_the_environment_alone(checkout, tmp_path, name):
+    venv = ready_venv(checkout)
+    interpreter(tmp_path / "bin", "old", "echo 3.9")
+    done = set_up(checkout, tmp_path / "bin", PYTHON=name)
+    assert done.returncode == 1
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert (venv / ".ready").exists()
+
+
+def test_an_environment_that_stays_is_named_by_its_own_python(checkout, tmp_path):
+    ready_venv(checkout)
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# newer\n")
+    interpreter(tmp_path / "bin", "python3", f"echo {OTHER}")
+    done = set_up(checkout, tmp_path / "bin")  # it stops where it looks for pip
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"Python {version}, PyTorch for cpu" in done.stdout
+
+
 # --- the Makefile -----------------------------------------------------------------------------
 
 
@@ -323,12 +361,60 @@ def test_make_lab_starts_without_the_models_and_says_how_to_try_again(checkout, 
     assert any("ran -m jupyterlab" in line for line in lines)
 
 
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("command", ["book", "links"])
+def test_another_environment_is_asked_for_an_extra_and_left_as_it_is(
+    project, checkout, tmp_path, command, there
+):
+    shutil.copy(project / "scripts/extra.sh", checkout / "scripts/extra.sh")
+    ready_venv(checkout)  # of no concern
+    answer = "exit 0" if there else 'echo "ModuleNotFoundError" >&2; exit 1'
+    interpreter(tmp_path / "bin", "python", f'case "$*" in -c*) {answer};; esac; echo "ran $*"')
+    python = tmp_path / "bin" / "python"
+    done = make("--silent", command, f"PY={python}", cwd=checkout)
+    if there:
+        assert done.stdout.startswith("ran -m "), done.stderr
+    else:
+        said, stopped = done.stderr.splitlines()  # the second line is make's own
+        assert f'{python} -m pip install -c constraints.txt -e ".[book]"' in said
+        assert "***" in stopped
+        assert done.stdout == ""
+    assert not list((checkout / ".venv").glob(".extra-*"))
+
+
+def test_the_packages_asked_for_are_those_of_the_extra(project):
+    script = (project / "scripts/extra.sh").read_text(encoding="utf-8")
+    asked = {name for line in re.findall(r'needed="(.*)"', script) for name in line.split(", ")}
+    content = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = content["optional-dependencies"]
+    names = {Requirement(text).name for text in (*extras["book"], *extras["browser"])}
+    imported = {"beautifulsoup4": "bs4"}
+    assert asked == {imported.get(name, name.replace("-", "_")) for name in names}
+
+
 @pytest.mark.parametrize("command", ["test", "test-all", "notebooks", "fetch"])
 def test_what_needs_the_models_stops_without_them(checkout, offline_python, command):
     done = make(command, f"PY={offline_python}", cwd=checkout)
     assert done.returncode != 0
     assert "labsupport: no network" in done.stderr
     assert done.stdout.count("ran ") == 1
+
+
+def test_new_pins_can_be_resolved_where_the_old_ones_cannot_be_installed(checkout):
+    """A bound in pyproject.toml that excludes a pin would stop scripts/setup.sh."""
+    assert "setup.sh" not in make("-n", "constraints", cwd=checkout).stdout
+    assert "setup.sh" not in make("-n", "update", cwd=checkout).stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "used"),
+    [("", True, ".venv/bin/python"), ("", False, ""), ("PY=python", False, "python")],
+)
+def test_make_constraints_takes_the_python_that_is_there(checkout, given, there, used):
+    if there:
+        interpreter(checkout / ".venv" / "bin", "python", "")
+    plan = make("-n", "constraints", *filter(None, [given]), cwd=checkout).stdout
+    assert plan.split() == ["scripts/constraints.sh", *filter(None, [used])]
 
 
 def test_make_clean_keeps_the_students_work(checkout):
@@ -346,6 +432,35 @@ def test_shell_scripts_are_sound(project):
     for script in [*(project / "scripts").glob("*.sh"), project / ".ci" / "run"]:
         subprocess.run(["/bin/bash", "-n", script], check=True)
         assert script.stat().st_mode & 0o100, f"{script} is not executable"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failing", "called", "status"),
+    [
+        ([], "", ["test", "test-browser"], 0),
+        ([], "test", ["test"], 1),
+        (["test"], "", ["test"], 0),
+        (["browser"], "", ["test-browser"], 0),
+        (["everything"], "", [], 2),
+    ],
+)
+def test_continuous_integration_runs_what_it_is_asked_for(
+    project, tmp_path, arguments, failing, called, status
+):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(project / ".ci" / "run", tmp_path / ".ci" / "run")
+    interpreter(tmp_path / "bin", "make", f'echo "$1 $2" >> calls; [ "$1" != "{failing}" ]')
+    done = subprocess.run(
+        ["/bin/bash", ".ci/run", *arguments],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+    )
+    calls = tmp_path / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    assert done.returncode == status
+    assert [line.split()[0] for line in lines] == called
+    assert all("ARGS=--reruns 1 " in line for line in lines)
 
 
 def test_what_make_test_was_given_does_not_reach_what_the_tests_call(tmp_path, project):

@@ -82,6 +82,28 @@ def test_a_failing_step_ends_it_and_the_way_on_is_shown(checkout, failing):
     assert "it broke here" in (checkout / f"build/update/{step}.log").read_text()
 
 
+@pytest.mark.parametrize("package", ["numpy", "transformers"])
+def test_a_new_pin_that_is_in_no_record_is_told_how_to_get_its_row(checkout, package):
+    (checkout / "constraints.txt").write_text("# pins\nnumpy==2.4.6\ntransformers==2.4.6\n")
+    program(
+        checkout / "scripts/constraints.sh",
+        f"sed -i.bak s/{package}==2.4.6/{package}==2.5.0/ constraints.txt",
+    )
+    said = update(checkout, fail="test").stderr
+    assert ("--record-versions" in said) == (package == "transformers")
+    assert "--record-versions" not in update(checkout, fail="notebooks").stderr
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_resolver_takes_the_venv_s_python_where_there_is_one(checkout, there):
+    program(checkout / "scripts/constraints.sh", 'echo "resolved with ${1:-the default}"')
+    if not there:
+        shutil.rmtree(checkout / ".venv")
+    done = update(checkout, fail="setup")  # it would make .venv
+    with_ = ".venv/bin/python" if there else "the default"
+    assert f"resolved with {with_}\n" in done.stdout
+
+
 def test_stored_notebooks_are_not_touched_before_the_tests_have_passed(checkout):
     update(checkout, fail="test")
     assert "notebooks" not in calls(checkout)

@@ -1,5 +1,7 @@
 """The record of tested versions, the README's table of it, and the bounds in pyproject.toml."""
 
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -23,16 +25,23 @@ ROW = dict.fromkeys(versions.COLUMNS, "") | {
 }
 
 
+@pytest.fixture
+def finished(pytestconfig):
+    """For tests that judge the record: the run that writes it has not written its own row yet."""
+    if pytestconfig.getoption("--record-versions", None):
+        pytest.skip("this run is being recorded; the next one judges the record")
+
+
 def recorded(package):
     return [Version(row[package]) for row in versions.read() if row[package]]
 
 
-def test_the_readme_shows_the_record():
+def test_the_readme_shows_the_record(finished):
     text = versions.README.read_text(encoding="utf-8")
     assert versions.with_table(text, versions.read()) == text, "run: python -m scripts.versions"
 
 
-def test_no_recorded_run_has_failures():
+def test_no_recorded_run_has_failures(finished):
     for row in versions.read():
         assert row["failed"] in ("", "0"), versions.key(row)
 
@@ -47,11 +56,11 @@ def test_the_lower_bound_of_a_package_is_the_oldest_version_in_the_record(projec
 
 
 @pytest.mark.parametrize("package", versions.PACKAGES)
-def test_the_pinned_version_of_a_package_is_in_the_record(project, package):
+def test_the_pinned_version_of_a_package_is_in_the_record(finished, project, package):
     lines = (project / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line.startswith(f"{package}==")]
     pinned = {str(pin.specifier).removeprefix("==") for pin in pins}
-    assert pinned & {version.public for version in recorded(package)}, "make test-versions"
+    assert pinned & {version.public for version in recorded(package)}, "see CONTRIBUTING.md, Upkeep"
 
 
 def test_both_ends_of_the_supported_pythons_are_in_the_record(project):
@@ -126,3 +135,64 @@ def test_a_run_of_pytest_is_recorded_with_its_counts(project, tmp_path, two, mor
     assert [row[name] for name in versions.COUNTS] == counts
     assert row["torch"] == versions.installed("torch")
     assert row["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+
+
+def test_what_judges_the_record_does_not_judge_it_while_it_is_written(project, tmp_path):
+    record = tmp_path / "versions.csv"
+    judges = "shows_the_record or no_recorded_run or pinned_version"
+    command = [sys.executable, "-m", "pytest", "-p", "scripts.versions", "-n", "1", "-k", judges]
+    command += ["--record-versions", record, "-p", "no:cacheprovider", "tests/test_versions.py"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120)
+    (row,) = versions.read(record)
+    assert [row[name] for name in versions.COUNTS] == ["0", "0", "5"], done.stdout
+
+
+# --- scripts/versions.sh ----------------------------------------------------------------------
+
+
+def program(path, body):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(project, tmp_path):
+    """A copy of versions.sh; uv and the Pythons that it makes only say that they were called."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(project / "scripts/versions.sh", tmp_path / "scripts/versions.sh")
+    program(
+        tmp_path / "python", 'echo "$0 $*" >> calls; case "$0 $*" in $FAIL) exit $STATUS;; esac'
+    )
+    made = 'for last; do :; done; mkdir -p "$last/bin"; cp python "$last/bin/python"'
+    program(tmp_path / "build/uv/bin/uv", f'[ "$1" != venv ] || {{ {made}; }}')
+    return tmp_path
+
+
+def run_versions(checkout, *arguments, fail="nothing", status=0):
+    """Start versions.sh by a relative path; returns its status and the Pythons' calls."""
+    done = subprocess.run(
+        ["/bin/bash", "versions.sh", *arguments],
+        cwd=checkout / "scripts",
+        env={"PATH": "/usr/bin:/bin", "FAIL": fail, "STATUS": str(status)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = (checkout / "calls").read_text().splitlines()
+    calls = [re.search(r"versions-(\w+)/.* -m (pytest|scripts\.versions)", line) for line in lines]
+    return done.returncode, [" ".join(call.groups()) for call in calls if call]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_run_that_fails_is_shown_in_the_readme_and_keeps_its_status(checkout, status):
+    done = run_versions(checkout, "newest", fail="*-m?pytest*", status=status)
+    assert done == (status, ["newest pytest", "newest scripts.versions"])
+
+
+@pytest.mark.parametrize("failing", ["lowest", "newest"])
+def test_without_an_argument_both_ends_are_run_and_the_worse_status_stays(checkout, failing):
+    status, calls = run_versions(checkout, fail=f"*{failing}*-m?pytest*", status=3)
+    assert status == 3
+    both = ["pytest", "scripts.versions"]
+    assert calls == [f"{end} {what}" for end in ("lowest", "newest") for what in both]

@@ -41,8 +41,14 @@ function showMeanings() {
     meaning.addEventListener("mouseenter", () => clearTimeout(waiting));
     meaning.addEventListener("mouseleave", hideSoon);
   }
+  // The focus may scroll the page to a term: its meaning goes along, any other is hidden.
+  function follow() {
+    const term = document.activeElement;
+    if (shown && term.getAttribute("aria-describedby") === shown.id) show(term, shown);
+    else hide();
+  }
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
-  window.addEventListener("scroll", hide, { passive: true });
+  window.addEventListener("scroll", follow, { passive: true });
 }
 
 // ---- What scrolls sideways can be reached with the keyboard, and says what it is. ----------------

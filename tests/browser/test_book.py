@@ -142,6 +142,24 @@ def test_a_term_shows_its_meaning_to_the_keyboard_until_escape(chromium, site):
         assert re.search(r"/theory/glossary\.html#term-", page.url)
 
 
+@pytest.mark.parametrize("name", CHAPTERS[:2])
+def test_a_meaning_stays_for_the_keyboard_when_the_focus_scrolls_the_page(chromium, site, name):
+    with opened(chromium, site + name) as page:
+        term = page.locator("a.term").last
+        meaning = page.locator(f"#{term.get_attribute('aria-describedby')}")
+        term.focus()
+        page.wait_for_timeout(800)  # the page may glide to its place
+        assert page.evaluate("window.scrollY") > 0
+        assert meaning.is_visible()
+        above, box = term.bounding_box(), meaning.bounding_box()
+        gap = max(box["y"] - above["y"] - above["height"], above["y"] - box["y"] - box["height"])
+        assert 0 <= gap < 40, "it stands beside its term"
+        page.keyboard.press("Escape")
+        page.mouse.wheel(0, -50)
+        page.wait_for_timeout(400)
+        assert not meaning.is_visible(), "what was closed stays closed"
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_leads_into_jupyterlab_and_folds_its_solutions_away(chromium, site, name):
     stem = name.removeprefix("notebooks/").removesuffix(".html")

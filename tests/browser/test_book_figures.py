@@ -91,6 +91,8 @@ def test_the_keyboard_moves_the_tiles_and_the_sentence_follows(chromium, site):
         assert says.inner_text().startswith("Br = 256, Bc = 64")
         slider = page.locator("#play-tiles input[name=block_q]")
         assert slider.get_attribute("aria-valuetext") == "256 queries"
+        # A screen reader says the slider's value: the same beside it is for the eyes only.
+        assert page.locator("#play-tiles output:not([aria-hidden=true])").count() == 0
         for _ in range(2):
             page.keyboard.press("ArrowRight")
         page.wait_for_timeout(400)

@@ -237,6 +237,20 @@ def test_the_second_run_says_what_the_report_says_of_it(capstone, report, result
         assert again[column].equals(results[column])
 
 
+def test_the_losses_of_the_report_are_those_that_the_program_printed(capstone, report):
+    printed = {
+        name: (capstone / f"example/results/training/{name}.txt").read_text(encoding="utf-8")
+        for name in ("naive", "flash")
+    }
+    losses = {name: re.findall(r": (\d\.\d{3}) nats", text) for name, text in printed.items()}
+    assert losses["naive"] == losses["flash"]
+    first, last = losses["flash"][0], losses["flash"][-1]
+    assert f"the loss falls from {first} to {last} nats a gap" in " ".join(report.split())
+    for name, text in printed.items():
+        assert text.startswith(f"$ python capstone/example/train.py --attention {name}\n")
+        assert re.search(r"commit ([0-9a-f]{8})", text)[1] in report
+
+
 def test_the_memory_that_the_report_shows_is_the_same_here(capstone, monkeypatch, results):
     """On a CPU it does not depend on the machine, but for the scratch space of the kernels."""
     names = functions(capstone / "example", monkeypatch)
@@ -257,8 +271,12 @@ def test_the_rubric_adds_up_to_a_hundred(capstone):
     assert [int(n) for n in re.findall(r"^\| (\d+) \|", text, re.M)] == [*range(1, 21)]
 
 
-def test_links_of_the_capstones_pages_lead_somewhere(capstone):
-    for page in capstone.rglob("*.md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            if not re.match(r"[a-z]+:|#", target):
-                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+def test_the_example_gets_half_only_where_the_rubric_says_so(capstone):
+    table, example = (
+        (capstone / "RUBRIC.md").read_text(encoding="utf-8").split("## The example's points")
+    )
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \| 5 \|$", table, re.M))
+    halves = re.findall(r"^- Row (\d+): half\.", example, re.M)
+    for number in halves:
+        assert rows[number].endswith(": half."), number
+    assert f"By the table it gets {100 - 2.5 * len(halves):g}:" in example

@@ -50,6 +50,13 @@ def test_a_copy_that_jupyterlab_left_beside_a_page_is_no_page(tmp_path, monkeypa
     assert texts.pages() == [page]
 
 
+def test_the_capstone_and_the_book_are_texts_too():
+    pages = {str(path.relative_to(texts.ROOT)) for path in texts.pages()}
+    sources = {str(path.relative_to(texts.ROOT)) for path in texts.sources()}
+    assert {"capstone/RUBRIC.md", "capstone/example/REPORT.md"} <= pages
+    assert {"capstone/template/train.py", "book/gather.py"} <= sources
+
+
 @pytest.fixture
 def page(tmp_path):
     """A page with one heading, beside a notebook with one heading."""
