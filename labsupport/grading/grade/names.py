@@ -60,20 +60,16 @@ def without_magics(source: str) -> str:
     """A cell's text without IPython's own lines (`%time`, `!pip`); "" for another language.
 
     A text that is Python as it stands stays as it is: a line of a string may begin with `%`.
+    One that is no Python, whatever IPython does to it, is returned as no Python.
     """
-    first = source.lstrip().split("\n", 1)[0].strip()
-    if first.startswith("%%") and not first.startswith(("%%time", "%%capture", "%%prun")):
-        return ""
     try:
         parse_source(source)
         return source
     except UnparsableError:
-        lines = [
-            line
-            for line in source.split("\n")
-            if not line.lstrip().startswith(("%", "!", "?")) and not line.rstrip().endswith("?")
-        ]
-        return "\n".join(lines)
+        # Only here, since it imports IPython's parts.
+        from labsupport.grading.grade.magics import translated
+
+        return translated(source)
 
 
 def statements(source: str) -> list[Statement]:

@@ -128,6 +128,21 @@ def magics(work: Copy) -> None:
 
 
 @honest()
+def a_question_in_a_comment(work: Copy) -> None:
+    """A magic on top makes the cell IPython's, and a line of code ends with a question."""
+    line = "scores = q @ k.mT / math.sqrt(q.shape[-1])"
+    work.solve().change("attention", (line, f"{line}  # why the square root?"))
+    work.write("attention", "%load_ext autoreload\n" + work.cell("attention").source)
+
+
+@honest()
+def installs_what_is_missing(work: Copy) -> None:
+    """A shell line as the only statement of a block."""
+    missing = "try:\n    import nothing_of_that_name\nexcept ImportError:\n    !pip --version\n\n"
+    work.solve().write("attention", missing + solution("attention"))
+
+
+@honest()
 def outputs_stripped(work: Copy) -> None:
     """A tool removed outputs and execution counts."""
     for cell in work.solve().notebook.cells:
