@@ -183,7 +183,7 @@ def _solution_cell(
     if len(code) > 1:
         flags.append(
             Flag(name, "duplicate", f"{len(code)} cells say that they are this exercise; the first "
-                 "that is not as it was given counts.")
+                 "that is not as it was given counts, and what was split off it.")
         )  # fmt: skip
     written = [n for n in code if not _is_stub(cells[n].source, pristine_cell.source)]
     if code:
@@ -239,10 +239,13 @@ def _students_units(
 ) -> list[Unit]:
     known = {cell.grade_id for cell in pristine.cells if cell.grade_id}
     given = {bare(unit.text) for unit in setup_units(pristine)}
+    chosen = {name: cells[position] for position, name in taken.items()}
     units = []
     for position, cell in enumerate(cells):
         exercise = taken.get(position, "")
-        if cell.kind != "code" or (not exercise and cell.grade_id in known):
+        if cell.kind != "code":
+            continue
+        if not exercise and cell.grade_id in known and not _split_off(cell, chosen, pristine):
             continue
         text = names.without_magics(cell.source)
         try:
@@ -259,6 +262,19 @@ def _students_units(
             if exercise:
                 settled.setdefault(exercise, ("failed", f"its cell is not Python: {error}"))
     return units
+
+
+def _split_off(cell: Cell, chosen: dict[str, Cell], pristine: Pristine) -> bool:
+    """Whether a cell was split off a solution, and is no second one: both carry the grade_id."""
+    if cell.grade_id not in chosen:
+        return False
+    texts = (chosen[cell.grade_id].source, cell.source, pristine.solutions[cell.grade_id].source)
+    try:
+        bound = [names.bound_names(names.without_magics(text)) for text in texts]
+    except UnparsableError:
+        return False
+    # Both may hold the same import.
+    return not set.intersection(*bound)
 
 
 def _by_hand(

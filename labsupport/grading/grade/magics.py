@@ -14,7 +14,7 @@ from labsupport.grading.grade.names import UnparsableError, parse_source
 # Cell magics that run their body in the notebook.
 _TRANSPARENT = ("time", "timeit", "capture", "prun")
 _CALLS = ("run_line_magic", "run_cell_magic", "system", "getoutput", "show_usage")
-_OPTIONS = re.compile(r"(?:--no-raise-error\s+|-[tcpqov]\s+|-[nr]\s*\d+\s+)*")
+_OPTIONS = re.compile(r"^(?:--no-raise-error\s+|-[tcpqov]\s+|-[nr]\s*\d+\s+)*")
 # What IPython might translate. It reads the whole cell anew for each, and is slow at long words
 # before a question mark: nobody may keep the grader busy with that.
 _MARK = re.compile(r"^[ \t]*[%!?,;/]|=[ \t]*[%!]|\?", re.MULTILINE)
@@ -87,7 +87,7 @@ def _statement_of(name: str, text: str, depth: int) -> str:
     """What a line magic runs in the notebook; "" if nothing."""
     if name not in ("time", "timeit"):
         return ""
-    text = _python(text[_OPTIONS.match(text).end() :], depth).strip()  # type: ignore[union-attr]
+    text = _python(_OPTIONS.sub("", text), depth).strip()
     try:
         body = parse_source(text).body
     except UnparsableError:

@@ -124,6 +124,52 @@ def test_of_duplicates_the_first_that_was_written_counts(put_together, solved_fo
     assert "duplicate" in [flag.kind for flag in made.flags]
 
 
+@pytest.fixture
+def split_in(put_together, solved_folder):
+    """Assemble a submission whose first solution cell was split: each part has its grade_id."""
+
+    def assembled(*parts):
+        notebook = nbformat.read(solved_folder / "01-Powers.ipynb", as_version=4)
+        place = next(n for n, c in enumerate(notebook.cells) if c.source.startswith("def square"))
+        halves = [dict(notebook.cells[place]) | {"source": text} for text in parts]
+        notebook.cells[place : place + 1] = [
+            nbformat.from_dict(half | {"id": f"half-{number}"})
+            for number, half in enumerate(halves)
+        ]
+        return put_together(notebook=notebook)
+
+    return assembled
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("def square(x):\n    return power(x)", "def power(x):\n    return x**2"),
+        ("def power(x):\n    return x**2", "def square(x):\n    return power(x)"),
+        ("import math\ndef power(x):\n    return x**2",
+         "import math\ndef square(x):\n    return power(x)"),
+        ("two = 2", "%load_ext a\ndef power(x):\n    return x**two",
+         "def square(x):\n    return power(x)"),
+        ("", "def power(x):\n    return x**2", "def square(x):\n    return power(x)"),
+    ],
+)  # fmt: skip
+def test_a_solution_cell_that_was_split_counts_with_all_its_parts(split_in, parts):
+    made, cells, _ = split_in(*parts)
+
+    text = "\n".join(cells)
+    assert "def square(x)" in text
+    assert "def power(x)" in text
+    assert "def power(x)" in made.sources["ex-1-1-square"]
+    assert "duplicate" in [flag.kind for flag in made.flags]
+
+
+def test_what_was_split_off_and_is_no_python_takes_nothing_from_the_rest(split_in):
+    made, cells, _ = split_in("def square(x):\n    return x", "so far so good")
+
+    assert "def square(x)" in "\n".join(cells)
+    assert "ex-1-1-square" in made.exercises
+
+
 @pytest.mark.parametrize(
     "bomb",
     ["(" * 5000, "x = " + "-" * 100_000 + "1", "a" + ".b" * 100_000, "x = [" * 900 + "]" * 900,

@@ -1,5 +1,6 @@
 """Honest submissions that differ in the file: older, reordered, from other programs, renamed."""
 
+import copy
 import json
 import os
 import shutil
@@ -94,6 +95,16 @@ def second_function_in_an_own_cell(work: Copy) -> None:
     first, second = solution("memory").split("def longest_that_fits")
     work.solve().write("memory", first)
     work.add(f"def longest_that_fits{second}", at=work.index("memory") + 1)
+
+
+@honest()
+def solution_cell_split(work: Copy) -> None:
+    """Split in JupyterLab, which gives both halves the metadata, the grade_id among it."""
+    first, second = solution("memory").split("def longest_that_fits")
+    work.solve().write("memory", first)
+    work.add(f"def longest_that_fits{second}", at=work.index("memory") + 1)
+    half = work.notebook.cells[work.index("memory") + 1]
+    half.metadata = copy.deepcopy(work.cell("memory").metadata)
 
 
 @honest()
