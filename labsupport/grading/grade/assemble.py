@@ -12,12 +12,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from labsupport.grading.grade import names
-from labsupport.grading.grade.names import UnparsableError
+from labsupport.grading.grade.names import Statement, UnparsableError
 from labsupport.grading.grade.pristine import Pristine, PristineCell
 from labsupport.grading.grade.reading import Cell
 from labsupport.grading.grade.results import Flag
 from labsupport.grading.grade.submissions import Submission
-from labsupport.grading.grade.units import Unit, bare, closure, packed, setup_units, unit_of
+from labsupport.grading.grade.units import (
+    Unit,
+    bare,
+    closure,
+    future_imports,
+    packed,
+    setup_units,
+    unit_of,
+)
 from labsupport.grading.release import CODE_STUB, TEXT_STUB, regions
 
 FAILURES = "_labsupport_failures"
@@ -85,6 +93,7 @@ class Assembled:
         numbers: dict[str, list[int]] = {}
         done: set[int] = set()
         units = (*self._setup, *self._units)
+        cells += future_imports(unit for unit in units if not unit.exercise)
         for exercise, socket in zip(exercises, sockets, strict=True):
             chosen = self._chosen(exercise) - done
             done |= chosen
@@ -240,7 +249,7 @@ def _students_units(
     known = {cell.grade_id for cell in pristine.cells if cell.grade_id}
     given = {bare(unit.text) for unit in setup_units(pristine)}
     chosen = {name: cells[position] for position, name in taken.items()}
-    units = []
+    units: list[Unit] = []
     for position, cell in enumerate(cells):
         exercise = taken.get(position, "")
         if cell.kind != "code":
@@ -252,7 +261,7 @@ def _students_units(
             if exercise:
                 parts = names.statements(text)
                 bound = frozenset().union(*(one.binds for one in parts))
-                needs = frozenset(names.free_names(text))
+                needs = _needs_of(parts, units) - bound
                 units.append(Unit(text, bound, needs, exercise=exercise, cell=position))
                 units += [unit_of(one, position) for one in parts if one.star]
             else:
@@ -262,6 +271,15 @@ def _students_units(
             if exercise:
                 settled.setdefault(exercise, ("failed", f"its cell is not Python: {error}"))
     return units
+
+
+def _needs_of(parts: Sequence[Statement], above: Sequence[Unit]) -> frozenset[str]:
+    """What a solution cell looks up; builtins only where a cell above it may have replaced them."""
+    needs = frozenset().union(*(one.needs for one in parts))
+    builtin = needs & names.BUILTINS
+    if builtin and any(one.star for one in above):
+        needs |= {"*"}  # a name that nobody binds, for which all that a star imports is taken
+    return needs - builtin.difference(*(one.binds for one in above))
 
 
 def _split_off(cell: Cell, chosen: dict[str, Cell], pristine: Pristine) -> bool:

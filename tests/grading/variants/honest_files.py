@@ -115,6 +115,43 @@ def own_import_cell(work: Copy) -> None:
 
 
 @honest()
+def torchs_functions_by_pythons_names(work: Copy) -> None:
+    """Names that Python has too, imported from a library in a cell of the student's."""
+    work.solve().change("softmax", ("block.amax(dim=-1)", "max(block, dim=-1).values"))
+    work.add("from torch import exp, max, maximum, sum, full", at=2)
+
+
+@honest()
+def table_filled_in_a_loop(work: Copy) -> None:
+    """A dictionary of the student's, with what a loop in another cell puts into it."""
+    work.solve().change("memory", ("2 * batch", "SIZES['m'] * batch"))
+    work.add("SIZES = {}", at=2).add("for k in 'm':\n    SIZES.update({k: 2})", at=3)
+
+
+@honest()
+def set_by_functions(work: Copy) -> None:
+    """What a function sets, and what another one stores, both called in cells of their own."""
+    work.solve().change("memory", ("2 * batch", "(MATRICES * SIZES['m']) * batch"))
+    work.add("def setup():\n    global MATRICES\n    MATRICES = 2", at=2).add("setup()", at=3)
+    work.add("SIZES = {}\ndef put(k, v): SIZES[k] = v", at=4).add("put('m', 1)", at=5)
+
+
+@honest()
+def awaited_and_timed(work: Copy) -> None:
+    """What IPython runs in a cell and Python does not: an await, a timed assignment, an indent."""
+    work.solve().change("memory", ("2 * batch", "(MATRICES * TIMED * INNER) * batch"))
+    work.add("import asyncio\nMATRICES = await asyncio.sleep(0, 2)", at=2)
+    work.add("out = %time sum(range(10))\n%time TIMED = 1", at=3).add("    INNER = 1", at=4)
+
+
+@honest()
+def annotations_of_the_future(work: Copy) -> None:
+    """Annotations with names that nobody imports, which are never looked up."""
+    work.solve().change("memory", ("fits(memory,", "fits(memory: Bytes,"))
+    work.add("from __future__ import annotations", at=1)
+
+
+@honest()
 def own_cells_that_fail(work: Copy) -> None:
     """Experiments that nothing depends on: one raises, one is no Python, one would take hours."""
     work.solve().add("1 / 0", at=2).add("this is no Python", at=3)
