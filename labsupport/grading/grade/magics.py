@@ -17,8 +17,8 @@ _CALLS = ("run_line_magic", "run_cell_magic", "system", "getoutput", "show_usage
 _OPTIONS = re.compile(r"^(?:--no-raise-error\s+|-[tcpqov]\s+|-[nr]\s*\d+\s+)*")
 # What IPython might translate. It reads the whole cell anew for each, and is slow at long words
 # before a question mark: nobody may keep the grader busy with that.
-_MARK = re.compile(r"^[ \t]*[%!?,;/]|=[ \t]*[%!]|\?", re.MULTILINE)
-_MAX_MARKS = 50
+_MARK = re.compile(r"^[ \t]*[%!?,;/]|=[ \t]*[%!]|\?[ \t]*$", re.MULTILINE)
+_MAX_MARKS = 20
 _LONG_WORD = re.compile(r"\S{1000}")
 
 
