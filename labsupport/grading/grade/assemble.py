@@ -12,12 +12,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from labsupport.grading.grade import names
-from labsupport.grading.grade.names import UnparsableError
+from labsupport.grading.grade.names import Statement, UnparsableError
 from labsupport.grading.grade.pristine import Pristine, PristineCell
 from labsupport.grading.grade.reading import Cell
 from labsupport.grading.grade.results import Flag
 from labsupport.grading.grade.submissions import Submission
-from labsupport.grading.grade.units import Unit, bare, closure, packed, setup_units, unit_of
+from labsupport.grading.grade.units import (
+    Unit,
+    bare,
+    closure,
+    future_imports,
+    packed,
+    setup_units,
+    unit_of,
+)
 from labsupport.grading.release import CODE_STUB, TEXT_STUB, regions
 
 FAILURES = "_labsupport_failures"
@@ -85,6 +93,7 @@ class Assembled:
         numbers: dict[str, list[int]] = {}
         done: set[int] = set()
         units = (*self._setup, *self._units)
+        cells += future_imports(unit for unit in units if not unit.exercise)
         for exercise, socket in zip(exercises, sockets, strict=True):
             chosen = self._chosen(exercise) - done
             done |= chosen
@@ -183,7 +192,7 @@ def _solution_cell(
     if len(code) > 1:
         flags.append(
             Flag(name, "duplicate", f"{len(code)} cells say that they are this exercise; the first "
-                 "that is not as it was given counts.")
+                 "that is not as it was given counts, and what was split off it.")
         )  # fmt: skip
     written = [n for n in code if not _is_stub(cells[n].source, pristine_cell.source)]
     if code:
@@ -239,17 +248,20 @@ def _students_units(
 ) -> list[Unit]:
     known = {cell.grade_id for cell in pristine.cells if cell.grade_id}
     given = {bare(unit.text) for unit in setup_units(pristine)}
-    units = []
+    chosen = {name: cells[position] for position, name in taken.items()}
+    units: list[Unit] = []
     for position, cell in enumerate(cells):
         exercise = taken.get(position, "")
-        if cell.kind != "code" or (not exercise and cell.grade_id in known):
+        if cell.kind != "code":
+            continue
+        if not exercise and cell.grade_id in known and not _split_off(cell, chosen, pristine):
             continue
         text = names.without_magics(cell.source)
         try:
             if exercise:
                 parts = names.statements(text)
                 bound = frozenset().union(*(one.binds for one in parts))
-                needs = frozenset(names.free_names(text))
+                needs = _needs_of(parts, units) - bound
                 units.append(Unit(text, bound, needs, exercise=exercise, cell=position))
                 units += [unit_of(one, position) for one in parts if one.star]
             else:
@@ -259,6 +271,28 @@ def _students_units(
             if exercise:
                 settled.setdefault(exercise, ("failed", f"its cell is not Python: {error}"))
     return units
+
+
+def _needs_of(parts: Sequence[Statement], above: Sequence[Unit]) -> frozenset[str]:
+    """What a solution cell looks up; builtins only where a cell above it may have replaced them."""
+    needs = frozenset().union(*(one.needs for one in parts))
+    builtin = needs & names.BUILTINS
+    if builtin and any(one.star for one in above):
+        needs |= {"*"}  # a name that nobody binds, for which all that a star imports is taken
+    return needs - builtin.difference(*(one.binds for one in above))
+
+
+def _split_off(cell: Cell, chosen: dict[str, Cell], pristine: Pristine) -> bool:
+    """Whether a cell was split off a solution, and is no second one: both carry the grade_id."""
+    if cell.grade_id not in chosen:
+        return False
+    texts = (chosen[cell.grade_id].source, cell.source, pristine.solutions[cell.grade_id].source)
+    try:
+        bound = [names.bound_names(names.without_magics(text)) for text in texts]
+    except UnparsableError:
+        return False
+    # Both may hold the same import.
+    return not set.intersection(*bound)
 
 
 def _by_hand(

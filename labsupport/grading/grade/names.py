@@ -7,8 +7,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__doc__", "get_ipython", "display"}
+BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__doc__", "get_ipython", "display"}
 MAX_NODES = 100_000
+_DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 
 
 class UnparsableError(ValueError):
@@ -23,8 +24,11 @@ class Statement:
         text: as it was written.
         binds: names that it gives a value.
         needs: names that it, or a function in it, looks up outside of itself.
-        changes: names whose object it changes without binding them (`table["a"] = 1`).
+        changes: names whose object it changes without binding them (`table["a"] = 1`); of a
+            definition: the notebook's names that a call of it changes or binds.
         star: whether it is `from ... import *`.
+        calls: functions that it calls for what they change, not for their value.
+        awaits: whether only a notebook's cell can run it, for an `await` outside of functions.
     """
 
     text: str
@@ -32,6 +36,8 @@ class Statement:
     needs: frozenset[str]
     changes: frozenset[str] = frozenset()
     star: bool = False
+    calls: frozenset[str] = frozenset()
+    awaits: bool = False
 
 
 def parse_source(source: str) -> ast.Module:
@@ -60,20 +66,16 @@ def without_magics(source: str) -> str:
     """A cell's text without IPython's own lines (`%time`, `!pip`); "" for another language.
 
     A text that is Python as it stands stays as it is: a line of a string may begin with `%`.
+    One that is no Python, whatever IPython does to it, is returned as no Python.
     """
-    first = source.lstrip().split("\n", 1)[0].strip()
-    if first.startswith("%%") and not first.startswith(("%%time", "%%capture", "%%prun")):
-        return ""
     try:
         parse_source(source)
         return source
     except UnparsableError:
-        lines = [
-            line
-            for line in source.split("\n")
-            if not line.lstrip().startswith(("%", "!", "?")) and not line.rstrip().endswith("?")
-        ]
-        return "\n".join(lines)
+        # Only here, since it imports IPython's parts.
+        from labsupport.grading.grade.magics import translated
+
+        return translated(source)
 
 
 def statements(source: str) -> list[Statement]:
@@ -127,14 +129,25 @@ def _statement(node: ast.stmt, text: str) -> Statement:
         raise UnparsableError(f"{type(error).__name__}: {error}") from None
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     needs = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+    declared = set()
     for inner in _scopes(table):
         for symbol in inner.get_symbols():
             if symbol.is_global() and symbol.is_referenced():
                 needs.add(symbol.get_name())
             if symbol.is_declared_global() and symbol.is_assigned():
-                binds.add(symbol.get_name())
-    own = binds if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
-    return Statement(text, frozenset(binds), frozenset(needs - own), frozenset(_changed(node)))
+                declared.add(symbol.get_name())
+    changes, calls = set(_changed(node)), set(_called(node))
+    if isinstance(node, _DEFINITIONS):
+        # A name that it does not look up outside is its own, and its calls run when it is called.
+        changes, calls, needs = changes & needs | declared, set(), (needs | declared) - binds
+    return Statement(
+        text,
+        frozenset(binds | declared),
+        frozenset(needs),
+        frozenset(changes),
+        calls=frozenset(calls),
+        awaits=_awaits(node),
+    )
 
 
 def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
@@ -147,22 +160,44 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 def _changed(node: ast.stmt) -> Iterator[str]:
     """Names whose object a statement changes: an item, an attribute, or by a method of it."""
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-        return
     for inner in ast.walk(node):
         target = None
         if isinstance(inner, ast.Attribute | ast.Subscript) and isinstance(
             inner.ctx, ast.Store | ast.Del
         ):
             target = inner.value
-        elif isinstance(node, ast.Expr) and inner is node.value and isinstance(inner, ast.Call):
-            target = inner.func
-            if isinstance(target, ast.Name):
-                target = None
+        elif (call := _bare_call(inner)) and not isinstance(call.func, ast.Name):
+            target = call.func
         while isinstance(target, ast.Attribute | ast.Subscript):
             target = target.value
         if isinstance(target, ast.Name):
             yield target.id
+
+
+def _called(node: ast.stmt) -> Iterator[str]:
+    for inner in ast.walk(node):
+        if (call := _bare_call(inner)) and isinstance(call.func, ast.Name):
+            yield call.func.id
+
+
+def _bare_call(node: ast.AST) -> ast.Call | None:
+    """The call that is a statement of its own, awaited or not."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    value = value.value if isinstance(value, ast.Await) else value
+    return value if isinstance(value, ast.Call) else None
+
+
+def _awaits(node: ast.stmt) -> bool:
+    todo: list[ast.AST] = [node]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, ast.Await | ast.AsyncFor | ast.AsyncWith):
+            return True
+        if isinstance(inner, ast.comprehension) and inner.is_async:
+            return True
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo += ast.iter_child_nodes(inner)
+    return False
 
 
 def free_names(source: str) -> set[str]:
@@ -174,7 +209,7 @@ def free_names(source: str) -> set[str]:
     found = statements(source)
     bound = frozenset().union(*(one.binds for one in found)) if found else frozenset()
     wanted = frozenset().union(*(one.needs for one in found)) if found else frozenset()
-    return set(wanted - bound - _BUILTINS)
+    return set(wanted - bound - BUILTINS)
 
 
 def bound_names(source: str) -> set[str]:

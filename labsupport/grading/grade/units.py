@@ -10,6 +10,8 @@ from labsupport.grading.grade.names import Statement
 from labsupport.grading.grade.pristine import Pristine
 
 _DEFINITION = re.compile(r"(?:@|async def |def |class )")
+_IMPORT = re.compile(r"(?:import|from)\b")
+_COMPOUND = re.compile(r"(?:@|(?:async|def|class|for|while|with|if|try|match)\b)")
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,17 @@ class Unit:
     needs: frozenset[str]
     changes: frozenset[str] = frozenset()
     star: bool = False
+    calls: frozenset[str] = frozenset()
+    awaits: bool = False
     exercise: str = ""
     cell: int = -1
 
 
 def unit_of(one: Statement, cell: int = -1) -> Unit:
     """A statement as a unit; `cell` is where it stands in a submission, -1 for the instructor's."""
-    return Unit(one.text, one.binds, one.needs, one.changes, one.star, cell=cell)
+    return Unit(
+        one.text, one.binds, one.needs, one.changes, one.star, one.calls, one.awaits, cell=cell
+    )
 
 
 def bare(text: str) -> str:
@@ -46,6 +52,12 @@ def setup_units(pristine: Pristine) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+def future_imports(units: Iterable[Unit]) -> list[str]:
+    """The texts by which Python reads all others in another way."""
+    found = [unit.text for unit in units if unit.text.startswith("from __future__ import ")]
+    return sorted(set(found))
+
+
 def closure(
     exercise: str, wanted: set[str], setup: Sequence[Unit], units: Sequence[Unit]
 ) -> set[int]:
@@ -54,11 +66,14 @@ def closure(
     border = len(setup)
     binders: dict[str, list[int]] = {}
     changers: dict[str, list[int]] = {}
+    callers: dict[str, list[int]] = {}
     for number, unit in enumerate(everything):
         for name in unit.binds:
             binders.setdefault(name, []).append(number)
         for name in unit.changes if number >= border else ():
             changers.setdefault(name, []).append(number)
+        for name in unit.calls if number >= border else ():
+            callers.setdefault(name, []).append(number)
     stars = [number for number, unit in enumerate(everything) if unit.star]
     own = [n for n, unit in enumerate(everything) if unit.exercise == exercise]
     chosen = set(own)
@@ -77,7 +92,15 @@ def closure(
         again = any(name in everything[n].needs for n in theirs)
         picked = [*theirs, *(ours if again or not theirs else ())]
         if theirs:
-            picked += changers.get(name, ())
+            # A module is not changed by what is called in it, or else all tests of it would run.
+            module = all(_IMPORT.match(everything[n].text) for n in theirs)
+            changing = [
+                n
+                for n in changers.get(name, ())
+                if not (module and _COMPOUND.match(everything[n].text))
+            ]
+            called = {other for n in changing for other in everything[n].binds - {name}}
+            picked += [*changing, *(n for other in called for n in callers.get(other, ()))]
         elif not ours:
             picked += stars
         for number in picked:
@@ -88,7 +111,7 @@ def closure(
 
 
 def packed(units: Iterable[Unit]) -> list[str]:
-    """Cells: functions and solution cells as they are, other statements of a cell together."""
+    """Cells: functions, solutions and what awaits as they are, other statements together."""
     cells: list[str] = []
     simple: list[str] = []
 
@@ -102,7 +125,7 @@ def packed(units: Iterable[Unit]) -> list[str]:
             simple.clear()
 
     for unit in units:
-        if unit.exercise or _DEFINITION.match(unit.text):
+        if unit.exercise or unit.awaits or _DEFINITION.match(unit.text):
             flush()
             cells.append(unit.text)
         else:

@@ -1,5 +1,6 @@
 """Honest submissions that differ in the file: older, reordered, from other programs, renamed."""
 
+import copy
 import json
 import os
 import shutil
@@ -97,10 +98,57 @@ def second_function_in_an_own_cell(work: Copy) -> None:
 
 
 @honest()
+def solution_cell_split(work: Copy) -> None:
+    """Split in JupyterLab, which gives both halves the metadata, the grade_id among it."""
+    first, second = solution("memory").split("def longest_that_fits")
+    work.solve().write("memory", first)
+    work.add(f"def longest_that_fits{second}", at=work.index("memory") + 1)
+    half = work.notebook.cells[work.index("memory") + 1]
+    half.metadata = copy.deepcopy(work.cell("memory").metadata)
+
+
+@honest()
 def own_import_cell(work: Copy) -> None:
     """A library that the lab does not import, in a cell of the student's."""
     work.solve().change("softmax", ("torch.exp(m - shift)", "np.exp((m - shift).numpy())"))
     work.add("import numpy as np", at=2)
+
+
+@honest()
+def torchs_functions_by_pythons_names(work: Copy) -> None:
+    """Names that Python has too, imported from a library in a cell of the student's."""
+    work.solve().change("softmax", ("block.amax(dim=-1)", "max(block, dim=-1).values"))
+    work.add("from torch import exp, max, maximum, sum, full", at=2)
+
+
+@honest()
+def table_filled_in_a_loop(work: Copy) -> None:
+    """A dictionary of the student's, with what a loop in another cell puts into it."""
+    work.solve().change("memory", ("2 * batch", "SIZES['m'] * batch"))
+    work.add("SIZES = {}", at=2).add("for k in 'm':\n    SIZES.update({k: 2})", at=3)
+
+
+@honest()
+def set_by_functions(work: Copy) -> None:
+    """What a function sets, and what another one stores, both called in cells of their own."""
+    work.solve().change("memory", ("2 * batch", "(MATRICES * SIZES['m']) * batch"))
+    work.add("def setup():\n    global MATRICES\n    MATRICES = 2", at=2).add("setup()", at=3)
+    work.add("SIZES = {}\ndef put(k, v): SIZES[k] = v", at=4).add("put('m', 1)", at=5)
+
+
+@honest()
+def awaited_and_timed(work: Copy) -> None:
+    """What IPython runs in a cell and Python does not: an await, a timed assignment, an indent."""
+    work.solve().change("memory", ("2 * batch", "(MATRICES * TIMED * INNER) * batch"))
+    work.add("import asyncio\nMATRICES = await asyncio.sleep(0, 2)", at=2)
+    work.add("out = %time sum(range(10))\n%time TIMED = 1", at=3).add("    INNER = 1", at=4)
+
+
+@honest()
+def annotations_of_the_future(work: Copy) -> None:
+    """Annotations with names that nobody imports, which are never looked up."""
+    work.solve().change("memory", ("fits(memory,", "fits(memory: Bytes,"))
+    work.add("from __future__ import annotations", at=1)
 
 
 @honest()
@@ -125,6 +173,21 @@ def magics(work: Copy) -> None:
     work.solve().write("memory", "%%time\n" + solution("memory"))
     work.write("softmax", "%matplotlib inline\n" + solution("softmax") + "\n\n!ls\n?torch.exp")
     work.add("%timeit sum(range(10))").add("%%bash\necho hello").add("%load_ext autoreload")
+
+
+@honest()
+def a_question_in_a_comment(work: Copy) -> None:
+    """A magic on top makes the cell IPython's, and a line of code ends with a question."""
+    line = "scores = q @ k.mT / math.sqrt(q.shape[-1])"
+    work.solve().change("attention", (line, f"{line}  # why the square root?"))
+    work.write("attention", "%load_ext autoreload\n" + work.cell("attention").source)
+
+
+@honest()
+def installs_what_is_missing(work: Copy) -> None:
+    """A shell line as the only statement of a block."""
+    missing = "try:\n    import nothing_of_that_name\nexcept ImportError:\n    !pip --version\n\n"
+    work.solve().write("attention", missing + solution("attention"))
 
 
 @honest()
