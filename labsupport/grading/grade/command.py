@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from labsupport.grading.grade.reading import printable
 from labsupport.grading.grade.results import SubmissionResult
 from labsupport.grading.grade.settings import Settings
 from labsupport.interrupt import interrupted_status
@@ -92,11 +93,12 @@ def grade_command(
         raise typer.Exit(interrupted_status()) from None
     finally:
         bar.close()
+    # First of all: whatever a terminal makes of the lines below, the reports are there.
+    overview, *others = write_reports(results, out, notebooks=notebooks)
     for line in _table(results):
         typer.echo(line)
     for problem in sorted({f.text for r in results for f in r.flags if f.kind == "not confined"}):
         typer.echo(f"Warning: {problem}", err=True)
-    overview, *others = write_reports(results, out, notebooks=notebooks)
     typer.echo(f"written: {overview}, and {len(others)} files beside it")
 
 
@@ -115,5 +117,6 @@ def _table(results: list[SubmissionResult]) -> list[str]:
         flags = len([flag for flag in result.flags if flag.kind != "not confined"])
         if flags:
             said = f"{flags} to look at"
-        lines.append(f"{result.student:{wide}}  {name:28}  {points}  {said}".rstrip())
+        # Also of results that an earlier version wrote.
+        lines.append(printable(f"{result.student:{wide}}  {name:28}  {points}  {said}".rstrip()))
     return lines

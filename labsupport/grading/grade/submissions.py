@@ -10,7 +10,13 @@ from pathlib import Path
 
 from labsupport.grading.files import lies_beside
 from labsupport.grading.grade.pristine import Pristine, pristine_notebooks
-from labsupport.grading.grade.reading import Cell, UnreadableError, parse, read_bytes
+from labsupport.grading.grade.reading import (
+    Cell,
+    UnreadableError,
+    parse,
+    printable,
+    read_bytes,
+)
 from labsupport.grading.grade.results import Flag
 
 MAX_DEPTH, MAX_FILES, MAX_NAME = 5, 200, 200
@@ -189,7 +195,7 @@ def _read(
     digest = ""
 
     def refuse(reason: str, notebook: str = "") -> Refused:
-        return Refused(_safe(student), notebook, _safe(relative), digest, reason)
+        return Refused(_safe(student), notebook, _safe(relative), digest, printable(reason))
 
     if problem := _trick(student) or _trick(relative):
         return refuse(problem)

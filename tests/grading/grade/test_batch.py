@@ -1,9 +1,11 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import filelock
 import psutil
@@ -13,7 +15,10 @@ from typer.testing import CliRunner
 from labsupport.cli import app
 from labsupport.grading.grade.batch import run_batch
 from labsupport.grading.grade.journal import NAME, Journal, read_results
+from labsupport.grading.grade.one import grade_one
 from labsupport.grading.grade.results import CheckResult, SubmissionResult
+from labsupport.grading.grade.settings import Settings
+from labsupport.grading.grade.submissions import find_submissions
 
 RESULT = SubmissionResult("ada", "01", "a.ipynb", "0", checks=(CheckResult("c", "e", 2, "passed"),))
 
@@ -132,6 +137,26 @@ def test_after_an_interruption_there_are_reports_of_what_is_done(
     assert said.exit_code == 130
     assert "1 are done" in said.output
     assert "joe" in (out / "grades.csv").read_text()  # the broken file, which needs no kernel
+
+
+@pytest.mark.parametrize("reason", ["format \ud800", "format \x1b]0;owned\x07\x1b[2J"])
+def test_a_reason_that_no_terminal_takes_costs_nobody_the_reports(
+    course, tmp_path, solved_folder, reason
+):
+    for student in ("ada", "bob", "eve"):
+        shutil.rmtree(course / student)
+    (refused,) = find_submissions(course, notebooks=solved_folder)
+    (tmp_path / "out").mkdir()
+    earlier = grade_one(replace(refused, reason=reason), Settings(notebooks=solved_folder))
+    Journal(tmp_path / "out").add(earlier)
+
+    told = ["grade", course, "--out", tmp_path / "out", "--notebooks", solved_folder, "--resume"]
+    said = CliRunner().invoke(app, [str(word) for word in told])
+
+    assert said.exit_code == 0, said.output
+    assert "joe" in (tmp_path / "out" / "points.csv").read_text()
+    assert "joe" in said.output
+    assert all(line.isprintable() for line in said.output.splitlines())
 
 
 def test_a_worker_that_dies_between_two_submissions_costs_nobody_a_point(

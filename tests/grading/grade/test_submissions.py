@@ -196,3 +196,18 @@ def test_a_folder_without_submissions_is_an_error(tmp_path, solved_folder):
         found(tmp_path / "empty", solved_folder)
     with pytest.raises(ValueError, match="no folder"):
         found(tmp_path / "nowhere", solved_folder)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("\ud800", "format \\ud800;"), ("\x1b]0;owned\x07\x1b[2J", "format ?]0;owned??[2J;")],
+)
+def test_a_reason_that_repeats_the_file_can_be_printed(submissions, solved_folder, version, said):
+    content = json.dumps({"nbformat": version, "cells": []})
+    (submissions / "ada" / "01-Powers.ipynb").write_text(content)
+
+    one = only(submissions, solved_folder)
+
+    assert said in one.reason
+    assert one.reason.encode("utf-8").isascii()
+    assert one.reason.isprintable()
