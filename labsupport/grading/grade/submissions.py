@@ -11,6 +11,7 @@ from pathlib import Path
 from labsupport.grading.files import lies_beside
 from labsupport.grading.grade.pristine import Pristine, pristine_notebooks
 from labsupport.grading.grade.reading import (
+    JOINERS,
     Cell,
     UnreadableError,
     parse,
@@ -21,6 +22,8 @@ from labsupport.grading.grade.results import Flag
 
 MAX_DEPTH, MAX_FILES, MAX_NAME = 5, 200, 200
 _MOODLE = re.compile(r"^(?P<student>.+?_\d+)_assignsubmission_\w+$")
+# A joiner beside a letter that is not ASCII; anywhere else it makes two names look the same.
+_JOINED = re.compile(rf"(?<=[^\x00-\x7f])[{JOINERS}]|[{JOINERS}](?=[^\x00-\x7f])")
 _CANVAS = re.compile(r"^(?P<student>[^_]+?)(?P<late>_LATE)?_(?P<id>\d+)_\d+_(?P<file>.+)$")
 
 
@@ -167,18 +170,21 @@ def _student_of_file(stem: str, pristine: Mapping[str, Pristine]) -> tuple[str, 
 
 
 def _safe(name: str) -> str:
-    """A name that can be printed, and written into a file."""
-    kept = [c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:MAX_NAME]]
+    """A name or path that can be printed, and written into a file; each part is cut."""
+    name = "/".join(part[:MAX_NAME] for part in name.split("/"))
+    kept = [c if c.isprintable() or c in JOINERS else f"\\x{ord(c):02x}" for c in name]
     return "".join(kept).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _trick(name: str) -> str:
-    """What is wrong with a name from a submission: "" if nothing is."""
-    if any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") for c in name):
+    """What is wrong with a name or path from a submission: "" if nothing is."""
+    seen = _JOINED.sub("", name)
+    if any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") for c in seen):
         return "its name holds characters that cannot be seen"
-    if "\\" in name or name.startswith("-") or any(part == ".." for part in name.split("/")):
+    parts = name.split("/")
+    if "\\" in name or name.startswith("-") or ".." in parts:
         return "its name could be taken for a path or an option"
-    if len(name) > MAX_NAME or not name.strip():
+    if not name.strip() or any(len(part) > MAX_NAME for part in parts):
         return "its name is too long, or empty"
     return ""
 
@@ -198,7 +204,7 @@ def _read(
         return Refused(_safe(student), notebook, _safe(relative), digest, printable(reason))
 
     if problem := _trick(student) or _trick(relative):
-        return refuse(problem)
+        return refuse(problem, _named(path.stem, pristine))
     try:
         if path.is_dir() and not path.is_symlink():
             return refuse("there is no notebook in this folder")

@@ -165,6 +165,44 @@ def test_names_with_tricks_are_refused_and_can_still_be_printed(submissions, sol
     assert one.student.isprintable()
 
 
+@pytest.mark.parametrize("name", ["علی\u200cرضا", "क्\u200dष", "PDF\u200cها"])
+def test_names_that_are_spelt_with_joiners_are_graded(submissions, solved_folder, name):
+    (submissions / "ada").rename(submissions / name)
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, Submission)
+    assert one.student == name
+
+
+def test_a_joiner_does_not_make_a_second_student_of_the_same_look(submissions, solved_folder):
+    (submissions / "ada").rename(submissions / "a\u200cda")
+
+    assert isinstance(only(submissions, solved_folder), Refused)
+
+
+@pytest.mark.parametrize(("wide", "kind"), [(150, Submission), (201, Refused)])
+def test_the_parts_of_a_path_may_be_long_the_whole_longer(submissions, solved_folder, wide, kind):
+    folder = submissions / "ada" / ("x" * wide) / ("y" * wide)
+    folder.mkdir(parents=True)
+    (submissions / "ada" / "01-Powers.ipynb").rename(folder / "01-Powers.ipynb")
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, kind)
+    assert one.path.endswith("/01-Powers.ipynb")
+
+
+def test_a_refused_name_still_tells_the_notebook(submissions, solved_folder):
+    file = submissions / "ada" / "01-Powers.ipynb"
+    file.rename(file.with_name("\u202e01-Powers.ipynb"))
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, Refused)
+    assert one.notebook == "01-Powers"
+
+
 def test_an_old_format_is_upgraded(submissions, solved_folder):
     path = submissions / "ada" / "01-Powers.ipynb"
     new = nbformat.read(path, as_version=4)
