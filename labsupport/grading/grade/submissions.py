@@ -3,9 +3,10 @@
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 from labsupport.grading.files import lies_beside
@@ -54,13 +55,17 @@ class Submission:
 
 @dataclass(frozen=True)
 class Refused:
-    """A file that cannot be graded; `reason` says why. It has no points, and stops nothing."""
+    """A file that cannot be graded; `reason` says why. It has no points, and stops nothing.
+
+    `modified` is the file's time, None if that is not known.
+    """
 
     student: str
     notebook: str
     path: str
     digest: str
     reason: str
+    modified: datetime | None = None
 
 
 def find_submissions(
@@ -201,7 +206,9 @@ def _read(
     digest = ""
 
     def refuse(reason: str, notebook: str = "") -> Refused:
-        return Refused(_safe(student), notebook, _safe(relative), digest, printable(reason))
+        return Refused(
+            _safe(student), notebook, _safe(relative), digest, printable(reason), _modified(path)
+        )
 
     if problem := _trick(student) or _trick(relative):
         return refuse(problem, _named(path.stem, pristine))
@@ -227,6 +234,13 @@ def _read(
     return Submission(
         _safe(student), notebook, relative, digest, cells, edition, raw.modified, tuple(flags)
     )
+
+
+def _modified(path: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
+    except (OSError, OverflowError, ValueError):
+        return None
 
 
 def _which(cells: tuple[Cell, ...], pristine: Mapping[str, Pristine]) -> str:
@@ -262,8 +276,21 @@ def _newest(found: list[Submission | Refused]) -> Iterator[Submission | Refused]
             names = ", ".join(one.path for one in older[:5])
             text = f"Several files for this notebook; the newest counts. Passed over: {names}."
             newest = replace(newest, flags=(*newest.flags, Flag("", "duplicate", text)))
-        yield newest
+        flags = [Flag("", "duplicate", text) for text in islice(_refused_since(newest, found), 5)]
+        yield replace(newest, flags=(*newest.flags, *flags))
     for one in found:
-        # A broken file does not take the place of a good one.
+        # A broken file does not take the place of a good one, whose flag speaks of it.
         if isinstance(one, Refused) and (one.student, one.notebook) not in handed_in:
             yield one
+
+
+def _refused_since(graded: Submission, found: Iterable[Submission | Refused]) -> Iterator[str]:
+    """What to say of the refused files that are newer than what is graded in their place."""
+    for one in found:
+        if (
+            isinstance(one, Refused)
+            and (one.student, one.notebook) == (graded.student, graded.notebook)
+            and not lies_beside(one.path)
+            and not (one.modified and graded.modified and one.modified < graded.modified)
+        ):
+            yield f"{one.path} was refused ({one.reason}); this file was graded instead."

@@ -71,6 +71,26 @@ def test_the_newest_of_several_files_counts_and_says_so(submissions, solved_fold
     assert [flag.kind for flag in one.flags] == ["duplicate"]
 
 
+def test_what_is_graded_instead_of_a_newer_file_that_was_refused_says_so(
+    submissions, solved_folder
+):
+    draft = submissions / "ada" / "01-Powers.ipynb"
+    newer = submissions / "ada" / "01-Powers (1).ipynb"
+    newer.write_bytes(draft.read_bytes()[:300])
+    os.utime(draft, (1_000_000, 1_000_000))
+
+    one = only(submissions, solved_folder)
+
+    assert one.path == "ada/01-Powers.ipynb"
+    (flag,) = one.flags
+    assert flag.kind == "duplicate"
+    assert flag.text.startswith("ada/01-Powers (1).ipynb was refused (it is not valid JSON")
+    assert flag.text.endswith("; this file was graded instead.")
+
+    os.utime(newer, (500_000, 500_000))
+    assert only(submissions, solved_folder).flags == ()
+
+
 def test_a_newer_edition_laid_beside_the_work_is_not_the_work(submissions, solved_folder):
     work = submissions / "ada" / "01-Powers.ipynb"
     (submissions / "ada" / "01-Powers.new-edition-0123abcd.ipynb").write_bytes(work.read_bytes())
