@@ -139,6 +139,25 @@ def test_after_an_interruption_there_are_reports_of_what_is_done(
     assert "joe" in (out / "grades.csv").read_text()  # the broken file, which needs no kernel
 
 
+def test_of_one_notebook_also_those_are_reported_whose_file_does_not_tell(
+    course, tmp_path, settings
+):
+    for student in ("ada", "bob", "eve"):
+        shutil.rmtree(course / student)
+    (course / "joe" / "01-Powers.ipynb").rename(course / "joe" / "01.ipynb")
+    (course / "-rf").mkdir()
+    (course / "-rf" / "02-Others.ipynb").touch()
+
+    results = run_batch(course, tmp_path / "out", replace(settings, only="01"))
+
+    assert [(one.student, one.status) for one in results] == [
+        ("-rf", "refused"),
+        ("joe", "refused"),
+    ]
+    with pytest.raises(ValueError, match="no submission of 02"):
+        run_batch(course, tmp_path / "other", replace(settings, only="02"))
+
+
 @pytest.mark.parametrize("reason", ["format \ud800", "format \x1b]0;owned\x07\x1b[2J"])
 def test_a_reason_that_no_terminal_takes_costs_nobody_the_reports(
     course, tmp_path, solved_folder, reason
