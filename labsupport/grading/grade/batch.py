@@ -93,13 +93,14 @@ def _only(
 
 
 def _graded(new: list[Submission | Refused], settings: Settings) -> Iterator[SubmissionResult]:
-    for one in new:
-        if isinstance(one, Refused):
-            yield grade_one(one, settings)
     submissions = [one for one in new if isinstance(one, Submission)]
     if submissions:
         # Before anything is graded: if nothing can be run here, that is no submission's fault.
         confinement_here(settings)
+    for one in new:
+        if isinstance(one, Refused):
+            yield grade_one(one, settings)
+    if submissions:
         remove_stale()
         with _package(), contextlib.closing(grade_all(submissions, settings)) as results:
             yield from results

@@ -43,7 +43,8 @@ def grade_command(
         bool, typer.Option("--network", help="Let submissions use the network.")
     ] = False,
     unconfined: Annotated[
-        bool, typer.Option("--unconfined", help="Grade even if submissions have to run as root.")
+        bool,
+        typer.Option("--unconfined", help="Grade even if submissions can do whatever you can do."),
     ] = False,
     notebooks: Annotated[
         Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")

@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
+from labsupport.grading.grade import confinement
 from labsupport.grading.grade.batch import run_batch
+from labsupport.grading.grade.confinement import Confinement
 from labsupport.grading.grade.journal import NAME, Journal, read_results
 from labsupport.grading.grade.one import grade_one
 from labsupport.grading.grade.results import CheckResult, SubmissionResult
@@ -74,6 +76,15 @@ def test_results_do_not_go_into_the_folder_of_submissions(course, settings):
         run_batch(course, course / "out", settings)
 
 
+def test_where_nothing_may_be_run_nothing_is_written(course, tmp_path, settings, monkeypatch):
+    none = Confinement(False, None)
+    monkeypatch.setattr(confinement, "_probe", lambda settings: none)
+    with pytest.raises(RuntimeError, match="submissions would run as"):
+        run_batch(course, tmp_path / "out", replace(settings, unconfined=False))
+
+    assert read_results(tmp_path / "out") == []
+
+
 def test_a_line_that_was_cut_off_costs_that_line_only(tmp_path):
     journal = Journal(tmp_path)
     journal.add(RESULT)
@@ -95,7 +106,7 @@ def test_a_grader_that_is_killed_is_resumed_and_leaves_no_process(course, tmp_pa
         "from labsupport.grading.grade.batch import run_batch\n"
         "from labsupport.grading.grade.settings import Settings\n"
         "if __name__ == '__main__':\n"
-        "    settings = Settings(notebooks=Path(sys.argv[3]), jobs=2)\n"
+        "    settings = Settings(notebooks=Path(sys.argv[3]), jobs=2, unconfined=True)\n"
         "    run_batch(Path(sys.argv[1]), Path(sys.argv[2]), settings)\n"
     )
     program = tmp_path / "grade.py"
