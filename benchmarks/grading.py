@@ -69,7 +69,7 @@ def time_ours(texts: list[str], folder: Path) -> tuple[float, list[float], list[
         student.mkdir(parents=True)
         (student / f"{NAME}.ipynb").write_text(text, encoding="utf-8")
     start = time.perf_counter()
-    results = run_batch(folder / "submissions", folder / "out", Settings(jobs=1))
+    results = run_batch(folder / "submissions", folder / "out", Settings(jobs=1, unconfined=True))
     wall = time.perf_counter() - start
     return wall, [r.seconds for r in results], [r.earned for r in results]
 

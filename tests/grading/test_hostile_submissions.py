@@ -16,6 +16,7 @@ from labsupport.grading.grade.submissions import find_submissions
 from tests.grading.variants import (
     hostile_breaking,
     hostile_cells,
+    hostile_detached,
     hostile_files,
     hostile_lies,
     hostile_reaching,
@@ -27,6 +28,7 @@ from tests.grading.variants.running import BYSTANDERS, grade_all, settings_for
 KINDS = (
     hostile_breaking,
     hostile_cells,
+    hostile_detached,
     hostile_files,
     hostile_lies,
     hostile_reaching,
@@ -48,6 +50,7 @@ reads-the-instructors-notebook writes-results deletes-other-submissions removes-
 survives-by-double-fork calls-out modules-replaced local-modules
 serve-replaced inputs-changed-in-the-grader sends-garbage sends-a-huge-length half-an-answer
 connects-too-early lets-a-child-answer matrix-with-its-traces-removed
+matrix-in-a-detached-process
 surrounded-by-traps name-like-an-option name-with-a-command name-of-another-student
 """.split()  # noqa: SIM905
 BROKEN_FILES = [n for n in hostile_files.hostile if not any(VARIANTS[n].points.values())]

@@ -140,7 +140,9 @@ def test_nbgrader_gives_untouched_stubs_nothing(handed_in, small):
 def test_labsupport_grade_gives_each_check_the_points_that_nbgrader_gives(handed_in, student):
     course, files, solved = handed_in
     submission = read_submission(files[student], student=student, notebooks=solved)
-    result = grade_one(submission, Settings(notebooks=solved, notebook_timeout_s=600))
+    result = grade_one(
+        submission, Settings(notebooks=solved, notebook_timeout_s=600, unconfined=True)
+    )
     assert result.status == "graded", result.reason
     assert {check.grade_id: check.earned for check in result.checks} == course.grades()[student]
 
@@ -153,5 +155,7 @@ def test_a_whole_notebook_gets_all_points_from_both(tmp_path):
     path = course.hand_in("ada", filled(course.released(), solutions_of(solved)))
     course.run("autograde", "lab")
     assert course.grades()["ada"] == points(solved)
-    result = grade_one(read_submission(path, student="ada"), Settings(notebook_timeout_s=900))
+    result = grade_one(
+        read_submission(path, student="ada"), Settings(notebook_timeout_s=900, unconfined=True)
+    )
     assert {check.grade_id: check.earned for check in result.checks} == course.grades()["ada"]

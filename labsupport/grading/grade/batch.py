@@ -17,6 +17,7 @@ from labsupport.grading.grade.confinement import (
 from labsupport.grading.grade.journal import NAME, Journal, read_results
 from labsupport.grading.grade.one import grade_one
 from labsupport.grading.grade.package import FOLDER_VARIABLE, write_kernel_package
+from labsupport.grading.grade.pristine import pristine_notebooks
 from labsupport.grading.grade.results import SubmissionResult
 from labsupport.grading.grade.settings import Settings
 from labsupport.grading.grade.submissions import Refused, Submission, find_submissions
@@ -68,7 +69,7 @@ def run_batch(
             )
         found = find_submissions(folder, notebooks=settings.notebooks, due=settings.due)
         if settings.only:
-            found = [one for one in found if one.notebook.startswith(settings.only)]
+            found = _only(found, settings.only, settings.notebooks)
         if not found:
             raise ValueError(f"there is no submission of {settings.only} in {folder}")
         done = sum(_key(one) in known for one in found)
@@ -82,14 +83,24 @@ def run_batch(
     return [known[_key(one)] for one in found]
 
 
+def _only(
+    found: list[Submission | Refused], only: str, notebooks: Path | None
+) -> list[Submission | Refused]:
+    """Those of one notebook, and the refused ones that may be of any; none if there is no such."""
+    if not any(name.startswith(only) for name in pristine_notebooks(notebooks)):
+        return []
+    return [one for one in found if one.notebook.startswith(only) or not one.notebook]
+
+
 def _graded(new: list[Submission | Refused], settings: Settings) -> Iterator[SubmissionResult]:
-    for one in new:
-        if isinstance(one, Refused):
-            yield grade_one(one, settings)
     submissions = [one for one in new if isinstance(one, Submission)]
     if submissions:
         # Before anything is graded: if nothing can be run here, that is no submission's fault.
         confinement_here(settings)
+    for one in new:
+        if isinstance(one, Refused):
+            yield grade_one(one, settings)
+    if submissions:
         remove_stale()
         with _package(), contextlib.closing(grade_all(submissions, settings)) as results:
             yield from results

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from labsupport.grading.grade.reading import printable
 from labsupport.grading.grade.results import SubmissionResult
 from labsupport.grading.grade.settings import Settings
 from labsupport.interrupt import interrupted_status
@@ -42,7 +43,8 @@ def grade_command(
         bool, typer.Option("--network", help="Let submissions use the network.")
     ] = False,
     unconfined: Annotated[
-        bool, typer.Option("--unconfined", help="Grade even if submissions have to run as root.")
+        bool,
+        typer.Option("--unconfined", help="Grade even if submissions can do whatever you can do."),
     ] = False,
     notebooks: Annotated[
         Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")
@@ -92,11 +94,12 @@ def grade_command(
         raise typer.Exit(interrupted_status()) from None
     finally:
         bar.close()
+    # First of all: whatever a terminal makes of the lines below, the reports are there.
+    overview, *others = write_reports(results, out, notebooks=notebooks)
     for line in _table(results):
         typer.echo(line)
     for problem in sorted({f.text for r in results for f in r.flags if f.kind == "not confined"}):
         typer.echo(f"Warning: {problem}", err=True)
-    overview, *others = write_reports(results, out, notebooks=notebooks)
     typer.echo(f"written: {overview}, and {len(others)} files beside it")
 
 
@@ -115,5 +118,6 @@ def _table(results: list[SubmissionResult]) -> list[str]:
         flags = len([flag for flag in result.flags if flag.kind != "not confined"])
         if flags:
             said = f"{flags} to look at"
-        lines.append(f"{result.student:{wide}}  {name:28}  {points}  {said}".rstrip())
+        # Also of results that an earlier version wrote.
+        lines.append(printable(f"{result.student:{wide}}  {name:28}  {points}  {said}".rstrip()))
     return lines

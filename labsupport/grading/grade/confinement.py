@@ -22,6 +22,11 @@ FIRST_UID, UIDS = 64_000, 500
 # Of the system, as far as they exist. The interpreter's own folders are added.
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc", "/nix/store")
 PREFIX = "labsupport-grade-"
+# What to do where nothing would hold submissions back, by whom they would run as.
+_INSTEAD = {
+    "root": "Install the environment where all users can read it",
+    "you": "Let your user make namespaces (GRADING.md says how), or grade with sudo",
+}
 _CPUS = "/sys/devices/system"
 # What a kernel, pytest and PyTorch start by themselves.
 _THREADS_BESIDE = 96
@@ -250,10 +255,13 @@ def _probe(settings: Settings) -> Confinement:
         )
     missing = []
     if not attempt.namespaces:
-        what = "may use the network, and see" if not settings.network else "can see"
-        files = "files that any user may read" if attempt.uid is not None else "your files"
+        what = "see files that any user may read"
+        if attempt.uid is None:
+            what = "read, change and delete your files, and end your programs"
+        network = "" if settings.network else "use the network, and "
         missing.append(
-            f"Submissions {what} {files}: this system lets us make no namespaces ({reasons[0]})."
+            f"Submissions can {network}{what}: this system lets us make no namespaces "
+            f"({reasons[0]})."
         )
     if os.getuid() == 0 and attempt.uid is None:
         missing.append("Submissions run as root: another user cannot start this Python.")
@@ -264,8 +272,8 @@ def confinement_here(settings: Settings) -> Confinement:
     """The best that works on this system; tried once in a process.
 
     Raises:
-        RuntimeError: not even an unconfined program starts, this is not Linux, or submissions would
-            run as root, unasked.
+        RuntimeError: not even an unconfined program starts, this is not Linux, or nothing would
+            hold submissions back, unasked.
     """
     if sys.platform != "linux":
         raise RuntimeError(
@@ -274,20 +282,22 @@ def confinement_here(settings: Settings) -> Confinement:
         )
     # Only what the attempt depends on, so that it is not made again for each time limit.
     here = _probe(Settings(network=settings.network, unprivileged=settings.unprivileged))
-    refuse_as_root(here, settings)
+    refuse_unconfined(here, settings)
     return here
 
 
-def refuse_as_root(here: Confinement, settings: Settings) -> None:
-    """Raise if submissions would run as root although that was not asked for.
+def refuse_unconfined(here: Confinement, settings: Settings) -> None:
+    """Raise if submissions would have all rights of who grades although that was not asked for.
 
     Raises:
         RuntimeError: says what to do.
     """
-    asked = settings.unconfined or not settings.unprivileged
-    if os.getuid() == 0 and here.uid is None and not asked:
+    if os.getuid() == 0:
+        who, held = "root", here.uid is not None or not settings.unprivileged
+    else:
+        who, held = "you", here.namespaces
+    if not held and not settings.unconfined:
         raise RuntimeError(
-            f"submissions would run as root. {' '.join(here.missing)} Grade as another user, or "
-            "install the environment where all users can read it; in a machine that is thrown away "
-            "afterwards, --unconfined grades all the same"
+            f"submissions would run as {who}. {' '.join(here.missing)} {_INSTEAD[who]}; in a "
+            "machine that is thrown away afterwards, --unconfined grades all the same"
         )

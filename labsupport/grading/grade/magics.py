@@ -18,7 +18,7 @@ _OPTIONS = re.compile(r"^(?:--no-raise-error\s+|-[tcpqov]\s+|-[nr]\s*\d+\s+)*")
 # What IPython might translate. It reads the whole cell anew for each, and is slow at long words
 # before a question mark: nobody may keep the grader busy with that.
 _MARK = re.compile(r"^[ \t]*[%!?,;/]|=[ \t]*[%!]|\?[ \t]*$", re.MULTILINE)
-_MAX_MARKS = 20
+_MAX_LENGTH, _MAX_MARKS = 50_000, 20
 _LONG_WORD = re.compile(r"\S{1000}")
 
 
@@ -36,7 +36,9 @@ def translated(source: str, depth: int = 3) -> str:
     from IPython.core.inputtransformer2 import TransformerManager
 
     text = source.replace("\r\n", "\n").replace("\r", "\n")
-    if len(_MARK.findall(text)) > _MAX_MARKS or ("?" in text and _LONG_WORD.search(text)):
+    if len(text) > _MAX_LENGTH or len(_MARK.findall(text)) > _MAX_MARKS:
+        return source
+    if "?" in text and _LONG_WORD.search(text):
         return source
     try:
         plain = TransformerManager().transform_cell(text).removesuffix("\n")

@@ -11,12 +11,23 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 20 * 2**20
-MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
+MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 1_000_000
 _EDITION = re.compile(r"[0-9a-f]{12}")
+# Cannot be seen, but Persian and Indic names are spelt with them.
+JOINERS = "\u200c\u200d"
 
 
 class UnreadableError(ValueError):
     """A file that is no notebook, or is not allowed to be read; says why."""
+
+
+def printable(text: str) -> str:
+    """A text that a terminal only shows, and that can be written into a file.
+
+    Halves of surrogate pairs become `\\ud...` in letters, control characters question marks.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() or c in JOINERS else "?" for c in text)
 
 
 @dataclass(frozen=True)

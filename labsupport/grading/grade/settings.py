@@ -25,7 +25,8 @@ class Settings:
         notebooks: the folder of the solved notebooks; the lab's own if None.
         only: the beginning of a notebook's name ("01"): others are passed over.
         unprivileged: where we are root, run submissions as a user who owns nothing.
-        unconfined: grade as root even where that is not possible; otherwise we refuse.
+        unconfined: grade even where submissions would run as ourselves and nothing keeps them from
+            our files and processes; otherwise we refuse.
     """
 
     cell_timeout_s: float = 60.0

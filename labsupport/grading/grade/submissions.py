@@ -3,18 +3,28 @@
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 
 from labsupport.grading.files import lies_beside
 from labsupport.grading.grade.pristine import Pristine, pristine_notebooks
-from labsupport.grading.grade.reading import Cell, UnreadableError, parse, read_bytes
+from labsupport.grading.grade.reading import (
+    JOINERS,
+    Cell,
+    UnreadableError,
+    parse,
+    printable,
+    read_bytes,
+)
 from labsupport.grading.grade.results import Flag
 
 MAX_DEPTH, MAX_FILES, MAX_NAME = 5, 200, 200
 _MOODLE = re.compile(r"^(?P<student>.+?_\d+)_assignsubmission_\w+$")
+# A joiner beside a letter that is not ASCII; anywhere else it makes two names look the same.
+_JOINED = re.compile(rf"(?<=[^\x00-\x7f])[{JOINERS}]|[{JOINERS}](?=[^\x00-\x7f])")
 _CANVAS = re.compile(r"^(?P<student>[^_]+?)(?P<late>_LATE)?_(?P<id>\d+)_\d+_(?P<file>.+)$")
 
 
@@ -45,13 +55,17 @@ class Submission:
 
 @dataclass(frozen=True)
 class Refused:
-    """A file that cannot be graded; `reason` says why. It has no points, and stops nothing."""
+    """A file that cannot be graded; `reason` says why. It has no points, and stops nothing.
+
+    `modified` is the file's time, None if that is not known.
+    """
 
     student: str
     notebook: str
     path: str
     digest: str
     reason: str
+    modified: datetime | None = None
 
 
 def find_submissions(
@@ -161,18 +175,21 @@ def _student_of_file(stem: str, pristine: Mapping[str, Pristine]) -> tuple[str, 
 
 
 def _safe(name: str) -> str:
-    """A name that can be printed, and written into a file."""
-    kept = [c if c.isprintable() else f"\\x{ord(c):02x}" for c in name[:MAX_NAME]]
+    """A name or path that can be printed, and written into a file; each part is cut."""
+    name = "/".join(part[:MAX_NAME] for part in name.split("/"))
+    kept = [c if c.isprintable() or c in JOINERS else f"\\x{ord(c):02x}" for c in name]
     return "".join(kept).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _trick(name: str) -> str:
-    """What is wrong with a name from a submission: "" if nothing is."""
-    if any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") for c in name):
+    """What is wrong with a name or path from a submission: "" if nothing is."""
+    seen = _JOINED.sub("", name)
+    if any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") for c in seen):
         return "its name holds characters that cannot be seen"
-    if "\\" in name or name.startswith("-") or any(part == ".." for part in name.split("/")):
+    parts = name.split("/")
+    if "\\" in name or name.startswith("-") or ".." in parts:
         return "its name could be taken for a path or an option"
-    if len(name) > MAX_NAME or not name.strip():
+    if not name.strip() or any(len(part) > MAX_NAME for part in parts):
         return "its name is too long, or empty"
     return ""
 
@@ -189,10 +206,12 @@ def _read(
     digest = ""
 
     def refuse(reason: str, notebook: str = "") -> Refused:
-        return Refused(_safe(student), notebook, _safe(relative), digest, reason)
+        return Refused(
+            _safe(student), notebook, _safe(relative), digest, printable(reason), _modified(path)
+        )
 
     if problem := _trick(student) or _trick(relative):
-        return refuse(problem)
+        return refuse(problem, _named(path.stem, pristine))
     try:
         if path.is_dir() and not path.is_symlink():
             return refuse("there is no notebook in this folder")
@@ -215,6 +234,13 @@ def _read(
     return Submission(
         _safe(student), notebook, relative, digest, cells, edition, raw.modified, tuple(flags)
     )
+
+
+def _modified(path: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
+    except (OSError, OverflowError, ValueError):
+        return None
 
 
 def _which(cells: tuple[Cell, ...], pristine: Mapping[str, Pristine]) -> str:
@@ -250,8 +276,21 @@ def _newest(found: list[Submission | Refused]) -> Iterator[Submission | Refused]
             names = ", ".join(one.path for one in older[:5])
             text = f"Several files for this notebook; the newest counts. Passed over: {names}."
             newest = replace(newest, flags=(*newest.flags, Flag("", "duplicate", text)))
-        yield newest
+        flags = [Flag("", "duplicate", text) for text in islice(_refused_since(newest, found), 5)]
+        yield replace(newest, flags=(*newest.flags, *flags))
     for one in found:
-        # A broken file does not take the place of a good one.
+        # A broken file does not take the place of a good one, whose flag speaks of it.
         if isinstance(one, Refused) and (one.student, one.notebook) not in handed_in:
             yield one
+
+
+def _refused_since(graded: Submission, found: Iterable[Submission | Refused]) -> Iterator[str]:
+    """What to say of the refused files that are newer than what is graded in their place."""
+    for one in found:
+        if (
+            isinstance(one, Refused)
+            and (one.student, one.notebook) == (graded.student, graded.notebook)
+            and not lies_beside(one.path)
+            and not (one.modified and graded.modified and one.modified < graded.modified)
+        ):
+            yield f"{one.path} was refused ({one.reason}); this file was graded instead."

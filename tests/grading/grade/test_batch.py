@@ -1,9 +1,11 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import filelock
 import psutil
@@ -11,9 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
+from labsupport.grading.grade import confinement
 from labsupport.grading.grade.batch import run_batch
+from labsupport.grading.grade.confinement import Confinement
 from labsupport.grading.grade.journal import NAME, Journal, read_results
+from labsupport.grading.grade.one import grade_one
 from labsupport.grading.grade.results import CheckResult, SubmissionResult
+from labsupport.grading.grade.settings import Settings
+from labsupport.grading.grade.submissions import find_submissions
 
 RESULT = SubmissionResult("ada", "01", "a.ipynb", "0", checks=(CheckResult("c", "e", 2, "passed"),))
 
@@ -69,6 +76,15 @@ def test_results_do_not_go_into_the_folder_of_submissions(course, settings):
         run_batch(course, course / "out", settings)
 
 
+def test_where_nothing_may_be_run_nothing_is_written(course, tmp_path, settings, monkeypatch):
+    none = Confinement(False, None)
+    monkeypatch.setattr(confinement, "_probe", lambda settings: none)
+    with pytest.raises(RuntimeError, match="submissions would run as"):
+        run_batch(course, tmp_path / "out", replace(settings, unconfined=False))
+
+    assert read_results(tmp_path / "out") == []
+
+
 def test_a_line_that_was_cut_off_costs_that_line_only(tmp_path):
     journal = Journal(tmp_path)
     journal.add(RESULT)
@@ -90,7 +106,7 @@ def test_a_grader_that_is_killed_is_resumed_and_leaves_no_process(course, tmp_pa
         "from labsupport.grading.grade.batch import run_batch\n"
         "from labsupport.grading.grade.settings import Settings\n"
         "if __name__ == '__main__':\n"
-        "    settings = Settings(notebooks=Path(sys.argv[3]), jobs=2)\n"
+        "    settings = Settings(notebooks=Path(sys.argv[3]), jobs=2, unconfined=True)\n"
         "    run_batch(Path(sys.argv[1]), Path(sys.argv[2]), settings)\n"
     )
     program = tmp_path / "grade.py"
@@ -132,6 +148,45 @@ def test_after_an_interruption_there_are_reports_of_what_is_done(
     assert said.exit_code == 130
     assert "1 are done" in said.output
     assert "joe" in (out / "grades.csv").read_text()  # the broken file, which needs no kernel
+
+
+def test_of_one_notebook_also_those_are_reported_whose_file_does_not_tell(
+    course, tmp_path, settings
+):
+    for student in ("ada", "bob", "eve"):
+        shutil.rmtree(course / student)
+    (course / "joe" / "01-Powers.ipynb").rename(course / "joe" / "01.ipynb")
+    (course / "-rf").mkdir()
+    (course / "-rf" / "02-Others.ipynb").touch()
+
+    results = run_batch(course, tmp_path / "out", replace(settings, only="01"))
+
+    assert [(one.student, one.status) for one in results] == [
+        ("-rf", "refused"),
+        ("joe", "refused"),
+    ]
+    with pytest.raises(ValueError, match="no submission of 02"):
+        run_batch(course, tmp_path / "other", replace(settings, only="02"))
+
+
+@pytest.mark.parametrize("reason", ["format \ud800", "format \x1b]0;owned\x07\x1b[2J"])
+def test_a_reason_that_no_terminal_takes_costs_nobody_the_reports(
+    course, tmp_path, solved_folder, reason
+):
+    for student in ("ada", "bob", "eve"):
+        shutil.rmtree(course / student)
+    (refused,) = find_submissions(course, notebooks=solved_folder)
+    (tmp_path / "out").mkdir()
+    earlier = grade_one(replace(refused, reason=reason), Settings(notebooks=solved_folder))
+    Journal(tmp_path / "out").add(earlier)
+
+    told = ["grade", course, "--out", tmp_path / "out", "--notebooks", solved_folder, "--resume"]
+    said = CliRunner().invoke(app, [str(word) for word in told])
+
+    assert said.exit_code == 0, said.output
+    assert "joe" in (tmp_path / "out" / "points.csv").read_text()
+    assert "joe" in said.output
+    assert all(line.isprintable() for line in said.output.splitlines())
 
 
 def test_a_worker_that_dies_between_two_submissions_costs_nobody_a_point(

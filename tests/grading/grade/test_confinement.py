@@ -9,8 +9,9 @@ import pytest
 from labsupport.grading.grade.confinement import (
     Confinement,
     _readable,
+    confinement_here,
     prepare_folder,
-    refuse_as_root,
+    refuse_unconfined,
     remove_folder,
 )
 from labsupport.grading.grade.settings import Settings
@@ -21,10 +22,25 @@ UNCONFINED = Confinement(False, None, ("Submissions run as root.",))
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can grade as root")
 def test_nothing_is_graded_as_root_unless_that_was_asked_for():
     with pytest.raises(RuntimeError, match=r"would run as root.*--unconfined"):
-        refuse_as_root(UNCONFINED, Settings())
-    refuse_as_root(UNCONFINED, Settings(unconfined=True))
-    refuse_as_root(UNCONFINED, Settings(unprivileged=False))
-    refuse_as_root(Confinement(True, 64_000), Settings())
+        refuse_unconfined(UNCONFINED, Settings())
+    refuse_unconfined(UNCONFINED, Settings(unconfined=True))
+    refuse_unconfined(UNCONFINED, Settings(unprivileged=False))
+    refuse_unconfined(Confinement(True, 64_000), Settings())
+
+
+def test_nothing_is_graded_with_all_rights_of_a_user_unless_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    with pytest.raises(RuntimeError, match=r"would run as you.*sudo.*--unconfined"):
+        refuse_unconfined(UNCONFINED, Settings())
+    refuse_unconfined(UNCONFINED, Settings(unconfined=True))
+    refuse_unconfined(Confinement(True, None), Settings())
+
+
+def test_what_is_missing_names_all_that_a_submission_can_do(settings):
+    missing = " ".join(confinement_here(settings).missing)
+    if not missing or os.getuid() == 0:
+        pytest.skip("we can make namespaces, or are root")
+    assert "read, change and delete your files, and end your programs" in missing
 
 
 def test_a_folder_on_the_path_is_not_shown_to_submissions(tmp_path, monkeypatch):

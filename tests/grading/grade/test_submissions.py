@@ -71,6 +71,26 @@ def test_the_newest_of_several_files_counts_and_says_so(submissions, solved_fold
     assert [flag.kind for flag in one.flags] == ["duplicate"]
 
 
+def test_what_is_graded_instead_of_a_newer_file_that_was_refused_says_so(
+    submissions, solved_folder
+):
+    draft = submissions / "ada" / "01-Powers.ipynb"
+    newer = submissions / "ada" / "01-Powers (1).ipynb"
+    newer.write_bytes(draft.read_bytes()[:300])
+    os.utime(draft, (1_000_000, 1_000_000))
+
+    one = only(submissions, solved_folder)
+
+    assert one.path == "ada/01-Powers.ipynb"
+    (flag,) = one.flags
+    assert flag.kind == "duplicate"
+    assert flag.text.startswith("ada/01-Powers (1).ipynb was refused (it is not valid JSON")
+    assert flag.text.endswith("; this file was graded instead.")
+
+    os.utime(newer, (500_000, 500_000))
+    assert only(submissions, solved_folder).flags == ()
+
+
 def test_a_newer_edition_laid_beside_the_work_is_not_the_work(submissions, solved_folder):
     work = submissions / "ada" / "01-Powers.ipynb"
     (submissions / "ada" / "01-Powers.new-edition-0123abcd.ipynb").write_bytes(work.read_bytes())
@@ -165,6 +185,44 @@ def test_names_with_tricks_are_refused_and_can_still_be_printed(submissions, sol
     assert one.student.isprintable()
 
 
+@pytest.mark.parametrize("name", ["علی\u200cرضا", "क्\u200dष", "PDF\u200cها"])
+def test_names_that_are_spelt_with_joiners_are_graded(submissions, solved_folder, name):
+    (submissions / "ada").rename(submissions / name)
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, Submission)
+    assert one.student == name
+
+
+def test_a_joiner_does_not_make_a_second_student_of_the_same_look(submissions, solved_folder):
+    (submissions / "ada").rename(submissions / "a\u200cda")
+
+    assert isinstance(only(submissions, solved_folder), Refused)
+
+
+@pytest.mark.parametrize(("wide", "kind"), [(150, Submission), (201, Refused)])
+def test_the_parts_of_a_path_may_be_long_the_whole_longer(submissions, solved_folder, wide, kind):
+    folder = submissions / "ada" / ("x" * wide) / ("y" * wide)
+    folder.mkdir(parents=True)
+    (submissions / "ada" / "01-Powers.ipynb").rename(folder / "01-Powers.ipynb")
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, kind)
+    assert one.path.endswith("/01-Powers.ipynb")
+
+
+def test_a_refused_name_still_tells_the_notebook(submissions, solved_folder):
+    file = submissions / "ada" / "01-Powers.ipynb"
+    file.rename(file.with_name("\u202e01-Powers.ipynb"))
+
+    one = only(submissions, solved_folder)
+
+    assert isinstance(one, Refused)
+    assert one.notebook == "01-Powers"
+
+
 def test_an_old_format_is_upgraded(submissions, solved_folder):
     path = submissions / "ada" / "01-Powers.ipynb"
     new = nbformat.read(path, as_version=4)
@@ -196,3 +254,18 @@ def test_a_folder_without_submissions_is_an_error(tmp_path, solved_folder):
         found(tmp_path / "empty", solved_folder)
     with pytest.raises(ValueError, match="no folder"):
         found(tmp_path / "nowhere", solved_folder)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("\ud800", "format \\ud800;"), ("\x1b]0;owned\x07\x1b[2J", "format ?]0;owned??[2J;")],
+)
+def test_a_reason_that_repeats_the_file_can_be_printed(submissions, solved_folder, version, said):
+    content = json.dumps({"nbformat": version, "cells": []})
+    (submissions / "ada" / "01-Powers.ipynb").write_text(content)
+
+    one = only(submissions, solved_folder)
+
+    assert said in one.reason
+    assert one.reason.encode("utf-8").isascii()
+    assert one.reason.isprintable()

@@ -72,6 +72,7 @@ def settings_for(course: Path, **options: object) -> Settings:
         "memory_bytes": 3 * 2**29,
         "folder_bytes": 64 * 2**20,
         "jobs": 3,
+        "unconfined": True,  # some machines that test can do no better
     }
     return Settings(**{**limits, "notebooks": course, **options})  # type: ignore[arg-type]
 
