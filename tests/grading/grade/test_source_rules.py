@@ -86,7 +86,7 @@ def test_own_work_that_only_mentions_the_library_is_left_alone(judge, source):
         f"from torch.nn.functional import *\n{SOLVE}return scaled_dot_product_attention(q, k, v)",
     ],
 )
-def test_a_name_that_is_bound_again_is_still_the_librarys(judge, source):
+def test_a_name_that_is_bound_again_still_belongs_to_the_library(judge, source):
     assert "ex" in judge(source).forbidden
 
 
@@ -108,7 +108,7 @@ def test_a_name_that_is_bound_again_is_still_the_librarys(judge, source):
         f"        pass\n{SOLVE}return other.scaled_dot_product_attention(q, k, v)",
     ],
 )
-def test_what_may_be_the_librarys_or_not_is_for_a_person(judge, source):
+def test_what_may_belong_to_the_library_or_not_is_for_a_person(judge, source):
     found = judge(source)
 
     assert found.forbidden == {}
@@ -168,7 +168,7 @@ def test_where_the_exercise_is_to_use_attention_any_may_be_used(judge):
     assert found.forbidden == {}
 
 
-def test_another_librarys_wrapper_of_attention_is_for_a_person_wherever_it_is_used(judge):
+def test_a_wrapper_of_attention_from_another_library_is_for_a_person_wherever_it_is_used(judge):
     found = judge(
         "from transformers.integrations.sdpa_attention import sdpa_attention_forward as solve\n"
         "print('flash_attn_func')",
