@@ -119,7 +119,9 @@ def test_the_tables_say_what_ran(shape):
         fused = max(int(row["extra_bytes"]) for row in csv.DictReader(file))
     assert fused < standard
     found = json.loads((out / "environment.json").read_text(encoding="utf-8"))
-    assert found["provenance"]["versions"]["torch"] == torch.__version__
+    # Some builds leave their kind (+cu130) out of what they are installed as.
+    named = found["provenance"]["versions"]["torch"]
+    assert torch.__version__.split("+")[0] == named.split("+")[0]
     assert found["ceilings"]["copy_gb_s"] > 0
     assert {check["name"] for check in found["doctor"]} >= {"Python", "PyTorch"}
 

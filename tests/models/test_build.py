@@ -130,14 +130,13 @@ def test_two_at_once_build_once_and_the_second_says_that_it_waits(toy, monkeypat
         copy(files, to)
 
     monkeypatch.setitem(build.BUILDERS, "toy", slow)
-    threads = [
-        threading.Thread(target=fetch, args=(["toy"],), kwargs={"say": steps.append})
-        for _ in range(2)
-    ]
+    given = {"args": (["toy"],), "kwargs": {"say": steps.append}, "daemon": True}
+    threads = [threading.Thread(target=fetch, **given) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
     assert len(built) == 1
     assert any("another process is fetching it" in step for step in steps)
     assert is_built("toy")
