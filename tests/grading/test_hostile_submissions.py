@@ -50,7 +50,7 @@ reads-the-instructors-notebook writes-results deletes-other-submissions removes-
 survives-by-double-fork calls-out modules-replaced local-modules
 serve-replaced inputs-changed-in-the-grader sends-garbage sends-a-huge-length half-an-answer
 connects-too-early lets-a-child-answer matrix-with-its-traces-removed
-matrix-in-a-detached-process
+matrix-in-a-detached-process whole-rows-in-numpy calls-transformers-own
 surrounded-by-traps name-like-an-option name-with-a-command name-of-another-student
 """.split()  # noqa: SIM905
 BROKEN_FILES = [n for n in hostile_files.hostile if not any(VARIANTS[n].points.values())]

@@ -138,20 +138,6 @@ def whole_row_at_once(work: Copy) -> None:
     )
 
 
-@honest(softmax=3)
-def whole_rows_in_numpy(work: Copy) -> None:
-    """Row after row, each as a whole, where nothing in the process watches operators."""
-    work.solve().write(
-        "softmax",
-        "import numpy as np\n\n\n"
-        "def running_max_and_sum(scores, block_size):\n"
-        "    rows = scores.reshape(-1, scores.shape[-1]).numpy()\n"
-        "    m = [row.max() for row in rows]\n"
-        "    l = [np.exp(r - (0 if np.isinf(a) else a)).sum() for r, a in zip(rows, m)]\n"
-        "    return tuple(torch.tensor(np.array(x)).reshape(scores.shape[:-1]) for x in (m, l))",
-    )
-
-
 @honest(attention=0)
 def syntax_error_in_one_exercise(work: Copy) -> None:
     """Python cannot even read the cell; the other exercises are right."""

@@ -195,3 +195,17 @@ def my_flash_forward(q, k, v, is_causal, block_q, block_k):
     lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
     return {call}(q, k, v, attn_mask=mask), lse
 """
+
+
+@hostile(attention=4, softmax=3)
+def whole_rows_in_numpy(work: Copy) -> None:
+    """Row after row, each as a whole, where nothing in the process watches operators."""
+    work.solve().write(
+        "softmax",
+        "import numpy as np\n\n\n"
+        "def running_max_and_sum(scores, block_size):\n"
+        "    rows = scores.reshape(-1, scores.shape[-1]).numpy()\n"
+        "    m = [row.max() for row in rows]\n"
+        "    l = [np.exp(r - (0 if np.isinf(a) else a)).sum() for r, a in zip(rows, m)]\n"
+        "    return tuple(torch.tensor(np.array(x)).reshape(scores.shape[:-1]) for x in (m, l))",
+    )
