@@ -29,7 +29,7 @@ LAB_OPTIONS = --log-level=WARN
 LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 
 # Some tests call make themselves; what this one was given (ARGS, say) is not meant for those.
-PYTEST = env -u MAKEFLAGS -u ARGS $(PY) -m pytest
+PYTEST = env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
 WORKERS = -n auto --maxprocesses 4 --dist loadfile
