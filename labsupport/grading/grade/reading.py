@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 20 * 2**20
-MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 1_000_000
+MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
 _EDITION = re.compile(r"[0-9a-f]{12}")
 # Cannot be seen, but Persian and Indic names are spelt with them.
 JOINERS = "\u200c\u200d"
