@@ -113,7 +113,7 @@ notebook-tests:
 	$(PYTEST) --nbval-lax --nbval-current-env notebooks/
 
 benchmark: setup
-	$(PY) benchmarks/run.py $(ARGS)
+	$(PY) benchmarks/claims.py $(ARGS)
 
 notebooks: setup fetch
 	$(PY) scripts/notebooks.py run $(ARGS)

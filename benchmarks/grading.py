@@ -22,10 +22,10 @@ from pathlib import Path
 
 import nbformat
 
+from grader.grade.batch import run_batch
+from grader.grade.settings import Settings
 from labsupport import paths
-from labsupport.grading.grade.batch import run_batch
-from labsupport.grading.grade.settings import Settings
-from labsupport.grading.release import make_edition
+from labsupport.course.editions import make_edition
 
 NAME = "01-Setup_and_Comparison"
 

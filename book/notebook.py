@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from book.results import clean_table
-from labsupport.grading.release import CODE_STUB
+from labsupport.course.editions import CODE_STUB
 
 _HIDDEN_TESTS = re.compile(
     r"^[ \t]*### BEGIN HIDDEN TESTS\n.*?^[ \t]*### END HIDDEN TESTS[ \t]*\n?",

@@ -13,15 +13,19 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _SUBMODULES = (
+    "analysis",
     "attention",
     "checks",
     "cli",
-    "grading",
+    "commands",
+    "course",
+    "distributed",
     "models",
     "paths",
     "plotting",
     "precision",
     "profiling",
+    "training",
 )
 
 __all__ = ["__version__", *_SUBMODULES]

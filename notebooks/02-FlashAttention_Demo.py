@@ -1036,6 +1036,6 @@ plotting.plot_memory(
 # The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
-from labsupport.grading.progress import show_progress
+from labsupport.course.progress import show_progress
 
 show_progress("02", globals())

@@ -1477,7 +1477,7 @@ beside.pivot_table(
 # A whole model: GPT-2 small with 524,288 tokens on the four takes 13.9 s a step and 12.2 GiB on each (`sequence-parallel-h200`).
 #
 # And data parallelism: each rank computes as much as one device alone. Efficiency 1 means that $W$ of them are $W$ times as fast.
-# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m labsupport.distributed.data_parallel.benchmark`):
+# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m benchmarks.data_parallel`):
 
 # %%
 names = {"gpt2-medium": "0.35 billion weights, batch 8", "48x1600": "1.56 billion, batch 4"}
@@ -1571,6 +1571,6 @@ held.div(2**30).round(1).unstack("world")
 # The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
-from labsupport.grading.progress import show_progress
+from labsupport.course.progress import show_progress
 
 show_progress("03", globals())

@@ -657,7 +657,7 @@ checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 #
 # $M$ is the memory of *one* multiprocessor. On a GPU most of what passes that border comes from the L2 cache, 60 MiB on an H200, not
 # from HBM. NVIDIA's Nsight Compute counts bytes at three borders: to the multiprocessors, at L2, and at HBM. Three shapes, three
-# kernels each (`python -m labsupport.analysis.traffic.counters --three`, recorded). **Predict first**: by how many percent is the
+# kernels each (`python -m benchmarks.traffic --three`, recorded). **Predict first**: by how many percent is the
 # count of the tiles' bytes off, at the first border?
 
 # %%
@@ -735,7 +735,7 @@ tuned = tuned.sort_values("median_ms")[
 pd.concat([tuned.head(4), tuned.tail(3)]).round(3)
 
 # %% [markdown]
-# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m labsupport.profiling.tune`).
+# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m benchmarks.tune`).
 #
 # ## 4.4 · The kernel
 #
@@ -849,7 +849,7 @@ else:
 # A correct heart makes a correct kernel, not yet a fast one. What decides about speed stands around it:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
-# - *resources*: `python -m labsupport.attention.flash_triton.resources --capability 90 --head-dim 64 --kernel forward` compiles for a
+# - *resources*: `python -m benchmarks.resources --capability 90 --head-dim 64 --kernel forward` compiles for a
 #   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
@@ -1498,6 +1498,6 @@ print(cache.round(2).to_string())
 # The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
-from labsupport.grading.progress import show_progress
+from labsupport.course.progress import show_progress
 
 show_progress("04", globals())

@@ -14,8 +14,8 @@ LAYERS = [
     {"analysis", "models"},
     {"training"},
     {"distributed"},
-    {"checks"},
-    {"grading"},
+    {"checks", "course"},
+    {"commands"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -140,7 +140,7 @@ def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
         ("labsupport/profiling/a.py", "from labsupport.precision.policy import x"),
         ("labsupport/precision/a.py", "from labsupport.analysis import x"),
         ("labsupport/profiling/a.py", "def f():\n    from labsupport.checks import x"),
-        ("labsupport/profiling/a.py", "importlib.import_module('labsupport.grading')"),
+        ("labsupport/profiling/a.py", "importlib.import_module('labsupport.commands')"),
         ("labsupport/plotting/a.py", "from labsupport.attention import backends"),
         ("labsupport/plotting/a.py", "from labsupport import paths"),
         ("labsupport/newcomer/a.py", "from labsupport.attention import backends"),
@@ -159,7 +159,7 @@ def test_an_import_that_goes_up_is_found(path, source):
         ("labsupport/checks/a.py", "from labsupport.attention import x"),
         ("labsupport/checks/a.py", "from ..profiling import timing"),
         ("labsupport/profiling/a.py", "from labsupport import paths, plotting"),
-        ("labsupport/cli.py", "def f():\n    from labsupport.grading import start"),
+        ("labsupport/cli.py", "def f():\n    from labsupport.commands import start"),
     ],
 )
 def test_an_import_that_goes_down_is_let_pass(path, source):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -226,22 +225,16 @@ def _run(update: Any, inputs: Inputs, softmax_scale: float | None = None, *, cau
         raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
     options = {"causal": causal, "softmax_scale": softmax_scale}
     try:
-        run = partial(run_update, update) if elsewhere is None else elsewhere
+        if elsewhere is None:
+            from labsupport.attention.flash_triton.with_update import run_update
+
+            run = partial(run_update, update)
+        else:
+            run = elsewhere
         results = run(*inputs, block_q=BLOCK, block_k=BLOCK, **options)
     except Exception as error:
         raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
     return tuple(results)
-
-
-def run_update(update: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Out, m and l of `attention_with_update`, from tensors on the CPU to tensors on the CPU."""
-    from labsupport.attention.flash_triton.with_update import attention_with_update
-
-    device = "cpu" if mode.interpreted() else "cuda"
-    tensors = (tensor.to(device) for tensor in inputs)
-    with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN
-        results = attention_with_update(update, *tensors, **options)
-    return tuple(tensor.cpu() for tensor in results)
 
 
 def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:

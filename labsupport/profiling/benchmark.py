@@ -245,6 +245,6 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    from labsupport.profiling.benchmark_command import main
+    from benchmarks.attention import main
 
     main()

@@ -273,6 +273,6 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    from labsupport.training.measure_command import main
+    from benchmarks.training import main
 
     main()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.predictor import CPU_BACKENDS, record
 from labsupport.analysis.predictor import calibrate_run, predict
 from labsupport.analysis.predictor.memory import flash_splits, peak_memory
-from labsupport.analysis.predictor.record import CPU_BACKENDS, record
 from labsupport.analysis.predictor.split import case_of
 from labsupport.attention.backends import attention
 from labsupport.profiling.benchmark import make_inputs

@@ -6,14 +6,14 @@ The texts have the documented formats; their figures are made up.
 import pytest
 
 from labsupport.analysis.nsight_csv import read_csv
-from labsupport.analysis.profile_command.counters import (
+from labsupport.analysis.profile.counters import (
     OCCUPANCY,
     TENSOR,
     Counters,
     ncu_counters,
     nsys_table,
 )
-from labsupport.analysis.profile_command.nsight import counters_text
+from labsupport.analysis.profile.nsight import counters_text
 
 NSYS = """Generating SQLite file report.sqlite from report.nsys-rep
 Processing [report.sqlite] with [cuda_gpu_kern_sum.py]...

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from labsupport.analysis.profile_command import nsight
-from labsupport.analysis.profile_command.report import NotHereError, Report
-from labsupport.analysis.profile_command.steps import Work
+from labsupport.analysis.profile import nsight
+from labsupport.analysis.profile.report import NotHereError, Report
+from labsupport.analysis.profile.steps import Work
 from labsupport.profiling.cases import Case
 
 NSYS = r"""#!/bin/sh
@@ -91,7 +91,7 @@ def test_nsight_compute_leaves_the_clocks_alone_and_asks_again_without_unknown_c
     for line in (first, second):
         assert "--clock-control none" in line
         assert "--profile-from-start off" in line
-        assert "labsupport.analysis.profile_command.one_call" in line
+        assert "labsupport.analysis.profile.one_call" in line
     assert "--metrics" in first
     assert "--metrics" not in second
     assert "--page raw" in page

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.resources import LIMITS
 from labsupport.attention import (
     AttentionInputError,
     BackendUnavailableError,
@@ -23,7 +24,6 @@ from labsupport.attention.flash_triton.launch_decode import (
     decode,
     tiling,
 )
-from labsupport.attention.flash_triton.resources import LIMITS
 from labsupport.attention.reference import banded_attention
 from tests.attention.cases import make_model_qkv, to_math_layout
 

@@ -97,7 +97,7 @@ def test_the_stub_is_the_one_that_students_get():
     nbgrader = pytest.importorskip("nbgrader.preprocessors")
     from nbformat import v4
 
-    from labsupport.grading.release import CODE_STUB
+    from labsupport.course.editions import CODE_STUB
 
     cell = v4.new_code_cell(SOLUTION)
     nbgrader.ClearSolutions(code_stub={"python": CODE_STUB})._replace_solution_region(

@@ -7,10 +7,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from labsupport.commands.ring import _in_every_process, ring_app
 from labsupport.distributed.data_parallel import Place
-from labsupport.distributed.ring_command import cluster
-from labsupport.distributed.ring_command.command import _in_every_process, ring_app
-from labsupport.distributed.ring_command.trouble import advice
+from labsupport.distributed.ring_tools import cluster
+from labsupport.distributed.ring_tools.trouble import advice
 
 
 def command(*arguments):
@@ -26,7 +26,7 @@ def test_a_rank_that_fails_shows_its_traceback_in_lines(capfd):
     """A bug, say: here what the ranks are to call is not there."""
     with pytest.raises(typer.Exit) as ended:
         _in_every_process(
-            "labsupport.distributed.ring_command.check:not_there", {}, processes=1, backend="gloo"
+            "labsupport.distributed.ring_tools.check:not_there", {}, processes=1, backend="gloo"
         )
     assert ended.value.exit_code == 1
     first, *rest = capfd.readouterr().err.splitlines()
@@ -38,7 +38,7 @@ def test_a_rank_that_refuses_says_so_in_one_line(capfd):
     options = {"dtype": "float99"}
     with pytest.raises(typer.Exit):
         _in_every_process(
-            "labsupport.distributed.ring_command.bench:main", options, processes=1, backend="gloo"
+            "labsupport.distributed.ring_tools.bench:main", options, processes=1, backend="gloo"
         )
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("labsupport: rank 0 of 1 failed: ValueError: --dtype float99")

@@ -7,15 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import sequence_parallel as measure
+from benchmarks.sequence_parallel import in_own_processes
+from benchmarks.sequence_parallel_case import Case, measure_case
 from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp, train_with_ddp
-from labsupport.distributed.sequence_parallel import (
-    measure,
-    shard_batch,
-    shard_model,
-    train_with_ring,
-)
-from labsupport.distributed.sequence_parallel.measure import in_own_processes
-from labsupport.distributed.sequence_parallel.one_case import Case, measure_case
+from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import pack

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from labsupport.profiling import baseline_power
+from benchmarks import baseline_power
+from benchmarks.baseline_power import interval, processes_of, simulate
 from labsupport.profiling.baseline import (
     FEWEST,
     FEWEST_SAVED,
@@ -23,7 +24,6 @@ from labsupport.profiling.baseline import (
     trimmed_mean,
     write_baseline,
 )
-from labsupport.profiling.baseline_power import interval, processes_of, simulate
 from labsupport.profiling.baseline_worker import (
     Job,
     Pairs,

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
+from benchmarks.attention import format_table, main
 from labsupport.attention.reference import standard_attention
 from labsupport.profiling import benchmark
 from labsupport.profiling.accuracy import Oracle, errors_by_dtype
@@ -15,7 +16,6 @@ from labsupport.profiling.benchmark import (
     run_case,
     run_grid,
 )
-from labsupport.profiling.benchmark_command import format_table, main
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
 from labsupport.profiling.tables import arithmetic_bound_ms, readable, score_mib, speedup
 

@@ -175,7 +175,7 @@ def test_wrong_use_is_told():
 def test_importing_the_monitor_imports_no_torch():
     code = (
         "import sys\n"
-        "from labsupport.profiling.monitoring.command import run_monitored\n"
+        "from labsupport.profiling.monitoring.run import run_monitored\n"
         "from labsupport.profiling import monitor\n"
         "print(sorted({'torch', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from labsupport.grading import checklist
-from labsupport.grading.three_days import read_days
+from labsupport.course import checklist
+from labsupport.course.three_days import read_days
 from labsupport.paths import notebooks_dir
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from benchmarks.training import main
 from labsupport.training.measure import _last_that_runs as last_that_runs
 from labsupport.training.measure import (
     exponent,
     longest_that_trains,
     measure_training,
 )
-from labsupport.training.measure_command import main
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.fits import Rung
 from labsupport.training.steps import PLAIN

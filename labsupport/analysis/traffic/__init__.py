@@ -11,7 +11,7 @@
     counters  the same from a GPU's counters, through ncu
 
 python -m labsupport.analysis.traffic            the table
-python -m labsupport.analysis.traffic.counters   beside ncu
+python -m benchmarks.traffic   beside ncu
 
 What is counted is what theorem 2 bounds: elements between the fast memory of *one* processor and
 everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.

@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from labsupport.attention.flash_triton.mode import interpreted
 from labsupport.attention.flash_triton.tiles import LOG2_E, hide, load_rows, store_rows
 from labsupport.attention.inputs import AttentionInputError, check_math_layout
 
@@ -125,3 +127,16 @@ def attention_with_update(
             num_warps=4, num_stages=2,
         )  # fmt: skip
     return out, m, l
+
+
+def run_update(update: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Run `attention_with_update` on this machine's device; tensors go in and out on the CPU.
+
+    Args:
+        update, inputs, options: as in `attention_with_update`.
+    """
+    device = "cpu" if interpreted() else "cuda"
+    tensors = (tensor.to(device) for tensor in inputs)
+    with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN
+        results = attention_with_update(update, *tensors, **options)
+    return tuple(tensor.cpu() for tensor in results)

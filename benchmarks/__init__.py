@@ -1,0 +1,1 @@
+"""The maintainers' measurements: what data/runs holds, what tunes kernels, what compares."""

@@ -1,0 +1,165 @@
+"""Does this lab's clock agree with others'? Five shapes, all clocks in turns, in one run.
+
+    python -m benchmarks.clocks
+    python -m benchmarks.clocks --batch 2 --heads 8
+
+On a GPU beside `triton.testing.do_bench` (within 3%), on a CPU beside `torch.utils.benchmark`
+(within 5%). A round is one median from each clock, and the order changes with each round; what is
+compared is the median over rounds of the two medians' ratio, so that drift meets both alike.
+
+On a GPU the default shapes keep it busy for longer than Python needs to start a call. Of shorter
+ones both clocks see the start as well, and not the same part of it: with the second command, at
+1,024 and 2,048 tokens, this lab's showed 0.77 and 0.76 of the other's time (H200, 0.07 ms).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labsupport.profiling.baseline_worker import call_of
+from labsupport.profiling.bench.request import chosen_backend, dtype_named
+from labsupport.profiling.cases import Case, grid
+from labsupport.profiling.runs import add_save_options, save_if_asked
+from labsupport.profiling.timing import format_ms, measure_time, resolve_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ALLOWED = {"cpu": 0.05, "cuda": 0.03}
+SECONDS = 0.2  # for one median of one clock
+
+Clock = Callable[[Callable[[], Any]], float]
+
+
+def shapes(device: torch.device, batch: int | None = None, heads: int | None = None) -> list[Case]:
+    """Five shapes, from short to long, in the device's usual dtype; forward.
+
+    Args:
+        batch, heads: 2 and 8 unless given, on a GPU 16 and 16.
+    """
+    usual = (16, 16) if device.type == "cuda" else (2, 8)
+    batch, heads = batch or usual[0], heads or usual[1]
+    dtype = dtype_named(None, device)
+    sizes = (
+        [1024, 2048, 4096, 8192, 16384] if device.type == "cuda" else [256, 512, 768, 1024, 1536]
+    )
+    backend = chosen_backend(Case("standard", sizes[0], dtype=dtype), device)
+    return grid([backend], sizes, batch=batch, heads=heads, dtype=dtype)
+
+
+def run_agreement(
+    cases: Sequence[Case], device: torch.device, *, rounds: int = 15, progress: bool = True
+) -> pd.DataFrame:
+    """Time the cases by both clocks.
+
+    Returns:
+        One row for each shape: backend, seqlen, ours_ms, theirs_ms (medians over rounds), ratio
+        (median of the rounds' ratios, ours over theirs), q1, q3 of it, other (the clock's name),
+        allowed, ok. Provenance in `.attrs`.
+    """
+    import pandas as pd
+    from tqdm.auto import tqdm
+
+    from labsupport.profiling.provenance import provenance
+    from labsupport.profiling.timing import quantile
+
+    name, other = _other_clock(device)
+    record = provenance(device, rounds=rounds)
+    allowed = ALLOWED[device.type]
+    rows = []
+    for case in tqdm(cases, disable=not progress, unit="shape", leave=False):
+        pairs = _rounds(call_of(case, device), device, other, rounds)
+        ratios = tuple(ours / theirs for ours, theirs in pairs)
+        ratio = statistics.median(ratios)
+        rows.append(
+            {
+                "backend": case.backend,
+                "seqlen": case.seqlen,
+                "ours_ms": statistics.median(ours for ours, _ in pairs),
+                "theirs_ms": statistics.median(theirs for _, theirs in pairs),
+                "ratio": ratio,
+                "q1": quantile(ratios, 0.25),
+                "q3": quantile(ratios, 0.75),
+                "other": name,
+                "allowed": allowed,
+                "ok": abs(ratio - 1) <= allowed,
+            }
+        )
+    table = pd.DataFrame(rows)
+    table.attrs["provenance"] = record
+    return table
+
+
+def _rounds(
+    fn: Callable[[], Any], device: torch.device, other: Clock, rounds: int
+) -> list[tuple[float, float]]:
+    def ours(fn: Callable[[], Any]) -> float:
+        return measure_time(
+            fn, device=device, min_seconds=SECONDS, max_seconds=SECONDS, max_repeats=10**6
+        ).median
+
+    pairs = []
+    for number in range(rounds):
+        if number % 2:
+            theirs_ms, ours_ms = other(fn), ours(fn)
+        else:
+            ours_ms, theirs_ms = ours(fn), other(fn)
+        pairs.append((ours_ms, theirs_ms))
+    return pairs
+
+
+def _other_clock(device: torch.device) -> tuple[str, Clock]:
+    if device.type == "cuda":
+        testing = importlib.import_module("triton.testing")
+
+        def do_bench(fn: Callable[[], Any]) -> float:
+            return testing.do_bench(fn, rep=SECONDS * 1e3, return_mode="median")
+
+        return "triton.testing.do_bench", do_bench
+
+    from torch.utils.benchmark import Timer
+
+    # Timer sets the number of threads itself: without this it would be one.
+    threads = torch.get_num_threads()
+
+    def blocked(fn: Callable[[], Any]) -> float:
+        timer = Timer("fn()", globals={"fn": fn}, num_threads=threads)
+        return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
+
+    return "torch.utils.benchmark", blocked
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the comparison; exit status 1 where a shape is beyond what is allowed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.clocks",
+        description="This lab's median beside triton.testing.do_bench or torch.utils.benchmark.",
+    )
+    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, help="default: 2, on a GPU 16")
+    parser.add_argument("--heads", type=int, help="default: 8, on a GPU 16")
+    add_save_options(parser)
+    options = parser.parse_args(arguments)
+    device = resolve_device(options.device)
+    cases = shapes(device, options.batch, options.heads)
+    table = run_agreement(cases, device, rounds=options.rounds)
+    for _, row in table.iterrows():
+        print(
+            f"{row['seqlen']:>6} tokens: {format_ms(row['ours_ms'])} ms, {row['other']} "
+            f"{format_ms(row['theirs_ms'])} ms, ratio {row['ratio']:.3f} "
+            f"({row['q1']:.3f}-{row['q3']:.3f}), {'ok' if row['ok'] else 'too far'}"
+        )
+    save_if_asked(table, options)
+    if not table["ok"].all():
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

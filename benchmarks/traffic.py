@@ -1,0 +1,247 @@
+"""The count beside a GPU's own counters: Nsight Compute (`ncu`) on the lab's Triton kernels.
+
+python -m benchmarks.traffic                    measure and compare, on a GPU
+python -m benchmarks.traffic --three --save traffic-h200    three shapes, kept
+python -m benchmarks.traffic --show             only print the command
+python -m benchmarks.traffic --read FILE        compare a CSV that was kept
+
+Bytes are counted in three places, on their way from left to right:
+
+    multiprocessors  --(1)--  request coalescer  --(2)--  L2  --(3)--  large memory
+
+(1) is what theorem 2 and `kernel_bytes` speak of. Between (1) and (2) the coalescer joins reads of
+the same bytes that come from several multiprocessors at about the same time, so (2) may be smaller.
+(3) is compared with the compulsory bytes: ncu empties the caches before a kernel.
+
+Source: NVIDIA, Nsight Compute documentation, Profiling Guide, "Metrics Decoder" (units l1tex, lrc,
+lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics, --print-units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from labsupport.analysis.nsight_csv import read_csv
+from labsupport.analysis.traffic.kernels import kernel_bytes
+from labsupport.profiling.cases import Case
+from labsupport.profiling.runs import add_save_options, save_if_asked
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+METRICS = {
+    "l1tex__m_xbar2l1tex_read_bytes.sum": "(1), to the multiprocessors",
+    "l1tex__m_l1tex2xbar_write_bytes.sum": "(1), from the multiprocessors",
+    "lts__t_bytes.sum": "(2), all requests that reach L2",
+    "dram__bytes_read.sum": "(3), read",
+    "dram__bytes_write.sum": "(3), written",
+}
+SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
+    Case("flash_triton", 4096, 4, 16, head_dim=128, dtype="bfloat16"),
+    Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
+    Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
+)
+KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
+_UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
+NOT_FOUND = (
+    "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
+    "folder on the PATH. Without it the count stands alone; --show prints the command to run "
+    "elsewhere."
+)
+
+
+def ncu_command(program: Sequence[str], *, ncu: str = "ncu") -> list[str]:
+    """The command line that counts the bytes of each of the lab's kernels in a program.
+
+    Clocks are left alone (bytes do not depend on them), units are not scaled, and the table goes to
+    standard output as CSV, one metric a line.
+    """
+    return [
+        ncu, "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
+        "--kernel-name-base", "function", "--kernel-name", f"regex:^{KERNEL_NAMES}$",
+        "--metrics", ",".join(METRICS), *program,
+    ]  # fmt: skip
+
+
+def parse_csv(text: str) -> list[dict[str, float | str]]:
+    """ncu's CSV, one metric a line, as a dictionary a launch: "kernel", and bytes by metric.
+
+    Lines before the header (ncu's own and the program's) are skipped.
+
+    Raises:
+        ValueError: there is no table, a unit is not one of bytes, or a metric has no value.
+    """
+    rows = read_csv(text, "Metric Name")
+    if not rows:
+        told = text.splitlines()
+        said = [line for line in told if line.startswith(("==ERROR==", "==WARNING=="))]
+        raise ValueError(" ".join(["ncu printed no table.", *said[:3]]))
+    launches: dict[str, dict[str, float | str]] = {}
+    for row in rows:
+        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        if row["Metric Name"] in METRICS:
+            launch[row["Metric Name"]] = _bytes(row)
+    return list(launches.values())
+
+
+def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFrame:
+    """What was counted on the GPU beside what the tilings ask for.
+
+    Returns:
+        A row a launch of a kernel that is known: kernel, block_q, block_k; counted (bytes by
+        `kernel_bytes`), moved (1), l2 (2), dram (3), compulsory; and the ratios moved_ratio =
+        moved / counted, l2_ratio = l2 / counted, dram_ratio = dram / compulsory; NaN where a
+        metric is missing.
+    """
+    import pandas as pd
+    import torch
+
+    from labsupport.attention.flash_triton.tuning import tiling
+
+    rows = []
+    for launch in launches:
+        match = re.fullmatch(KERNEL_NAMES, str(launch["kernel"]).split("(")[0])
+        if match is None:
+            continue
+        kernel, plan = match[2], None
+        if kernel != "rows":
+            plan = tiling(
+                kernel, case.head_dim, getattr(torch, case.dtype), False,
+                hopper=match[1] is not None, keys=case.kv_seqlen,
+            )  # fmt: skip
+        block_q, block_k = (plan.block_q, plan.block_k) if plan else (1, 1)
+        expected = kernel_bytes(kernel, case, block_q, block_k)
+        to, fro, l2, read, written = (float(launch.get(name, "nan")) for name in METRICS)
+        rows.append(
+            {
+                "kernel": launch["kernel"], "block_q": block_q, "block_k": block_k,
+                "counted": expected.total, "moved": to + fro, "l2": l2, "dram": read + written,
+                "compulsory": expected.compulsory, "moved_ratio": (to + fro) / expected.total,
+                "l2_ratio": l2 / expected.total,
+                "dram_ratio": (read + written) / expected.compulsory,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def measure(case: Case) -> pd.DataFrame:
+    """Run the case's forward and backward under ncu, and compare.
+
+    Raises:
+        FileNotFoundError: ncu is not installed.
+        RuntimeError: it could not read the counters, with what it said.
+    """
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise FileNotFoundError(NOT_FOUND)
+    done = subprocess.run(ncu_command(_program(case), ncu=ncu), capture_output=True, text=True)
+    try:
+        return compare(parse_csv(done.stdout), case)
+    except ValueError as error:
+        raise RuntimeError(f"{error} {done.stderr.strip()[-500:]}") from error
+
+
+def measure_all(cases: Sequence[Case]) -> pd.DataFrame:
+    """`measure` for several cases, each row with the case's fields, the provenance in `.attrs`."""
+    import pandas as pd
+
+    from labsupport.profiling.provenance import provenance
+
+    parts = []
+    for case in cases:
+        fields = pd.DataFrame([asdict(case)]).drop(columns=["backend", "direction"])
+        parts.append(fields.merge(measure(case), how="cross"))
+    table = pd.concat(parts, ignore_index=True)
+    table.attrs["provenance"] = provenance(None, metrics=list(METRICS))
+    return table
+
+
+def _program(case: Case) -> list[str]:
+    options = {
+        "--batch": case.batch, "--heads": case.heads, "--kv-heads": case.kv_heads,
+        "--seqlen": case.seqlen, "--head-dim": case.head_dim, "--dtype": case.dtype,
+    }  # fmt: skip
+    words = [str(word) for pair in options.items() for word in pair]
+    flag = ["--causal"] if case.causal else []
+    return [sys.executable, "-m", "benchmarks.traffic", "--call", *words, *flag]
+
+
+def _call(case: Case) -> None:
+    """One forward and one backward of flash_triton: the program that ncu watches."""
+    import torch
+
+    from labsupport.attention import attention
+
+    def tensor(heads: int) -> torch.Tensor:
+        shape = case.batch, case.seqlen, heads, case.head_dim
+        dtype = getattr(torch, case.dtype)
+        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+
+    q, k, v = tensor(case.heads), tensor(case.kv_heads), tensor(case.kv_heads)
+    out = attention(q, k, v, causal=case.causal, backend="flash_triton")
+    assert isinstance(out, torch.Tensor)  # a pair only where return_lse asks for it
+    out.backward(torch.randn_like(out))
+    torch.cuda.synchronize()
+
+
+def _bytes(row: dict[str, str]) -> float:
+    unit, value = row["Metric Unit"].lower(), row["Metric Value"].replace(",", "")
+    if unit not in _UNITS or not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
+        raise ValueError(f"{row['Metric Name']}: {row['Metric Value']!r} {row['Metric Unit']!r}?")
+    return float(value) * _UNITS[unit]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, or read, and print the comparison."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.traffic", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    for name, default in (("batch", 4), ("heads", 16), ("seqlen", 4096), ("head-dim", 128)):
+        add(f"--{name}", type=int, default=default)
+    add("--kv-heads", type=int, default=0, help="default: as many as heads")
+    add("--dtype", default="bfloat16")
+    add("--causal", action="store_true")
+    add("--three", action="store_true", help="measure three shapes in place of one")
+    add_save_options(parser)
+    add("--show", action="store_true", help="print ncu's command line")
+    add("--read", type=Path, help="compare a CSV of ncu's")
+    add("--call", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    case = Case(
+        "flash_triton", options.seqlen, options.batch, options.heads, options.kv_heads,
+        options.head_dim, options.dtype, options.causal, "forward+backward",
+    )  # fmt: skip
+    if options.call:
+        _call(case)
+        return
+    if options.show:
+        print(
+            " ".join(f"'{word}'" if "(" in word else word for word in ncu_command(_program(case)))
+        )
+        return
+    try:
+        if options.read:
+            table = compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
+        else:
+            table = measure_all(SHAPES if options.three else [case])
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
+    if "provenance" in table.attrs:
+        save_if_asked(table, options)
+    sizes = ["counted", "moved", "l2", "dram", "compulsory"]
+    table[sizes] = (table[sizes] / 1e6).round(1)
+    print("bytes in MB; ratios: moved and l2 to counted, dram to compulsory")
+    print(table.round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of the `labsupport` program, one file each; imports stay light until one runs."""

@@ -1,0 +1,178 @@
+"""The commands `labsupport ring check` and `labsupport ring bench`: PyTorch comes when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from labsupport.distributed.failures import short
+from labsupport.interrupt import interrupted_status
+
+ring_app = typer.Typer(
+    name="ring",
+    help="Ring attention on several devices: does it work, and how fast is it?",
+    no_args_is_help=True,
+)
+Option = typer.Option
+
+_BACKEND = Option(help="nccl (GPUs) or gloo (CPU). Default: nccl where there are GPUs.")
+_PROCESSES = Option(help="How many to start here; under torchrun, its own count.")
+_PATIENCE = Option(help="Seconds that a rank waits for another before the run is given up.")
+_DTYPE = Option(help="bfloat16, float16, float32. Default: bfloat16 on GPUs, float32 on CPUs.")
+
+
+@ring_app.command("check")
+def check_command(
+    backend: Annotated[str | None, _BACKEND] = None,
+    processes: Annotated[int | None, _PROCESSES] = None,
+    kernel: Annotated[
+        str | None, Option(help="cudnn,native,flash_triton,flash_torch,fa4. Default: what can run.")
+    ] = None,
+    dtype: Annotated[str | None, _DTYPE] = None,
+    seqlen: Annotated[int | None, Option(help="Tokens of the whole sequence.")] = None,
+    heads: Annotated[int, Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[int, Option(help="Key/value heads.")] = 2,
+    head_dim: Annotated[int | None, Option(help="Default: 64 on GPUs, 16 on CPUs.")] = None,
+    speeds: Annotated[bool, Option(help="Measure latency and bandwidth.")] = True,
+    patience: Annotated[float, _PATIENCE] = 120.0,
+) -> None:
+    """Check several devices: who is there, how they are linked, and whether rings compute right.
+
+    Exit status 1 if something is wrong; the last lines say what, and what helps.
+
+    \b
+    labsupport ring check --processes 2                          on this machine
+    torchrun --nproc-per-node 8 -m labsupport.cli ring check     on 8 GPUs
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
+        --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
+    """
+    from labsupport.distributed.ring_tools.check import check_options
+
+    check_options(_names(kernel), dtype, heads, kv_heads)
+    options = {
+        "kernels": _names(kernel),
+        "dtype": dtype,
+        "seqlen": seqlen,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "speeds": speeds,
+    }
+    target = "labsupport.distributed.ring_tools.check:main"
+    where = {"backend": backend, "processes": processes, "patience": patience}
+    if _in_every_process(target, options, **where):
+        raise typer.Exit(1)
+
+
+@ring_app.command("bench")
+def bench_command(
+    seqlen: Annotated[
+        str | None, Option(help="Tokens of a rank's shard: 8192,32768; on CPUs 512,1024.")
+    ] = None,
+    heads: Annotated[int | None, Option(help="Query heads. Default: 32; on CPUs 4.")] = None,
+    kv_heads: Annotated[
+        str | None, Option(help="Key/value heads. Default: 8,32; on CPUs 4.")
+    ] = None,
+    head_dim: Annotated[int | None, Option(help="Default: 128; on CPUs 64.")] = None,
+    dtype: Annotated[str | None, _DTYPE] = None,
+    implementations: Annotated[
+        str | None,
+        Option(
+            help="Kernels (see check); PyTorch's own context_parallel, with flash, cudnn or "
+            "efficient in square brackets behind it. Default: what may run."
+        ),
+    ] = None,
+    layouts: Annotated[
+        str | None,
+        Option(help="contiguous,zigzag. Default: zigzag, and contiguous for one kernel."),
+    ] = None,
+    directions: Annotated[
+        str, Option(help="forward, forward+backward.")
+    ] = "forward,forward+backward",
+    max_seconds_per_case: Annotated[float, Option(help="For the repeats of a case.")] = 2.0,
+    limit: Annotated[
+        float | None, Option(help="Seconds for all: what has not begun by then is skipped.")
+    ] = None,
+    rows: Annotated[
+        Path | None, Option(help="A CSV file with the rows so far, while it runs.")
+    ] = None,
+    save: Annotated[str | None, Option(help="Keep the table under data/runs/SAVE.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a run of that name.")] = False,
+    backend: Annotated[str | None, _BACKEND] = None,
+    processes: Annotated[int | None, _PROCESSES] = None,
+    patience: Annotated[float, _PATIENCE] = 120.0,
+) -> None:
+    """Time causal ring attention beside one device, PyTorch's kernels and its context parallelism.
+
+    ms: of the slowest rank. silent: the same without messages. 1 device: the same kernel on a
+    shard's length, alone. of best: ranks times that, over the time: 100% is the optimum. native:
+    the time of PyTorch's FlashAttention over this one. memory: at the peak, inputs left out.
+
+    \b
+    labsupport ring bench --processes 2 --save ring-here
+    torchrun --nproc-per-node 8 -m labsupport.cli ring bench --save ring-8-gpus
+    """
+    import torch
+
+    from labsupport.distributed.ring_tools.bench import check_files, check_options
+    from labsupport.distributed.ring_tools.cases import check_heads
+
+    check_options(_names(implementations), _names(layouts), _names(directions) or [], dtype)
+    check_files(save, overwrite, rows)
+    small = backend == "gloo" or not torch.cuda.is_available()
+    options = {
+        "seqlens": _numbers(seqlen or ("512,1024" if small else "8192,32768")),
+        "heads": heads or (4 if small else 32),
+        "kv_heads": _numbers(kv_heads or ("4" if small else "8,32")),
+        "head_dim": head_dim or (64 if small else 128),
+        "dtype": dtype,
+        "implementations": _names(implementations),
+        "layouts": _names(layouts),
+        "directions": _names(directions),
+        "max_seconds_per_case": max_seconds_per_case,
+        "limit": limit,
+        "rows_file": None if rows is None else str(rows.absolute()),
+    }
+    check_heads(options["heads"], options["kv_heads"])
+    target = "labsupport.distributed.ring_tools.bench:main"
+    where = {"backend": backend, "processes": processes, "patience": patience}
+    kept = "--rows FILE would keep" if rows is None else f"{rows} holds"
+    table = _in_every_process(
+        target, options, **where, when_stopped=f"; {kept} the rows of the cases that were done"
+    )
+    if table is not None and save is not None:
+        from labsupport.profiling.provenance import command_line
+        from labsupport.profiling.runs import save_run
+
+        table.attrs["provenance"]["command"] = command_line()
+        typer.echo(f"saved: {save_run(table, save, overwrite=overwrite)}")
+
+
+def _in_every_process(
+    target: str, options: dict[str, Any], *, when_stopped: str = "", **where: Any
+) -> Any:
+    """As `start.in_every_process`; what ends it early is said, and is the exit status."""
+    from labsupport.distributed.launch import LaunchError
+    from labsupport.distributed.ring_tools.start import in_every_process
+
+    try:
+        return in_every_process(target, options, **where)
+    except LaunchError as error:
+        typer.echo(short(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"stopped{when_stopped}", err=True)
+        raise typer.Exit(interrupted_status()) from None
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r}: numbers and commas are expected, such as 8192,32768") from None

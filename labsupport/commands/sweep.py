@@ -1,0 +1,94 @@
+"""The command `labsupport sweep`: PyTorch is imported when it runs, not with this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labsupport.commands.grid_options import (
+    CSV,
+    DEVICE,
+    DTYPE,
+    JSON,
+    NO_GRAD,
+    OVERWRITE,
+    SAVE,
+    keep_table,
+)
+from labsupport.interrupt import interrupted_status
+
+Option = typer.Option
+
+
+def sweep_command(
+    seqlen: Annotated[str, Option(help="Lengths, with commas.")] = "512,1024,2048",
+    batch: Annotated[str, Option(help="Batches, with commas.")] = "2",
+    nheads: Annotated[str, Option(help="Query heads, with commas.")] = "8",
+    kv_heads: Annotated[str, Option(help="Key/value heads, with commas; 0: as --nheads.")] = "0",
+    headdim: Annotated[str, Option(help="Head sizes, with commas.")] = "64",
+    backends: Annotated[
+        str | None, Option(help="Names, with commas. Default: all that run here.")
+    ] = None,
+    causal: Annotated[bool, Option("--causal", help="Hide the future.")] = False,
+    dtype: Annotated[str | None, DTYPE] = None,
+    no_grad: Annotated[bool, NO_GRAD] = False,
+    repeats: Annotated[int | None, Option(min=1, help="Of each case, exactly.")] = None,
+    max_seconds: Annotated[float, Option(help="For the repeats of a case.")] = 1.0,
+    errors: Annotated[bool, Option("--errors", help="Compare outputs with float64, too.")] = False,
+    chart: Annotated[
+        Path | None, Option(help="Time against length, as .png, .svg or .pdf; one for each shape.")
+    ] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    quiet: Annotated[bool, Option("--quiet", help="No progress bar.")] = False,
+    to_json: Annotated[str | None, JSON] = None,
+    to_csv: Annotated[Path | None, CSV] = None,
+    save: Annotated[str | None, SAVE] = None,
+    overwrite: Annotated[bool, OVERWRITE] = False,
+) -> None:
+    """Measure many cases: lengths, batches, heads, backends. Control-C keeps what was measured.
+
+    \b
+    labsupport sweep --seqlen 512,1024,2048,4096 --no-grad --chart time.png
+    labsupport sweep --batch 1,4 --backends sdpa_flash,standard --csv rows.csv
+    """
+    from benchmarks.attention import format_table
+    from labsupport.profiling.bench.request import dtype_named, listed, measurable_backends
+    from labsupport.profiling.bench.sweep import check_chart, write_charts
+    from labsupport.profiling.benchmark import run_grid
+    from labsupport.profiling.cases import DIRECTIONS, grid
+    from labsupport.profiling.timing import resolve_device
+
+    check_chart(chart)
+    where = resolve_device(device)
+    cases = grid(
+        measurable_backends(where) if backends is None else listed(backends, str),
+        listed(seqlen, int),
+        batch=listed(batch, int),
+        heads=listed(nheads, int),
+        kv_heads=listed(kv_heads, int),
+        head_dim=listed(headdim, int),
+        dtype=dtype_named(dtype, where),
+        causal=causal,
+        direction=DIRECTIONS[0] if no_grad else DIRECTIONS[1],
+    )
+    table = run_grid(
+        cases,
+        device=where,
+        measure_error=errors,
+        max_seconds=max_seconds,
+        repeats=repeats,
+        progress=not quiet,
+    )
+    interrupted = bool(table.attrs["provenance"].get("interrupted"))
+    if len(table):
+        typer.echo(format_table(table), err=to_json == "-")
+    if interrupted:
+        typer.echo(f"stopped: {len(table)} of {len(cases)} cases were measured", err=True)
+    keep_table(table, to_json, to_csv, save, overwrite)
+    if chart is not None:
+        for path in write_charts(table, chart):
+            typer.echo(f"chart: {path}", err=True)
+    if interrupted:
+        raise typer.Exit(interrupted_status())

@@ -1,0 +1,187 @@
+"""The command `labsupport train`: PyTorch is imported when it runs, not with this file."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from labsupport.commands.train_options import check_options, keep_curves, prepare
+from labsupport.interrupt import interrupted_status
+
+if TYPE_CHECKING:
+    from labsupport.training.loop import StepRow
+
+Option = typer.Option
+
+
+def train_command(
+    preset: Annotated[
+        str, Option(help="The shape: tiny, gpt2-small, gpt2-medium, llama-110m.")
+    ] = "tiny",
+    family: Annotated[
+        str | None,
+        Option(help="gpt2 (layer norm, GELU) or llama (RMS norm, SwiGLU). Default: the preset's."),
+    ] = None,
+    positions: Annotated[
+        str | None,
+        Option(help="rotary, without an end, or learned, as GPT-2 has them: up to --length."),
+    ] = None,
+    rope_base: Annotated[
+        float | None, Option(help="Of rotary positions: larger for longer contexts.")
+    ] = None,
+    rope_scaling: Annotated[
+        float | None, Option(help="Rotary positions divided by it: position interpolation.")
+    ] = None,
+    layers: Annotated[int | None, Option(help="In place of the preset's.")] = None,
+    width: Annotated[int | None, Option(help="In place of the preset's.")] = None,
+    heads: Annotated[int | None, Option(help="In place of the preset's.")] = None,
+    kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: one a head.")] = None,
+    data: Annotated[
+        str, Option(help="topics, source (Python's own texts); records, dialogue (facts to find).")
+    ] = "topics",
+    tokens: Annotated[str, Option(help="bytes or gpt2; they give the vocabulary.")] = "bytes",
+    length: Annotated[str, Option(help="Tokens in a sequence: 8192, 128K, 1M.")] = "1024",
+    steps: Annotated[int, Option(help="Optimizer steps of the whole run.")] = 100,
+    join_documents: Annotated[
+        bool,
+        Option(
+            "--join-documents",
+            help="Let documents in one sequence see those before them, as GPT-3.",
+        ),
+    ] = False,
+    accumulation: Annotated[
+        int,
+        Option(help="Sequences in a step, one after the other; ddp and fsdp deal them out."),
+    ] = 1,
+    learning_rate: Annotated[float, Option(help="At its highest.")] = 6e-4,
+    warmup_steps: Annotated[int | None, Option(help="Default: a tenth of --decay-steps.")] = None,
+    decay_steps: Annotated[
+        int | None, Option(help="The learning rate is at its lowest then. Default: --steps.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        Option(
+            help="Of matrix products: float32, bfloat16, float16. Weights stay float32. "
+            "Default: bfloat16 on a GPU that has it, else float32."
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        Option(
+            help="In place of --dtype: bfloat16, float16, float32, also for stored weights, "
+            "whose updates float32 masters take (labsupport.precision)."
+        ),
+    ] = None,
+    attention: Annotated[
+        str, Option(help="auto, or a backend's name; with --parallel ring a ring kernel's.")
+    ] = "auto",
+    checkpoint_layers: Annotated[
+        bool, Option("--checkpoint-layers", help="Keep each block's input only; compute it twice.")
+    ] = False,
+    mlp_chunk: Annotated[int | None, Option(help="Tokens at a time through the MLP.")] = None,
+    loss_chunk: Annotated[
+        int | None, Option(help="Tokens at a time through the classifier.")
+    ] = None,
+    residual: Annotated[
+        str | None,
+        Option(help="Dtype of the stream between blocks. Default: float32, or the policy's."),
+    ] = None,
+    memory_limit: Annotated[
+        str | None, Option(help="16GiB: a device that has no more, really.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        Option(help="For checkpoints, history.csv and loss.png. A run in it goes on."),
+    ] = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Delete the run in --folder, and begin anew.")
+    ] = False,
+    checkpoint_every: Annotated[int, Option(help="Steps between checkpoints.")] = 50,
+    seed: Annotated[int, Option(help="Of weights, texts and order.")] = 0,
+    parallel: Annotated[
+        str | None,
+        Option(
+            help="On several devices: ddp (other sequences on each), fsdp (the model is shared out "
+            "too), ring (each sequence is shared out). Under torchrun, or with --processes."
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, Option(help="With --parallel: on this machine. Default: one for each GPU.")
+    ] = None,
+    contiguous: Annotated[
+        bool, Option("--contiguous", help="ring: shards without the zigzag that balances work.")
+    ] = False,
+    cpu_offload: Annotated[
+        bool, Option("--cpu-offload", help="fsdp: weights and states in the CPU's memory.")
+    ] = False,
+    device: Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")] = None,
+    quiet: Annotated[bool, Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Train a decoder on long sequences, and say how fast and with how much memory.
+
+    \b
+    labsupport train --length 8192 --steps 20
+    labsupport train --preset gpt2-small --tokens gpt2 --length 128K --checkpoint-layers \\
+        --mlp-chunk 8192 --loss-chunk 1024 --memory-limit 16GiB --folder runs/long
+    labsupport train --parallel ddp --processes 2 --accumulation 4 --device cpu
+    torchrun --nproc-per-node 8 -m labsupport.cli train --parallel ring --length 1M ...
+    """
+    options = dict(locals())
+    check_options(options)
+    if parallel is not None:
+        from labsupport.commands.train_parallel import train_in_parallel
+
+        train_in_parallel(options)
+        return
+
+    import torch
+
+    from labsupport.attention.backends import last_call
+    from labsupport.attention.implementations import by_name
+    from labsupport.profiling.timing import resolve_device
+    from labsupport.training.loop import TrainingDivergedError, train
+    from labsupport.training.loop.messages import out_of_memory, plan, summary
+    from labsupport.training.model.decoder import Decoder
+    from labsupport.training.saving.limit import is_out_of_memory
+    from labsupport.training.saving.limit import memory_limit as limited
+
+    where = resolve_device(device)
+    if attention != "auto":
+        by_name(attention)  # refuses an unknown one before anything long begins
+    run = prepare(options, where)
+    batches = run.open_batches()
+    batches(0)  # what cannot be had at this length is said before the plan
+    typer.echo(plan(run.config, run.savings, run.settings, run.length, where))
+    taken: list[StepRow] = []
+    try:
+        with nullcontext() if memory_limit is None else limited(memory_limit, where):
+            torch.manual_seed(seed)
+            history = train(
+                Decoder(run.config, run.savings).to(where),
+                batches,
+                run.settings,
+                folder=folder,
+                fresh=fresh,
+                course=run.course,
+                on_step=taken.append,
+                progress=not quiet,
+            )
+    except TrainingDivergedError as error:
+        if folder is not None and len(error.history):
+            keep_curves(error.history, folder)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        typer.echo(out_of_memory(error, run.savings, run.settings, run.length), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        if folder is not None:
+            typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+        raise typer.Exit(interrupted_status()) from None
+    typer.echo(summary(history, where, last_call() if taken else None))
+    if folder is not None:
+        keep_curves(history, folder)

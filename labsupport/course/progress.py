@@ -1,0 +1,192 @@
+"""How far a student is: exercises, their checks, and points.
+
+Two answers to that. `progress_of_folder` reads saved notebooks, and runs nothing: a check counts if
+its cell is the lab's, and the output saved with it says `[ok]` and holds no error. It is as true as
+the notebook is up to date: a solution that was changed and not run again is not noticed.
+`show_progress` runs the checks again in the kernel from which it is called, on what is defined
+there now. Neither decides a grade.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from labsupport import paths
+from labsupport.course.files import lies_beside
+from labsupport.course.merge import edition_of, source_hash, source_of
+
+PASSED, FAILED, NOT_RUN, NOT_WRITTEN = "passed", "not passed", "not run", "not written"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check cell: to which exercise it belongs, what it is worth, and how it stands."""
+
+    exercise: str
+    points: float
+    status: str
+
+
+@dataclass
+class Progress:
+    """How far a student is.
+
+    Attributes:
+        checks: by notebook (the file's name without its ending), in the notebook's order.
+        troubles: what could not be read, one sentence each.
+    """
+
+    checks: dict[str, list[Check]] = field(default_factory=dict)
+    troubles: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A table for people: exercise, points, checks passed, and how the others stand."""
+        out: list[str] = []
+        for notebook, checks in self.checks.items():
+            out += [notebook, *_table(checks), ""]
+        everything = [check for checks in self.checks.values() for check in checks]
+        if len(self.checks) != 1:
+            out.append(f"all notebooks: {_points(everything)} points")
+        return [*out, *self.troubles] if out else self.troubles
+
+
+def _points(checks: Iterable[Check]) -> str:
+    checks = list(checks)
+    earned = sum(check.points for check in checks if check.status == PASSED)
+    return f"{earned:g} of {sum(check.points for check in checks):g}"
+
+
+def _table(checks: list[Check]) -> list[str]:
+    by_exercise: dict[str, list[Check]] = {}
+    for check in checks:
+        by_exercise.setdefault(check.exercise, []).append(check)
+    names = {exercise: name_of(exercise) for exercise in by_exercise}
+    width = max((len(name) for name in names.values()), default=0)
+    out = []
+    for exercise, own in by_exercise.items():
+        passed = sum(check.status == PASSED for check in own)
+        rest = [check.status for check in own if check.status != PASSED]
+        said = f"   ({', '.join(dict.fromkeys(rest))})" if rest else ""
+        out.append(
+            f"  {names[exercise]:{width}}   {_points(own):>7} points   "
+            f"{passed} of {len(own)} checks{said}"
+        )
+    return [*out, f"  {'together':{width}}   {_points(checks):>7} points"]
+
+
+def name_of(exercise: str) -> str:
+    """An exercise as people read it: "ex-1-3-online-softmax" is "1-3 online softmax"."""
+    parts = exercise.removeprefix("ex-").split("-")
+    return f"{'-'.join(parts[:2])} {' '.join(parts[2:])}".strip()
+
+
+def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> list[Check]:
+    roles = [(cell, cell.get("metadata", {}).get("nbgrader", {})) for cell in cells]
+    solutions = [str(about.get("grade_id")) for _, about in roles if about.get("solution")]
+    found = []
+    for cell, about in roles:
+        if not about.get("grade") or about.get("solution"):
+            continue
+        name = str(about.get("grade_id"))
+        # The longest that fits: ex-1-1-a-b-values belongs to ex-1-1-a-b, not to ex-1-1-a.
+        fitting = [solution for solution in solutions if name.startswith(f"{solution}-")]
+        exercise = max(fitting, key=len, default=name)
+        found.append(Check(exercise, float(about.get("points") or 0), status(cell)))
+    return found
+
+
+# --- saved notebooks ------------------------------------------------------------------------------
+
+
+def progress_of_folder(folder: Path | None = None) -> Progress:
+    """What the saved notebooks of a folder show; nothing is run.
+
+    Args:
+        folder: of the student's copies; `work/` in the project if None.
+
+    Raises:
+        ValueError: there is no such folder, or no notebook of the lab in it.
+    """
+    folder = paths.project_root() / "work" if folder is None else folder
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; `labsupport start` makes your copies")
+    progress = Progress()
+    for file in sorted(folder.glob("*.ipynb")):
+        if lies_beside(file.name):
+            continue
+        try:
+            notebook = json.loads(file.read_bytes())
+            edition = edition_of(notebook)
+            if edition is None:
+                continue  # a notebook of the student's own
+            hashes = notebook["metadata"]["labsupport"].get("cells", {})
+            checks = _checks_of(notebook["cells"], lambda cell, h=hashes: _saved_status(cell, h))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            progress.troubles.append(f"{file}: cannot be read as a notebook ({error})")
+            continue
+        progress.checks[file.stem] = checks
+    if not progress.checks and not progress.troubles:
+        raise ValueError(f"{folder} holds no notebook of the lab; `labsupport start` makes them")
+    return progress
+
+
+def _saved_status(cell: dict[str, Any], hashes: Mapping[str, str]) -> str:
+    known = hashes.get(cell.get("id", ""))
+    if known is not None and known != source_hash(source_of(cell)):
+        return "check was changed"
+    outputs = cell.get("outputs") or []
+    if any(output.get("output_type") == "error" for output in outputs):
+        said = "".join(str(output.get("evalue", "")) for output in outputs)
+        return NOT_WRITTEN if "is not written yet" in said else FAILED
+    said = "".join("".join(output.get("text", "")) for output in outputs)
+    return PASSED if "[ok]" in said else NOT_RUN
+
+
+# --- the running kernel ---------------------------------------------------------------------------
+
+
+def show_progress(notebook: str, names: Mapping[str, Any]) -> None:
+    """Print which exercises of a notebook pass their checks now, and their points.
+
+    The check cells of the lab's own notebook run once more, silently, on a copy of `names`.
+
+    Args:
+        notebook: how its name begins, such as "01".
+        names: the notebook's variables: `globals()`.
+    """
+    try:
+        folder = paths.notebooks_dir()
+        (file,) = folder.glob(f"{notebook}*.ipynb")
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    except (paths.ProjectNotFoundError, OSError, ValueError, KeyError) as error:
+        print(f"Your progress cannot be shown: the lab's own notebook is not there ({error}).")
+        return
+    checks = _checks_of(cells, lambda cell: _status_now(source_of(cell), names))
+    print("\n".join(_table(checks)))
+
+
+def _status_now(source: str, names: Mapping[str, Any]) -> str:
+    visible = _without_hidden_tests(source)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            exec(compile(visible, "<check>", "exec"), dict(names))
+    except NameError:
+        return NOT_RUN  # a cell that it needs was not run
+    except Exception as error:
+        return NOT_WRITTEN if "is not written yet" in str(error) else FAILED
+    return PASSED
+
+
+def _without_hidden_tests(source: str) -> str:
+    """The lab's own copy may be the solved one; students' cells hold the visible part only."""
+    kept, hidden = [], False
+    for line in source.split("\n"):
+        if "BEGIN HIDDEN TESTS" in line or "END HIDDEN TESTS" in line:
+            hidden = "BEGIN" in line
+        elif not hidden:
+            kept.append(line)
+    return "\n".join(kept)

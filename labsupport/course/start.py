@@ -1,0 +1,259 @@
+"""Working copies of the student edition, which belong to the student from then on.
+
+Where the lab has moved on since a copy was made, the newer edition is merged into it, cell by cell
+(`labsupport.course.merge`). First the student's file is saved beside, as it was; so nothing is
+lost, whatever happens in between. A file that is not ours, or that cannot be read, is left alone.
+
+The checklist is treated likewise: boxes of a newer edition are added to the student's copy, and no
+line of theirs is touched.
+
+The theory appears in the student's folder as a link to the project's, because JupyterLab opens
+nothing outside of the folder that it was started in.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from labsupport import paths
+from labsupport.course import checklist, merge
+from labsupport.course import editions as release
+from labsupport.course.files import OLDER_EDITION, replace, write_new
+
+STATE_FILE = ".labsupport.json"
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A copy into which a newer edition was merged.
+
+    Attributes:
+        copy: the student's notebook or checklist.
+        before: what it was before, byte for byte.
+        conflicts: what could not be kept in its place, one sentence each.
+    """
+
+    copy: Path
+    before: Path
+    conflicts: tuple[str, ...]
+
+
+@dataclass
+class StartReport:
+    """What `start_work` found and did.
+
+    Attributes:
+        folder: the student's folder.
+        created: new working copies.
+        kept: copies that were left as they are.
+        upgraded: copies into which a newer edition was merged.
+        left_alone: copies that the lab cannot read, and why.
+    """
+
+    folder: Path
+    created: list[Path] = field(default_factory=list)
+    kept: list[Path] = field(default_factory=list)
+    upgraded: list[Upgrade] = field(default_factory=list)
+    left_alone: dict[Path, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """The report for people, a line for each file and each conflict."""
+        out = [f"created: {path}" for path in self.created]
+        for path in self.kept:
+            out.append(f"kept:    {path} (yours, unchanged)")
+            if path in self.left_alone:
+                out.append(f"         left alone: {self.left_alone[path]}")
+        for upgrade in self.upgraded:
+            out.append(f"renewed: {upgrade.copy} (a newer edition, with your work in it)")
+            out.append(f"         as it was before: {upgrade.before}")
+            out += [f"         look at: {conflict}" for conflict in upgrade.conflicts]
+        return out
+
+
+class _State:
+    """What the folder remembers between two starts. Losing it costs time, nothing else.
+
+    `editions` spares the work of making an edition (and importing nbgrader) just to find that
+    nothing changed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / STATE_FILE
+        try:
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            stored = None
+        editions = stored.get("editions") if isinstance(stored, dict) else None
+        self.editions: dict[str, str] = dict(editions) if isinstance(editions, dict) else {}
+        self._stored = self._text()
+
+    def _text(self) -> str:
+        return json.dumps({"editions": self.editions}, indent=1, sort_keys=True) + "\n"
+
+    def save(self) -> None:
+        if not self.path.exists() or self._text() != self._stored:
+            replace(self.path, self._text())
+
+
+def _source_key(source: Path) -> str:
+    # The recipe counts as well as the ingredients: another stub makes another edition.
+    recipe = Path(release.__file__).read_bytes()
+    return hashlib.sha256(recipe + source.read_bytes()).hexdigest()
+
+
+def _links_within_the_folder(text: str) -> str:
+    """From notebooks/ the theory is ../theory/, from the student's folder it is theory/."""
+    return text.replace("](../theory/", "](theory/")
+
+
+def _link_theory(folder: Path, theory: Path) -> None:
+    if not theory.is_dir() or (folder / "theory").exists():
+        return
+    # Where links are not allowed (Windows without developer mode), the theory is in the project.
+    with contextlib.suppress(OSError):
+        (folder / "theory").symlink_to(os.path.relpath(theory, folder), target_is_directory=True)
+
+
+def _start_one(source: Path, report: StartReport, state: _State) -> None:
+    copy = report.folder / source.name
+    key = _source_key(source)
+    if not copy.exists():
+        edition = release.make_edition(source)
+        write_new(copy, _links_within_the_folder(edition.text))
+        state.editions[key] = edition.identifier
+        report.created.append(copy)
+        return
+    if key not in state.editions:
+        state.editions[key] = release.make_edition(source).identifier
+    try:
+        was = copy.read_bytes()
+        mine: Any = json.loads(was)
+    except (OSError, ValueError, RecursionError) as error:
+        report.kept.append(copy)
+        reason = str(error).split("\n")[0]
+        report.left_alone[copy] = f"it cannot be read as a notebook ({reason})"
+        return
+    own = merge.edition_of(mine)
+    if own is None or own == state.editions[key]:
+        report.kept.append(copy)
+        return
+    newer = json.loads(_links_within_the_folder(release.make_edition(source).text))
+    try:
+        merged = merge.merge(mine, newer)
+    except (merge.MergeError, RecursionError) as error:
+        report.kept.append(copy)
+        report.left_alone[copy] = str(error)
+        return
+    text = _as_text(merged.notebook)
+    _exchange(copy, was, text, state.editions[key], merged.conflicts, report)
+
+
+def _start_checklist(source: Path, report: StartReport, state: _State) -> None:
+    if not source.is_file():
+        return
+    copy = report.folder / checklist.FILE
+    text = checklist.students_copy(source.read_text(encoding="utf-8"))
+    edition = hashlib.sha256(text.encode()).hexdigest()[:12]
+    if not copy.exists():
+        write_new(copy, text)
+        state.editions[checklist.FILE] = edition
+        report.created.append(copy)
+        return
+    # Asked once for each edition: a box that the student removed does not come back every time.
+    if state.editions.get(checklist.FILE) == edition:
+        report.kept.append(copy)
+        return
+    try:
+        was = copy.read_bytes()
+        renewed, added = checklist.with_new_items(was.decode("utf-8-sig"), text)
+    except (OSError, ValueError) as error:
+        report.kept.append(copy)
+        report.left_alone[copy] = f"it cannot be read as text ({error})"
+        return
+    if not added:
+        report.kept.append(copy)
+    elif not _exchange(copy, was, renewed, edition, (), report):
+        return
+    state.editions[checklist.FILE] = edition
+
+
+def _exchange(
+    copy: Path,
+    was: bytes,
+    text: str,
+    edition: str,
+    conflicts: tuple[str, ...],
+    report: StartReport,
+) -> bool:
+    """Put the renewed text in the copy's place, with the old one saved; says whether it did."""
+    before = _save_before(copy, was, edition)
+    # An editor may have saved meanwhile: then the file is newer than what was merged.
+    if copy.read_bytes() != was:
+        report.kept.append(copy)
+        report.left_alone[copy] = "it changed while it was being upgraded; start again"
+        return False
+    replace(copy, text)
+    report.upgraded.append(Upgrade(copy, before, conflicts))
+    return True
+
+
+def _as_text(notebook: merge.Notebook) -> str:
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a character, as some editors leave it
+        text = json.dumps(notebook, indent=1) + "\n"
+    return text
+
+
+def _save_before(copy: Path, was: bytes, edition: str) -> Path:
+    """Save the student's file beside, once: an upgrade that was interrupted finds it there."""
+    number = 1
+    while True:
+        suffix = f"-{number}" if number > 1 else ""
+        name = f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}{copy.suffix}"
+        before = copy.with_name(name)
+        if not before.exists() and not before.is_symlink():
+            write_new(before, was)
+            return before
+        if before.is_file() and before.read_bytes() == was:
+            return before
+        number += 1
+
+
+def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
+    """Give the student a copy of each notebook and of the checklist, and renew older ones.
+
+    To begin a notebook anew, a student renames or deletes their copy and starts again.
+
+    Args:
+        to: the student's folder, created if need be; `work/` in the project if None.
+        notebooks: the folder of the solved notebooks; the lab's own if None.
+
+    Returns:
+        what was created, kept and upgraded.
+
+    Raises:
+        ValueError: `to` is the folder of the solved notebooks, or is a file.
+        labsupport.course.editions.ReleaseError: a notebook has no student edition.
+        OSError: the folder cannot be written to.
+    """
+    sources = release.solved_notebooks(notebooks)
+    folder = paths.project_root() / "work" if to is None else to
+    if folder.resolve() == sources[0].parent.resolve():
+        raise ValueError(f"{folder} holds the solved notebooks; choose another folder with --to")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; --to wants a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    report, state = StartReport(folder), _State(folder)
+    for source in sources:
+        _start_one(source, report, state)
+    theory = sources[0].parent.resolve().parent / "theory"
+    _start_checklist(theory / "checklists.md", report, state)
+    _link_theory(folder.resolve(), theory)
+    state.save()
+    return report

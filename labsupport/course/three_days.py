@@ -1,0 +1,142 @@
+"""The three-day path: which exercises belong to which day, and how far a student is on it.
+
+`theory/three-days.md` says it, for readers and for this module: below a heading "## Day 1 · ..." a
+row of the table begins with *core* or *extra*, names its exercises in bold letters (**1-3**), and
+has its minutes in the last column but one.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from labsupport import paths
+from labsupport.course import checklist
+from labsupport.course.progress import PASSED, Check, name_of
+
+CORE, EXTRA = "core", "extra"
+
+_DAY = re.compile(r"^## Day (\d) · (.+)$", re.MULTILINE)
+_ROW = re.compile(rf"^\| ({CORE}|{EXTRA}) \|(.*)\| (\d+) \|[^|]*\|$", re.MULTILINE)
+_EXERCISE = re.compile(r"\*\*(\d-\d)\*\*")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of a day's table.
+
+    Attributes:
+        kind: "core" or "extra".
+        exercises: such as "1-3".
+        minutes: reading and exercises, without the machine's time.
+    """
+
+    kind: str
+    exercises: tuple[str, ...]
+    minutes: int
+
+
+@dataclass(frozen=True)
+class Day:
+    """One day of the path: its number, its title, its steps in order."""
+
+    number: int
+    title: str
+    steps: tuple[Step, ...]
+
+    def exercises(self, kind: str) -> list[str]:
+        """The exercises of its core, or its extra ones, in order."""
+        return [name for step in self.steps if step.kind == kind for name in step.exercises]
+
+
+def read_days(page: Path | None = None) -> list[Day]:
+    """The days of the path, in order.
+
+    Args:
+        page: the Markdown file; the lab's own if None.
+
+    Raises:
+        OSError: there is no such file.
+        labsupport.paths.ProjectNotFoundError: the lab's own page cannot be found from here.
+    """
+    page = paths.project_root() / "theory" / "three-days.md" if page is None else page
+    parts = _DAY.split(page.read_text(encoding="utf-8"))
+    days = []
+    for number, title, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        own = text.split("\n## ", 1)[0]
+        steps = [
+            Step(kind, tuple(_EXERCISE.findall(what)), int(minutes))
+            for kind, what, minutes in _ROW.findall(own)
+        ]
+        days.append(Day(int(number), title, tuple(steps)))
+    return days
+
+
+def lines_of_path(
+    days: Sequence[Day], checks: Mapping[str, list[Check]], boxes: Sequence[checklist.Item]
+) -> list[str]:
+    """How far a student is on the path: a line for each day, and one for each kind of tick.
+
+    Exercises of notebooks that the student has not got are not counted.
+
+    Args:
+        days: as `read_days` returns them.
+        checks: by notebook, as `Progress.checks`.
+        boxes: of the student's checklist; empty if there is none.
+    """
+    passed: dict[str, bool] = {}
+    for check in (check for of_one in checks.values() for check in of_one):
+        done = check.status == PASSED
+        passed[check.exercise] = passed.get(check.exercise, True) and done
+    # "ex-1-3-online-softmax" is 1-3 to the path.
+    by_number = {"-".join(name.split("-")[1:3]): name for name in passed}
+    out = []
+    for day in days:
+        core = [by_number[number] for number in day.exercises(CORE) if number in by_number]
+        extra = [by_number[number] for number in day.exercises(EXTRA) if number in by_number]
+        if not core and not extra:
+            continue
+        said = [f"{_count(passed[name] for name in core)} exercises"]
+        if extra:
+            said.append(f"{_count(passed[name] for name in extra)} extra")
+        if own := [box.ticked for box in boxes if box.day == day.number]:
+            said.append(f"{_count(own)} ticks")
+        open_ones = [name for name in [*core, *extra] if not passed[name]]
+        upcoming = f"; next: {name_of(open_ones[0])}" if open_ones else "; all exercises done"
+        out.append(f"  Day {day.number}: {', '.join(said)}{upcoming}")
+    if out:
+        out.insert(0, "the three-day path (theory/three-days.md)")
+    if boxes:
+        ticks = (
+            f"{word} {_count(box.ticked for box in boxes if box.kind == kind)}"
+            for kind, word in checklist.KINDS.items()
+        )
+        out.append(f"  ticks in {checklist.FILE}: {', '.join(ticks)}")
+    return out
+
+
+def _count(done: Iterable[bool]) -> str:
+    values = list(done)
+    return f"{sum(values)} of {len(values)}"
+
+
+def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> list[str]:
+    """What `labsupport progress` says of the path; nothing where the lab's page is not there.
+
+    Args:
+        folder: the student's; `work/` in the project if None.
+        checks: by notebook, as `Progress.checks`.
+    """
+    try:
+        days = read_days()
+        folder = paths.project_root() / "work" if folder is None else folder
+    except (OSError, paths.ProjectNotFoundError):
+        return []
+    file = folder / checklist.FILE
+    try:
+        boxes = checklist.items(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return lines_of_path(days, checks, ())
+    except (OSError, ValueError) as error:
+        return [*lines_of_path(days, checks, ()), f"{file}: cannot be read ({error})"]
+    return lines_of_path(days, checks, boxes)

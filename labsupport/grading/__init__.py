@@ -1,1 +1,0 @@
-"""The student edition of the notebooks, and students' working copies of it."""

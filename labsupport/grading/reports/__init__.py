@@ -1,5 +1,0 @@
-"""What an instructor reads and returns: points, a page per student, the class at a glance."""
-
-from labsupport.grading.reports.write import write_reports
-
-__all__ = ["write_reports"]

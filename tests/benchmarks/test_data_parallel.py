@@ -1,0 +1,183 @@
+"""The scaling benchmark, on two processes: what it counts, and what it says of cases that fail."""
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import data_parallel as benchmark
+from benchmarks.data_parallel import cases, measure_scaling, with_efficiency
+from benchmarks.data_parallel_case import Case, shape_of
+from benchmarks.data_parallel_table import readable
+from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
+from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
+from labsupport.distributed.launch import launch
+from labsupport.paths import project_root
+from labsupport.profiling.runs import load_run
+
+TINY = {"preset": "tiny", "length": 32}
+TOO_LARGE = "1x6400000000"  # its embedding alone has 1.2 PiB, more than an address space
+
+
+# --- what runs in the launched processes ----------------------------------------------------------
+
+
+def measured(chosen, seconds=float("inf"), broken=None):
+    """The table as each rank has it. Rank 1 fails alone in the case `broken`."""
+    place = setup_ddp()
+    torch.set_num_threads(1)
+    real = benchmark.measure_case
+
+    def one_that_fails(case, *args, **options):
+        if case == broken and place.rank == 1:
+            raise ValueError("rank one is unwell")
+        return real(case, *args, **options)
+
+    benchmark.measure_case = one_that_fails
+    seen = []
+    table = measure_scaling(
+        chosen, steps=2, warmup=1, timeout=4, seconds=seconds, on_row=lambda t: seen.append(len(t))
+    )
+    cleanup_ddp()
+    return table, seen
+
+
+# --- what came back -------------------------------------------------------------------------------
+
+CHOSEN = [
+    *cases(["tiny"], [1, 2], accumulation=3, length=32),
+    Case("ddp", TOO_LARGE, 2, length=32),
+    Case("ddp", **TINY, world=2, batch=2),
+    Case("ddp", **TINY, world=2, batch=3),
+    Case("fsdp", **TINY, world=2, dtype="bfloat16"),
+    Case("single", **TINY, world=4),
+]
+BROKEN = CHOSEN[-4]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return launch(measured, (CHOSEN,), {"broken": BROKEN}, processes=2, device="cpu", timeout=30)
+
+
+@pytest.fixture(scope="module")
+def table(results):
+    return results[0][0]
+
+
+def row(table, *, world=2, micro_batches=1, sync_every=False, batch=1, dtype="float32", **where):
+    """The one row of these values, the defaults among them."""
+    where = {"preset": "tiny"} | where
+    where |= {"world": world, "micro_batches": micro_batches, "sync_every": sync_every}
+    where |= {"batch": batch, "dtype": dtype}
+    found = table
+    for name, value in where.items():
+        found = found[found[name] == value]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def test_all_ranks_agree_and_rank_0_alone_is_told_row_by_row(results):
+    (first, seen), (second, nothing) = results
+    pd.testing.assert_frame_equal(first, second)
+    assert seen == list(range(1, len(first) + 1))
+    assert nothing == []
+    assert first.attrs["provenance"]["ranks"] == 2
+
+
+def test_worlds_that_are_not_there_are_left_out(table):
+    assert set(table.world) == {1, 2}
+
+
+def test_fsdp_holds_half_of_what_ddp_holds_and_both_as_predicted(table):
+    parameters = shape_of("tiny").parameters
+    ddp, fsdp = (row(table, strategy=name, preset="tiny") for name in ("ddp", "fsdp"))
+    steps = ddp.optimizer_bytes - 8 * parameters  # AdamW counts steps, 4 bytes a tensor
+    assert (ddp.parameter_bytes, ddp.gradient_bytes) == (4 * parameters, 4 * parameters)
+    assert 0 < steps < 1000
+    assert ddp.predicted_state_bytes == 16 * parameters == 2 * fsdp.predicted_state_bytes
+    for one in (ddp, fsdp):
+        assert one.state_bytes == pytest.approx(one.predicted_state_bytes, rel=0.005)
+
+
+def test_without_no_sync_each_micro_batch_is_all_reduced(table):
+    once, always = (
+        row(table, strategy="ddp", micro_batches=3, sync_every=sync) for sync in (False, True)
+    )
+    assert once.all_reduces >= 1
+    assert always.all_reduces == 3 * once.all_reduces
+    assert always.all_reduced_bytes == 3 * once.all_reduced_bytes == 12 * once.parameters
+    assert once.predicted_sent_bytes == ddp_bytes_sent(once.all_reduced_bytes, 2)
+
+
+def test_fsdp_in_bfloat16_sends_its_weights_in_two_bytes(table):
+    shape = shape_of("tiny")
+    root = shape.vocab_size * shape.width + 2 * shape.width  # gathered once; the blocks twice
+    wide, narrow = (row(table, strategy="fsdp", dtype=name) for name in ("float32", "bfloat16"))
+    saved = (2 * shape.parameters - root) * 2 / 2  # two bytes less, of which a rank sends half
+    assert wide.predicted_sent_bytes - narrow.predicted_sent_bytes == saved
+
+
+def test_efficiency_is_that_of_the_same_work_on_one_rank_alone(table):
+    for micro_batches in (1, 3):
+        alone = row(table, strategy="single", world=1, micro_batches=micro_batches)
+        both = row(table, strategy="ddp", micro_batches=micro_batches)
+        assert alone.efficiency == 1
+        assert alone.tokens_s > 0
+        assert both.efficiency == pytest.approx(alone.step_ms / both.step_ms)
+    assert row(table, strategy="fsdp", dtype="bfloat16").isna().efficiency
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(table):
+    failed = row(table, strategy="ddp", preset=TOO_LARGE)
+    assert failed.status == "out of memory"
+    assert "memory" in failed.reason
+
+
+def test_a_rank_that_fails_alone_is_named_and_the_next_cases_run(table):
+    failed = row(table, strategy="ddp", batch=BROKEN.batch)
+    assert (failed.status, failed.reason) == ("failed", "rank 1: ValueError: rank one is unwell")
+    assert row(table, strategy="ddp", batch=3).status == "ok"
+
+
+def test_the_short_tables_name_efficiency_memory_accumulation_and_failures(table):
+    text = readable(table)
+    assert "(100%)" in text
+    assert "fsdp, predicted" in text
+    assert "at the end" in text
+    assert "rank one is unwell" in text
+
+
+def test_no_case_is_begun_when_time_is_up():
+    (table, _), *_ = launch(measured, (CHOSEN[:2], 0), processes=1, device="cpu", timeout=30)
+    assert list(table.status) == ["not tried"] * 2
+    assert "0 s were over" in table.reason[0]
+
+
+def test_without_one_rank_alone_there_is_no_efficiency():
+    some = pd.DataFrame([{"strategy": "ddp", "preset": "x", "world": 2, "tokens_s": 1.0}])
+    some = some.assign(length=1, batch=1, micro_batches=1, dtype="float32", attention="auto")
+    assert with_efficiency(some).efficiency.isna().all()
+
+
+def test_a_shape_by_layers_and_width_has_heads_of_64():
+    shape = shape_of("48x1600")
+    assert (shape.layers, shape.width, shape.heads, shape.head_dim) == (48, 1600, 25, 64)
+    assert shape_of("tiny").width == 128
+    with pytest.raises(ValueError, match="no preset"):
+        shape_of("large")
+
+
+def test_the_command_starts_its_processes_and_keeps_the_run(tmp_path, monkeypatch, capfd):
+    (tmp_path / "data").mkdir()
+    for name in ("pyproject.toml", "labsupport", "data/hardware.csv"):
+        (tmp_path / name).symlink_to(project_root() / name)
+    monkeypatch.setenv("LABSUPPORT_ROOT", str(tmp_path))
+    arguments = "--processes 1 --presets tiny --strategies single --length 16 --steps 1 --warmup 0"
+    benchmark.main([*arguments.split(), "--save", "try"])
+    printed = capfd.readouterr().out
+    assert "tiny single on 1" in printed
+    assert "saved" in printed
+    assert load_run("try").status.tolist() == ["ok"]
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments.split(), "--save", "try"])
+    assert "--overwrite" in capfd.readouterr().err

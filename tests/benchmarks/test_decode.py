@@ -1,0 +1,146 @@
+"""Decoding beside others: bytes by definition, right results only, ratios out of one run."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import decode as decode_peers
+from benchmarks.decode import (
+    DecodeShape,
+    format_table,
+    geometric_means,
+    main,
+    measure_decoding,
+)
+from labsupport.attention.flash_triton import mode
+from labsupport.profiling.graphs import captured
+
+runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+SMALL["dtype"] = "float32" if mode.interpreted() else "bfloat16"
+
+
+def measured(times):
+    """A table as `measure_decoding` returns it, from {(implementation, keys): ms or None}."""
+    rows = [
+        {
+            "batch": 1, "keys": keys, "implementation": name, "median_ms": ms or math.nan,
+            "status": "ok" if ms else "failed", "gb_s": 1.0, "of_copy": 0.5, "times_sdpa": 1.0,
+        }
+        for (name, keys), ms in times.items()
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_the_bytes_are_those_of_k_and_v_read_once():
+    shape = DecodeShape(batch=8, keys=1000, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
+    assert shape.cache_bytes == 8 * 1000 * 8 * 128 * 2 * 2
+
+
+@runs_kernels
+def test_every_implementation_becomes_a_row_and_ratios_are_against_the_fastest_sdpa():
+    shapes = [DecodeShape(1, 70, **SMALL), DecodeShape(2, 40, **SMALL)]
+    names = ["decode", "sdpa_flash", "fa2"]
+    table = measure_decoding(shapes, names, max_seconds=0.01)
+    assert list(table.implementation) == names * 2
+    ran = table[table.status == "ok"]
+    assert set(ran.implementation) >= {"decode", "sdpa_flash"}
+    assert (ran.relative_error < (1e-5 if mode.interpreted() else 1e-2)).all()
+    assert (ran.gb_s * ran.median_ms * 1e6).tolist() == pytest.approx(ran.cache_bytes.tolist())
+    assert (ran[ran.implementation == "sdpa_flash"].times_sdpa == 1).all()
+    for _, shape in ran.groupby(["batch", "keys"]):
+        times = shape.set_index("implementation").median_ms
+        ratio = shape.set_index("implementation").times_sdpa["decode"]
+        assert ratio == pytest.approx(times["sdpa_flash"] / times["decode"])
+    assert {"device", "versions", "interpreted"} <= set(table.attrs["provenance"])
+
+
+@runs_kernels
+def test_what_cannot_run_or_does_not_fit_is_a_row_that_says_so():
+    table = measure_decoding(
+        [DecodeShape(1, 40, **SMALL), DecodeShape(10**6, 10**6, **SMALL)],
+        ["decode", "sdpa_efficient"],
+        max_seconds=0.01,
+    ).set_index(["keys", "implementation"])
+    assert table.status[40, "sdpa_efficient"] == "unsupported"
+    assert "grouped-query heads" in table.reason[40, "sdpa_efficient"]
+    assert set(table.status[10**6]) == {"out of memory"}
+    assert "needs" in table.reason[10**6, "decode"]
+    assert math.isnan(table.median_ms[10**6, "decode"])
+
+
+@runs_kernels
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    """A kernel that is fast because it leaves out half of the keys must not win."""
+
+    def half(q, k, v):
+        return right(q, k[:, ::2], v[:, ::2])
+
+    right = decode_peers.decode
+    monkeypatch.setattr(decode_peers, "decode", half)
+    (row,) = measure_decoding([DecodeShape(1, 70, **SMALL)], ["decode"]).itertuples()
+    assert row.status == "wrong"
+    assert row.relative_error > 0.05
+    assert math.isnan(row.median_ms)
+
+
+def test_means_are_geometric_and_over_the_shapes_that_both_ran():
+    table = measured(
+        {
+            ("decode", 1): 1.0,
+            ("decode", 2): 2.0,
+            ("flex", 1): 4.0,
+            ("flex", 2): 2.0,
+            ("fa4", 1): 3.0,
+        }
+        | {("fa4", 2): None}
+    )
+    means = geometric_means(table).set_index("implementation")
+    assert means.ours["flex"] == pytest.approx(2.0)
+    assert means.ours["fa4"] == pytest.approx(3.0)
+    assert means.ours["decode"] == 1
+    assert list(means.shapes[["decode", "fa4"]]) == [2, 1]
+
+
+@runs_kernels
+def test_the_command_prints_rows_refusals_and_means(capsys):
+    small = "--keys 40,70 --batch 1 --heads 4 --kv-heads 2 --head-dim 16 --max-seconds 0.01"
+    main([*small.split(), "--peers", "sdpa_flash,sdpa_efficient"])
+    printed = capsys.readouterr().out
+    assert "one query, 4 heads over 2" in printed
+    assert "sdpa_efficient: unsupported for 1 x 40, 1 x 70 keys" in printed
+    assert ("times mean nothing" in printed) == mode.interpreted()
+
+
+@pytest.mark.skipif(not mode.interpreted(), reason="compiled, times mean something")
+def test_interpreted_times_are_not_kept(capsys):
+    with pytest.raises(SystemExit):
+        main(["--save", "nothing"])
+    assert "not worth keeping" in capsys.readouterr().err
+
+
+@runs_kernels
+def test_a_table_without_any_time_can_be_printed():
+    table = measure_decoding([DecodeShape(1, 40, **SMALL)], ["fa3"], max_seconds=0.01)
+    assert "unknown backend" in format_table(table)
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    def call():
+        return None
+
+    assert captured(call, torch.device("cpu")) == (call, False)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_recorded_call_computes_again_at_each_replay():
+    device = torch.device("cuda")
+    x, total = torch.ones(3, device=device), torch.zeros(3, device=device)
+    replay, recorded = captured(lambda: total.add_(x), device, warmup=1)
+    assert recorded
+    before = total.clone()
+    replay()
+    replay()
+    assert torch.equal(total, before + 2)

@@ -1,0 +1,85 @@
+"""The table of dtype combinations says what really happened, and holds nothing unclear."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.dtypes import SAFE, dtype_combinations, format_combinations, main
+from labsupport.attention.registry import FLOAT_DTYPES
+
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@pytest.fixture(scope="module")
+def table():
+    return dtype_combinations("cpu")
+
+
+def test_every_combination_is_there_for_every_caller(table):
+    names = [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES]
+    expected = set(itertools.product(names, repeat=3))
+    assert len(expected) == 64
+    for _, rows in table.groupby("caller"):
+        assert set(zip(rows.q, rows.k, rows.v, strict=True)) == expected
+    assert {"sdpa", "sdpa in autocast", "sdpa_flash", "standard", SAFE} <= set(table.caller)
+
+
+def test_no_combination_gives_nan_and_no_refusal_is_without_a_reason(table):
+    assert set(table.outcome) == {"runs", "refuses"}
+    refusals = table[table.outcome == "refuses"]
+    assert (refusals.message.str.len() > 40).all()
+
+
+def test_bare_kernels_run_one_dtype_and_refuse_mixtures(table):
+    for name in ("sdpa", "sdpa_flash", "sdpa_math", "standard", "attention"):
+        rows = table[table.caller == name]
+        uniform = (rows.q == rows.k) & (rows.k == rows.v)
+        assert ((rows.outcome == "runs") == uniform).all()
+    bare = table[(table.caller == "sdpa_flash") & (table.outcome == "refuses")]
+    assert bare.message.str.startswith("RuntimeError: Expected query, key, and value").all()
+
+
+def test_autocast_casts_in_silence_all_but_float64(table):
+    rows = table[table.caller == "sdpa in autocast"]
+    double = (rows[["q", "k", "v"]] == "float64").any(axis=1)
+    assert (rows[~double].out == "bfloat16").all()
+    assert (rows[~double].message == "").all()
+
+
+@pytest.mark.parametrize("way", [SAFE, '... float64="keep"', '... float64="cast"'])
+def test_the_safe_function_refuses_nothing_but_undecided_float64(table, way):
+    rows = table[table.caller == way]
+    double = (rows[["q", "k", "v"]] == "float64").any(axis=1)
+    refused = double if way == SAFE else double & False
+    assert ((rows.outcome == "refuses") == refused).all()
+    assert rows[refused].message.str.contains('float64="cast"').all()
+    ran = rows[~refused]
+    assert (ran.out == ran.q).all()
+    for row in ran.itertuples():
+        coarsest = max(
+            torch.finfo(getattr(torch, dtype)).eps for dtype in (row.out, row.computed_in)
+        )
+        assert row.error < 4 * coarsest, row  # inputs, weights, sums and the result are rounded
+
+
+def test_nothing_is_cast_to_a_narrower_dtype_on_a_cpu(table):
+    for row in table[table.caller == SAFE].itertuples():
+        if row.outcome == "runs":
+            assert BYTES[row.computed_in] >= max(BYTES[d] for d in (row.q, row.k, row.v))
+
+
+def test_the_text_names_each_message_once(table):
+    text = format_combinations(table)
+    lines = text.split("\n")
+    said = [line.split("] ", 1)[1] for line in lines if line.startswith("[")]
+    assert len(set(said)) == len(said)
+    assert 3 <= len(said) <= 6, "dtypes and figures do not make another message"
+    assert sum(line.startswith("float32") for line in lines) == 16
+
+
+def test_the_command_prints_the_table(capsys):
+    main(["--device", "cpu", "--backends", "sdpa_flash"])
+    printed = capsys.readouterr().out
+    assert "sdpa_flash" in printed
+    assert "flash_torch" not in printed

@@ -1,0 +1,115 @@
+"""The recorded runs: what they count is right, and a case that does not run is a row."""
+
+import pandas as pd
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import generation as benchmark
+from benchmarks.generation import attempt, format_table, main, run
+from benchmarks.generation_models import (
+    decode_bytes,
+    random_ids,
+    tiny_llama,
+)
+from labsupport.models.flops import model_flops
+from labsupport.profiling.runs import load_run
+
+CPU = torch.device("cpu")
+
+
+def test_the_flops_are_those_that_pytorch_counts_with_attention_halved():
+    model = tiny_llama(CPU, torch.float32)
+    model.set_attn_implementation("eager")
+    ids = random_ids(model, 3, 50)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(ids, logits_to_keep=1)
+    products = counter.get_flop_counts()["Global"]
+    attention = products[torch.ops.aten.bmm]
+    # Rotary angles are a product as well: one of (head_dim / 2) x 1 x seqlen a row, at most.
+    linear = counter.get_total_flops() - attention
+    assert linear + attention // 2 == pytest.approx(model_flops(model, 3, 50, logits=1), rel=1e-3)
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():
+    model = tiny_llama(CPU, torch.bfloat16)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert decode_bytes(model, 1, 0) == 2 * weights
+    cache = 2 * 2 * 2 * 16  # keys and values, layers, key heads, head_dim
+    assert decode_bytes(model, 5, 10) == 2 * (weights + 5 * 10 * cache)
+
+
+def test_random_models_and_tokens_are_the_same_each_time():
+    torch.manual_seed(5)
+    before = torch.rand(1)
+    torch.manual_seed(5)
+    one, two = (tiny_llama(CPU, torch.float32) for _ in range(2))
+    assert torch.rand(1) == before
+    assert torch.get_default_dtype() == torch.float32
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(random_ids(one, 2, 9), random_ids(two, 2, 9))
+
+
+def test_a_case_that_does_not_run_is_a_row_with_its_reason():
+    def out_of_memory():
+        raise torch.OutOfMemoryError("no memory\nfor this")
+
+    row = attempt({"name": "a"}, out_of_memory)
+    assert row == {"name": "a", "status": "out of memory", "reason": "no memory for this"}
+    assert attempt({}, lambda: {"x": 1 / 0})["reason"] == "ZeroDivisionError: division by zero"
+    assert attempt({}, lambda: {"x": 1}) == {"status": "ok", "reason": "", "x": 1}
+
+
+def test_the_command_measures_prints_and_saves(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
+    main(["--what", "decode,prefill,training", "--device", "cpu", "--save", "small"])
+    printed = capsys.readouterr().out
+    table = load_run("small", folder=tmp_path)
+    assert "random weights" in printed
+    assert table.attrs["provenance"]["copy_gb_s"] > 0
+    by_part = dict(list(table.groupby("what")))
+    decode = by_part["decode"]
+    assert (decode.status == "ok").all(), decode.reason.tolist()
+    assert {"graphed", "loop, dynamic cache", "transformers, static cache"} <= set(decode.name)
+    rates = decode.batch * 1000 / decode.median_ms
+    pd.testing.assert_series_equal(decode.tokens_per_s, rates, check_names=False)
+    assert decode.of_ceiling.tolist() == pytest.approx(
+        (decode.tokens_per_s / decode.ceiling).tolist()
+    )
+    prefill = by_part["prefill"].set_index("name")
+    assert {"sdpa", "sdpa_flash"} <= set(prefill.index)
+    assert prefill.kernel["sdpa_flash"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    measured = prefill[prefill.status == "ok"]
+    assert len(measured)
+    assert measured.of_ceiling.tolist() == pytest.approx(
+        (measured.tflops / measured.ceiling).tolist()
+    )
+    training = by_part["training"].set_index(["name", "seqlen"])
+    assert (training.status[["eager", "sdpa_flash"]] == "ok").all()
+    if not torch.cuda.is_available():
+        assert (training.status[["fa4"]] == "unsupported").all()
+        assert "unsupported: " in printed
+
+
+def test_interrupted_it_keeps_what_was_measured(monkeypatch):
+    from benchmarks import generation_decode as benchmark_decode
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    done = {"name": "a", "status": "failed", "reason": "x", "batch": 1, "seqlen": 1}
+    monkeypatch.setattr(
+        benchmark_decode, "decode_cases", lambda *_: [lambda: done, interrupt, lambda: done]
+    )
+    table = run(["decode"], CPU, progress=False)
+    assert len(table) == 1
+    assert table.attrs["provenance"]["interrupted"]
+    assert "failed: x" in format_table(table)
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ValueError, match="unknown: decoding; known: decode, throughput"):
+        benchmark.run(["decoding"], CPU)

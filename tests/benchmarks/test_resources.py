@@ -1,0 +1,169 @@
+"""What the compiler makes of the Triton kernels: compiled here for GPUs that are elsewhere."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from benchmarks.resources import (
+    LIMITS,
+    compile_report,
+    format_report,
+    main,
+    neighbours,
+)
+from labsupport.attention.flash_triton.tuning import Tiling
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+BF16 = [torch.bfloat16]
+
+
+@needs_triton
+def test_the_causal_kernels_for_hopper_use_its_tensor_cores_and_do_not_spill():
+    table = compile_report(
+        capabilities=[90], head_dims=[128], dtypes=BF16, causal=True, hopper=True
+    )
+    assert list(table["kernel"]) == ["forward", "keys", "queries"]
+    _check_hopper(table)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_kernel_for_hopper_spills(causal):
+    table = compile_report(
+        capabilities=[90], head_dims=[64, 128], dtypes=BF16, causal=causal, hopper=True
+    )
+    _check_hopper(table)
+
+
+def _check_hopper(table):
+    assert (table["problem"] == "").all(), table
+    assert (table["hgmma"] > 0).all(), table
+    assert (table[["hmma", "spilled_bytes", "local"]] == 0).all(axis=None), table
+    assert (table["programs"] >= 1).all(), table
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_ampere_the_kernels_use_its_tensor_cores(causal):
+    table = compile_report(capabilities=[80], head_dims=[64, 128], dtypes=BF16, causal=causal)
+    assert (table["problem"] == "").all(), table
+    assert (table["hmma"] > 0).all(), table
+    assert (table["hgmma"] == 0).all(), table
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (86, 99), (90, 227)])
+def test_every_tiling_fits_on_a_multiprocessor(capability, shared_kib):
+    table = compile_report(capabilities=[capability], causal=True, grouped=True)
+    assert len(table) == 3 * 3 * 2
+    assert (table["programs"] >= 1).all(), table
+    assert (table["shared_kib"] <= shared_kib).all(), table
+
+
+@needs_triton
+def test_true_float32_stays_off_the_tensor_cores_and_tf32_does_not():
+    call = {"head_dims": [64], "dtypes": [torch.float32], "kernels": ["forward"]}
+    ieee = compile_report(**call, precision="ieee")
+    tf32 = compile_report(**call, precision="tf32")
+    assert (ieee[["hgmma", "hmma"]] == 0).all(axis=None), ieee
+    assert (tf32["hgmma"] + tf32["hmma"] > 0).all(), tf32
+
+
+@needs_triton
+def test_tiles_too_large_for_their_warps_are_seen_to_spill():
+    narrow, wide = Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 3)
+    table = compile_report(
+        capabilities=[90], head_dims=[128], dtypes=BF16, kernels=["forward"], tilings=[narrow, wide]
+    )
+    assert list(table["warps"]) == [4, 8]
+    assert list(table["spilled_bytes"] > 0) == [True, False]
+    assert list(table["local"] > 0) == [True, False]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_more_stages_copy_in_the_background_and_take_shared_memory():
+    plans = [Tiling(64, 64, 4, stages) for stages in (1, 2, 3)]
+    table = compile_report(
+        capabilities=[80], head_dims=[64], dtypes=BF16, kernels=["forward"], tilings=plans
+    )
+    one, two, three = table["shared_kib"]
+    assert three - two == 2 * 64 * 64 * 2 / 1024  # one more tile of K and of V
+    assert one < two
+    assert list(table["async_copies"] > 0) == [False, True, True]
+
+
+@needs_triton
+@pytest.mark.slow
+def test_what_the_compiler_cannot_do_is_reported_beside_what_it_can():
+    table = compile_report(
+        capabilities=[80], head_dims=[64], dtypes=BF16, kernels=["forward"],
+        tilings=[Tiling(64, 48, 4, 1), Tiling(64, 64, 4, 1)],
+    )  # fmt: skip
+    assert list(table["problem"] == "") == [False, True]
+    assert list(table["registers"].isna()) == [True, False]
+    assert "problem" in format_report(table)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_kib", "warps", "programs", "what_decides"),
+    [
+        (32, 0, 4, 16, "64 warps a multiprocessor"),
+        (32, 0, 1, 32, "32 programs a multiprocessor"),
+        (255, 0, 4, 2, "registers: 256 are given for 255"),
+        (80, 0, 1, 24, "registers: a quarter has room for 6.4 warps"),
+        (32, 56, 4, 4, "shared memory: 57 of 228 KiB"),
+        (32, 227, 4, 1, "shared memory"),
+        (32, 228, 4, 0, "1 KiB of shared memory is taken"),
+    ],
+)
+def test_programs_on_a_multiprocessor(registers, shared_kib, warps, programs, what_decides):
+    assert LIMITS[90].fitting(registers, shared_kib * 1024, warps) == programs, what_decides
+
+
+def test_neighbours_differ_in_one_number():
+    plan = Tiling(64, 16, 8, 1)
+    around = neighbours(plan)
+    assert Tiling(128, 16, 8, 1) in around
+    assert Tiling(64, 32, 8, 1) in around
+    assert Tiling(64, 16, 4, 1) in around
+    assert Tiling(64, 16, 8, 2) in around
+    assert all(min(t.block_q, t.block_k) >= 16 and t.stages >= 1 for t in around)
+    for t in around:
+        assert sum(a != b for a, b in zip(vars(t).values(), vars(plan).values(), strict=True)) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"capabilities": [70]}, "capability 70: expected 80, 86, 89, 90"),
+        ({"dtypes": [torch.float64]}, "dtype float64: expected bfloat16, float16, float32"),
+        ({"kernels": ["values"]}, "kernel values: expected forward, keys, queries"),
+        ({"head_dims": [512]}, "head_dim 512: expected 1 to 256"),
+        ({"precision": "fp16"}, "precision fp16: expected ieee, tf32"),
+    ],
+)
+def test_what_is_not_known_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        compile_report(**wrong)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_command_prints_a_table(capsys):
+    main(["--capability", "90", "--head-dim", "64", "--dtype", "bfloat16", "--kernel", "queries"])
+    heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["capability", "kernel", "head_dim"]
+    assert row.split()[:3] == ["90", "queries", "64"]
+
+
+@needs_triton
+def test_the_command_refuses_what_is_not_known(capsys):
+    with pytest.raises(SystemExit):
+        main(["--dtype", "int8"])
+    assert "dtype int8: expected" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""`labsupport train`, run as the program runs it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from labsupport.cli import app
+from labsupport.commands.train import shape
+from labsupport.precision import FlashAttentionConfig
+from labsupport.training.loop import Checkpoints, TrainSettings
+from labsupport.training.loop.data import DATA, named_batches, named_tokenizer
+from labsupport.training.loop.messages import out_of_memory
+from labsupport.training.model.config import PRESETS, Savings
+from labsupport.training.model.decoder import Decoder
+
+SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 256, "--data", "records"]
+
+
+def program(*arguments, ok=True):
+    command = ["train", *SMALL, "--device", "cpu", "--quiet", *arguments]
+    done = CliRunner().invoke(app, list(map(str, command)))
+    if ok:
+        assert done.exit_code == 0, (done.output, done.exception)
+    return done
+
+
+def final_loss(done):
+    return re.search(r"loss +([\d.]+) at step \d+, ([\d.]+) at step (\d+)", done.stdout).groups()
+
+
+def test_it_says_what_it_will_do_and_what_came_of_it():
+    done = program("--steps", 3, "--accumulation", 2)
+    plan, _, result = done.stdout.partition("loss  ")
+    assert "1 layers of 32, 2 heads" in plan
+    assert "512 tokens a step (2 x 256), float32 on cpu" in plan
+    assert "all activations are kept, MLP at once, loss at once; attention: auto" in plan
+    assert " at step 0, " in result
+    assert " at step 2" in result
+    assert "tokens/s (median step)" in result
+    assert "at the peak, the whole program's" in result
+    assert "sdpa_flash ran (aten::_scaled_dot_product_flash_attention_for_cpu" in result
+    assert done.stderr == ""
+
+
+def test_a_run_in_a_folder_goes_on_where_it_stopped(tmp_path):
+    program("--steps", 6, "--folder", tmp_path / "whole")
+    first = ["--steps", 4, "--decay-steps", 6, "--folder", tmp_path, "--checkpoint-every", 2]
+    program(*first)
+    assert len(pd.read_csv(tmp_path / "history.csv")) == 4
+    program("--steps", 6, "--folder", tmp_path)
+    table = pd.read_csv(tmp_path / "history.csv")
+    whole = pd.read_csv(tmp_path / "whole" / "history.csv")
+    assert list(table["step"]) == list(range(6))
+    assert table[["loss", "grad_norm"]].equals(whole[["loss", "grad_norm"]])
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert len(Checkpoints(tmp_path).paths()) == 2
+    complete = program("--steps", 6, "--folder", tmp_path)
+    assert "none ran: the run in the folder is complete" in complete.stdout
+
+
+def test_another_course_is_refused_until_it_is_to_begin_anew(tmp_path):
+    program("--steps", 2, "--folder", tmp_path)
+    other = ["--steps", 2, "--folder", tmp_path, "--seed", 1, "--length", 512, "--kv-heads", 1]
+    done = program(*other, ok=False)
+    assert done.exit_code == 1
+    told = str(done.exception)
+    assert "seed was 0 and is 1" in told
+    assert "length was 256 and is 512" in told
+    assert "model.kv_heads was None and is 1" in told
+    assert "--fresh" in told
+    program(*other, "--fresh")
+
+
+def test_ways_to_save_memory_do_not_change_the_course(tmp_path):
+    run = ["--decay-steps", 8, "--folder", tmp_path, "--learning-rate", 3e-3]
+    program("--steps", 4, *run)
+    frugal = ["--checkpoint-layers", "--mlp-chunk", 64, "--loss-chunk", 100]
+    done = program("--steps", 8, *run, *frugal, "--attention", "standard")
+    assert (
+        "each block's input is kept, MLP in chunks of 64 tokens, loss in chunks of 100 tokens"
+        in (done.stdout)
+    )
+    assert "standard ran" in done.stdout
+    plain = program("--steps", 8, "--learning-rate", 3e-3)
+    assert float(final_loss(done)[1]) == pytest.approx(float(final_loss(plain)[1]), abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_trains_in_16_bits(dtype):
+    done = program("--steps", 2, "--dtype", dtype, "--residual", "bfloat16")
+    assert f"{dtype} on cpu" in done.stdout
+    assert "residual stream in bfloat16" in done.stdout
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16", "float32"])
+def test_it_trains_under_a_policy_and_goes_on_under_the_same_one_only(tmp_path, policy):
+    run = ["--decay-steps", 6, "--learning-rate", 3e-3, "--folder", tmp_path, "--policy", policy]
+    done = program("--steps", 3, *run)
+    masters = "" if policy == "float32" else ", with masters,"
+    assert f"tokens a step, {policy} policy{masters} on cpu" in done.stdout
+    resumed = program("--steps", 6, *run, "--checkpoint-layers", "--loss-chunk", 100)
+    # In float16 the first step is one too large for the scale, by a policy or by autocast.
+    other = program("--steps", 6, "--learning-rate", 3e-3, "--dtype", policy)
+    assert float(final_loss(resumed)[1]) == pytest.approx(float(final_loss(other)[1]), abs=1e-2)
+    refused = program("--steps", 6, *run[:-2], ok=False)
+    assert "policy was {" in str(refused.exception)
+    assert "and is None" in str(refused.exception)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory_limit is Linux's")
+def test_out_of_memory_is_one_message_with_the_remedies_in_order(project):
+    command = ["--attention", "standard", "--memory-limit", "3GiB", "--length", "32K"]
+    done = subprocess.run(
+        [sys.executable, "-m", "labsupport.cli", "train", "--steps", "1", "--data", "records",
+         "--device", "cpu", "--quiet", "--loss-chunk", "1024", *command],
+        capture_output=True, text=True, cwd=project, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert re.match(r"labsupport: out of memory: .*limit of 3\.0 GiB", lines[0]), done.stderr
+    assert lines[1] == "What helps, in this order:"
+    remedies = re.findall(r"^  \d\. (--[\w-]+)", done.stderr, re.MULTILINE)
+    assert remedies == ["--attention", "--checkpoint-layers", "--mlp-chunk", "--dtype",
+                        "--residual", "--length"]  # fmt: skip
+
+
+def test_remedies_that_are_in_use_are_not_named():
+    savings = Savings("auto", True, 512, 512, torch.bfloat16)
+    settings = TrainSettings(1, autocast=torch.bfloat16)
+    told = out_of_memory(RuntimeError("no memory left"), savings, settings, 8192)
+    assert re.findall(r"--[\w-]+", told) == ["--length", "--preset"]
+    under = TrainSettings(1, policy=FlashAttentionConfig.bfloat16())
+    same = Savings("auto", True, 512, 512)
+    assert out_of_memory(RuntimeError("no memory left"), same, under, 8192) == told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--preset", "huge"], "no preset 'huge'"),
+        (["--family", "bert"], "unknown family 'bert'"),
+        (["--data", "novels"], "unknown data 'novels'"),
+        (["--tokens", "letters"], "unknown tokens 'letters'"),
+        (["--length", "1 mile"], "no length"),
+        (["--dtype", "int8"], "--dtype 'int8'"),
+        (["--residual", "int8"], "--residual 'int8'"),
+        (["--policy", "int8"], "--policy 'int8'"),
+        (["--policy", "bfloat16", "--dtype", "bfloat16"], "--dtype and --policy both"),
+        (["--attention", "flesh"], "flesh"),
+        (["--steps", 0], "steps is 0"),
+        (["--memory-limit", "much"], "'much' is not a size"),
+        (["--fresh"], "--folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(wrong, told):
+    done = program(*wrong, ok=False)
+    assert done.exit_code == 1
+    assert told in str(done.exception)
+
+
+def test_positions_are_learned_or_rotary_with_another_base():
+    learned = program("--steps", 1, "--positions", "learned")
+    rotary = program("--steps", 1, "--rope-base", 500_000, "--rope-scaling", 2)
+    assert "256 learned positions" in learned.stdout
+    assert "rotary positions, base 500,000, divided by 2" in rotary.stdout
+
+
+def test_a_run_that_diverges_keeps_the_curves_of_the_steps_before(tmp_path):
+    arguments = ["--steps", 5, "--learning-rate", 1e30, "--warmup-steps", 0, "--folder", tmp_path]
+    done = program(*arguments, ok=False)
+    assert "step 1, micro-batch 0" in str(done.exception)
+    assert len(pd.read_csv(tmp_path / "history.csv")) == 1
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_family_is_its_norm_its_mlp_and_its_biases():
+    llama = shape("tiny", "llama", 257, heads=4, kv_heads=2)
+    assert (llama.norm, llama.mlp, llama.bias, llama.mlp_width) == ("rms", "swiglu", False, 384)
+    gpt2 = shape("llama-110m", "gpt2", 257)
+    assert (gpt2.norm, gpt2.mlp, gpt2.bias, gpt2.inner_width) == ("layer", "gelu", True, 4 * 768)
+    assert shape("llama-110m", None, 32_000) == PRESETS["llama-110m"]
+    assert shape("llama-110m", None, 9, width=384, heads=6).mlp_width == 1024
+    tokens = torch.arange(9)[None]
+    assert Decoder(llama)(tokens).shape == (1, 9, 257)
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_each_text_gives_the_same_batches_for_the_same_step(data):
+    batches = named_batches(data, named_tokenizer("bytes"), 4096, accumulation=2, seed=3)
+    again = named_batches(data, named_tokenizer("bytes"), 4096, accumulation=2, seed=3)
+    first, second = batches(5)
+    assert first.tokens.shape == second.labels.shape == (1, 4096)
+    assert not torch.equal(first.tokens, second.tokens)
+    assert torch.equal(again(5)[1].tokens, second.tokens)
+    other = named_batches(data, named_tokenizer("bytes"), 4096, accumulation=2, seed=4)
+    assert not torch.equal(other(5)[0].tokens, first.tokens)
+
+
+def test_the_options_are_shown_without_importing_pytorch(project):
+    code = (
+        "import sys; from labsupport.cli import app; from typer.testing import CliRunner; "
+        "print(CliRunner().invoke(app, ['train', '--help']).output); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=project, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--loss-chunk" in done.stdout

@@ -1,0 +1,95 @@
+"""A student's checklist: boxes are counted, ticks survive everything, links lead on."""
+
+import pytest
+
+from labsupport.course import checklist
+
+LABS = """# Checklists
+
+## Theory
+
+- [ ] **T1-1** Derive the factor.
+  [Chapter 1](01-squares.md#the-factor)
+- [ ] **T2-1** Explain a mask. [Notebook 1](../notebooks/01-Squares.ipynb)
+
+## Application
+
+- [ ] **A3-1** Use it. [README](../README.md), [paper](https://example.org/x), [below](#theory)
+"""
+
+
+def states(text):
+    return {item.name: item.ticked for item in checklist.items(text)}
+
+
+@pytest.mark.parametrize("box", ["x", "X", "✓", " x", "x "])
+def test_a_box_with_anything_in_it_is_ticked(box):
+    assert states(LABS.replace("[ ] **T1-1**", f"[{box}] **T1-1**")) == {
+        "T1-1": True,
+        "T2-1": False,
+        "A3-1": False,
+    }
+
+
+@pytest.mark.parametrize("box", [" ", ""])
+def test_a_box_with_nothing_in_it_is_not(box):
+    assert not states(LABS.replace("[ ] **T1-1**", f"[{box}] **T1-1**"))["T1-1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["* [x] **T1-1** With a star.", "  - [x] T1-1 indented, not bold", "+ [x] **T1-1**: plus"],
+)
+def test_what_editors_make_of_a_line_is_still_a_box(line):
+    assert states(line) == {"T1-1": True}
+
+
+@pytest.mark.parametrize("line", ["- [x] call Anna", "- [x] **T1-x**", "**T1-1** no box", "- T1-1"])
+def test_a_line_of_the_students_own_is_no_box_of_the_labs(line):
+    assert checklist.items(line) == []
+
+
+def test_a_box_that_is_there_twice_counts_once_and_as_ticked_if_either_is():
+    for text in ("- [x] **P1-1** a\n- [ ] **P1-1** b", "- [ ] **P1-1** a\n- [x] **P1-1** b"):
+        (item,) = checklist.items(text)
+        assert item.ticked
+        assert (item.kind, item.day) == ("P", 1)
+
+
+def test_links_of_the_copy_lead_where_those_of_the_labs_list_lead():
+    copy = checklist.students_copy(LABS)
+    assert "](theory/01-squares.md#the-factor)" in copy
+    assert "](01-Squares.ipynb)" in copy
+    assert "](../README.md), [paper](https://example.org/x), [below](#theory)" in copy
+
+
+def test_new_boxes_come_in_behind_their_neighbours_and_no_line_of_the_students_changes():
+    mine = LABS.replace("[ ] **T1-1** Derive the factor.", "[x] **T1-1** I derived it (page 3)")
+    mine = mine.replace("## Application", "my note\n\n## Application")
+    newer = LABS.replace(
+        "- [ ] **T2-1**", "- [ ] **T1-2** Draw it.\n  [Chapter 1](01-squares.md)\n- [ ] **T2-1**"
+    )
+    newer = newer + "- [ ] **A3-2** Sell it.\n"
+    merged, added = checklist.with_new_items(mine, newer)
+    assert added == ["T1-2", "A3-2"]
+    lines = merged.splitlines()
+    at = lines.index("- [ ] **T1-2** Draw it.")
+    assert lines[at - 2].startswith("- [x] **T1-1** I derived it")
+    assert lines[at + 1 : at + 3] == [
+        "  [Chapter 1](01-squares.md)",
+        next(line for line in LABS.splitlines() if "T2-1" in line),
+    ]
+    new = {"- [ ] **T1-2** Draw it.", "  [Chapter 1](01-squares.md)", "- [ ] **A3-2** Sell it."}
+    assert [line for line in lines if line not in new] == mine.splitlines()
+
+
+def test_a_box_whose_text_was_changed_in_the_newer_edition_does_not_come_twice():
+    newer = LABS.replace("Derive the factor.", "Derive the factor, and prove it.")
+    assert checklist.with_new_items(LABS, newer) == (LABS, [])
+
+
+def test_a_list_of_which_nothing_is_left_gets_all_boxes_at_its_end():
+    merged, added = checklist.with_new_items("only my notes\n", LABS)
+    assert merged.startswith("only my notes\n- [ ] **T1-1** Derive the factor.\n  [Chapter 1]")
+    assert added == ["T1-1", "T2-1", "A3-1"]
+    assert list(states(merged)) == added

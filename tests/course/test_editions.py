@@ -1,0 +1,295 @@
+"""The student edition: what must be gone from it, what must stay, and what is refused."""
+
+import nbformat
+import pytest
+from nbgrader.utils import compute_checksum
+
+from labsupport.course.editions import (
+    ReleaseError,
+    make_edition,
+    regions,
+    solved_notebooks,
+    student_edition,
+    write_student_edition,
+)
+from labsupport.paths import notebooks_dir
+from tests.grader.leaks import leaks, says_something, secret_lines
+
+
+def leaked_lines(solved, edition):
+    """Lines of solutions and hidden tests that the text of the edition still holds.
+
+    Short lines (`return out`) may stand in given code as well; long ones may not, not even as a
+    part of another line.
+    """
+    cut = {
+        line.strip()
+        for cell in solved.cells
+        for kind, _, line in regions(cell.source)
+        if len(line.strip()) >= 24
+    }
+    for cell in solved.cells:
+        if cell.metadata.get("nbgrader", {}).get("solution") and not list(regions(cell.source)):
+            cut |= {line.strip() for line in cell.source.split("\n") if len(line.strip()) >= 24}
+    kept = "\n".join(cell.source for cell in edition.cells)
+    return sorted(line for line in cut if line in kept)
+
+
+@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+def test_no_line_of_a_solution_or_hidden_test_is_left_in_the_labs_notebooks(source):
+    solved = nbformat.read(source, as_version=4)
+    edition = nbformat.reads(make_edition(source).text, as_version=4)
+    assert leaked_lines(solved, edition) == []
+    for before, after in zip(solved.cells, edition.cells, strict=True):
+        given = set(before.source.split("\n")) - {line for _, _, line in regions(before.source)}
+        if "nbgrader" in before.metadata and before.metadata.nbgrader.solution:
+            given |= {line for line in after.source.split("\n") if "YOUR " in line.upper()}
+            given |= {ln for ln in after.source.split("\n") if "raise NotImplementedError" in ln}
+        assert set(after.source.split("\n")) <= given
+        assert not after.get("outputs")
+        assert after.get("execution_count") is None
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory):
+    """What `labsupport release` writes: the student edition of all notebooks."""
+    return write_student_edition(tmp_path_factory.mktemp("handed-out"))
+
+
+@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+def test_no_secret_line_of_any_notebook_is_anywhere_in_what_is_handed_out(handed_out, source):
+    # Anywhere: in texts, outputs, metadata, attachments, and in the files of the other notebooks.
+    secrets = secret_lines(nbformat.read(source, as_version=4))
+    assert len(secrets) >= 20
+    assert {file.name: leaks(secrets, file) for file in handed_out} == {
+        file.name: [] for file in handed_out
+    }
+
+
+def test_what_is_handed_out_holds_nothing_but_texts_and_the_metadata_of_exercises(handed_out):
+    known = {"nbgrader", "tags", "deletable", "editable", "slideshow", "jupyter"}
+    for file in handed_out:
+        notebook = nbformat.read(file, as_version=4)
+        assert set(notebook.metadata) == {"kernelspec", "language_info", "labsupport"}
+        for cell in notebook.cells:
+            assert not cell.get("outputs")
+            assert cell.get("execution_count") is None
+            assert not cell.get("attachments")
+            assert set(cell.metadata) <= known
+            assert set(cell.metadata.get("nbgrader", {})) <= {
+                *("grade", "grade_id", "locked", "points", "schema_version", "solution"),
+                *("task", "cell_type", "checksum"),
+            }
+
+
+@pytest.mark.parametrize(
+    ("line", "says_it"),
+    [
+        ("    return out", False),
+        ("    m = m_new", False),
+        ("    else:", False),
+        ("    return rank, 2 * world - 1 - rank", True),
+        ("    return x.transpose(1, 2)", True),
+        ("    checks.check_fit(fit_time, seed=41)", True),
+    ],
+)
+def test_a_line_is_secret_if_it_says_something(line, says_it):
+    assert says_something(line) is says_it
+
+
+@pytest.mark.parametrize("where", ["source", "metadata", "output", "attachment"])
+def test_a_secret_line_is_found_wherever_it_stands(solved, tmp_path, where):
+    secrets = secret_lines(solved)
+    line = "product_of_x_with_itself =  x*x"
+    new = nbformat.v4
+    left = {
+        "source": new.new_markdown_cell(f"Hint: `{line}`."),
+        "metadata": new.new_code_cell("", metadata={"note": [line]}),
+        "output": new.new_code_cell("", outputs=[new.new_output("stream", text=line)]),
+        "attachment": new.new_markdown_cell("", attachments={"a": {"text/plain": line}}),
+    }
+    assert secrets == {
+        "product_of_x_with_itself = x * x",
+        "return product_of_x_with_itself",
+        'assert square(-4) == 16, "the sign should vanish"',
+        "Because minus times minus is plus.",
+    }
+    nbformat.write(new.new_notebook(cells=[left[where]]), tmp_path / "out.ipynb")
+    assert leaks(secrets, tmp_path / "out.ipynb") == ["product_of_x_with_itself = x * x"]
+
+
+def test_a_solution_repeated_in_a_hint_counts_as_left(solved):
+    solved.cells[0].source = "Hint:\n```\nproduct_of_x_with_itself = x * x\n```"
+    edition = student_edition(solved)
+    assert leaked_lines(solved, edition) == ["product_of_x_with_itself = x * x"]
+
+
+def test_solutions_become_stubs_and_what_was_given_stays(solved):
+    edition = student_edition(solved)
+    assert edition.cells[2].source == (
+        'def square(x):\n    """Return x times x."""\n'
+        "    # YOUR CODE HERE\n    raise NotImplementedError"
+    )
+    assert edition.cells[4].source == "YOUR ANSWER HERE"
+    assert edition.cells[0].source == "# Squares"
+
+
+def test_hidden_tests_go_and_visible_ones_stay(solved):
+    assert student_edition(solved).cells[3].source == "assert square(3) == 9"
+
+
+def test_nothing_of_the_solution_is_left_anywhere_in_the_file(folder):
+    text = make_edition(folder / "01-Squares.ipynb").text
+    for secret in (
+        "x * x",
+        "with_itself",
+        "sign should vanish",
+        "minus times",
+        "aGVsbG8",
+        "SOLUTION",
+    ):
+        assert secret not in text
+
+
+def test_outputs_and_execution_counts_go(solved):
+    for cell in student_edition(solved).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+def test_exercise_cells_cannot_be_deleted_and_checks_cannot_be_edited(solved):
+    cells = student_edition(solved).cells
+    assert cells[2].metadata.deletable is False
+    assert "editable" not in cells[2].metadata
+    assert cells[3].metadata.editable is False
+
+
+def test_nbgrader_recognises_an_untouched_stub_by_its_checksum(solved):
+    for cell in student_edition(solved).cells:
+        if "nbgrader" in cell.metadata:
+            assert cell.metadata.nbgrader.checksum == compute_checksum(cell)
+
+
+def test_the_solved_notebook_is_not_changed(solved):
+    before = nbformat.writes(solved)
+    student_edition(solved)
+    assert nbformat.writes(solved) == before
+
+
+def test_the_same_notebook_gives_the_same_edition_byte_for_byte(folder):
+    source = folder / "01-Squares.ipynb"
+    assert make_edition(source) == make_edition(source)
+
+
+def test_a_student_edition_is_its_own_edition(folder, tmp_path):
+    (written,) = write_student_edition(tmp_path / "edition", folder)
+    assert make_edition(written).text == written.read_text()
+
+
+def spoil(solved, index, **changes):
+    cell = solved.cells[index]
+    cell.source = changes.pop("source", cell.source)
+    cell.metadata.setdefault("nbgrader", {}).update(changes)
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "message"),
+    [
+        (2, {"source": "### BEGIN SOLUTION\nx = 1"}, "BEGIN SOLUTION is never closed"),
+        (2, {"source": "x = 1\n### END SOLUTION"}, "line 2: END SOLUTION without BEGIN"),
+        (2, {"source": "### BEGIN SOLUTION\n### BEGIN SOLUTION"}, "inside of BEGIN SOLUTION"),
+        (2, {"source": "### BEGIN SOLUTION\n### END HIDDEN TESTS"}, "inside of BEGIN SOLUTION"),
+        (2, {"solution": False}, 'does not say "solution": true'),
+        (3, {"grade": False}, 'does not say "grade": true'),
+        (3, {"grade_id": "ex-1-1-square"}, "the same grade_id as cell 2"),
+        (3, {"grade_id": "ex 1.1"}, "may hold only letters, digits"),
+        (3, {"grade_id": ""}, "may hold only letters, digits"),
+        (3, {"points": "two"}, "CheckCellMetadata"),
+        (3, {"schema_version": 2}, "CheckCellMetadata"),
+    ],
+)
+def test_a_mistake_of_the_author_is_refused(solved, index, changes, message):
+    spoil(solved, index, **changes)
+    with pytest.raises(ReleaseError, match=message):
+        student_edition(solved)
+
+
+def test_all_mistakes_are_named_at_once(solved):
+    spoil(solved, 2, source="### END SOLUTION")
+    spoil(solved, 3, grade_id="ex 1.1")
+    with pytest.raises(ReleaseError, match=r"cell 2 .*; cell 3 "):
+        student_edition(solved)
+
+
+def test_a_notebook_without_exercises_is_refused(solved):
+    del solved.cells[2:]
+    with pytest.raises(ReleaseError, match="no solution cell"):
+        student_edition(solved)
+
+
+def test_a_folder_without_notebooks_is_refused(tmp_path):
+    with pytest.raises(ReleaseError, match="there is no notebook"):
+        solved_notebooks(tmp_path)
+
+
+def test_a_file_that_is_no_notebook_is_refused_by_name(tmp_path):
+    (tmp_path / "01-Broken.ipynb").write_text("not json")
+    with pytest.raises(ReleaseError, match=r"01-Broken\.ipynb: not a Jupyter notebook"):
+        make_edition(tmp_path / "01-Broken.ipynb")
+
+
+def test_only_the_notebooks_are_written(folder, tmp_path):
+    (folder / "01-Squares.py").write_text("# the twin holds the solutions too")
+    target = tmp_path / "a" / "b"
+    written = write_student_edition(target, folder)
+    assert written == [target / "01-Squares.ipynb"]
+    assert [path.name for path in target.iterdir()] == ["01-Squares.ipynb"]
+
+
+def test_nothing_is_overwritten_and_nothing_else_is_written_then(folder, tmp_path, solved):
+    nbformat.write(solved, folder / "00-Before.ipynb")
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "01-Squares.ipynb").write_text("precious")
+    with pytest.raises(ReleaseError, match=r"already holds 01-Squares\.ipynb; nothing was written"):
+        write_student_edition(target, folder)
+    assert (target / "01-Squares.ipynb").read_text() == "precious"
+    assert not (target / "00-Before.ipynb").exists()
+
+
+def test_a_target_that_is_a_file_is_refused(folder, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ReleaseError, match="is a file"):
+        write_student_edition(tmp_path / "out", folder)
+
+
+def test_a_target_that_cannot_be_made_is_refused(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        write_student_edition(tmp_path / "file" / "out", folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_student_edition_fails_only_for_want_of_solutions(source, tmp_path):
+    from nbclient import NotebookClient
+
+    edition = nbformat.reads(make_edition(source).text, as_version=4)
+    client = NotebookClient(
+        edition,
+        timeout=300,
+        allow_errors=True,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    failures = {
+        index: output
+        for index, cell in enumerate(edition.cells)
+        for output in cell.get("outputs", [])
+        if output.output_type == "error"
+    }
+    assert failures, "with every solution missing, some check should have failed"
+    for index, output in failures.items():
+        text = "\n".join(output.traceback)
+        assert "NotImplementedError" in text, f"cell {index} fails for another reason:\n{text}"

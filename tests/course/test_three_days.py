@@ -1,0 +1,110 @@
+"""How far a student is on the three-day path: exercises and ticks, day by day, and what is next."""
+
+import pytest
+from typer.testing import CliRunner
+
+from labsupport import paths
+from labsupport.cli import app
+from labsupport.course import checklist
+from labsupport.course.progress import FAILED, NOT_RUN, PASSED, Check
+from labsupport.course.start import start_work
+from labsupport.course.three_days import lines_of_path, progress_on_path, read_days
+
+PAGE = """# Three days
+
+| core | not of a day: **9-9** | | 99 | |
+
+## Day 1 · Square
+
+| | what | beside it | minutes | in a hurry |
+| --- | --- | --- | --- | --- |
+| core | 1.1 · exercises **1-1**, **1-2** | [chapter](01.md) | 20 | skip |
+| break | after an hour | | 15 | |
+| extra | 1.3 · exercise **1-3** | | 7 | |
+
+## Day 2 · Cube
+
+| core | 2.1 · exercise **2-1** | | 12 | |
+
+## The capstone
+
+| core | not of a day either: **8-8** | | 99 | |
+"""
+
+
+@pytest.fixture
+def days(tmp_path):
+    (tmp_path / "three-days.md").write_text(PAGE)
+    return read_days(tmp_path / "three-days.md")
+
+
+def checks(**status):
+    """Two checks of each exercise, the first passed, the second as said."""
+    names = {name: f"ex-{name.removeprefix('e').replace('_', '-')}-square-it" for name in status}
+    return [
+        Check(names[name], 1, state) for name, last in status.items() for state in (PASSED, last)
+    ]
+
+
+def test_the_page_says_which_exercises_and_minutes_a_day_has(days):
+    first, second = days
+    assert (first.number, first.title) == (1, "Square")
+    assert first.exercises("core") == ["1-1", "1-2"]
+    assert first.exercises("extra") == ["1-3"]
+    assert [step.minutes for step in first.steps] == [20, 7]
+    assert second.exercises("core") == ["2-1"]
+
+
+def test_each_day_says_what_is_done_and_what_comes_next(days):
+    own = {
+        "01": checks(e1_1=PASSED, e1_2=FAILED, e1_3=NOT_RUN),
+        "02": checks(e2_1=PASSED),
+    }
+    boxes = checklist.items("- [x] **T1-1** a\n- [ ] **P1-1** b\n- [x] **A2-1** c")
+    assert lines_of_path(days, own, boxes)[1:] == [
+        "  Day 1: 1 of 2 exercises, 0 of 1 extra, 1 of 2 ticks; next: 1-2 square it",
+        "  Day 2: 1 of 1 exercises, 1 of 1 ticks; all exercises done",
+        "  ticks in Checklist.md: theory 1 of 1, practice 0 of 1, application 1 of 1",
+    ]
+
+
+def test_an_extra_exercise_is_next_when_the_core_is_done(days):
+    own = {"01": checks(e1_1=PASSED, e1_2=PASSED, e1_3=NOT_RUN)}
+    assert lines_of_path(days, own, ())[1].endswith("; next: 1-3 square it")
+
+
+def test_what_a_course_did_not_hand_out_is_not_counted(days):
+    (_, line) = lines_of_path(days, {"01": checks(e1_2=NOT_RUN)}, ())
+    assert line == "  Day 1: 0 of 1 exercises; next: 1-2 square it"
+    assert lines_of_path(days, {"05": checks(e5_1=PASSED)}, ()) == []
+
+
+def test_the_boxes_are_those_of_the_students_folder(tmp_path):
+    own = {"01": checks(e1_1=PASSED)}
+    (tmp_path / "Checklist.md").write_text("- [x] **T1-1** done\n")
+    assert progress_on_path(tmp_path, own)[-1].startswith("  ticks in Checklist.md: theory 1 of 1")
+    (tmp_path / "Checklist.md").unlink()
+    assert not any("ticks" in line for line in progress_on_path(tmp_path, own))
+
+
+def test_a_checklist_that_cannot_be_read_is_named_and_the_days_are_shown(tmp_path):
+    (tmp_path / "Checklist.md").write_bytes(b"\xff\xfe\x00")
+    said = progress_on_path(tmp_path, {"01": checks(e1_1=PASSED)})
+    assert said[1].startswith("  Day 1: 1 of 1 exercises")
+    assert "Checklist.md: cannot be read" in said[-1]
+
+
+def test_without_the_project_there_is_no_path_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "_PACKAGE", tmp_path / "labsupport")
+    monkeypatch.delenv("LABSUPPORT_ROOT", raising=False)
+    assert progress_on_path(tmp_path, {"01": checks(e1_1=PASSED)}) == []
+
+
+def test_the_command_shows_points_days_and_ticks_together(folder, tmp_path):
+    work = tmp_path / "work"
+    start_work(work, folder)
+    (work / "Checklist.md").write_text("- [x] **P1-1** done\n- [ ] **P1-2** not yet\n")
+    said = CliRunner().invoke(app, ["progress", str(work)]).output
+    assert "1-1 square    0 of 2 points" in said
+    assert "Day 1: 0 of 1 exercises, 1 of 2 ticks; next: 1-1 square" in said
+    assert "practice 1 of 2" in said

@@ -1,0 +1,83 @@
+"""Whole submissions, each in a kernel of its own; the many variants stand in tests/grader."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grader.grade.one import grade_one
+from grader.grade.processes import descendants
+from grader.grade.submissions import Refused
+
+GOOD = "def square(x):\n    return x * x"
+
+
+@pytest.fixture
+def grade(hand_in, settings):
+    def graded(*args, **options):
+        result = grade_one(hand_in(*args, **options), settings)
+        assert not any(b"ipykernel" in _command(pid) for pid in descendants(os.getpid()))
+        return result, {check.grade_id: check for check in result.checks}
+
+    return graded
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_right_solutions_get_all_points(grade):
+    result, _ = grade(
+        before=["def power(x, n):\n    return x ** n"], cube="cube = lambda x: power(x, 3)"
+    )
+
+    assert (result.earned, result.points) == (5, 5)
+    assert result.peak_memory_bytes > 0
+
+
+def test_each_check_is_all_or_nothing_and_hidden_inputs_count(grade):
+    _, checks = grade("def square(x):\n    return {3: 9, 5: 25}[x]")
+
+    assert checks["ex-1-1-square-signs"].status == "failed"
+    assert checks["ex-1-1-square-five"].status == "passed"
+    assert checks["ex-1-2-cube-three"].status == "passed"
+
+
+def test_an_error_while_defining_is_told_and_stays_with_its_exercise(grade):
+    _, checks = grade("print(never_defined)\n" + GOOD)
+
+    assert "never_defined" in checks["ex-1-1-square-five"].message
+    assert checks["ex-1-2-cube-three"].status == "passed"
+
+
+def test_a_process_that_kills_itself_takes_nothing_from_other_exercises(grade):
+    _, checks = grade("import os\ndef square(x):\n    if x == 3: os._exit(0)\n    return x * x")
+
+    assert checks["ex-1-1-square-signs"].status == "died"
+    assert checks["ex-1-1-square-five"].status == "passed"
+    assert checks["ex-1-2-cube-three"].status == "passed"
+
+
+def test_a_kernel_that_ends_before_it_is_asked_takes_nothing_from_others(grade):
+    _, checks = grade(cube="import os\nos._exit(0)")
+
+    assert checks["ex-1-1-square-five"].status == "passed"
+    assert checks["ex-1-2-cube-three"].status == "died"
+
+
+def test_an_exercise_that_was_not_begun_starts_no_kernel(grade):
+    result, checks = grade("", None)
+
+    assert {check.status for check in checks.values()} == {"not written", "missing"}
+    assert result.earned == 0
+    assert result.peak_memory_bytes == 0
+
+
+def test_a_refused_file_has_all_points_to_lose_and_says_why(settings):
+    result = grade_one(Refused("ada", "01-Powers", "ada/x.ipynb", "", "it is empty"), settings)
+
+    assert (result.status, result.earned, result.points) == ("refused", 0, 5)
+    assert {check.message for check in result.checks} == {"it is empty"}

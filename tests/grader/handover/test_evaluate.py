@@ -1,0 +1,133 @@
+"""Every check cell of the notebooks, judged through a session with a student's process."""
+
+import sys
+
+import pytest
+
+from grader.grade.names import free_names
+from grader.handover.evaluate import evaluate_check, seeded
+from tests.grader.handover.kernels import IMPORTS, all_solutions, cells, students
+from tests.grader.handover.wrong import WRONG
+
+if sys.platform != "linux":
+    pytest.skip("grading needs Linux", allow_module_level=True)
+
+NOTEBOOKS = ("01", "02", "03", "04")
+
+
+def needed(source):
+    """The student's names in a check cell."""
+    return sorted(free_names(source) - {"checks"})
+
+
+def outcomes(session, notebook, seed=7):
+    for grade_id, (source, check) in cells(notebook).items():
+        if check:
+            yield grade_id, evaluate_check(source, needed(source), session, seed=seed)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_the_solutions_pass_every_check(notebook):
+    with students(all_solutions(notebook)) as sessions:
+        found = dict(outcomes(next(sessions), notebook))
+    failed = {grade_id: one for grade_id, one in found.items() if one.status != "passed"}
+    assert not failed
+    assert all(one.message.startswith("[ok]") for one in found.values())
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_stubs_are_not_written_in_every_check(notebook):
+    with students(all_solutions(notebook, stubs=True)) as sessions:
+        found = dict(outcomes(next(sessions), notebook))
+    assert {grade_id: one.status for grade_id, one in found.items()} == dict.fromkeys(
+        found, "not written"
+    )
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_typical_mistakes_are_named(notebook):
+    given = cells(notebook)
+    wrong = [one for one in WRONG if one[0] in given]
+    assert {one[0] for one in wrong} == {g for g, (_, check) in given.items() if not check}
+    sources = []
+    for solution, changes, _, _ in wrong:
+        source = given[solution][0]
+        for old, new in changes:
+            assert old in source, f"{solution} no longer contains {old!r}"
+            source = source.replace(old, new)
+        sources.append(IMPORTS + source)
+    unexpected = {}
+    with students(*sources) as sessions:
+        for (solution, _, check, said), session in zip(wrong, sessions, strict=True):
+            source, _ = given[f"{solution}-{check}"]
+            one = evaluate_check(source, needed(source), session, seed=5)
+            if one.status != "failed" or said not in one.message:
+                unexpected[solution, check, said] = one
+    assert not unexpected
+
+
+def test_a_name_that_is_not_there_is_said():
+    with students("x = 1") as sessions:
+        one = evaluate_check("checks.check_amdahl(amdahl)", ["amdahl"], next(sessions), seed=1)
+    assert one.status == "failed"
+    assert "amdahl is not defined" in one.message
+
+
+def test_each_seed_is_drawn_anew_and_calls_without_one_stay():
+    import ast
+
+    source = "checks.a(f)\nchecks.a(f, seed=11)\nchecks.b(f, g, seed=12)"
+    first, again, other = (ast.unparse(seeded(source, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first.startswith("checks.a(f)\n")
+    assert "seed=11" not in first
+
+
+HONEST_LOOKING = """
+def amdahl(share, speedup):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("import os; os._exit(0)", "died"),
+        ("import time; time.sleep(60)", "timeout"),
+        ("import sys; sys.exit(0)", "failed"),
+        ("raise KeyboardInterrupt", "failed"),
+        ("return object()", "failed"),
+        ("return 10 ** 4000", "failed"),
+        ("return [[[]]] * 10**6", "failed"),
+        ("import torch; return torch.zeros(2**28)", "failed"),
+        ("x = []; x.append(x); return x", "failed"),
+        ("return type('float', (float,), {'__eq__': lambda *_: True})(3.0)", "failed"),
+        ("print('x' * 10**8); return 1 / (1 - share + share / speedup)", "passed"),
+    ],
+)
+def test_what_a_function_does_to_its_process_harms_nobody_else(body, status):
+    source = HONEST_LOOKING.format(body=body)
+    with students(source, timeout_s=20.0) as sessions:
+        session = next(sessions)
+        one = evaluate_check("checks.check_amdahl(amdahl)", ["amdahl"], session, seed=1)
+        assert one.status == status, one
+        assert (session.failure is not None) == (status in ("died", "timeout"))
+        again = evaluate_check("checks.check_amdahl(amdahl)", ["amdahl"], session, seed=1)
+    assert again.status == status
+
+
+def test_a_buffer_made_beforehand_does_not_hide_a_matrix_of_scores():
+    source = IMPORTS + (
+        "import labsupport.checks\n"
+        "labsupport.checks.check_forward_memory = lambda student: None\n"
+        "room = torch.ones(8192 * 8192)\n"
+        "def my_flash_forward(q, k, v, is_causal, block_q, block_k):\n"
+        "    n = q.shape[-2]\n"
+        "    s = torch.matmul(q[0], k[0].mT, out=room[: n * n].view(n, n)).mul_(0.25)\n"
+        "    return (s.softmax(-1, out=s) @ v[0])[None], torch.zeros(1, n)\n"
+    ).replace("s.softmax(-1, out=s)", "torch.softmax(s, -1, out=s)")
+    check, _ = cells("01")["ex-1-4-tiled-forward-memory"]
+    with students(source) as sessions:
+        one = evaluate_check(check, needed(check), next(sessions), seed=1)
+    assert one.status == "failed"
+    assert "seen from outside" in one.message

@@ -1,0 +1,123 @@
+"""The CSV files: what stands where, and that no spreadsheet computes any of it."""
+
+import csv
+import io
+
+import pandas as pd
+import pytest
+
+from grader.reports import write_reports
+from grader.reports.course import Course
+from grader.reports.grades import grades_csv, guarded, points_csv
+from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
+
+
+def rows(text):
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture
+def course(notebooks):
+    half = (
+        check("values", points=2.0),
+        check("signs", "failed"),
+        check("values", "died", exercise=ROOT),
+    )
+    return Course.of(
+        [
+            perfect("ada", seconds=12.34, peak_memory_bytes=3 * 2**20, edition="0123abcd"),
+            result("bob", *half, flags=(flag(), flag("library call"), flag())),
+            result("eve", status="refused", reason="no JSON"),
+            result("zoe", check("a", points=0.5, exercise="ex-2-1-b"), notebook="02-B"),
+        ],
+        notebooks,
+    )
+
+
+def test_grades_have_a_row_for_each_student_and_notebook_and_a_column_for_each_exercise(course):
+    ada, bob, eve, zoe = rows(grades_csv(course))
+    assert (ada["student"], ada["notebook"], ada["points"], ada["out_of"]) == (
+        "ada",
+        "01-Squares",
+        "4",
+        "4",
+    )
+    assert (bob[SQUARE], bob[ROOT], bob["points"]) == ("2", "0", "2")
+    assert (zoe["ex-2-1-b"], zoe[SQUARE], zoe["points"], zoe["out_of"]) == ("0.5", "", "0.5", "0.5")
+    assert (eve["points"], eve["out_of"], eve["status"], eve["reason"]) == (
+        "0",
+        "4",
+        "refused",
+        "no JSON",
+    )
+
+
+def test_grades_say_how_long_it_took_and_which_file_it_was(course):
+    ada = rows(grades_csv(course))[0]
+    assert (ada["seconds"], ada["peak_memory_mib"]) == ("12.3", "3")
+    assert (ada["edition"], ada["file"]) == ("0123abcd", "ada/01-Squares.ipynb")
+
+
+def test_grades_name_each_kind_of_flag_once_and_lateness_apart(course):
+    ada, bob, *_ = rows(grades_csv(course))
+    assert (bob["late"], bob["flags"]) == ("yes", "late; library call")
+    assert (ada["late"], ada["flags"]) == ("", "")
+
+
+def test_points_have_one_row_a_student_and_a_column_for_each_notebook(course):
+    ada, bob, eve, zoe = rows(points_csv(course))
+    assert (ada["01-Squares"], ada["02-B"], ada["total"], ada["out_of"]) == ("4", "", "4", "4.5")
+    assert (bob["total"], bob[SQUARE], bob[ROOT]) == ("2", "2", "0")
+    assert (eve["01-Squares"], eve["total"]) == ("0", "0")
+    assert (zoe["01-Squares"], zoe["02-B"], zoe["total"]) == ("", "0.5", "0.5")
+
+
+@pytest.mark.parametrize(
+    "name", ["00123", "ada.lovelace", "x=1", "Müller, Jörg", "a-b@uni.edu", "O'Neil", "a;b", '"q"']
+)
+def test_an_ordinary_identifier_comes_back_unchanged(notebooks, tmp_path, name):
+    write_reports([perfect(name)], tmp_path / "out", notebooks=notebooks)
+    for file in ("grades.csv", "points.csv"):
+        table = pd.read_csv(tmp_path / "out" / file, dtype=str)
+        assert list(table["student"]) == [name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "=cmd|' /C calc'!A0",
+        "+1+1",
+        "-2+3",
+        "@SUM(A1)",
+        "\t=1+1",
+        "  =1+1",
+        "\n=1+1",
+        '"=1+1',
+        "＝1+1",
+        "ada;=1+1;",
+        "ada\n=1+1",
+        'ada;"=1+1";',
+        "ada,@SUM(A1)",
+    ],
+)
+def test_no_text_begins_a_value_as_a_formula_wherever_a_program_cuts_the_line(notebooks, text):
+    grades = grades_csv(Course.of([perfect(text), result("x", path=text, reason=text)], notebooks))
+    for separator in ",;\t":
+        for line in csv.reader(io.StringIO(grades), delimiter=separator):
+            for value in line:
+                assert value.strip(' \t\r\n"')[:1] not in tuple("=+-@＝＋－＠"), (separator, value)
+
+
+def test_a_guarded_text_keeps_all_its_characters_behind_an_apostrophe():
+    assert guarded("=1+1") == "'=1+1"
+    assert guarded("a;-1") == "a;'-1"
+
+
+def test_a_name_that_cannot_be_written_as_utf8_is_spelled_out():
+    assert guarded("caf\udce9") == "caf\\udce9"
+
+
+def test_the_files_begin_with_the_mark_by_which_spreadsheets_know_utf8(notebooks, tmp_path):
+    write_reports([perfect("Jörg")], tmp_path, notebooks=notebooks)
+    for file in ("grades.csv", "points.csv"):
+        assert (tmp_path / file).read_bytes().startswith(b"\xef\xbb\xbfstudent,")

@@ -1,0 +1,315 @@
+"""The pages: what they say, that they harm nobody, and that everybody can read them."""
+
+import itertools
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from grader.grade.results import CHECK_STATUSES
+from grader.reports import rendering, write_reports
+from grader.reports.course import Course
+from grader.reports.overview import MISTAKES_SHOWN, overview_page
+from grader.reports.page import STATUS_WORDS, page_names, student_page
+from tests.grader.reports.small_course import ROOT, check, flag, perfect, result
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&{{ 7 * 7 }}\x1b[31m\x00\u202e"
+# Elements and attributes that could run something, or fetch something from elsewhere.
+RUNS = {"script", "iframe", "object", "embed", "form", "base", "link", "img", "audio", "video"}
+FETCHES = {"src", "srcset", "background", "poster", "action", "formaction", "style", "ping"}
+
+
+def tree(page):
+    """The page's elements. Our templates are also well-formed XML, so that a strict parser fails
+    on whatever is not closed, not quoted or not escaped."""
+    return ET.fromstring(page.removeprefix("<!doctype html>\n"))
+
+
+def text(element):
+    return " ".join(" ".join(element.itertext()).split())
+
+
+def hostile(notebooks):
+    checks = (
+        check("values", "failed", HOSTILE, points=2.0),
+        check(HOSTILE, "timeout", HOSTILE, exercise=HOSTILE),
+    )
+    results = [
+        result(
+            HOSTILE,
+            *checks,
+            path=HOSTILE,
+            edition=HOSTILE,
+            flags=(flag(HOSTILE, HOSTILE),),
+        ),
+        result(HOSTILE, notebook=HOSTILE, status="refused", reason=HOSTILE),
+        perfect("ada"),
+    ]
+    return Course.of(results, notebooks)
+
+
+def pages_of(course):
+    names = page_names(course.students)
+    return [overview_page(course, names)] + [student_page(course, s) for s in course.students]
+
+
+def test_whatever_students_write_is_shown_as_text_and_never_becomes_an_element(notebooks):
+    for page in pages_of(hostile(notebooks)):
+        for element in tree(page).iter():
+            assert element.tag not in RUNS
+            assert not FETCHES & set(element.attrib)
+            assert not [name for name in element.attrib if name.startswith("on")]
+    overview, student = pages_of(hostile(notebooks))[0], pages_of(hostile(notebooks))[1]
+    for page in (overview, student):
+        assert "<script>alert(1)</script>" in text(tree(page))
+        assert "{{ 7 * 7 }}" in text(tree(page))
+
+
+def test_control_characters_and_turned_writing_do_not_reach_a_page(notebooks):
+    for page in pages_of(hostile(notebooks)):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069]", page)
+
+
+def test_all_links_lead_to_a_place_on_the_page_or_to_another_report(notebooks, tmp_path):
+    written = write_reports(hostile(notebooks).results, tmp_path / "out", notebooks=notebooks)
+    for path in written:
+        if path.suffix != ".html":
+            continue
+        page = tree(path.read_text(encoding="utf-8"))
+        places = {f"#{element.get('id')}" for element in page.iter() if element.get("id")}
+        for link in page.iter("a"):
+            target = link.get("href")
+            assert target in places or (path.parent / re.sub("%2B", "+", target)).is_file(), target
+
+
+def test_the_pages_policy_allows_its_own_style_and_nothing_else(notebooks):
+    for page in pages_of(hostile(notebooks)):
+        policy = next(m for m in tree(page).iter("meta") if m.get("http-equiv"))
+        assert re.fullmatch(
+            r"default-src 'none'; style-src 'sha256-[\w+/]{43}='; base-uri 'none'; "
+            r"form-action 'none'",
+            policy.get("content"),
+        )
+        assert "url(" not in page
+        assert "@import" not in page
+
+
+def test_a_students_page_says_what_was_asked_what_came_out_and_which_mistake(notebooks):
+    own = result(
+        "ada",
+        check("values", points=2.0),
+        check("signs", "failed", "square(-1) is negative."),
+        check("values", "not written", exercise=ROOT),
+        seconds=61,
+        peak_memory_bytes=5 * 2**20,
+        edition="0123abcd",
+        flags=(flag("library call", "It calls math.pow."),),
+    )
+    said = text(tree(student_page(Course.of([own, perfect("bob")], notebooks), "ada")))
+    for expected in (
+        "ada 2 of 4 points",
+        "Exercise 1-1 · Squares & <more> ●○○ · 5 minutes · 3 points",
+        "values output and weights without a mask, with leading dimensions. passed 2 / 2 0.5 s",
+        "signs failed 0 / 1 0.5 s square(-1) is negative.",
+        "Together 2 / 3",
+        "Exercise 1-2 · Roots",
+        "not written 0 / 1",
+        "library call : It calls math.pow.",
+        "edition 0123abcd · graded in 1 min 1 s, with 5 MiB of memory at most",
+    ):
+        assert expected in said
+    assert "bob" not in said
+
+
+def test_a_students_page_holds_all_of_their_notebooks(notebooks):
+    results = [perfect("ada"), perfect("ada", notebook="02-B", path="b.ipynb")]
+    page = tree(student_page(Course.of(results, notebooks), "ada"))
+    assert [text(h) for h in page.iter("h2")] == ["01-Squares", "02-B"]
+    assert text(page).count("8 of 8 points") == 1
+
+
+def test_a_refused_submission_says_why_and_shows_no_checks(notebooks):
+    page = tree(
+        student_page(
+            Course.of([result("ada", status="refused", reason="It is no JSON.")], notebooks), "ada"
+        )
+    )
+    assert "Not graded. It is no JSON." in text(page)
+    assert not list(page.iter("table"))
+
+
+def test_what_every_check_of_an_exercise_says_is_said_once(notebooks):
+    said = "square is not written yet."
+    checks = [check(name, "not written", said) for name in ("values", "signs")]
+    page = student_page(Course.of([result("ada", *checks)], notebooks), "ada")
+    assert page.count(said) == 1
+
+
+def test_a_giant_message_is_cut(notebooks):
+    giant = check("values", "failed", "x" * 1_000_000)
+    page = student_page(Course.of([result("ada", giant)], notebooks), "ada")
+    assert "(cut here)" in page
+    assert len(page) < 50_000
+
+
+@pytest.mark.parametrize("status", CHECK_STATUSES)
+def test_every_status_has_words_of_its_own(status):
+    assert status in STATUS_WORDS
+
+
+def test_the_overview_shows_points_by_exercise_mistakes_and_times(notebooks):
+    wrong = "square(-1) is negative."
+    results = [
+        perfect("ada", seconds=4),
+        *(
+            result(
+                name,
+                check("values", points=2.0),
+                check("signs", "failed", wrong),
+                check("values", "not written", exercise=ROOT),
+                seconds=8,
+                peak_memory_bytes=7 * 2**20,
+            )
+            for name in ("bob", "cy")
+        ),
+        result("eve", status="refused", reason="It is no JSON."),
+    ]
+    course = Course.of(results, notebooks)
+    page = tree(overview_page(course, page_names(course.students)))
+    said = text(page)
+    for expected in (
+        "4 students, 3 submissions graded, 1 refused, 0 with something to look at",
+        "3 submissions: on average 2.67 of 4 points, median 2.",
+        "Exercise 1-1 · Squares & <more> 2.33 / 3 1 0",
+        "Exercise 1-2 · Roots 0.33 / 1 1 2",
+        f"2 Exercise 1-1 · Squares & <more> {wrong}",
+        "signs 1 1 2 0 0",
+        "Half of the submissions took at most 8.0 s",
+        "the most memory was 7 MiB",
+        "eve refused 0",
+        "It is no JSON. eve/01-Squares.ipynb",
+    ):
+        assert expected in said, expected
+    fills = [float(r.get("width")) for r in page.iter("rect") if r.get("class") == "fill"]
+    assert fills == [77.8, 33.3]
+
+
+def test_the_overview_lists_every_flag_with_a_link_to_the_students_page(notebooks):
+    course = Course.of([perfect("Ada", flags=(flag("late", "By a day."),))], notebooks)
+    names = page_names(course.students)
+    page = tree(overview_page(course, names))
+    (row,) = (row for row in page.iter("tr") if "By a day." in text(row))
+    assert "Ada" in text(row)
+    assert row.find(".//a").get("href") == names["Ada"].replace("+", "%2B")
+
+
+def test_only_the_commonest_mistakes_are_listed_and_the_rest_is_counted(notebooks):
+    checks = [
+        check(f"c{i}", "failed", f"Mistake {chr(97 + i)}.") for i in range(MISTAKES_SHOWN + 3)
+    ]
+    course = Course.of([result("ada", *checks)], notebooks)
+    page = overview_page(course, page_names(course.students))
+    assert page.count("Mistake ") == MISTAKES_SHOWN
+    assert "3 rarer ones are on the students" in page
+
+
+def test_a_class_without_submissions_gives_an_overview_all_the_same(notebooks):
+    assert "0 students" in text(tree(overview_page(Course.of([], notebooks), {})))
+
+
+def test_pages_are_made_for_all_readers(notebooks):
+    for page in map(tree, pages_of(hostile(notebooks))):
+        assert page.get("lang") == "en"
+        assert text(page.find("head/title"))
+        levels = [int(e.tag[1]) for e in page.iter() if re.fullmatch(r"h[1-6]", e.tag)]
+        assert levels[0] == 1
+        assert levels.count(1) == 1
+        assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+        for table in page.iter("table"):
+            assert all(th.get("scope") for th in table.iter("th"))
+            assert table.findall("thead//th")
+        for region in page.iter("div"):
+            if region.get("role") == "region":
+                assert region.get("aria-label")
+                assert region.get("tabindex") == "0"
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_stands_out_by_day_by_night_and_on_paper():
+    """WCAG 2.2, level AA: 4.5 for text (criterion 1.4.3), 3 for parts of a chart (1.4.11)."""
+    style = (Path(rendering.__file__).parent / "templates" / "style.css").read_text()
+    palettes = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    assert len(palettes) == 3
+    for palette in palettes:
+        colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", palette))
+        for ink in ("ink", "quiet", "good", "bad", "link"):
+            for ground in ("paper", "shade"):
+                assert contrast(colour[ink], colour[ground]) >= 4.5, (ink, ground)
+        assert contrast(colour["ink"], colour["notice"]) >= 4.5
+        assert contrast(colour["fill"], colour["track"]) >= 3
+        assert contrast(colour["notice-line"], colour["paper"]) >= 3
+
+
+def test_every_student_has_a_page_of_their_own_inside_of_the_folder(tmp_path):
+    students = [
+        *("ada", "Ada", "ADA", "../ada", "..", ".", "", "con", "aux.txt", "a/b", "a\\b", "a b"),
+        *("x" * 300, "x" * 301, "Jörg", "Jorg", "caf\udce9", "a\0b", "ada.html", "-", "a-b", "a+b"),
+    ]
+    names = page_names(students)
+    assert len({name.lower() for name in names.values()}) == len(students)
+    for name in names.values():
+        assert re.fullmatch(r"students/[a-z0-9+._-]{1,70}\.html", name)
+        assert ".." not in name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert names["ada"] == "students/ada.html"
+
+
+def test_a_students_page_keeps_its_name_when_others_join():
+    assert page_names(["Ada"])["Ada"] == page_names(["ada", "Ada", "bob"])["Ada"]
+
+
+def test_reports_are_replaced_and_nothing_else_in_the_folder_is_touched(notebooks, tmp_path):
+    (tmp_path / "results.jsonl").write_text("kept")
+    first = write_reports([result("ada")], tmp_path, notebooks=notebooks)
+    again = write_reports([perfect("ada")], tmp_path, notebooks=notebooks)
+    assert first == again
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*") if p.is_file()} >= {
+        "overview.html",
+        "grades.csv",
+        "points.csv",
+        "students/ada.html",
+        "results.jsonl",
+    }
+    assert "4 of 4 points" in text(tree((tmp_path / "students/ada.html").read_text()))
+    assert (tmp_path / "results.jsonl").read_text() == "kept"
+
+
+def test_the_same_results_give_the_same_reports_byte_for_byte(notebooks, tmp_path):
+    results = list(hostile(notebooks).results)
+    for name, order in (("a", results), ("b", results[::-1])):
+        write_reports(order, tmp_path / name, notebooks=notebooks)
+    for path in (tmp_path / "a").rglob("*.*"):
+        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        assert path.read_bytes() == other.read_bytes()
+
+
+def test_what_the_machine_does_not_confine_is_said_once_and_to_the_instructor_only(notebooks):
+    said = flag("not confined", "Submissions may use the network.")
+    results = [perfect("ada", flags=(said,)), perfect("bob", flags=(said, flag()))]
+    course = Course.of(results, notebooks)
+    page = overview_page(course, page_names(course.students))
+    assert page.count("Submissions may use the network.") == 1
+    assert "1 with something to look at" in page
+    assert "network" not in student_page(course, "ada")

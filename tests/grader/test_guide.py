@@ -1,0 +1,146 @@
+"""GRADING.md is true: its commands, options, flags, columns and results are the program's."""
+
+import ast
+import csv
+import json
+import re
+import shlex
+
+import pytest
+import typer
+
+from grader.grade.results import SubmissionResult
+from grader.reports.course import Course
+from grader.reports.grades import grades_csv, points_csv
+from grader.reports.page import STATUS_WORDS
+from labsupport.cli import app
+
+# Of a command line that makes no sense; newer versions of typer do not take it from click.
+USAGE_ERROR = typer.BadParameter.__base__
+PROGRAM = ".venv/bin/labsupport "
+
+
+@pytest.fixture(scope="module")
+def guide(project):
+    return (project / "GRADING.md").read_text(encoding="utf-8")
+
+
+def section(guide, title):
+    """The text below a heading, up to the next one of its level or above."""
+    level = re.search(rf"^(#+) {re.escape(title)}$", guide, re.MULTILINE)[1]
+    below = guide.split(f"{level} {title}\n", 1)[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", below, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(text, header):
+    """The first cells of a table, which begins with this line."""
+    lines = text.split(header + "\n", 1)[1].split("\n")[1:]
+    return [line.split("|")[1].strip() for line in lines[: lines.index("")]]
+
+
+def commands(text):
+    """Every call of the program in a text, as words."""
+    return [
+        shlex.split(call, comments=True)
+        for call in re.findall(rf"{re.escape(PROGRAM)}([^\n`]+)", text)
+    ]
+
+
+def parse(name, *words):
+    """What the program makes of a command line before it acts; it exits where it refuses."""
+    command = typer.main.get_command(app).commands[name]
+    try:
+        return command.make_context(name, list(words)).params
+    except typer.Exit:  # --help
+        return {}
+
+
+def test_the_program_accepts_every_command_of_the_guide(guide):
+    found = commands(guide)
+    assert {"grade", "release", "progress", "doctor"} <= {words[0] for words in found}
+    for words in found:
+        parse(*words)
+
+
+def test_a_command_that_does_not_exist_would_be_noticed():
+    with pytest.raises(USAGE_ERROR):
+        parse("grade", "submissions", "--out", "results", "--due", "tomorrow")
+    with pytest.raises(USAGE_ERROR):
+        parse("release", "--unknown")
+
+
+def test_the_mistake_that_the_first_hour_makes_is_one_in_one_solution(project, guide):
+    hour = section(guide, "Your first hour")
+    ((wrong, right),) = [
+        (new, old.replace("\\", "")) for old, new in re.findall(r"sed 's/([^/]+)/([^/]+)/'", hour)
+    ]
+    (notebook,) = (project / "notebooks").glob("01-*.ipynb")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    hit = [cell for cell in cells if right in "".join(cell["source"])]
+    assert [cell["metadata"]["nbgrader"]["grade_id"] for cell in hit] == ["ex-1-2-score-memory"]
+    from labsupport import checks
+
+    with pytest.raises(checks.CheckFailed) as failed:
+        names = {}
+        source = "".join(hit[0]["source"]).replace(right, wrong)
+        exec("import math\n" + source, names)
+        checks.check_score_bytes(names["score_bytes"])
+    (said,) = re.findall(r"its diagnosis is \*([^*]+)\*", " ".join(hour.split()))
+    assert said in str(failed.value)
+
+
+def test_the_program_accepts_every_option_in_the_table(guide):
+    said = rows(section(guide, "2. Grade"), "| option | |")
+    assert len(said) >= 8
+    for cell in said:
+        parse("grade", "submissions", "--out", "results", *shlex.split(cell.strip("`")))
+
+
+def test_the_limits_in_the_table_are_the_programs_own(guide):
+    said = rows(section(guide, "2. Grade"), "| option | |")
+    usual = parse("grade", "submissions", "--out", "results")
+    for option in ("timeout", "cell-timeout", "memory"):
+        (value,) = (cell.strip("`").split()[1] for cell in said if cell.startswith(f"`--{option} "))
+        assert float(value) == usual[option.replace("-", "_")]
+
+
+def test_the_table_of_flags_names_those_that_the_grader_raises_and_no_others(project, guide):
+    raised = set()
+    for path in (project / "labsupport" / "grading").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # `Flag(**stored)` reads a result that was written before.
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Flag" and node.args:
+                kind = node.args[1]
+                assert isinstance(kind, ast.Constant), f"{path}:{node.lineno}"
+                raised.add(kind.value)
+    assert set(rows(section(guide, "4. Look at the flags"), "| flag | what to do |")) == raised
+
+
+def test_the_tables_of_columns_name_them_all(guide, tmp_path):
+    course = Course.of([SubmissionResult("ada", "01-A", "a.ipynb", "")], tmp_path)
+    text = section(guide, "What the reports say")
+    for made, title in ((grades_csv, "grades.csv"), (points_csv, "points.csv")):
+        (header,) = csv.reader([made(course).split("\n")[0]])
+        said = rows(text.split(f"**`{title}`**", 1)[1], "| column | |")
+        named = re.findall(r"`([a-z_]+)`", " ".join(said))
+        assert named == [column for column in header if column != "01-A"], title
+
+
+def test_the_table_of_results_has_the_words_of_the_pages(guide):
+    said = rows(section(guide, "What the reports say"), "| result | |")
+    assert said == [words for words, _ in STATUS_WORDS.values()]
+
+
+def test_the_guides_program_for_nbgrader_sets_what_nbgrader_knows(guide):
+    from nbgrader.coursedir import CourseDirectory
+    from nbgrader.preprocessors import ClearSolutions, Execute
+
+    known = {
+        "CourseDirectory": CourseDirectory,
+        "Execute": Execute,
+        "ClearSolutions": ClearSolutions,
+    }
+    found = re.findall(r"^c\.(\w+)\.(\w+) = ", section(guide, "With nbgrader"), re.MULTILINE)
+    assert len(found) == 3
+    for name, trait in found:
+        assert known[name].class_traits(config=True)[trait]

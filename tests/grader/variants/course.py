@@ -1,0 +1,192 @@
+"""A small course, cut from the lab's first notebook, and a student's copy of it.
+
+The exercises are the lab's own, word for word: textbook attention (4 points), the memory of its
+scores (3) and the running softmax (4) in `01-Small`, the tiled forward (7) in `02-Tiled`. What
+lies between them is left out, so that a test may grade many submissions.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from labsupport.course.editions import make_edition
+from labsupport.paths import notebooks_dir
+
+EXERCISES = {
+    "attention": "ex-1-1-textbook-attention",
+    "memory": "ex-1-2-score-memory",
+    "softmax": "ex-1-3-online-softmax",
+    "tiled": "ex-1-4-tiled-forward",
+}
+POINTS = {"attention": 4, "memory": 3, "softmax": 4, "tiled": 7}
+NOTEBOOKS = {
+    "01-Small": ("attention", "memory", "softmax"),
+    "02-Tiled": ("tiled",),
+    "01-Tiny": ("memory",),
+}
+
+IMPORTS = "import math\n\nimport torch\n\nfrom labsupport import checks"
+# Stands for the lab's long measurements. A grader that ran it would use up every time limit.
+LONG_MEASUREMENT = "import time\n\ntime.sleep(100_000)"
+
+
+def grade_id(cell: NotebookNode) -> str:
+    """The cell's grade_id, or "" if it has none."""
+    return str(cell.metadata.get("nbgrader", {}).get("grade_id", ""))
+
+
+@cache
+def _lab() -> NotebookNode:
+    (path,) = notebooks_dir().glob("01-*.ipynb")
+    return nbformat.read(path, as_version=4)
+
+
+def _solved(exercises: Iterable[str]) -> NotebookNode:
+    new = nbformat.v4
+    cells = [new.new_markdown_cell("# A small course"), new.new_code_cell(IMPORTS)]
+    for exercise in exercises:
+        prefix = EXERCISES[exercise]
+        cells.append(new.new_markdown_cell(f"## {prefix}\n\nRead the chapter first."))
+        cells += [copy.deepcopy(c) for c in _lab().cells if grade_id(c).startswith(prefix)]
+        cells.append(new.new_code_cell(LONG_MEASUREMENT))
+    for cell in cells:
+        cell.pop("outputs", None) if cell.cell_type == "markdown" else cell.update(outputs=[])
+    return new.new_notebook(cells=cells, metadata=copy.deepcopy(_lab().metadata))
+
+
+def write_course(folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled")) -> Path:
+    """Write the instructor's notebooks, with solutions and hidden tests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in notebooks:
+        nbformat.write(_solved(NOTEBOOKS[name]), folder / f"{name}.ipynb")
+    return folder
+
+
+@cache
+def _edition(name: str, folder: Path) -> str:
+    return make_edition(folder / f"{name}.ipynb").text
+
+
+@cache
+def solution(exercise: str) -> str:
+    """What a student who solved the exercise has in its cell: the solution, without markers."""
+    (cell,) = (c for c in _lab().cells if grade_id(c) == EXERCISES[exercise])
+    lines = cell.source.split("\n")
+    return "\n".join(line for line in lines if not re.search(r"### (BEGIN|END) ", line))
+
+
+class Copy:
+    """A student's copy of a notebook's edition; the methods do what a student does in Jupyter."""
+
+    def __init__(self, folder: Path, name: str = "01-Small") -> None:
+        self.name = name
+        self.notebook: NotebookNode = nbformat.reads(_edition(name, folder), as_version=4)
+
+    def cell(self, exercise: str, check: str = "") -> NotebookNode:
+        """The exercise's solution cell, or its check cell of that name."""
+        return self.notebook.cells[self.index(exercise, check)]
+
+    def index(self, exercise: str, check: str = "") -> int:
+        """Where that cell stands."""
+        wanted = EXERCISES[exercise] + (f"-{check}" if check else "")
+        return [grade_id(cell) for cell in self.notebook.cells].index(wanted)
+
+    def checks(self, exercise: str) -> list[NotebookNode]:
+        """The exercise's check cells."""
+        prefix = EXERCISES[exercise] + "-"
+        return [cell for cell in self.notebook.cells if grade_id(cell).startswith(prefix)]
+
+    def write(self, exercise: str, source: str) -> "Copy":
+        """Fill the solution cell."""
+        self.cell(exercise).source = source
+        return self
+
+    def solve(self, *exercises: str) -> "Copy":
+        """Write the right solution into these exercises, or into all."""
+        for exercise in exercises or NOTEBOOKS[self.name]:
+            self.write(exercise, solution(exercise))
+        return self
+
+    def change(self, exercise: str, *changes: tuple[str, str]) -> "Copy":
+        """Replace text in the solution cell, each old text being there."""
+        cell = self.cell(exercise)
+        for old, new in changes:
+            assert old in cell.source, f"the solution no longer contains {old!r}"
+            cell.source = cell.source.replace(old, new)
+        return self
+
+    def add(self, source: str, *, at: int | None = None, kind: str = "code") -> "Copy":
+        """Put a cell of the student's own at an index, or at the end."""
+        make = getattr(nbformat.v4, f"new_{kind}_cell")
+        cells = self.notebook.cells
+        cells.insert(len(cells) if at is None else at, make(source))
+        return self
+
+    def text(self) -> str:
+        """The file."""
+        return nbformat.writes(self.notebook)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One submission, and the points that it deserves.
+
+    Attributes:
+        name: the student's, and the test's.
+        points: by exercise.
+        hand_in: writes it into the student's folder.
+        file: the name that the notebook gets, where `hand_in` leaves that open.
+        why: what it stands for.
+    """
+
+    name: str
+    points: dict[str, int]
+    hand_in: Callable[[Path, Path], None] = field(repr=False)
+    why: str
+
+
+class Variants(dict[str, Variant]):
+    """Variants by name; used as a decorator it takes up another.
+
+    The decorated function gets a `Copy` and works on it. What it returns is handed in instead if
+    it is bytes; `by_hand` ones get the student's folder and the course's, and write what they like.
+    """
+
+    def __init__(self, **points: int) -> None:
+        super().__init__()
+        self.usual = points
+
+    def __call__(
+        self,
+        *,
+        notebook: str = "01-Small",
+        file: str | None = None,
+        by_hand: bool = False,
+        **points: int,
+    ) -> Callable[[Callable[..., object]], Callable[..., object]]:
+        def take_up(function: Callable[..., object]) -> Callable[..., object]:
+            def hand_in(student: Path, course: Path) -> None:
+                student.mkdir(parents=True)
+                if by_hand:
+                    function(student, course)
+                    return
+                work = Copy(course, notebook)
+                made = function(work)
+                target = student / (file or f"{notebook}.ipynb")
+                target.write_bytes(made if isinstance(made, bytes) else work.text().encode())
+
+            name = function.__name__.replace("_", "-").strip("-")
+            assert name not in self, f"two variants are called {name}"
+            deserved = {e: points.get(e, self.usual.get(e, 0)) for e in NOTEBOOKS[notebook]}
+            why = (function.__doc__ or "").strip()
+            assert why, f"{name} does not say what it stands for"
+            self[name] = Variant(name, deserved, hand_in, why)
+            return function
+
+        return take_up
