@@ -29,19 +29,21 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOMS = (
     *(f"labsupport/{room}" for room in ("attention", "precision", "training", "analysis")),
     *("labsupport/distributed/ring", "labsupport/checks", "grader", "labsupport/grading"),
 )
 SECONDS = 60  # for one mutant
-ENOUGH = 30  # seconds of tests, as `cover` measured them; slower ones come last and may stay out
+ENOUGH = 30  # CPU seconds of tests, as `cover` measured them; the slowest may stay out
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -180,35 +182,29 @@ def cover(root: Path, store: Path, tests: list[str], workers: str) -> None:
     subprocess.run(combine, cwd=root, check=True)
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Count the lines that run from now on for this test (this file is a plugin of `cover`)."""
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Count lines and CPU seconds for this test (this file is a plugin of `cover`)."""
     import coverage
 
+    store = os.environ.get("COVERED")
     current = coverage.Coverage.current()
-    if current is not None and "PYTEST_XDIST_WORKER" in os.environ:
-        current.switch_context(nodeid)
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Note how long each part of a test took."""
-    if "COVERED" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
-        file = Path(os.environ["COVERED"]) / f"seconds-{os.environ['PYTEST_XDIST_WORKER']}.jsonl"
-        with file.open("a") as out:
-            out.write(json.dumps([report.nodeid, report.duration, report.outcome]) + "\n")
+    if current is not None:
+        current.switch_context(item.nodeid)
+    before = sum(os.times()[:4])
+    yield
+    if store:
+        with (Path(store) / f"seconds-{os.getpid()}.jsonl").open("a") as out:
+            out.write(json.dumps([item.nodeid, sum(os.times()[:4]) - before]) + "\n")
 
 
 def tests_of_lines(store: Path, root: Path) -> tuple[dict[str, dict[int, set[str]]], Counter[str]]:
-    """File -> line -> tests that run it; and seconds of each test. Failed tests are left out."""
+    """Return file -> line -> tests that run it, and the CPU seconds of each test."""
     import coverage
 
     seconds: Counter[str] = Counter()
-    failed = set()
     for file in store.glob("seconds-*.jsonl"):
-        for line in file.read_text().splitlines():
-            test, duration, outcome = json.loads(line)
-            seconds[test] += duration
-            if outcome != "passed":
-                failed.add(test)
+        seconds.update(dict(map(json.loads, file.read_text().splitlines())))
     data = coverage.CoverageData(str(store / "data"))
     data.read()
     lines: dict[str, dict[int, set[str]]] = {}
@@ -218,7 +214,7 @@ def tests_of_lines(store: Path, root: Path) -> tuple[dict[str, dict[int, set[str
             for context in contexts:
                 # "test", or "|test", or in a child process "test (call)".
                 test = context.strip("|").rsplit(" (", 1)[0]
-                if test in seconds and test not in failed:
+                if test in seconds:
                     found[line].add(test)
         lines[Path(path).relative_to(root).as_posix()] = found
     return lines, seconds
@@ -251,8 +247,6 @@ def judge(mutant: Mutant, place: Path, tests: list[str], log: Path) -> str:
 
 def _run_tests(place: Path, tests: list[str], log: Path) -> None:
     """In the forked process: pytest in the copy; ends the process."""
-    import pytest
-
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -265,7 +259,6 @@ def _run_tests(place: Path, tests: list[str], log: Path) -> None:
 
 def run(root: Path, store: Path, count: int, seed: int, workers: int) -> list[dict[str, Any]]:
     """Sample mutants and judge them; one row each."""
-    import pytest  # noqa: F401
     import torch  # noqa: F401  every fork has them loaded
 
     sys.dont_write_bytecode = True
@@ -315,7 +308,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=["cover", "run"])
-    parser.add_argument("tests", nargs="*", default=["tests"], help="of `cover`; default: all")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="for `cover`")
     parser.add_argument("--checkout", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument("--store", type=Path, help="default: build/mutants in the checkout")
     parser.add_argument("--count", type=int, default=120)
