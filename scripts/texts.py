@@ -29,6 +29,7 @@ MARKDOWN = (
 TWINS = ("notebooks/*.py",)
 CODE = (
     "labsupport/**/*.py",
+    "grader/**/*.py",
     "scripts/**/*.py",
     "benchmarks/**/*.py",
     "book/**/*.py",

@@ -1,12 +1,18 @@
-"""Imports go down only, and every optional package has one door: read off the source code."""
+"""Imports go down only and never in circles, and every optional package has one door."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-# A package may import those of the lines above its own, and itself.
+import labsupport
+
+# `grader` and `benchmarks` may import `labsupport`, and nothing else of ours.
+OURS = {"labsupport", "grader", "benchmarks", "book", "capstone", "scripts", "tests"}
+EXCEPTIONS = {"benchmarks/grading.py": {"grader"}}  # it times the grader
+# In labsupport, a package may import those of the lines above its own, and itself.
 LAYERS = [
     {"attention"},
     {"profiling"},
@@ -21,6 +27,8 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "interrupt", "plotting"}
+# Files in labsupport/commands that are no command.
+COMMAND_HELPERS = {"grid_options", "train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 # Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
 # others import kernel files inside of functions only.
@@ -39,10 +47,11 @@ KERNELS = (
 )
 
 
-def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: str, source: str) -> list[tuple[str, bool]]:
     """Each module that a source file imports, and whether a function does it (lazily).
 
-    `package` resolves relative imports. `from a import b` counts as a.b: b may be a module.
+    `from a import b` counts as a.b: b may be a module.
     """
     tree = ast.parse(source)
     inside = {
@@ -51,36 +60,35 @@ def imports(source: str, package: str) -> Iterator[tuple[str, bool]]:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
     }
+    found = []
     for node in ast.walk(tree):
         lazy = id(node) in inside
         if isinstance(node, ast.Import):
-            yield from ((alias.name, lazy) for alias in node.names)
+            found += [(alias.name, lazy) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            parts = package.split(".")
-            base = parts[: len(parts) - node.level + 1] if node.level else []
+            base = path.split("/")[: -node.level] if node.level else []
             base += [node.module] if node.module else []
-            yield from ((".".join([*base, alias.name]), lazy) for alias in node.names)
+            found += [(".".join([*base, alias.name]), lazy) for alias in node.names]
         elif isinstance(node, ast.Call) and node.args:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
             first = node.args[0]
             if name in ("import_module", "__import__") and isinstance(first, ast.Constant):
-                yield str(first.value), lazy
+                found.append((str(first.value), lazy))
+    return found
 
 
 def upward_imports(files: dict[str, str]) -> list[str]:
     """The imports that break the layers. `files` maps paths such as labsupport/a/b.py to source."""
     wrong = []
     for path, source in files.items():
-        parts = Path(path).with_suffix("").parts
-        if parts == ("labsupport", "__init__"):
-            continue  # its lazy names are strings, checked by what `import labsupport` loads
-        own = parts[1]
-        for target, _ in imports(source, ".".join(parts[:-1])):
-            if not target.startswith("labsupport."):
-                continue
-            other = target.split(".")[1]
-            if other == own or other.startswith("__"):
+        product, own = Path(path).with_suffix("").parts[:2]
+        allowed = {product, "labsupport", *EXCEPTIONS.get(path, ())}
+        for target, _ in imports(path, source):
+            top, other = [*target.split("."), ""][:2]
+            if top in OURS - allowed:
+                wrong.append(f"{path} imports {target}, but {product} may not import {top}")
+            if (product, top) != ("labsupport", "labsupport") or other in ("", own, "__version__"):
                 continue
             if own in LEAVES:
                 wrong.append(f"{path} imports {target}, but {own} imports nothing of ours")
@@ -91,24 +99,38 @@ def upward_imports(files: dict[str, str]) -> list[str]:
     return wrong
 
 
+def import_circle(files: dict[str, str]) -> list[str]:
+    """The modules of one circle of imports, lazy ones included; empty if there is none."""
+    modules = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
+    }
+    graph = {}
+    for module, path in modules.items():
+        targets = {target for target, _ in imports(path, files[path])}
+        targets = {t if t in modules else t.rpartition(".")[0] for t in targets}
+        graph[module] = targets & set(modules) - {module}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
     """Optional packages that are imported at import time, or in more than one file."""
     wrong, doors = [], {}
     for path, source in files.items():
-        for target, lazy in imports(source, path.rpartition("/")[0].replace("/", ".")):
+        own = path.removesuffix(".py").replace("/", ".")
+        for target, lazy in imports(path, source):
+            kernels = any(f"{target}.".startswith(f"{name}.") for name in KERNELS)
+            if kernels and not lazy and own not in KERNELS:
+                wrong.append(f"{path} imports {target}, and with it Triton, outside of a function")
             package = next((p for p in OPTIONAL if f"{target}.".startswith(f"{p}.")), None)
-            if package is None:
-                continue
-            if path.startswith(DOORS.get(package, ())):
+            if package is None or path.startswith(DOORS.get(package, ())):
                 continue
             doors.setdefault(package, set()).add(path)
             if not lazy:
                 wrong.append(f"{path} imports {target} outside of a function")
-        for target, lazy in imports(source, path.rpartition("/")[0].replace("/", ".")):
-            kernels = any(f"{target}.".startswith(f"{name}.") for name in KERNELS)
-            own = Path(path).with_suffix("").as_posix().replace("/", ".")
-            if kernels and not lazy and own not in KERNELS:
-                wrong.append(f"{path} imports {target}, and with it Triton, outside of a function")
     for package, paths in doors.items():
         if len(paths) > 1:
             wrong.append(f"{package} is imported in several places: {', '.join(sorted(paths))}")
@@ -117,17 +139,40 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ours(project) -> dict[str, str]:
-    files = sorted((project / "labsupport").rglob("*.py"))
-    kept = (p for p in files if ".ipynb_checkpoints" not in p.parts)
-    return {str(p.relative_to(project)): p.read_text(encoding="utf-8") for p in kept}
+    files = [
+        path
+        for product in ("labsupport", "grader", "benchmarks")
+        for path in sorted((project / product).rglob("*.py"))
+        if ".ipynb_checkpoints" not in path.parts
+    ]
+    return {p.relative_to(project).as_posix(): p.read_text(encoding="utf-8") for p in files}
 
 
 def test_imports_go_down_only(ours):
     assert upward_imports(ours) == []
 
 
+def test_imports_make_no_circle(ours):
+    assert import_circle(ours) == []
+
+
 def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
-    assert misplaced_optional_imports(ours) == []
+    library = {path: source for path, source in ours.items() if path.startswith("labsupport/")}
+    assert misplaced_optional_imports(library) == []
+
+
+def test_every_folder_of_the_package_is_an_attribute_of_it(project):
+    for folder in (project / "labsupport").glob("*/__init__.py"):
+        name = folder.parent.name
+        assert labsupport.__getattr__(name).__name__ == f"labsupport.{name}"
+
+
+def test_every_command_has_a_file(project):
+    from labsupport.cli import app
+
+    names = {command.name for command in (*app.registered_commands, *app.registered_groups)}
+    files = {path.stem for path in (project / "labsupport/commands").glob("*.py")} - {"__init__"}
+    assert files == names - {"grade", "release"} | COMMAND_HELPERS
 
 
 @pytest.mark.parametrize(
@@ -145,6 +190,12 @@ def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
         ("labsupport/plotting/a.py", "from labsupport import paths"),
         ("labsupport/newcomer/a.py", "from labsupport.attention import backends"),
         ("labsupport/attention/a.py", "from labsupport.newcomer import x"),
+        ("labsupport/__init__.py", "import labsupport.attention"),
+        ("labsupport/cli.py", "def f():\n    import grader"),
+        ("labsupport/commands/a.py", "from benchmarks.attention import x"),
+        ("grader/a.py", "from benchmarks import grading"),
+        ("benchmarks/a.py", "from grader.grade import batch"),
+        ("benchmarks/grading.py", "import tests.checks.solutions"),
     ],
 )
 def test_an_import_that_goes_up_is_found(path, source):
@@ -160,10 +211,34 @@ def test_an_import_that_goes_up_is_found(path, source):
         ("labsupport/checks/a.py", "from ..profiling import timing"),
         ("labsupport/profiling/a.py", "from labsupport import paths, plotting"),
         ("labsupport/cli.py", "def f():\n    from labsupport.commands import start"),
+        ("grader/a.py", "from labsupport.commands import x\nfrom .b import y"),
+        ("benchmarks/grading.py", "from grader.grade.batch import run_batch"),
     ],
 )
 def test_an_import_that_goes_down_is_let_pass(path, source):
     assert upward_imports({path: source}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import labsupport.a.one",
+        "from labsupport.a import one",
+        "from ..a.one import x",
+        "def f():\n    from labsupport.a.one import x",
+        "if TYPE_CHECKING:\n    from labsupport.a.one import x",
+        "from labsupport.a import name_in_the_package",
+    ],
+)
+def test_a_circle_of_imports_is_found(source):
+    files = {
+        "labsupport/a/__init__.py": "from labsupport.a.one import x",
+        "labsupport/a/one.py": "from labsupport.b import two",
+        "labsupport/b/two.py": "import torch",
+    }
+    assert import_circle(files) == []
+    files["labsupport/b/two.py"] = source
+    assert {"labsupport.a.one", "labsupport.b.two"} <= set(import_circle(files))
 
 
 def test_an_optional_import_outside_of_a_function_is_found():

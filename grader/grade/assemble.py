@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from grader.grade import names
+from grader.grade.magics import without_magics
 from grader.grade.names import Statement, UnparsableError
 from grader.grade.pristine import Pristine, PristineCell
 from grader.grade.reading import Cell
@@ -209,7 +210,7 @@ def _solution_cell(
         if cell.kind != "code" or cell.grade_id in known:
             continue
         try:
-            if defined and defined <= names.bound_names(names.without_magics(cell.source)):
+            if defined and defined <= names.bound_names(without_magics(cell.source)):
                 text = "Its cell has lost its grade_id and was found by the names that it defines."
                 flags.append(Flag(name, "found by name", text))
                 return number
@@ -256,7 +257,7 @@ def _students_units(
             continue
         if not exercise and cell.grade_id in known and not _split_off(cell, chosen, pristine):
             continue
-        text = names.without_magics(cell.source)
+        text = without_magics(cell.source)
         try:
             if exercise:
                 parts = names.statements(text)
@@ -288,7 +289,7 @@ def _split_off(cell: Cell, chosen: dict[str, Cell], pristine: Pristine) -> bool:
         return False
     texts = (chosen[cell.grade_id].source, cell.source, pristine.solutions[cell.grade_id].source)
     try:
-        bound = [names.bound_names(names.without_magics(text)) for text in texts]
+        bound = [names.bound_names(without_magics(text)) for text in texts]
     except UnparsableError:
         return False
     # Both may hold the same import.

@@ -22,6 +22,19 @@ _MAX_LENGTH, _MAX_MARKS = 50_000, 20
 _LONG_WORD = re.compile(r"\S{1000}")
 
 
+def without_magics(source: str) -> str:
+    """A cell's text without IPython's own lines (`%time`, `!pip`); "" for another language.
+
+    A text that is Python as it stands stays as it is: a line of a string may begin with `%`.
+    One that is no Python, whatever IPython does to it, is returned as no Python.
+    """
+    try:
+        parse_source(source)
+        return source
+    except UnparsableError:
+        return translated(source)
+
+
 @lru_cache(maxsize=4096)
 def translated(source: str, depth: int = 3) -> str:
     """A cell's text without IPython's own lines, or what is no Python as it is.

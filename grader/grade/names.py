@@ -62,22 +62,6 @@ def parse_source(source: str) -> ast.Module:
         raise UnparsableError("it cannot be read: too deep, or characters of no text") from None
 
 
-def without_magics(source: str) -> str:
-    """A cell's text without IPython's own lines (`%time`, `!pip`); "" for another language.
-
-    A text that is Python as it stands stays as it is: a line of a string may begin with `%`.
-    One that is no Python, whatever IPython does to it, is returned as no Python.
-    """
-    try:
-        parse_source(source)
-        return source
-    except UnparsableError:
-        # Only here, since it imports IPython's parts.
-        from grader.grade.magics import translated
-
-        return translated(source)
-
-
 def statements(source: str) -> list[Statement]:
     """The statements of a cell.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from grader.grade import names
+from grader.grade.magics import without_magics
 from grader.grade.names import Statement
 from grader.grade.pristine import Pristine
 
@@ -47,7 +48,7 @@ def setup_units(pristine: Pristine) -> tuple[Unit, ...]:
     units = []
     for cell in pristine.cells:
         if cell.kind == "code" and not cell.grade_id:
-            found = names.statements(names.without_magics(cell.source))
+            found = names.statements(without_magics(cell.source))
             units += [unit_of(one) for one in found if one.binds or one.star]
     return tuple(units)
 

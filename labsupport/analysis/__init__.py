@@ -6,7 +6,7 @@ predictor/        time and memory of a call from a device's ceilings and a short
 recommend         which backend for a workload, and why
 tiles             block sizes: which fit into a fast memory, and what they move
 explorer          the same, with controls to play with
-profile_command/  `labsupport profile`: a folder that begins with SUMMARY.md
+profile/          `labsupport profile`: a folder that begins with SUMMARY.md
 
 Names are imported from these files when first used, so that importing the package stays light.
 """

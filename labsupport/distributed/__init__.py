@@ -1,12 +1,11 @@
 """Training on several devices, on PyTorch's own engine.
 
 ring/               attention over a sequence that no single device holds
-ring_command/       labsupport ring: is it right on these devices, and how fast
+ring_tools/         labsupport ring: is it right on these devices, and how fast
 sequence_parallel/  a model whose sequence is sharded over the ranks
 data_parallel/      other data on each rank: DDP, FSDP, distributed checkpoints
 scaling/            what larger worlds and other links would give, predicted
 launch/             a function or a script in several processes of this machine
-train_parallel      labsupport train --parallel
 failures            what is said of a rank that failed
 
 Names are imported from these files when first used, so that importing the package stays light.

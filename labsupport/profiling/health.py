@@ -15,14 +15,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from labsupport.profiling.environment import Check
 from labsupport.profiling.monitoring.gpu import FIRST_PID_NAMESPACE, foreign_pids
 from labsupport.profiling.monitoring.gpu_state import GpuState, open_gpus, own_context
 from labsupport.profiling.monitoring.view import process_name
 from labsupport.profiling.units import format_bytes
+
+Status = Literal["ok", "warn", "fail"]
 
 UNREADABLE = "not readable here"
 LOOK_S = 0.2  # how long other processes' use of the CPU is watched
@@ -32,6 +34,20 @@ BUSY_GPU_PERCENT = 10
 # intel_pstate and amd-pstate in active mode).
 FOLLOWS_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 QUIET = "measure again when they have ended, or on a machine of your own"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding.  `remedy` is the command, or the sentence, that mends it; empty when ok."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        tail = f"  -> {self.remedy}" if self.remedy else ""
+        return f"[{self.status}] {self.name}: {self.detail}{tail}"
 
 
 @dataclass(frozen=True)

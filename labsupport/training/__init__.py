@@ -6,7 +6,6 @@ saving/     how to hold less at a time: the loss, the MLP; and a limit on memory
 planner/    the peak memory of a step, predicted part by part
 loop/       the training loop: deterministic by step, so that a killed run continues exactly
 tasks/      what longer contexts are good for, each with a score
-command     `labsupport train`
 
 Names are imported from these files when first used, so that importing the package stays light.
 """

@@ -55,16 +55,16 @@ time.sleep(60)
 # The watch, but each sample waits until the program has ended (and leaves it to be collected).
 LATE = """
 import os, pathlib, sys
-from labsupport.profiling.monitoring import command
+from labsupport.profiling.monitoring import run
 
-class Late(command.ProcessTree):
+class Late(run.ProcessTree):
     def read(self):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         return super().read()
 
-command.ProcessTree = Late
+run.ProcessTree = Late
 out, chart = map(pathlib.Path, sys.argv[1:])
-sys.exit(command.run_monitored(["true"], out=out, chart=chart))
+sys.exit(run.run_monitored(["true"], out=out, chart=chart))
 """
 # A grandchild in a session of its own, whose parent is gone.
 ORPHAN = """

@@ -19,7 +19,7 @@ from labsupport.analysis.profile.program_plan import as_python
 from labsupport.analysis.profile.report import NotHereError, Report
 from labsupport.commands.profile import profile_command
 
-PROGRAM = [sys.executable, "-m", "labsupport.analysis.profile"]
+PROGRAM = [sys.executable, "-m", "labsupport.cli", "profile"]
 SMALL = ["--batch=1", "--seqlen=64", "--nheads=2", "--headdim=16", "--seconds=0.1", "--device=cpu"]
 SCRIPT = """
 import sys, torch

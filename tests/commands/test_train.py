@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from labsupport.cli import app
-from labsupport.commands.train import shape
+from labsupport.commands.train_options import shape
 from labsupport.precision import FlashAttentionConfig
 from labsupport.training.loop import Checkpoints, TrainSettings
 from labsupport.training.loop.data import DATA, named_batches, named_tokenizer

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from labsupport.profiling import environment, environment_gpu
+from labsupport.profiling import environment
 from labsupport.profiling.card import BackendLine, EnvironmentCard, environment_card
 
 
@@ -98,7 +98,7 @@ def test_the_working_copy_is_counted(tmp_path):
     ("capability", "status"), [((7, 0), "warn"), ((7, 5), "warn"), ((8, 0), "ok"), ((9, 0), "ok")]
 )
 def test_below_capability_8_the_efficient_backend_is_recommended(capability, status):
-    check = environment_gpu.check_capability(capability)
+    check = environment.check_capability(capability)
     assert check.status == status
     assert ("sdpa_efficient" in check.remedy) == (status == "warn")
 
@@ -114,20 +114,20 @@ def test_below_capability_8_the_efficient_backend_is_recommended(capability, sta
     ],
 )
 def test_a_missing_package_is_a_warning_only_where_it_would_run(monkeypatch, capability, wanted):
-    monkeypatch.setattr(environment_gpu, "package_version", lambda name: None)
-    checks = environment_gpu.check_optional(capability)
+    monkeypatch.setattr(environment, "package_version", lambda name: None)
+    checks = environment.check_optional(capability)
     assert {c.name for c in checks if c.status == "warn"} - {"C++ compiler"} == wanted
 
 
 def test_little_gpu_memory_is_a_warning():
-    assert environment_gpu.check_gpu_memory(1.0, 8.0).status == "warn"
-    assert environment_gpu.check_gpu_memory(7.5, 8.0).status == "ok"
+    assert environment.check_gpu_memory(1.0, 8.0).status == "warn"
+    assert environment.check_gpu_memory(7.5, 8.0).status == "ok"
 
 
 def test_a_gpu_that_does_not_start_is_a_warning_and_none_is_fine():
-    assert environment_gpu.check_no_gpu("13.0", "/dev/nvidiactl").status == "warn"
-    assert environment_gpu.check_no_gpu(None, "/dev/nvidiactl").remedy == "make lab TORCH=cuda"
-    assert environment_gpu.check_no_gpu(None, None).status == "ok"
+    assert environment.check_no_gpu("13.0", "/dev/nvidiactl").status == "warn"
+    assert environment.check_no_gpu(None, "/dev/nvidiactl").remedy == "make lab TORCH=cuda"
+    assert environment.check_no_gpu(None, None).status == "ok"
 
 
 def test_the_card_lists_what_runs_here_and_why_the_rest_does_not():

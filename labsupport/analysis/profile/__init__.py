@@ -4,7 +4,6 @@ The folder opens with SUMMARY.md, which is rewritten after every step: whatever 
 early (Control-C, a full disk, a backend that fails), what was gathered is there, and the summary
 says what is missing and why.
 
-command   the command itself
 report    SUMMARY.md: sections, what is missing, written whole or not at all
 steps     what is done with a shape of attention: machine, baseline, comparison
 steps_traces  and what its traces say

@@ -177,7 +177,7 @@ def show_memory(run: Run, section: Section) -> None:
     from labsupport.plotting.monitor import plot_monitor
     from labsupport.profiling.monitoring.gpu import open_gpu
     from labsupport.profiling.monitoring.processes import memory_limit
-    from labsupport.profiling.monitoring.summary import gpu_limit
+    from labsupport.profiling.monitoring.sampler import gpu_limit
     from labsupport.profiling.trace.export import whole_file
 
     allocations = _read(run, MEMORY)

@@ -1,6 +1,5 @@
 """`labsupport ring check` and `labsupport ring bench`: do several devices work, and how well?
 
-command    the two commands and their options; imports PyTorch when they run
 start      the same function in every process, and what they agree on
 cluster    which ranks there are, how they are linked, and how fast messages travel
 check      ring attention against one device; findings, what comes of it

@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from labsupport.models.generation.graphed import GraphedDecoder
 from labsupport.models.generation.memory import MemorySampler
-from labsupport.models.generation.prompts import Batch, check_model, check_room, encode, end_tokens
+from labsupport.models.generation.prompts import (
+    Batch,
+    check_model,
+    check_room,
+    cut,
+    encode,
+    end_tokens,
+)
 from labsupport.models.generation.result import Decoded, Generation
 from labsupport.profiling.timing import now
 
@@ -76,8 +84,6 @@ def generate(
     ran_before = _attention_of(model)
     _read_weights(model)
     if cache == "graphed":
-        from labsupport.models.generation.graphed import GraphedDecoder
-
         length = batch.width + max_new_tokens
         decoder = GraphedDecoder(model, batch=len(batch.lengths), length=length)
         with MemorySampler(model.device) as memory:
@@ -162,17 +168,6 @@ def prefill_and_decode(
         if on_step:
             on_step(step, token, step_s[-1])
     return Decoded(cut(tokens, batch, ends), prefill_s, sum(step_s), tuple(step_s))
-
-
-def cut(tokens: Sequence[Tensor], batch: Batch, ends: Sequence[int]) -> list[list[int]]:
-    """Columns of tokens as rows, each cut behind its first end token."""
-    if not tokens:
-        return [[] for _ in batch.lengths]
-    rows = torch.stack(list(tokens), dim=1).tolist()
-    lengths = (
-        next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in rows
-    )
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def picker(temperature: float, top_k: int | None, seed: int, device: torch.device) -> Pick:

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from labsupport.models.generation.generate import cut
-from labsupport.models.generation.prompts import Batch, check_room
+from labsupport.models.generation.prompts import Batch, check_room, cut
 from labsupport.models.generation.result import Decoded
 from labsupport.models.generation.steps import step_of
 from labsupport.profiling.timing import now

@@ -174,6 +174,17 @@ def end_tokens(
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
+def cut(tokens: Sequence[Tensor], batch: Batch, ends: Sequence[int]) -> list[list[int]]:
+    """Columns of tokens as rows, each cut behind its first end token."""
+    if not tokens:
+        return [[] for _ in batch.lengths]
+    rows = torch.stack(list(tokens), dim=1).tolist()
+    lengths = (
+        next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in rows
+    )
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
 def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     if not tokenizer.chat_template:
         raise ValueError(

@@ -88,7 +88,7 @@ def _torch_build() -> None:
 
 
 def _device() -> None:
-    from labsupport.profiling.environment_gpu import check_device
+    from labsupport.profiling.environment import check_device
 
     for check in check_device():
         print(check)

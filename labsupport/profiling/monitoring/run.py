@@ -21,11 +21,13 @@ from labsupport.profiling.monitoring.gpu import open_gpu
 from labsupport.profiling.monitoring.live import LiveView
 from labsupport.profiling.monitoring.processes import ProcessTree, memory_limit
 from labsupport.profiling.monitoring.recording import format_row
-from labsupport.profiling.monitoring.sampler import DEFAULT_INTERVAL_S, Sampler, own_peak
-from labsupport.profiling.monitoring.summary import (
+from labsupport.profiling.monitoring.sampler import (
+    DEFAULT_INTERVAL_S,
     MISSED,
+    Sampler,
     gpu_limit,
     memory_lines,
+    own_peak,
     sampling_line,
     small_print,
 )

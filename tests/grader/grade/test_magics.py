@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from grader.grade import names
+from grader.grade.magics import without_magics
 
 
 def same(text, expected):
@@ -44,7 +45,7 @@ def same(text, expected):
     ],
 )  # fmt: skip
 def test_magics_are_taken_out_and_what_python_there_is_stays(source, expected):
-    text = names.without_magics(source)
+    text = without_magics(source)
 
     assert same(text, expected), text
     assert "get_ipython" not in text
@@ -54,14 +55,14 @@ def test_magics_are_taken_out_and_what_python_there_is_stays(source, expected):
     "source", ["x = '''\n%ls\n'''", "x = (7\n%y)", "get_ipython().system('a')"]
 )
 def test_text_that_is_python_stays_as_it_is(source):
-    assert names.without_magics(source) == source
+    assert without_magics(source) == source
 
 
 @pytest.mark.parametrize(
     "source", ["\n\n%ls\nif x:\n    !ls\nlast = 1", "\n%%time\n\n%ls\nx = 2\nlast = 1"]
 )
 def test_lines_keep_their_numbers(source):
-    text = names.without_magics(source)
+    text = without_magics(source)
 
     assert ast.parse(text).body[-1].lineno == 1 + source.count("\n")
 
@@ -69,12 +70,12 @@ def test_lines_keep_their_numbers(source):
 @pytest.mark.parametrize("source", ["def f(x) return x", "%ls\nthis is no Python", "%%time\nx = ("])
 def test_what_is_no_python_is_refused_with_its_reason(source):
     with pytest.raises(names.UnparsableError, match="SyntaxError"):
-        names.statements(names.without_magics(source))
+        names.statements(without_magics(source))
 
 
 @pytest.mark.parametrize("source", ["!a\n" * 5_000, "a" * 100_000 + " !b?", "*" * 100_000 + "-?"])
 def test_text_that_would_keep_ipython_busy_is_not_given_to_it(source):
-    assert names.without_magics(source) == source
+    assert without_magics(source) == source
 
 
 @pytest.mark.parametrize(
@@ -84,4 +85,4 @@ def test_text_that_would_keep_ipython_busy_is_not_given_to_it(source):
 )  # fmt: skip
 def test_text_that_would_break_ipython_or_a_parser_is_at_most_unparsable(source):
     with contextlib.suppress(names.UnparsableError):
-        names.statements(names.without_magics(source))
+        names.statements(without_magics(source))
