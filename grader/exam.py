@@ -265,12 +265,13 @@ def write_exam_edition(target: Path, notebooks: Path | None = None) -> Path:
     texts = {f"notebooks/{edition.name}": edition.text for edition in editions}
     for page in sorted((root / "theory").glob("*.md")):
         texts[f"theory/{page.name}"] = exam_files.without_code(page.read_text(encoding="utf-8"))
-    makefile = (root / "Makefile").read_text(encoding="utf-8")
-    texts |= {"Makefile": exam_files.makefile(makefile), "README.md": exam_files.README}
+    for name, cut in (("Makefile", exam_files.makefile), ("pyproject.toml", exam_files.pyproject)):
+        texts[name] = cut((root / name).read_text(encoding="utf-8"))
+    texts["README.md"] = exam_files.README
     target.mkdir(parents=True, exist_ok=True)
     for name in ("data", "theory/figures", "scripts/jupyterlab"):
         shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns(".*"))
-    for name in ("pyproject.toml", "constraints.txt", "environment.yml", "LICENSE"):
+    for name in ("constraints.txt", "environment.yml", "LICENSE"):
         shutil.copy(root / name, target / name)
     shutil.copy(root / "scripts" / "setup.sh", target / "scripts" / "setup.sh")
     for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""The project around the package in an exam: Makefile, README, and the theory without its code."""
+"""The project around the package in an exam: Makefile, README, theory without its code."""
 
 import re
 
@@ -49,6 +49,12 @@ def makefile(text: str) -> str:
             lines.append(line)
         kept.append("\n".join(lines))
     return "\n\n".join(kept).rstrip("\n") + "\n"
+
+
+def pyproject(text: str) -> str:
+    """Return pyproject.toml without the package `grader` and its commands."""
+    kept = [part for part in text.split("\n\n") if "[project.entry-points." not in part]
+    return "\n\n".join(kept).replace('["labsupport", "grader"]', '["labsupport"]', 1)
 
 
 def without_code(text: str) -> str:

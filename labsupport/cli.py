@@ -67,8 +67,8 @@ def _add_grader_commands() -> None:
 
 def _no_grader(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
     raise RuntimeError(
-        "`release` and `grade` are for instructors and need the package `grader`, which student "
-        "and exam editions leave out: run them in the whole project, after `make setup`"
+        "`release` and `grade` are for instructors: the package `grader` is not part of this "
+        "edition. Run them in the whole project, after `make setup`"
     )
 
 

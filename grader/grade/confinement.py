@@ -120,6 +120,7 @@ def _environment(run: Path, package: Path, settings: Settings) -> dict[str, str]
         "OPENBLAS_NUM_THREADS": threads,
         # Grading is the same on every machine: on the CPU, Triton interpreted.
         "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
         "HF_HUB_OFFLINE": "1",
     }
     kept = ("LD_LIBRARY_PATH", "SYSTEMROOT", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -128,7 +129,7 @@ def _environment(run: Path, package: Path, settings: Settings) -> dict[str, str]
 
 def _readable(folder: Path, package: Path) -> list[str]:
     """What a program sees of the file system, in the order in which it has to be mounted."""
-    project = Path(__file__).resolve().parents[3]
+    project = Path(__file__).resolve().parents[2]
     wanted = [Path(path) for path in _SYSTEM]
     wanted += [Path(_CPUS), folder / "given", package]
     # Not sys.path: a folder on PYTHONPATH may hold anything.

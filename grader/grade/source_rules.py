@@ -99,6 +99,7 @@ _ODD_MODULES = {
     "shutil": "reaches for files",
     "pathlib": "reaches for files",
     "unittest": "replaces functions",
+    "grader": "reaches for the grader",
 }
 # Not odd as a part of another library: `torch.signal` and `scipy.signal` process signals.
 _ODD_PARTS = {name: what for name, what in _ODD_MODULES.items() if name != "signal"}

@@ -22,10 +22,14 @@ from grader.grade.results import Flag
 from labsupport.course.files import lies_beside
 
 MAX_DEPTH, MAX_FILES, MAX_NAME = 5, 200, 200
-_MOODLE = re.compile(r"^(?P<student>.+?_\d+)_assignsubmission_\w+$")
+_MOODLE = re.compile(r"^(?P<student>.+?_\d+)_assignsubmission_")
 # A joiner beside a letter that is not ASCII; anywhere else it makes two names look the same.
 _JOINED = re.compile(rf"(?<=[^\x00-\x7f])[{JOINERS}]|[{JOINERS}](?=[^\x00-\x7f])")
-_CANVAS = re.compile(r"^(?P<student>[^_]+?)(?P<late>_LATE)?_(?P<id>\d+)_\d+_(?P<file>.+)$")
+# The user's or group's name, small letters and underscores, and the user's ID; or anon_ and a code.
+# Then the attachment's number, and the file's own name.
+_CANVAS = re.compile(
+    r"^(?P<name>[^-\s/]+?_)??(?P<late>LATE_)?(?P<id>anon_[0-9A-Za-z]+|(?<=_)\d+)_(?P<number>\d+)_."
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,10 @@ def find_submissions(
 ) -> list[Submission | Refused]:
     """All that was handed in, by student and notebook.
 
-    A student is a folder in `folder` (of any depth up to 5; Moodle's names are understood), or the
-    beginning of a file's name: STUDENT--NOTEBOOK.ipynb, STUDENT_NOTEBOOK.ipynb, or Canvas'
-    student_ID_NUMBER_file.ipynb. If all files have the lab's own names, the folder is the student.
+    A student is a folder in `folder` (of any depth up to 5), or the beginning of a file's name:
+    STUDENT--NOTEBOOK.ipynb or STUDENT_NOTEBOOK.ipynb. The names that Moodle and Canvas give to
+    folders and files are understood. If all files have the lab's own names, the folder is the
+    student.
 
     Args:
         folder: of students' folders, or of notebooks.
@@ -130,12 +135,17 @@ def _files(folder: Path, pristine: Mapping[str, Pristine]) -> Iterator[tuple[Pat
             yield Path(entry.path), folder.resolve().name, False
         else:
             yield Path(entry.path), *_student_of_file(Path(entry.name).stem, pristine)
+    students: dict[str, list[Path]] = {}
     for entry in folders:
         moodle = _MOODLE.match(entry.name)
         student = moodle["student"] if moodle else entry.name
-        paths = [Path(entry.path)] if entry.is_symlink() else list(_below(Path(entry.path)))
-        # A folder without a notebook is somebody who handed in nothing that can be graded.
-        for path in paths or [Path(entry.path)]:
+        students.setdefault(student, []).append(Path(entry.path))
+    for student, theirs in students.items():
+        paths = [
+            path for here in theirs for path in ([here] if here.is_symlink() else _below(here))
+        ]
+        # Folders without a notebook are somebody who handed in nothing that can be graded.
+        for path in paths or theirs[:1]:
             yield path, student, False
 
 
@@ -163,9 +173,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _student_of_file(stem: str, pristine: Mapping[str, Pristine]) -> tuple[str, bool]:
-    # Canvas first: a student who kept the lab's file name has it at the end of Canvas's.
+    # These first: a student who kept the lab's file name has it at the end of the system's.
+    if moodle := _MOODLE.match(stem):
+        return moodle["student"], False
     if canvas := _CANVAS.match(stem):
-        return f"{canvas['student']}_{canvas['id']}", bool(canvas["late"])
+        return (canvas["name"] or "") + canvas["id"], bool(canvas["late"])
     for name in pristine:
         for mark in ("--", "_", "-", " "):
             if stem.endswith(mark + name):
@@ -271,7 +283,7 @@ def _newest(found: list[Submission | Refused]) -> Iterator[Submission | Refused]
     handed_in = set(groups)
     for group in groups.values():
         works = [one for one in group if not lies_beside(one.path)] or group
-        works.sort(key=lambda one: (str(one.modified), one.path), reverse=True)
+        works.sort(key=_age, reverse=True)
         newest, older = works[0], works[1:]
         if older:
             names = ", ".join(one.path for one in older[:5])
@@ -283,6 +295,12 @@ def _newest(found: list[Submission | Refused]) -> Iterator[Submission | Refused]
         # A broken file does not take the place of a good one, whose flag speaks of it.
         if isinstance(one, Refused) and (one.student, one.notebook) not in handed_in:
             yield one
+
+
+def _age(one: Submission) -> tuple[int, str, str]:
+    # Canvas counts attachments up; its archives give all files the time of the download.
+    canvas = _CANVAS.match(one.path)
+    return int(canvas["number"]) if canvas else 0, str(one.modified), one.path
 
 
 def _refused_since(graded: Submission, found: Iterable[Submission | Refused]) -> Iterator[str]:

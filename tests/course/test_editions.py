@@ -4,13 +4,13 @@ import nbformat
 import pytest
 from nbgrader.utils import compute_checksum
 
+from grader.release import write_student_edition
 from labsupport.course.editions import (
     ReleaseError,
     make_edition,
     regions,
     solved_notebooks,
     student_edition,
-    write_student_edition,
 )
 from labsupport.paths import notebooks_dir
 from tests.grader.leaks import leaks, says_something, secret_lines

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -38,17 +39,24 @@ def graded(tmp_path_factory):
     return folder
 
 
-def run_in(edition, *arguments):
-    """Python whose only labsupport is the edition's, started outside of the project."""
+def start_in(edition, *arguments):
+    """Python whose only packages of ours are the edition's, started outside of the project."""
     hidden = ("PYTHONPATH", "LABSUPPORT_ROOT", "PYTEST_CURRENT_TEST")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
-    done = subprocess.run(
-        [sys.executable, "-P", *map(str, arguments)],
+    # Without `site`, which would add this project's folder where it is installed as editable.
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    environment["PYTHONPATH"] = os.pathsep.join([str(edition), *packages])
+    return subprocess.run(
+        [sys.executable, "-P", "-S", *map(str, arguments)],
         cwd=edition.parent,
-        env={**environment, "PYTHONPATH": str(edition), "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
+
+
+def run_in(edition, *arguments):
+    done = start_in(edition, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -148,12 +156,26 @@ def test_every_module_can_still_be_imported(which, request):
     folder = request.getfixturevalue(which)
     modules = [
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted((folder / "labsupport").rglob("*.py"))
-        # The grader itself is not needed there.
-        if path.stem != "__main__" and path.relative_to(folder).parts[1] != "grading"
+        for package in ("labsupport", "grader")
+        for path in sorted((folder / package).rglob("*.py"))
+        if path.stem != "__main__"
     ]
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
     run_in(folder, "-c", code, *modules)
+
+
+def test_its_program_says_in_one_line_that_the_grader_is_not_there(edition):
+    done = start_in(edition, "-m", "labsupport.cli", "grade", "x", "--out", "y")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "the package `grader` is not part of this edition" in done.stderr
+
+
+def test_it_can_be_installed_without_the_grader(edition):
+    project = tomllib.loads((edition / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "entry-points" not in project["project"]
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert all((edition / package).is_dir() for package in packages)
 
 
 def test_the_labs_own_flash_attention_is_left_out_and_says_so(edition):

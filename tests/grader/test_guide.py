@@ -106,7 +106,7 @@ def test_the_limits_in_the_table_are_the_programs_own(guide):
 
 def test_the_table_of_flags_names_those_that_the_grader_raises_and_no_others(project, guide):
     raised = set()
-    for path in (project / "labsupport" / "grading").rglob("*.py"):
+    for path in (project / "grader").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             # `Flag(**stored)` reads a result that was written before.
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Flag" and node.args:

@@ -43,12 +43,20 @@ def test_what_is_missing_names_all_that_a_submission_can_do(settings):
     assert "read, change and delete your files, and end your programs" in missing
 
 
-def test_a_folder_on_the_path_is_not_shown_to_submissions(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+def shown():
     folder = prepare_folder()
     try:
-        shown = [Path(path) for path in _readable(folder, folder / "given")]
+        return [Path(path) for path in _readable(folder, folder / "given")]
     finally:
         remove_folder(folder)
-    assert not any(tmp_path.is_relative_to(path) for path in shown)
-    assert any(Path(sys.prefix).is_relative_to(path) for path in shown)
+
+
+def test_a_folder_on_the_path_is_not_shown_to_submissions(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert not any(tmp_path.is_relative_to(path) for path in shown())
+    assert any(Path(sys.prefix).is_relative_to(path) for path in shown())
+
+
+def test_a_project_that_is_an_environment_itself_is_not_shown_to_submissions(project, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(project))
+    assert not any(project.is_relative_to(path) for path in shown())

@@ -200,6 +200,7 @@ def test_a_wrapper_of_attention_from_another_library_is_for_a_person_wherever_it
         ("import multiprocessing", "starts processes"),
         ("import concurrent.futures", "processes or threads"),
         ("from threading import Thread", "starts threads"),
+        ("from grader.handover import worker", "reaches for the grader"),
     ],
 )
 def test_what_only_looks_odd_is_for_a_person_and_costs_nothing(judge, line, said):

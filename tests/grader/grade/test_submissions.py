@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from datetime import datetime
 
 import nbformat
@@ -8,6 +9,7 @@ from nbformat import v3
 
 from grader.grade.reading import MAX_BYTES
 from grader.grade.submissions import Refused, Submission, find_submissions
+from labsupport.paths import notebooks_dir
 
 
 @pytest.fixture
@@ -40,23 +42,80 @@ def test_a_folder_is_a_student_and_the_exercises_tell_the_notebook(submissions, 
     [
         ("ada_01-Powers.ipynb", "ada"),
         ("ada_lovelace--01-Powers.ipynb", "ada_lovelace"),
-        ("lovelaceada_LATE_1234_5678_01-Powers-1.ipynb", "lovelaceada_1234"),
-        ("Ada Lovelace_991_assignsubmission_file_/01-Powers.ipynb", "Ada Lovelace_991"),
+        ("x_1--01-Powers.ipynb", "x_1"),
+        ("ada_1_01-Powers.ipynb", "ada_1"),
         ("ada/01-Powers/01-Powers.ipynb", "ada"),
     ],
 )
-def test_names_of_course_systems_are_understood(submissions, solved_folder, name, student):
+def test_the_name_of_a_folder_or_a_file_tells_the_student(
+    submissions, solved_folder, name, student
+):
     target = submissions / name
     target.parent.mkdir(parents=True, exist_ok=True)
     (submissions / "ada" / "01-Powers.ipynb").rename(target)
-    if target.parent != submissions / "ada" and not any((submissions / "ada").rglob("*.ipynb")):
+    if target.parent == submissions:
         (submissions / "ada").rmdir()
 
     one = only(submissions, solved_folder)
 
     assert isinstance(one, Submission)
     assert one.student == student
-    assert ("LATE" in name) == any(flag.kind == "late" for flag in one.flags)
+
+
+# For each student, where the systems put a file, by its number and its name.
+CANVAS = {
+    "lovelaceada_123": "lovelaceada_123_{}_{}.ipynb",
+    "turingalan_125": "turingalan_LATE_125_{}_{}-1.ipynb",
+    "hoppergrace_7": "hoppergrace_7_{}_my work--{}_2.ipynb",
+    "team_a_9": "team_a_9_{}_{}.ipynb",
+    "anon_x5Ab1": "LATE_anon_x5Ab1_{}_{}.ipynb",
+}
+MOODLE = {
+    "Ada Lovelace_12345": "Ada Lovelace_12345_assignsubmission_file/{1}.ipynb",
+    "Participant 77_77": "Participant 77_77_assignsubmission_file_/{0}/mine.ipynb",
+    "Alan Turing_8": "Alan Turing_8_assignsubmission_file_{1} (1).ipynb",
+}
+
+
+def exported(folder, names):
+    """Whose the lab's notebooks are, in an export that holds all four of each student."""
+    lab = sorted(notebooks_dir().glob("*.ipynb"))
+    for number, notebook in enumerate(lab, 9001):
+        for name in names.values():
+            file = folder / name.format(number, notebook.stem)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(notebook, file)
+    every = {(student, notebook.stem) for student in names for notebook in lab}
+    found = find_submissions(folder)
+    assert {(one.student, one.notebook) for one in found} == every
+    assert len(found) == len(every)
+    return found
+
+
+def test_in_an_export_of_canvas_all_files_of_a_student_are_theirs(tmp_path):
+    late = {one.student for one in exported(tmp_path, CANVAS) if one.flags}
+
+    assert late == {student for student, name in CANVAS.items() if "LATE" in name}
+
+
+def test_in_an_export_of_moodle_all_files_of_a_student_are_theirs(tmp_path):
+    (tmp_path / "Ada Lovelace_12345_assignsubmission_onlinetext").mkdir()
+
+    assert not any(one.flags for one in exported(tmp_path, MOODLE))
+
+
+def test_of_a_resubmission_in_canvas_the_larger_number_counts(submissions, solved_folder):
+    first = submissions / "lovelaceada_123_999_01-Powers.ipynb"
+    second = submissions / "lovelaceada_LATE_123_1000_01-Powers-1.ipynb"
+    (submissions / "ada" / "01-Powers.ipynb").rename(first)
+    (submissions / "ada").rmdir()
+    shutil.copy(first, second)
+    os.utime(second, (1_000_000, 1_000_000))
+
+    one = only(submissions, solved_folder)
+
+    assert one.path == second.name
+    assert [flag.kind for flag in one.flags] == ["late", "duplicate"]
 
 
 def test_the_newest_of_several_files_counts_and_says_so(submissions, solved_folder):

@@ -252,7 +252,8 @@ def surrounded_by_traps(student: Path, course: Path) -> None:
     """Everything that pytest, Python, IPython and Jupyter would pick up from a folder."""
     (student / "01-Small.ipynb").write_text(Copy(course).solve("memory", "softmax").text())
     trap = "import os\nos.system('touch \"$LABSUPPORT_TEST_CANARY\"')\n"
-    for name in ("conftest.py", "sitecustomize.py", "torch.py", "labsupport/__init__.py", "x.pth"):
+    packages = ("labsupport/__init__.py", "grader/__init__.py")
+    for name in (*packages, "conftest.py", "sitecustomize.py", "torch.py", "x.pth"):
         (student / name).parent.mkdir(exist_ok=True)
         (student / name).write_text(trap)
     (student / "labsupport" / "checks.py").write_text(trap)

@@ -228,10 +228,10 @@ def import_hooks(work: Copy) -> None:
         work,
         "import sys, types\n\n\nclass Finder:\n    @staticmethod\n"
         "    def find_spec(name, path=None, target=None):\n"
-        "        if name.startswith('labsupport'):\n"
+        "        if name.startswith(('labsupport', 'grader')):\n"
         "            raise ImportError('not today')\n\n\n"
         "sys.meta_path.insert(0, Finder)\n"
-        "for name in [n for n in sys.modules if n.startswith('labsupport')]:\n"
+        "for name in [n for n in sys.modules if n.startswith(('labsupport', 'grader'))]:\n"
         "    sys.modules[name] = types.ModuleType(name)",
     )
 
@@ -243,7 +243,7 @@ def local_modules(work: Copy) -> None:
         work,
         "import os, pathlib\n\nfor place in {os.getcwd(), os.path.expanduser('~'), '/tmp'}:\n"
         "    folder = pathlib.Path(place, 'hostile-7Q4' if place == '/tmp' else '')\n"
-        "    for name in ('sitecustomize.py', 'torch.py', 'conftest.py', 'json.py'):\n"
+        "    for name in ('sitecustomize.py', 'torch.py', 'conftest.py', 'json.py', 'grader.py'):\n"
         "        try:\n            folder.mkdir(exist_ok=True)\n"
         "            (folder / name).write_text('raise SystemExit(0)')\n"
         "        except OSError:\n            pass",
