@@ -67,7 +67,7 @@ setup:
 lab: setup
 	@$(LABSUPPORT) doctor --quick
 	@$(LABSUPPORT) start --to "$(WORK)"
-	@$(LABSUPPORT) fetch --quiet || \
+	@$(LABSUPPORT) fetch --quiet smollm2 gpt2 || \
 		echo "[warn] models are missing, some notebooks will stop there; to try again: make fetch"
 	@echo "JupyterLab is starting (a few seconds); Control-C here, twice, stops it"
 	@PATH="$$PWD/.venv/bin:$$PATH" \

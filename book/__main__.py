@@ -13,7 +13,7 @@ from sphinx.cmd.build import main as sphinx
 
 from book.assets import MATHJAX, fetch_file
 from book.gather import PROJECT, gather
-from labsupport.models.sources.download import DownloadError
+from labsupport.models.sources.packages import DownloadError
 
 BUILD = PROJECT / "build"
 
@@ -25,7 +25,7 @@ def main(options: list[str]) -> int:
     try:
         file = fetch_file(MATHJAX)
     except DownloadError as error:
-        print(f"the book needs {MATHJAX}, once: {error}", file=sys.stderr)
+        print(f"the book needs MathJax: {error}", file=sys.stderr)
         return 1
     static.mkdir(exist_ok=True)
     shutil.copyfile(file, static / file.name)

@@ -277,11 +277,12 @@ def test_offsets_beyond_two_billion_elements():
 def test_the_operators_pass_pytorchs_own_checks():
     q, k, v = make_model_qkv(1, 40, 50, 2, 1, 16, device=DEVICE)
     slopes = torch.tensor([0.5, 0.25], device=DEVICE)
-    options = (slopes, None, None, 0, 0, 0.25, 9, 0, "ieee")
-    torch.library.opcheck(forward_operator, (q, k, v, *options, False))
-    q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = forward_operator(q, k, v, *options, False)
-    torch.library.opcheck(backward_operator, (out, lse, q, k, v, out, lse, *options))
+    q, k, v = (x.detach() for x in (q, k, v))  # the operators have no gradients themselves
+    geometry = 0.25, 9, 0, slopes, None, None, 0, 0, "ieee"
+    torch.library.opcheck(forward_operator, (q, k, v, False, *geometry))
+    out, lse = forward_operator(q, k, v, False, *geometry)
+    for dlse in (lse, None):
+        torch.library.opcheck(backward_operator, (out, dlse, q, k, v, out, lse, *geometry))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -314,12 +315,47 @@ def test_the_function_of_the_papers_layout_agrees_with_the_one_in_pytorch():
     assert torch.equal(two, results[0][0][0, 0])
 
 
-def test_it_compiles_without_a_graph_break():
+@pytest.mark.parametrize("lengths", [(40, 40), (33, 70)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_log_sum_exp_is_found_among_the_saved_tensors(lengths, causal):
+    """Tests of university courses look for it there, by its shape."""
+    seqlen_q, seqlen_k = lengths
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(3, n, 32, generator=generator).to(DEVICE)
+        for n in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = TritonFlashAttentionFunction.apply(*leaves, causal)
+    (lse,) = [t for t in out.grad_fn.saved_tensors if t.shape == (3, seqlen_q)]
+    scores = q @ k.mT / math.sqrt(32)
+    if causal:
+        hidden = torch.ones(lengths, dtype=torch.bool, device=DEVICE).triu(seqlen_k - seqlen_q + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    expected = scores.softmax(-1) @ v
+    results = out, lse, *torch.autograd.grad(out, leaves, dout)
+    exact = expected, scores.logsumexp(-1), *torch.autograd.grad(expected, leaves, dout)
+    for a, b in zip(results, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def of_both_outputs(q, k, v):
+    out, lse = flash_attention_triton(q * 2, k, v, causal=True)
+    return out.square().sum() + lse.sin().sum()
+
+
+def with_slopes(q, k, v):
+    slopes = torch.tensor([0.5, 0.25], device=DEVICE)
+    return flash_attention_triton(q * 2, k, v, causal=True, alibi_slopes=slopes)[0].square()
+
+
+def of_the_papers_layout(q, k, v):
+    return TritonFlashAttentionFunction.apply(q * 2, k, v, True).square()
+
+
+@pytest.mark.parametrize("function", [of_both_outputs, with_slopes, of_the_papers_layout])
+def test_it_compiles_without_a_graph_break(function):
     q, k, v = make_model_qkv(1, 40, 40, 2, 2, 16, device=DEVICE)
-
-    def function(q, k, v):
-        return flash_attention_triton(q * 2, k, v, causal=True)[0].square()
-
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     expected = torch.autograd.grad(function(q, k, v).sum(), (q, k, v))
     got = torch.autograd.grad(compiled(q, k, v).sum(), (q, k, v))

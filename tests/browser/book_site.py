@@ -46,7 +46,6 @@ AXE = Package(
     registry="npm",
     name="axe-core",
     version="4.14.1",
-    url="https://registry.npmjs.org/axe-core/-/axe-core-4.14.1.tgz",
     size=708_405,
     sha256="e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745",
     files=("package/axe.min.js",),

@@ -1,11 +1,15 @@
-"""Real models, loaded once; a web server that misbehaves on demand."""
+"""Real models, loaded once; packages that pip finds on this machine."""
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import hashlib
+import os
+import zipfile
+from pathlib import Path
 
 import pytest
+
+from labsupport.models.sources.packages import Package
 
 
 @pytest.fixture(scope="session")
@@ -42,71 +46,35 @@ def gpt2_tokenizer():
     return load_tokenizer(fetch(["gpt2"])[0])
 
 
-class Server:
-    """A web server with files, which may behave otherwise for the next requests.
-
-    files: path → content.  script: what to do at each of the next requests (see `_Handler`).
-    asked: (path, Range header) of each request.
-    """
-
-    def __init__(self):
-        self.files: dict[str, bytes] = {}
-        self.script: list = []
-        self.asked: list[tuple[str, str | None]] = []
-        handler = type("Handler", (_Handler,), {"owner": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def add(self, path: str, content: bytes) -> str:
-        self.files[path] = content
-        return self.address + path
-
-    def stop(self):
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers with a part where one is asked for. In the script, one entry for each request:
-
-    {"status": n}       answer that, and nothing else
-    {"stop_after": n}   close the connection after n bytes
-    {"whole": True}     ignore the Range header
-    {"from": n}         claim to begin there
-    {"content": bytes}  another file
-    """
-
-    owner: Server
-
-    def do_GET(self):
-        self.owner.asked.append((self.path, self.headers.get("Range")))
-        deed = self.owner.script.pop(0) if self.owner.script else {}
-        content = deed.get("content", self.owner.files.get(self.path))
-        if "status" in deed or content is None:
-            self.send_error(deed.get("status", 404))
-            return
-        start = 0
-        if "Range" in self.headers and not deed.get("whole"):
-            start = deed.get("from", int(self.headers["Range"][len("bytes=") : -1]))
-            if start >= len(content):
-                self.send_error(416)
-                return
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        else:
-            self.send_response(200)
-        rest = content[start:]
-        self.send_header("Content-Length", str(len(rest)))
-        self.end_headers()
-        self.wfile.write(rest[: deed.get("stop_after", len(rest))])
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.stop()
+def shelf(tmp_path, monkeypatch):
+    """A folder in which pip looks for packages, and nowhere else."""
+    (tmp_path / "shelf").mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
+    return tmp_path / "shelf"
+
+
+def publish(shelf: Path, name: str, text: str) -> Package:
+    """Lay a wheel with one file, data.txt, on the shelf."""
+    module = name.replace("-", "_")
+    info = f"{module}-1.0.0.dist-info"
+    files = {
+        f"{module}/data.txt": text,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    path = shelf / f"{module}-1.0.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as box:
+        for inside, content in files.items():
+            box.writestr(inside, content)
+        box.writestr(f"{info}/RECORD", "".join(f"{inside},,\n" for inside in files))
+    return described(path, "pypi", name, f"{module}/data.txt")
+
+
+def described(path: Path, registry: str, name: str, *files: str) -> Package:
+    """Say of a package's file what the lab knows of one."""
+    content = path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Package(registry, name, "1.0.0", len(content), sha256, files, "MIT")

