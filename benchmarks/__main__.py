@@ -20,7 +20,17 @@ from collections.abc import Sequence
 from labsupport.profiling.runs import add_save_options, save_if_asked
 
 PROGRAMS = {
+    "agreement": "losses and gradients under two attentions",
     "attention": "time, memory and error of attention over a grid",
+    "data_parallel": "training steps under DDP and FSDP by number of ranks",
+    "generation": "decode, prefill and training steps of models with random weights",
+    "models": "a whole model reading a file",
+    "planner": "predicted and measured memory of a training step",
+    "predictor": "what a predictor is calibrated on",
+    "sequence_parallel": "training steps with a sharded sequence",
+    "tasks": "a model's scores by its window",
+    "traffic": "bytes that a GPU moves, counted by ncu",
+    "training": "training steps by length, remedy after remedy",
 }
 
 
@@ -46,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_save_options(parser)
     options = parser.parse_args(arguments[1:])
     table = program.measure(options)
+    if table is None:  # under torchrun, rank 0 shows and saves
+        return 0
     print(program.show(table, options))
     save_if_asked(table, options)
     return int("ok" in table and not table["ok"].all())

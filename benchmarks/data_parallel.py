@@ -1,7 +1,7 @@
 """How training scales over devices: time of a step and memory, under DDP and under FSDP.
 
-torchrun --nproc-per-node 8 -m benchmarks.data_parallel --save NAME
-python -m benchmarks.data_parallel --processes 2      (starts them itself)
+torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
+python -m benchmarks data_parallel --processes 2      (starts them itself)
 
 One start measures all numbers of ranks: each case runs on a group of the first ranks, and the
 others wait. Weak scaling: each rank has the same work, however many there are, so that at best a
@@ -16,32 +16,33 @@ measured until then is kept (--save).
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import runner
 from benchmarks.data_parallel_case import (
     STRATEGIES,
     Case,
     Measured,
+    columns_of,
     measure_case,
+    row_of,
     savings_of,
     shape_of,
 )
-from benchmarks.data_parallel_table import readable, row_of, with_efficiency
 from labsupport.distributed.data_parallel.costs import predict_state_bytes
 from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
 from labsupport.distributed.launch.worker import is_lost
-from labsupport.profiling.provenance import command_line, provenance
-from labsupport.profiling.runs import add_save_options, runs_dir, save_if_asked, save_run
+from labsupport.profiling.provenance import command_line
 from labsupport.training.lengths import parse_tokens
 from labsupport.training.planner.plan import plan_memory
 from labsupport.training.saving.limit import is_out_of_memory
@@ -49,8 +50,71 @@ from labsupport.training.saving.limit import is_out_of_memory
 if TYPE_CHECKING:
     import pandas as pd
 
+GIB, MIB = 2**30, 2**20
 # Ranks that take no part wait on the CPU for those that do, so long at most.
 PATIENCE = timedelta(minutes=30)
+_WHO = ["preset", "strategy", "world"]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    gpu = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--presets", type=runner.names, default="gpt2-medium,48x1600" if gpu else "tiny,8x128",
+        help="shapes, separated by commas: names of presets, or LAYERSxWIDTH")  # fmt: skip
+    add("--strategies", type=runner.some_of(STRATEGIES), default=list(STRATEGIES))
+    add("--worlds", type=runner.numbers, default="1,2,4,8",
+        help="numbers of ranks; those that are not there are left out")  # fmt: skip
+    add("--length", type=parse_tokens, default=4096 if gpu else 128, help="tokens, such as 4K")
+    add("--batch", type=int, default=1, help="sequences of each rank")
+    add("--accumulation", type=int, default=1, help="also measure so many micro-batches a step")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if gpu else "float32")
+    add("--attention", default="auto")
+    add("--steps", type=int, default=8)
+    add("--warmup", type=int, default=3)
+    add("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
+    add("--seconds", type=float, default=float("inf"), help="then no further case is begun")
+    add("--processes", type=int, default=2, help="to start where torchrun did not")
+
+
+def measure(options: Namespace) -> pd.DataFrame | None:
+    for preset in options.presets:
+        shape_of(preset)  # an unknown one is refused before anything starts
+    ranks = int(os.environ.get("WORLD_SIZE", options.processes))
+    shared = {name: getattr(options, name) for name in ("length", "batch", "dtype", "attention")}
+    chosen = list(
+        cases(
+            options.presets,
+            [world for world in options.worlds if 1 <= world <= ranks],
+            strategies=options.strategies,
+            accumulation=options.accumulation,
+            **shared,
+        )
+    )
+    names = ("steps", "warmup", "timeout", "seconds")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if "RANK" in os.environ:
+        return on_this_rank(chosen, options.device, settings, runner.keep_rows(options))
+    table = launch(
+        on_this_rank, (chosen, options.device, settings), processes=options.processes,
+        device=options.device, timeout=options.timeout,
+    )[0]  # fmt: skip
+    table.attrs["provenance"]["command"] = command_line()
+    return table
+
+
+def show(table: pd.DataFrame, options: Namespace) -> str:
+    """Times and efficiency; memory of FSDP beside DDP's; what no_sync() saves; what failed."""
+    done, parts = table[table.status == "ok"], []
+    if len(done):
+        parts = [
+            ("Time of a step in ms, and efficiency", _scaling(done[done.micro_batches == 1])),
+            ("Memory of a rank in GiB: weights, gradients and AdamW's states", _memory(done)),
+            ("Several micro-batches a step", _accumulation(done[done.micro_batches > 1])),
+        ]
+    parts.append(("Not measured", table[table.status != "ok"][[*_WHO, "status", "reason"]]))
+    return "\n\n".join(
+        f"{title}\n{part.to_string(index=False, na_rep='')}" for title, part in parts if len(part)
+    )
 
 
 def cases(
@@ -79,6 +143,22 @@ def cases(
                         yield Case(strategy, world=max(worlds), sync_every=sync_every, **several)
 
 
+def on_this_rank(
+    chosen: Sequence[Case],
+    device: str | None,
+    settings: dict[str, Any],
+    on_rows: Callable[[pd.DataFrame], Any] | None = None,
+) -> pd.DataFrame | None:
+    """Join the process group, measure, leave it; the table on rank 0, None elsewhere."""
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device or "")
+    place = setup_ddp(backend, settings["timeout"])
+    try:
+        table = measure_scaling(chosen, on_rows=on_rows, **settings)
+    finally:
+        cleanup_ddp()
+    return table if place.rank == 0 else None
+
+
 def measure_scaling(
     chosen: Sequence[Case],
     *,
@@ -86,7 +166,7 @@ def measure_scaling(
     warmup: int = 3,
     timeout: float = 120.0,
     seconds: float = float("inf"),
-    on_row: Callable[[pd.DataFrame], None] | None = None,
+    on_rows: Callable[[pd.DataFrame], Any] | None = None,
 ) -> pd.DataFrame:
     """Measure cases on the process group that `setup_ddp` made; every rank calls this.
 
@@ -95,50 +175,49 @@ def measure_scaling(
         steps, warmup: of each case; the first ones are not counted.
         timeout: seconds that a rank may wait for another within a case.
         seconds: after so many no further case is begun; its row says "not tried".
-        on_row: is given the table so far after each case, on rank 0.
+        on_rows: is given the table so far after each case, on rank 0.
 
     Returns:
-        On all ranks, a row for each case: its fields; parameters; step_ms, q1_ms, q3_ms (the
-        slowest rank of each step counts); tokens_s of all ranks; efficiency against "single" on
-        one rank, NaN without it; parameter_bytes, gradient_bytes, optimizer_bytes, state_bytes
-        (their sum) and peak_memory_bytes of the rank that holds most (peak: GPUs only);
-        predicted_state_bytes, predicted_sent_bytes (`costs`: by each rank, in a step); all_reduces
-        and all_reduced_bytes of a step (DDP); status ("ok", "out of memory", "predicted", "failed",
-        "not tried") and reason.
+        On all ranks, a row for each case: its fields; parameters; predicted_state_bytes,
+        predicted_sent_bytes (`costs`: by each rank, in a step); status ("ok", "out of memory",
+        "predicted", "failed", "not tried") and reason; step_ms, q1_ms, q3_ms (the slowest rank of
+        each step counts); tokens_s of all ranks; efficiency against "single" on one rank, NaN
+        without it; parameter_bytes, gradient_bytes, optimizer_bytes, state_bytes (their sum) and
+        peak_memory_bytes of the rank that holds most (peak: GPUs only); all_reduces and
+        all_reduced_bytes of a step (DDP).
     """
-    import pandas as pd
-
     place = Place.current()
-    chosen = [case for case in chosen if case.world <= place.world]
     meeting: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
-    limit = timedelta(seconds=timeout)
     groups: dict[int, Any] = {}
-    rows: list[dict[str, Any]] = []
-    record = provenance(place.device, ranks=place.world, steps=steps, warmup=warmup)
-    began, table = time.monotonic(), pd.DataFrame()
-    for case in chosen:
+    began = time.monotonic()
+
+    def attempt(case: Case) -> runner.Row:
         refused = ("predicted", _does_not_fit(case, place))
         if time.monotonic() - began > seconds:
             refused = ("not tried", f"{seconds:g} s were over")
         refused = _told(refused, meeting, place)[0]  # ranks' clocks differ: rank 0 decides
         if refused[1]:
-            rows.append(row_of(case, [], *refused))
-        else:
-            if case.world not in groups:
-                groups[case.world] = dist.new_group(range(case.world), timeout=limit)
-            own = _tried(case, groups[case.world], place, steps, warmup)
-            heard = _told(own, meeting, place)[: case.world]
-            failures = [said for said in heard if isinstance(said, tuple)]
-            if failures:
-                del groups[case.world]  # its ranks may wait for each other: make a new one
-                rows.append(row_of(case, [], *min(failures)[1:]))
-            else:
-                rows.append(row_of(case, heard, "ok", ""))
-        table = with_efficiency(pd.DataFrame(rows))
-        table.attrs["provenance"] = record
-        if on_row is not None and place.rank == 0:
-            on_row(table)
-    return table
+            return dict(zip(("status", "reason"), refused, strict=True))
+        if case.world not in groups:
+            limit = timedelta(seconds=timeout)
+            groups[case.world] = dist.new_group(range(case.world), timeout=limit)
+        own = _tried(case, groups[case.world], place, steps, warmup)
+        heard = _told(own, meeting, place)[: case.world]
+        if failures := [said for said in heard if isinstance(said, tuple)]:
+            del groups[case.world]  # its ranks may wait for each other: make a new one
+            return dict(zip(("status", "reason"), min(failures)[1:], strict=True))
+        return columns_of(case, heard)
+
+    table = runner.run(
+        [runner.Case(row_of(c), partial(attempt, c)) for c in chosen if c.world <= place.world],
+        place.device,
+        progress=place.rank == 0,
+        on_rows=(lambda t: on_rows(with_efficiency(t))) if on_rows and place.rank == 0 else None,
+        ranks=place.world,
+        steps=steps,
+        warmup=warmup,
+    )
+    return with_efficiency(table)
 
 
 def _tried(
@@ -150,14 +229,10 @@ def _tried(
     try:
         return measure_case(case, group, place, steps=steps, warmup=warmup)
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {runner.one_line(error)[:300]}"
         if is_out_of_memory(error):
             return 0, "out of memory", reason
         return (2 if is_lost(error) else 1), "failed", f"rank {place.rank}: {reason}"
-    finally:
-        gc.collect()
-        if place.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _told(own: Any, meeting: dist.ProcessGroup, place: Place) -> list[Any]:
@@ -195,90 +270,63 @@ def _does_not_fit(case: Case, place: Place) -> str:
     return f"needs about {needed / 2**30:.0f} GiB of {there / 2**30:.0f}"
 
 
-def run(chosen: Sequence[Case], timeout: float, name: str | None, **options: Any) -> Any:
-    """Join the process group, measure, leave it; the table on rank 0, None elsewhere."""
-    place = setup_ddp(timeout=timeout)
-
-    def on_row(table: pd.DataFrame) -> None:
-        last = table.iloc[-1]
-        print(
-            f"{last.preset} {last.strategy} on {last.world}: {last.step_ms:.1f} ms, {last.status}"
-            f" {last.reason}",
-            flush=True,
-        )
-        if name is not None:
-            save_run(table, name, overwrite=True)
-
-    try:
-        table = measure_scaling(chosen, timeout=timeout, on_row=on_row, **options)
-    finally:
-        cleanup_ddp()
-    return table if place.rank == 0 else None
+def with_efficiency(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with `efficiency` behind tokens_s: of each row against one rank by itself."""
+    if "tokens_s" not in table:
+        return table
+    same = ["preset", "length", "batch", "micro_batches", "dtype", "attention"]
+    alone = table[(table.strategy == "single") & (table.world == 1)]
+    rates = {tuple(row[name] for name in same): row.tokens_s for _, row in alone.iterrows()}
+    base = [
+        rates.get(tuple(row[name] for name in same), float("nan")) for _, row in table.iterrows()
+    ]
+    table = table.copy()
+    at = list(table).index("tokens_s") + 1
+    table.insert(at, "efficiency", table.tokens_s / table.world / base)
+    return table
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure DDP and FSDP on 1, 2, 4, ... ranks, print the table, and keep it if asked to."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.data_parallel", description=main.__doc__
-    )
-    gpu = torch.cuda.is_available()
-    add = parser.add_argument
-    add("--presets", default="gpt2-medium,48x1600" if gpu else "tiny,8x128",
-        help="shapes, separated by commas: names of presets, or LAYERSxWIDTH")  # fmt: skip
-    add("--strategies", default=",".join(STRATEGIES))
-    add(
-        "--worlds",
-        default="1,2,4,8",
-        help="numbers of ranks; those that are not there are left out",
-    )
-    add("--length", type=parse_tokens, default=4096 if gpu else 128, help="tokens, such as 4K")
-    add("--batch", type=int, default=1, help="sequences of each rank")
-    add("--accumulation", type=int, default=1, help="also measure so many micro-batches a step")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if gpu else "float32")
-    add("--attention", default="auto")
-    add("--steps", type=int, default=8)
-    add("--warmup", type=int, default=3)
-    add("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
-    add("--seconds", type=float, default=float("inf"), help="then no further case is begun")
-    add("--processes", type=int, default=2, help="to start where torchrun did not")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    ranks = int(os.environ.get("WORLD_SIZE", options.processes))
-    if options.save and not options.overwrite and (runs_dir() / options.save).exists():
-        parser.error(f"there is a run {options.save!r} already: --overwrite replaces it")
-    try:
-        chosen = list(
-            cases(
-                options.presets.split(","),
-                [world for world in map(int, options.worlds.split(",")) if 1 <= world <= ranks],
-                strategies=options.strategies.split(","),
-                accumulation=options.accumulation,
-                length=options.length,
-                batch=options.batch,
-                dtype=options.dtype,
-                attention=options.attention,
-            )
-        )
-        for case in chosen:
-            shape_of(case.preset)
-            if case.strategy not in STRATEGIES:
-                raise ValueError(f"strategy {case.strategy!r}: there are {', '.join(STRATEGIES)}")
-    except ValueError as error:
-        parser.error(str(error))
-    settings = {name: getattr(options, name) for name in ("steps", "warmup", "seconds")}
-    if "RANK" in os.environ:
-        table = run(chosen, options.timeout, options.save, **settings)
-    else:
-        where = (chosen, options.timeout, None)
-        table = launch(run, where, settings, processes=options.processes, timeout=options.timeout)[
-            0
-        ]
-        table.attrs["provenance"]["command"] = command_line()
-    if table is not None:
-        print(readable(table))
-        options.overwrite = True  # the rows so far were kept under that name
-        save_if_asked(table, options)
+def _scaling(done: pd.DataFrame) -> pd.DataFrame:
+    """One row for each model and strategy, one column for each number of ranks."""
+    import pandas as pd
+
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for _, one in done.sort_values("world", kind="stable").iterrows():
+        who = {"preset": one.preset, "strategy": one.strategy}
+        efficiency = "" if one.efficiency != one.efficiency else f" ({one.efficiency:.0%})"
+        row = rows.setdefault((one.preset, one.strategy), who)
+        row[f"on {one.world}"] = f"{one.step_ms:.1f}{efficiency}"
+    return pd.DataFrame(rows.values())
 
 
-if __name__ == "__main__":
-    main()
+def _memory(done: pd.DataFrame) -> pd.DataFrame:
+    """One row for each model, at the largest number of ranks."""
+    import pandas as pd
+
+    once = done[done.micro_batches == 1]
+    once = once[once.world == once.world.max()]
+    rows = []
+    for preset, group in once.groupby("preset", sort=False):
+        row: dict[str, Any] = {"preset": preset, "million": round(group.parameters.iloc[0] / 1e6)}
+        for strategy, one in group.set_index("strategy").iterrows():
+            if strategy == "single":
+                continue
+            row[f"{strategy} on {one.world}"] = round(one.state_bytes / GIB, 3)
+            row[f"{strategy}, predicted"] = round(one.predicted_state_bytes / GIB, 3)
+            row[f"{strategy}, peak of a step"] = round(one.peak_memory_bytes / GIB, 2)
+        if len(row) > 2:
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _accumulation(done: pd.DataFrame) -> pd.DataFrame:
+    """With no_sync() (or its like) and without, beside one another."""
+    shown = done[_WHO + ["micro_batches"]].copy()
+    shown["in sync"] = [
+        "" if row.strategy == "single" else "always" if row.sync_every else "at the end"
+        for row in done.itertuples()
+    ]
+    shown["all-reduces"] = done.get("all_reduces")
+    shown["a rank sends, MiB"] = (done.predicted_sent_bytes / MIB).round(1)
+    shown["step, ms"] = done.step_ms.round(1)
+    return shown

@@ -7,10 +7,11 @@ whatever the strategy sends, clipping, AdamW.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
+from labsupport.distributed.data_parallel.costs import (
+    StateBytes,
+    ddp_bytes_sent,
+    fsdp_bytes_sent,
+    predict_state_bytes,
+    state_bytes,
+)
 from labsupport.distributed.data_parallel.ddp import AllReduces, wrap
 from labsupport.distributed.data_parallel.fsdp import shard
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
+from labsupport.profiling.timing import quantile
 from labsupport.training.loop.history import read_peak, reset_peak
 from labsupport.training.loop.settings import TrainSettings
 from labsupport.training.model import Decoder, DecoderConfig, Savings
@@ -170,3 +178,55 @@ def _wait(group: dist.ProcessGroup, place: Place) -> None:
     here = torch.zeros(1, device=place.device)
     dist.all_reduce(here, group=group)
     here.item()
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """The columns that are known beforehand: the case, and what is predicted of it."""
+    parameters = shape_of(case.preset).parameters
+    shares = case.world if case.strategy == "fsdp" else 1
+    return asdict(case) | {
+        "parameters": parameters,
+        "predicted_state_bytes": predict_state_bytes(parameters, ranks=shares).total,
+        "predicted_sent_bytes": _sent(case, parameters),
+    }
+
+
+def columns_of(case: Case, heard: Sequence[Measured]) -> dict[str, float]:
+    """The measured columns, from what each rank measured."""
+    nan = float("nan")
+    slowest = tuple(map(max, zip(*(said.step_ms for said in heard), strict=True)))
+    most = max(heard, key=lambda said: said.state.total)
+    median = statistics.median(slowest)
+    return {
+        "step_ms": median,
+        "q1_ms": quantile(slowest, 0.25),
+        "q3_ms": quantile(slowest, 0.75),
+        "tokens_s": 1000 * case.world * case.micro_batches * case.batch * case.length / median,
+        "parameter_bytes": most.state.parameters,
+        "gradient_bytes": most.state.gradients,
+        "optimizer_bytes": most.state.optimizer,
+        "state_bytes": most.state.total,
+        "peak_memory_bytes": max(said.peak_bytes for said in heard),
+        "all_reduces": most.all_reduces if case.strategy == "ddp" else nan,
+        "all_reduced_bytes": most.all_reduced_bytes if case.strategy == "ddp" else nan,
+    }
+
+
+def _sent(case: Case, parameters: int) -> float:
+    syncs = case.micro_batches if case.sync_every else 1
+    if case.strategy == "ddp":
+        return syncs * ddp_bytes_sent(4 * parameters, case.world)
+    if case.strategy == "fsdp":
+        travels = 2 if case.dtype == "bfloat16" else 4
+        config = shape_of(case.preset)
+        one, two = (replace(config, layers=n).parameters for n in (1, 2))
+        root = 2 * one - two  # what lies outside of the blocks
+        return fsdp_bytes_sent(
+            travels * parameters,
+            4 * parameters,
+            case.world,
+            micro_batches=case.micro_batches,
+            sync_every=case.sync_every,
+            kept_bytes=travels * root,
+        )
+    return 0.0

@@ -23,53 +23,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Width, MLP width, layers, query heads, key heads, vocabulary.
+LLAMAS = {
+    "110M": (768, 2048, 12, 12, 12, 32_000),  # stories110M (llama2.c)
+    "1B": (2048, 8192, 16, 32, 8, 128_256),  # Llama 3.2 1B
+    "tiny": (64, 128, 2, 4, 2, 256),  # a CPU runs it thousands of times a minute
+}
 
-def llama_110m(device: torch.device, dtype: torch.dtype, length: int = 1024) -> Any:
-    """A Llama of stories110M's shape (llama2.c): 110 million weights, 1024 positions."""
-    return _llama(
-        device,
-        dtype,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        vocab_size=32_000,
-        max_position_embeddings=length,
+
+def llama(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama of one of `LLAMAS`; on a CPU always the tiny one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    width, mlp, layers, heads, kv_heads, vocabulary = LLAMAS[
+        size if device.type == "cuda" else "tiny"
+    ]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
         tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
     )
-
-
-def llama_1b(device: torch.device, dtype: torch.dtype, length: int = 8192) -> Any:
-    """A Llama of the shape of Llama 3.2 1B: 8 key heads for 32 query heads."""
-    return _llama(
-        device,
-        dtype,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128_256,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
-
-
-def tiny_llama(device: torch.device, dtype: torch.dtype, length: int = 256) -> Any:
-    """A Llama that a CPU runs thousands of times a minute."""
-    return _llama(
-        device,
-        dtype,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
+    with _made_on(device, dtype):
+        return LlamaForCausalLM(config).eval()
 
 
 def gpt2(device: torch.device, *, medium: bool, length: int) -> Any:
@@ -106,14 +88,6 @@ def decode_bytes(model: Any, batch: int, cached: float) -> float:
         weights -= embeddings.numel()  # of these, one row is read
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return (weights + batch * cached * cache) * model.dtype.itemsize
-
-
-def _llama(device: torch.device, dtype: torch.dtype, **shape: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None)
-    with _made_on(device, dtype):
-        return LlamaForCausalLM(config).eval()
 
 
 @contextmanager

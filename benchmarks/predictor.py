@@ -1,7 +1,7 @@
 """Record what a predictor is calibrated on and tested with: times, memory and ceilings of a device.
 
-python -m benchmarks.predictor --threads 1 --save calibration-cpu
-python -m benchmarks.predictor --save memory-h200           on a GPU
+python -m benchmarks predictor --threads 1 --save calibration-cpu
+python -m benchmarks predictor --save memory-h200           on a GPU
 
 Other programs slow a machine down for seconds or minutes. So the whole grid is measured in several
 passes, minutes apart, and inside a pass all calls of a shape take turns; `median_ms` is the median
@@ -12,10 +12,10 @@ in each pass as well.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import statistics
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from labsupport.profiling.cases import DIRECTIONS, Case, grid
 from labsupport.profiling.hardware import measured_ceilings, on_chip_memory
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import Timing, measure_interleaved, resolve_device
 
 if TYPE_CHECKING:
@@ -51,6 +50,30 @@ COLUMNS = [
     *("status", "reason", "kernel", "median_ms", "q1_ms", "q3_ms", "min_ms", "repeats"),
     *("between_passes", "tflops", "peak_memory_bytes"),
 ]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--threads", type=int, help="of PyTorch; default: all")
+    add("--passes", type=int, default=3, help="through the whole grid")
+    add("--max-seconds", type=float, default=0.05, help="for the repeats of one case in a pass")
+
+
+def measure(options: Namespace) -> pd.DataFrame:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = resolve_device(options.device)
+    cases = cpu_cases() if device.type == "cpu" else gpu_cases()
+    return record(cases, device=device, passes=options.passes, max_seconds=options.max_seconds)
+
+
+def show(table: pd.DataFrame, options: Namespace) -> str:
+    ran = table[table.status == "ok"]
+    apart = ran.between_passes
+    return (
+        f"{len(ran)} of {len(table)} cases measured; slowest over fastest pass: median "
+        f"{apart.median():.2f}, 9 of 10 within {apart.quantile(0.9):.2f}"
+    )
 
 
 def cpu_cases() -> list[Case]:
@@ -236,32 +259,3 @@ def _summary(case: Case, passes: Sequence[Timing]) -> dict[str, Any]:
         "between_passes": max(medians) / min(medians),
         "tflops": case.flops() / every.median / 1e9,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Record the grid of the GPU, if there is one, or of the CPU, and save it when asked to."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.predictor", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--device", help="cpu or cuda; default: the GPU, if any")
-    add("--threads", type=int, help="of PyTorch; default: all")
-    add("--passes", type=int, default=3, help="through the whole grid")
-    add("--max-seconds", type=float, default=0.05, help="for the repeats of one case in a pass")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = resolve_device(options.device)
-    cases = cpu_cases() if device.type == "cpu" else gpu_cases()
-    table = record(cases, device=device, passes=options.passes, max_seconds=options.max_seconds)
-    ran = table[table.status == "ok"]
-    print(f"{len(ran)} of {len(table)} cases measured; slowest over fastest pass: median ", end="")
-    print(
-        f"{ran.between_passes.median():.2f}, 9 of 10 within {ran.between_passes.quantile(0.9):.2f}"
-    )
-    save_if_asked(table, options)
-
-
-if __name__ == "__main__":
-    main()

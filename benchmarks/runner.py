@@ -8,7 +8,9 @@ and turns a case that does not run into a row with a status and a reason, as `ru
 
 from __future__ import annotations
 
+import argparse
 import gc
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labsupport.attention.backends import AttentionInputError, BackendUnavailableError
-from labsupport.profiling.provenance import provenance
+from labsupport.profiling.provenance import command_line, provenance
+from labsupport.profiling.runs import runs_dir, save_run
+from labsupport.training.lengths import parse_tokens
 from labsupport.training.saving.limit import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -40,7 +44,12 @@ class Case:
 
 
 def run(
-    cases: Iterable[Case], device: torch.device, *, progress: bool = True, **about: Any
+    cases: Iterable[Case],
+    device: torch.device,
+    *,
+    progress: bool = True,
+    on_rows: Callable[[pd.DataFrame], Any] | None = None,
+    **about: Any,
 ) -> pd.DataFrame:
     """Measure the cases in their order.
 
@@ -48,6 +57,7 @@ def run(
         cases: what to measure.
         device: where, for the provenance and for the memory that is freed between two cases.
         progress: show a tqdm bar.
+        on_rows: is given the table so far after each case.
         about: further entries of the provenance.
 
     Returns:
@@ -58,23 +68,53 @@ def run(
     import pandas as pd
     from tqdm.auto import tqdm
 
-    record = provenance(device, **about)
+    record = provenance(device, command=_command(), **about)
     rows: list[dict[str, Any]] = []
+
+    def so_far() -> pd.DataFrame:
+        table = pd.DataFrame(rows)
+        table.attrs["provenance"] = record
+        return table
+
     try:
         for case in tqdm(list(cases), disable=not progress, unit="case", leave=False):
             rows += _measured(case)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+            if on_rows is not None:
+                on_rows(so_far())
     except KeyboardInterrupt:
         record["interrupted"] = True
-    table = pd.DataFrame(rows)
-    table.attrs["provenance"] = record
-    return table
+    return so_far()
+
+
+def keep_rows(options: argparse.Namespace) -> Callable[[pd.DataFrame], Any] | None:
+    """Return an `on_rows` that saves to --save, if given: for a program that a case may end.
+
+    Raises:
+        SystemExit: the name is taken, and there is no --overwrite.
+    """
+    if not options.save:
+        return None
+    if not options.overwrite and (runs_dir() / options.save / "results.csv").exists():
+        raise SystemExit(f"there is a run {options.save!r} already: --overwrite replaces it")
+    options.overwrite = True  # from the first row on, the run of that name is this one
+    return lambda table: save_run(table, options.save, overwrite=True)
+
+
+def _command() -> str:
+    """Return the command line, with torchrun's part."""
+    command, world = command_line(), os.environ.get("LOCAL_WORLD_SIZE")
+    if world is None:
+        return command
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    starter = "torchrun" if nodes == "1" else f"torchrun --nnodes {nodes}"
+    return command.replace("python", f"{starter} --nproc-per-node {world}", 1)
 
 
 def _measured(case: Case) -> list[dict[str, Any]]:
-    status, found = "ok", None
+    status, reason, found = "ok", "", None
     try:
         found = case.measure()
     except (AttentionInputError, BackendUnavailableError, NotImplementedError) as error:
@@ -103,3 +143,21 @@ def names(text: str) -> list[str]:
 def numbers(text: str) -> list[int]:
     """'1,2' as [1, 2], for argparse."""
     return [int(part) for part in names(text)]
+
+
+def lengths(text: str) -> list[int]:
+    """'2K,512' as [2048, 512], for argparse."""
+    return [parse_tokens(part) for part in names(text)]
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a type for argparse: some of the known names, separated by commas."""
+    known = list(known)
+
+    def chosen(text: str) -> list[str]:
+        if unknown := set(names(text)) - set(known):
+            said = f"there is no {', '.join(sorted(unknown))}, only {', '.join(known)}"
+            raise argparse.ArgumentTypeError(said)
+        return names(text)
+
+    return chosen

@@ -1,8 +1,8 @@
-"""Training steps with a sharded sequence, measured: time, memory and loss by length and kernel.
+"""Training steps with a sharded sequence: time, memory and loss by length and kernel.
 
-torchrun --nproc-per-node 8 -m benchmarks.sequence_parallel \\
+torchrun --nproc-per-node 8 -m benchmarks sequence_parallel \\
     --preset gpt2-small --lengths 128K,1M --kernels native --save NAME
-python -m benchmarks.sequence_parallel --processes 2 --preset tiny --lengths 1K
+python -m benchmarks sequence_parallel --processes 2 --preset tiny --lengths 1K
 
 Under torchrun all cases run in the same processes: fast. Memory that ends on all ranks at once, as
 it mostly does, makes a row; if it ends on some only, the others wait for them, and after
@@ -12,109 +12,108 @@ of its own, and whatever happens to them becomes a row.
 
 from __future__ import annotations
 
-import argparse
+import gc
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.sequence_parallel_case import Case, measure_case, record_of
-from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
+import torch
+import torch.distributed as dist
+
+from benchmarks import runner
+from labsupport.attention import BackendUnavailableError
+from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
+from labsupport.distributed.data_parallel.shares import told
 from labsupport.distributed.launch import LaunchError, launch
-from labsupport.profiling.provenance import command_line, provenance
-from labsupport.profiling.runs import add_save_options, runs_dir, save_run
-from labsupport.training.lengths import parse_tokens
-from labsupport.training.planner.fits import LADDER
+from labsupport.distributed.ring.functions import last_ring_call
+from labsupport.distributed.ring.kernels import KERNELS
+from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
+from labsupport.distributed.sequence_parallel.sharding import shard_length
+from labsupport.profiling.timing import resolve_device
+from labsupport.training.loop.history import read_peak, reset_peak
+from labsupport.training.loop.settings import TrainSettings, parameter_groups
+from labsupport.training.model import PRESETS, Decoder, DecoderConfig, Savings
+from labsupport.training.planner.fits import LADDER, Rung
+from labsupport.training.saving.limit import is_out_of_memory, memory_limit
 
-
-def in_own_processes(
-    case: Case, processes: int, device: str | None, limit: float, options: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """A case's row from processes of its own, and the provenance; if they fail, the row says so."""
-    try:
-        results = launch(
-            "benchmarks.sequence_parallel_case:run_case",
-            (asdict(case), options),
-            processes=processes,
-            device=device,
-            timeout=limit,
-            limit=limit,
-        )
-    except LaunchError as error:
-        # The first paragraph names the rank and the error.
-        said = " ".join(str(error).split("\n\n")[0].split())
-        memory = "OutOfMemoryError" in said or "killed by SIGKILL" in said
-        status = "out of memory" if memory else "failed"
-        row = asdict(case) | {"strategy": "ring", "world": processes}
-        row |= {"rung": LADDER[case.rung].name, "status": status, "reason": said}
-        return row, None
-    return results[0]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure training steps with a sharded sequence; rank 0 prints the table, and keeps it."""
+if TYPE_CHECKING:
     import pandas as pd
 
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sequence_parallel", description=main.__doc__
-    )
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: a step of a preset's decoder, batch 1.
+
+    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.fits.LADDER`,
+    whose savings and autocast apply. limit: bytes of each device, as text; None: all it has.
+    """
+
+    preset: str
+    seqlen: int
+    kernel: str = "auto"
+    layout: str = "zigzag"
+    rung: int = len(LADDER) - 1
+    limit: str | None = None
+
+
+def add_options(parser: ArgumentParser) -> None:
+    kernels = runner.some_of(["auto", *(kernel.name for kernel in KERNELS)])
+    layouts = runner.some_of(["zigzag", "contiguous"])
+    rungs = range(len(LADDER))
     add = parser.add_argument
-    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS")
-    add("--lengths", default="1K", help="tokens of the sequence, separated by commas: 128K,1M")
-    add("--kernels", "--kernel", default="auto", help="of the ring, separated by commas")
-    add("--layouts", default="zigzag", help="zigzag, contiguous, or both with a comma")
-    add("--rung", type=int, default=len(LADDER) - 1, help="how memory is saved: 0 ... %(default)s")
+    add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
+    add("--lengths", type=runner.lengths, default="1K", help="tokens, such as 128K,1M")
+    add("--kernels", type=kernels, default="auto", help="of the ring, separated by commas")
+    add("--layouts", type=layouts, default="zigzag", help="zigzag, contiguous, or both")
+    add("--rung", type=int, choices=rungs, default=rungs[-1], help="how memory is saved")
     add("--limit", help="of each device's memory, such as 16GiB")
     add("--repeats", type=int, default=3, help="steps that are timed (default: %(default)s)")
     add("--max-seconds", type=float, default=60.0, help="for the steps of a case")
-    add("--processes", type=int, help="without torchrun: so many for each case")
-    add("--device", choices=("cpu", "cuda"), help="default: GPUs if there are enough")
+    add("--processes", type=int, default=2, help="without torchrun: so many for each case")
     add("--case-limit", type=float, default=300.0, help="seconds for a case's processes")
-    add_save_options(parser)
-    asked = parser.parse_args(arguments)
-    if asked.save and not asked.overwrite and (runs_dir() / asked.save / "results.csv").exists():
-        parser.error(f"there is a run {asked.save}: choose another name, or --overwrite")
-    try:
-        cases = [
-            Case(asked.preset, parse_tokens(length), kernel, layout, asked.rung, asked.limit)
-            for length in asked.lengths.split(",")
-            for kernel in asked.kernels.split(",")
-            for layout in asked.layouts.split(",")
-        ]
-    except ValueError as error:
-        parser.error(str(error))
-    options = {"repeats": asked.repeats, "max_seconds": asked.max_seconds}
-    rows: list[dict[str, Any]] = []
 
-    def add_row(row: dict[str, Any], record: dict[str, Any]) -> None:
-        rows.append(row)
-        print(_line(row), flush=True)
-        table = pd.DataFrame(rows)
-        table.attrs["provenance"] = record | {"command": _command()}
-        if asked.save:  # after each case: what comes after it may end the program
-            save_run(table, asked.save, overwrite=asked.overwrite or len(rows) > 1)
 
+def measure(options: Namespace) -> pd.DataFrame | None:
+    cases = [
+        Case(options.preset, length, kernel, layout, options.rung, options.limit)
+        for length in options.lengths
+        for kernel in options.kernels
+        for layout in options.layouts
+    ]
+    settings = {"repeats": options.repeats, "max_seconds": options.max_seconds}
     if "RANK" in os.environ:
-        place = setup_ddp({"cpu": "gloo", "cuda": "nccl"}.get(asked.device), asked.case_limit)
-        record = record_of(place)
-        for case in cases:
-            row = measure_case(case, **options)
-            if place.rank == 0:
-                add_row(row, record)
-        cleanup_ddp()
-        return
-    if asked.processes is None:
-        parser.error("how many processes? --processes 2, or torchrun --nproc-per-node 2 -m ...")
-    record = provenance(asked.device)
-    for case in cases:
-        row, found = in_own_processes(
-            case, asked.processes, asked.device, asked.case_limit, options
-        )
-        record = found or record
-        add_row(row, record)
+        keep = runner.keep_rows(options)  # what comes after a case may end the program
+        place = setup_ddp(BACKENDS.get(options.device), options.case_limit)
+        rank, world, device, function = place.rank, place.world, place.device, measure_or_exit
+    else:
+        keep, rank, world = None, 0, options.processes
+        gpus = torch.cuda.device_count() >= world
+        device = resolve_device(options.device or ("cuda" if gpus else "cpu"))
+        function = partial(in_own_processes, world, device.type, options.case_limit)
+    table = runner.run(
+        [runner.Case(row_of(case, world), partial(function, case, **settings)) for case in cases],
+        device,
+        progress=rank == 0,
+        on_rows=keep if rank == 0 else None,
+        world=world,
+        backend=BACKENDS[device.type],
+    )
+    cleanup_ddp()
+    return table if rank == 0 else None
 
 
-def _line(row: dict[str, Any]) -> str:
+def show(table: pd.DataFrame, options: Namespace) -> str:
+    return "\n".join(_line(row) for row in table.to_dict("records"))
+
+
+def _line(row: Any) -> str:
     name = f"{row['preset']}, {row['seqlen']:,} tokens, {row['kernel']}, {row['layout']}"
     name += f" on {row['world']} rank{'s' * (row['world'] != 1)}"
     if row["status"] != "ok":
@@ -126,15 +125,171 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _command() -> str:
-    command = command_line()
-    if "RANK" in os.environ:
-        nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
-        starter = "torchrun" if nodes == "1" else f"torchrun --nnodes {nodes}"
-        each = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        command = command.replace("python", f"{starter} --nproc-per-node {each}", 1)
-    return command
+def row_of(case: Case, world: int) -> runner.Row:
+    """The columns that are known beforehand."""
+    rung = LADDER[case.rung]
+    return asdict(case) | {
+        "strategy": "ring",
+        "world": world,
+        "seqlen_per_rank": shard_length(case.seqlen, world, zigzag=case.layout == "zigzag"),
+        "rung": rung.name,
+        "direction": "training step",
+        "dtype": "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1],
+    }
 
 
-if __name__ == "__main__":
-    main()
+def in_own_processes(
+    processes: int, device: str, limit: float, case: Case, **settings: Any
+) -> runner.Row:
+    """Measure a case in processes of its own; if they fail, the row says so."""
+    try:
+        return launch(
+            run_case, (case, settings), processes=processes, device=device, timeout=limit,
+            limit=limit,
+        )[0]  # fmt: skip
+    except LaunchError as error:
+        # The first paragraph names the rank and the error.
+        said = " ".join(str(error).split("\n\n")[0].split())
+        memory = "OutOfMemoryError" in said or "killed by SIGKILL" in said
+        return {"status": "out of memory" if memory else "failed", "reason": said}
+
+
+def run_case(case: Case, settings: dict[str, Any]) -> runner.Row:
+    """A launched process's part: the group, and the case."""
+    setup_ddp()
+    row = measure_case(case, **settings)
+    cleanup_ddp()
+    return row
+
+
+def measure_or_exit(case: Case, **settings: Any) -> runner.Row:
+    """Measure a case; an error that other ranks may not share ends the program.
+
+    Otherwise this rank's next case would meet the others' last one.
+    """
+    try:
+        return measure_case(case, **settings)
+    except Exception as error:
+        raise SystemExit(f"rank {Place.current().rank}: {runner.one_line(error)}") from error
+
+
+def measure_case(case: Case, *, repeats: int = 3, max_seconds: float = 60.0) -> runner.Row:
+    """Time and peak memory of training steps; every rank of the process group calls this.
+
+    Args:
+        case: what is computed.
+        repeats: steps that are timed, after one that is not.
+        max_seconds: no further step is begun after so long; one is always timed.
+
+    Returns:
+        kernel, which ran; median_ms, q1_ms, q3_ms over the steps, of which each is as long as on
+        the slowest rank; first_ms, the step before them; repeats; tokens_per_s; attention_tflops,
+        per device, if attention took all of the time: a lower bound of its speed, recomputation not
+        counted; tflops, per device, of all matrix products; peak_memory_bytes of the rank that took
+        most, peak_memory_by_rank; loss of the first step. Or status ("out of memory",
+        "unsupported") and reason. The same on all ranks.
+    """
+    place = Place.current()
+    row: runner.Row = {}
+    failed = ""
+    try:
+        with nullcontext() if case.limit is None else memory_limit(case.limit, place.device):
+            row = _timed(case, LADDER[case.rung], place, repeats, max_seconds)
+    except (BackendUnavailableError, ValueError) as error:  # on all ranks alike
+        return {"status": "unsupported", "reason": runner.one_line(error)}
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = runner.one_line(error)
+    gc.collect()
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()
+    ranks = torch.nonzero(told([bool(failed)], place)[:, 0]).flatten().tolist()
+    if ranks:
+        where = f"on rank {', '.join(map(str, ranks))}"
+        return {"status": "out of memory", "reason": f"{where}: {failed}" if failed else where}
+    return row
+
+
+def _timed(
+    case: Case, rung: Rung, place: Place, repeats: int, max_seconds: float
+) -> dict[str, Any]:
+    config = DecoderConfig.preset(case.preset)
+    reset_peak(place.device)
+    model, optimizer = _model(config, rung, place)
+    with shard_model(model, zigzag=case.layout == "zigzag", kernel=case.kernel) as sharded:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(config.vocab_size, (1, case.seqlen + 1), generator=generator)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        seconds: list[float] = []
+        losses: list[float] = []
+        began = time.perf_counter()
+        while len(seconds) <= repeats:
+            place.wait_for_all()
+            start = time.perf_counter()
+            losses.append(_step(sharded, batch, optimizer, rung, case.seqlen, place))
+            own = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            own = own.to(place.device)
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            seconds.append(float(own))
+            over = told([time.perf_counter() - began > max_seconds], place)
+            if len(seconds) > 1 and bool(over.any()):
+                break
+    peaks = told([read_peak(place.device)], place)[:, 0].tolist()
+    report = last_ring_call()
+    assert report is not None
+    timed = sorted(seconds[1:])
+    median = statistics.median(timed)
+    quarter = (len(timed) - 1) // 4
+    # Per token, forward and backward: 6 operations for each weight of a matrix product.
+    matrices = config.parameters - config.vocab_size * config.width * (0 if config.tied else 1)
+    attention = 3.5 * 2 * config.layers * case.seqlen**2 * config.width
+    device_s = median * place.world * 1e12
+    return {
+        "kernel": report.kernel,
+        "median_ms": 1000 * median,
+        "q1_ms": 1000 * timed[quarter],
+        "q3_ms": 1000 * timed[-1 - quarter],
+        "first_ms": 1000 * seconds[0],
+        "repeats": len(timed),
+        "tokens_per_s": case.seqlen / median,
+        "attention_tflops": attention / device_s,
+        "tflops": (attention + 6 * matrices * case.seqlen) / device_s,
+        "peak_memory_bytes": max(peaks),
+        "peak_memory_by_rank": " ".join(map(str, peaks)),
+        "loss": losses[0],
+    }
+
+
+def _model(
+    config: DecoderConfig, rung: Rung, place: Place
+) -> tuple[Decoder, torch.optim.Optimizer]:
+    # The ring is the attention; what else the rung saves, it saves here too.
+    savings: Savings = replace(rung.savings, attention="auto")
+    torch.manual_seed(0)
+    model = Decoder(config, savings).to(place.device)
+    settings = TrainSettings(1)
+    groups = parameter_groups(model.parameters())
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=settings.betas, fused=True)
+    return model, optimizer
+
+
+def _step(
+    sharded: SequenceParallel,
+    batch: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    rung: Rung,
+    labels: int,
+    place: Place,
+) -> float:
+    """One step, the cutting of the shard included; returns the loss."""
+    optimizer.zero_grad(set_to_none=True)
+    shard = sharded.shard(batch).to(place.device)
+    with torch.autocast(place.device.type, rung.autocast, enabled=rung.autocast is not None):
+        part = sharded(shard, labels)
+    part.backward()
+    sharded.sum_gradients()
+    optimizer.step()
+    loss = part.detach().clone()
+    dist.all_reduce(loss)
+    return float(loss)  # waits for a GPU

@@ -1,14 +1,21 @@
-"""All of the tasks at full size: how a model's scores rise with its window.
+"""The tasks at full size: how a model's scores rise with its window.
 
-Scores do not depend on how busy the machine is: no time is measured here.
+python -m benchmarks tasks --save NAME
+
+Prediction, questions, code; and summaries. Scores do not depend on how busy the machine is: no time
+is measured here.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.runner import lengths, some_of
+from labsupport.models.sources.load import load_model
+from labsupport.models.sources.text import python_topics, source_text, tokens_of
+from labsupport.profiling.provenance import provenance
 from labsupport.training.tasks.code import predict_calls, score_calls
 from labsupport.training.tasks.document import answer_by_window, score_answers
 from labsupport.training.tasks.planted import plant
@@ -23,6 +30,53 @@ AROUND, PASSAGE, MARK = "argparse", "heapq", "def merge("
 PLAIN = ("argparse", "statistics", "configparser")
 DOCUMENT, FILE = "specialnames", "configparser"
 CHAPTERS = ("async", "try", "naming")
+KEYS = {
+    "windows": ["text", "window"],
+    "document": ["window"],
+    "code": ["window", "sites"],
+    "summary": ["text", "summary"],
+}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2", help="as for load_model; one with a chat template")
+    add("--attention", default="flash", help="as for set_attention")
+    add("--windows", type=lengths, default="256,512,1K,2K,4K", help="tokens, separated by commas")
+    add("--tasks", type=some_of(KEYS), default=list(KEYS), help="separated by commas")
+
+
+def measure(options: Namespace) -> pd.DataFrame:
+    import pandas as pd
+
+    loaded = load_model(options.model, attention=options.attention, device=options.device)
+    model, tokenizer, windows = loaded.model, loaded.tokenizer, options.windows
+    tasks = {
+        "windows": lambda: measure_windows(model, tokenizer, windows),
+        "document": lambda: score_answers(measure_document(model, tokenizer, windows)),
+        "code": lambda: score_calls(measure_code(model, tokenizer, windows)),
+        "summary": lambda: measure_summaries(model, tokenizer),
+    }
+    tables = {name: tasks[name]() for name in options.tasks}
+    scores = pd.concat([long_form(name, tables[name]) for name in tables], ignore_index=True)
+    scores = scores[["task", *scores.columns.drop("task")]]
+    if "summary" in tables:
+        scores.attrs["summaries"] = [text for text in tables["summary"].said if text]
+    scores.attrs["provenance"] = provenance(
+        model.device,
+        weights=loaded.source,
+        attention=options.attention,
+        texts={"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]},
+    )
+    return scores
+
+
+def show(table: pd.DataFrame, options: Namespace) -> str:
+    parts = list(table.attrs.get("summaries", ()))
+    for name, rows in table.groupby("task", sort=False):
+        wide = rows.pivot(index=KEYS[str(name)], columns="measure", values="value")
+        parts.append(wide.round(3).reset_index().to_string(index=False))
+    return "\n\n".join(parts)
 
 
 def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> pd.DataFrame:
@@ -32,8 +86,6 @@ def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> pd.Da
         The rows of `nll_by_window`, with a column text: "repeat", or a module's name.
     """
     import pandas as pd
-
-    from labsupport.models.sources.text import source_text, tokens_of
 
     passage = source_text(PASSAGE)
     distance = max(windows) * 3 // 4  # the larger windows reach back to the first occurrence
@@ -58,8 +110,6 @@ def measure_document(
     """`answer_by_window` of a real document, as long as the largest window, with planted facts."""
     import pandas as pd
 
-    from labsupport.models.sources.text import python_topics
-
     text = python_topics()[DOCUMENT]
     tables = []
     for seed in seeds:
@@ -73,8 +123,6 @@ def measure_code(model: Any, tokenizer: Any, windows: Sequence[int]) -> pd.DataF
     """`predict_calls` of a whole file."""
     import pandas as pd
 
-    from labsupport.models.sources.text import source_text
-
     source = source_text(FILE)
     tables = [predict_calls(model, tokenizer, source, window) for window in windows]
     return pd.concat(tables, ignore_index=True)
@@ -84,8 +132,6 @@ def measure_summaries(model: Any, tokenizer: Any) -> pd.DataFrame:
     """`summarise` of some chapters, with the summaries' texts."""
     import pandas as pd
 
-    from labsupport.models.sources.text import python_topics
-
     tables = []
     for name in CHAPTERS:
         text, table = summarise(model, tokenizer, chapter(python_topics()[name]))
@@ -94,58 +140,9 @@ def measure_summaries(model: Any, tokenizer: Any) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def long_form(task: str, table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """One number a row: task, the keys, measure, value."""
-    numbers = table.select_dtypes("number").columns.difference([*keys], sort=False)
-    long = table.melt(id_vars=list(keys), value_vars=list(numbers), var_name="measure")
+def long_form(task: str, table: pd.DataFrame) -> pd.DataFrame:
+    """One number a row: task, its keys, measure, value."""
+    keys = KEYS[task]
+    numbers = table.select_dtypes("number").columns.difference(keys, sort=False)
+    long = table.melt(id_vars=keys, value_vars=list(numbers), var_name="measure")
     return long.assign(task=task)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """How a model's scores rise with its window: prediction, questions, code; and summaries."""
-    import pandas as pd
-
-    from labsupport.models.sources.load import load_model
-    from labsupport.profiling.provenance import provenance
-    from labsupport.profiling.runs import add_save_options, save_if_asked
-
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.training.tasks", description=main.__doc__
-    )
-    add = parser.add_argument
-    add("--model", default="smollm2", help="as for load_model; one with a chat template")
-    add("--attention", default="flash", help="as for set_attention")
-    add("--windows", default="256,512,1024,2048,4096", help="tokens, separated by commas")
-    add("--tasks", default="windows,document,code,summary", help="separated by commas")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    windows = [int(window) for window in options.windows.split(",")]
-    tasks: dict[str, Callable[[], pd.DataFrame]] = {
-        "windows": lambda: measure_windows(model, tokenizer, windows),
-        "document": lambda: score_answers(measure_document(model, tokenizer, windows)),
-        "code": lambda: score_calls(measure_code(model, tokenizer, windows)),
-        "summary": lambda: measure_summaries(model, tokenizer),
-    }
-    keys = {"windows": ["text", "window"], "document": ["window"], "code": ["window", "sites"]}
-    chosen = options.tasks.split(",")
-    if unknown := set(chosen) - set(tasks):
-        parser.error(f"no task is called {', '.join(unknown)}; there are {', '.join(tasks)}")
-    loaded = load_model(options.model, attention=options.attention)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    parts = []
-    for name in chosen:
-        table = tasks[name]()
-        for said in table.get("said", ()):
-            print(said, end="\n\n" if said else "")
-        print(table.drop(columns="said", errors="ignore").round(3).to_string(index=False) + "\n")
-        parts.append(long_form(name, table, keys.get(name, ["text", "summary"])))
-    if options.save:
-        scores = pd.concat(parts, ignore_index=True)
-        scores = scores[["task", *[name for name in scores if name != "task"]]]
-        scores.attrs["provenance"] = provenance(
-            model.device,
-            weights=loaded.source,
-            attention=options.attention,
-            texts={"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]},
-        )
-        save_if_asked(scores, options)

@@ -1,9 +1,9 @@
 """The count beside a GPU's own counters: Nsight Compute (`ncu`) on the lab's Triton kernels.
 
-python -m benchmarks.traffic                    measure and compare, on a GPU
-python -m benchmarks.traffic --three --save traffic-h200    three shapes, kept
-python -m benchmarks.traffic --show             only print the command
-python -m benchmarks.traffic --read FILE        compare a CSV that was kept
+python -m benchmarks traffic                    measure and compare, on a GPU
+python -m benchmarks traffic --three --save traffic-h200    three shapes, kept
+python -m benchmarks traffic --show             only print ncu's command
+python -m benchmarks traffic --read FILE        compare a CSV that was kept
 
 Bytes are counted in three places, on their way from left to right:
 
@@ -19,20 +19,25 @@ lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics
 
 from __future__ import annotations
 
-import argparse
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from benchmarks import runner
 from labsupport.analysis.nsight_csv import read_csv
 from labsupport.analysis.traffic.kernels import kernel_bytes
 from labsupport.profiling.cases import Case
-from labsupport.profiling.runs import add_save_options, save_if_asked
+from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,19 +58,58 @@ KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
 _UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
 NOT_FOUND = (
     "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
-    "folder on the PATH. Without it the count stands alone; --show prints the command to run "
-    "elsewhere."
+    "folder on the PATH. --show prints the command to run elsewhere."
 )
 
 
-def ncu_command(program: Sequence[str], *, ncu: str = "ncu") -> list[str]:
+def add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    for name, default in (("batch", 4), ("heads", 16), ("seqlen", 4096), ("head-dim", 128)):
+        add(f"--{name}", type=int, default=default)
+    add("--kv-heads", type=int, default=0, help="default: as many as heads")
+    add("--dtype", default="bfloat16")
+    add("--causal", action="store_true")
+    add("--three", action="store_true", help="measure three shapes in place of one")
+    add("--show", action="store_true", help="print ncu's command line")
+    add("--read", type=Path, help="compare a CSV of ncu's; not saved, as its device is unknown")
+
+
+def measure(options: Namespace) -> pd.DataFrame:
+    case = Case(
+        "flash_triton", options.seqlen, options.batch, options.heads, options.kv_heads,
+        options.head_dim, options.dtype, options.causal, "forward+backward",
+    )  # fmt: skip
+    if options.show:
+        print(shlex.join(ncu_command(_program(case))))
+        raise SystemExit
+    if options.read:
+        return compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
+    if shutil.which("ncu") is None:
+        raise SystemExit(NOT_FOUND)
+    cases = []
+    for each in SHAPES if options.three else [case]:
+        row: dict[str, Any] = asdict(each)
+        del row["backend"], row["direction"]
+        cases.append(runner.Case(row, partial(count, each)))
+    return runner.run(cases, resolve_device(options.device), metrics=list(METRICS))
+
+
+def show(table: pd.DataFrame, options: Namespace) -> str:
+    sizes = ["counted", "moved", "l2", "dram", "compulsory"]
+    if sizes[0] in table:
+        table = table.assign(**{name: (table[name] / 1e6).round(1) for name in sizes})
+    title = "bytes in MB; ratios: moved and l2 to counted, dram to compulsory"
+    return f"{title}\n{table.round(3).to_string(index=False)}"
+
+
+def ncu_command(program: Sequence[str]) -> list[str]:
     """The command line that counts the bytes of each of the lab's kernels in a program.
 
     Clocks are left alone (bytes do not depend on them), units are not scaled, and the table goes to
     standard output as CSV, one metric a line.
     """
     return [
-        ncu, "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
+        "ncu", "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
         "--kernel-name-base", "function", "--kernel-name", f"regex:^{KERNEL_NAMES}$",
         "--metrics", ",".join(METRICS), *program,
     ]  # fmt: skip
@@ -102,7 +146,6 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
         metric is missing.
     """
     import pandas as pd
-    import torch
 
     from labsupport.attention.flash_triton.tuning import tiling
 
@@ -132,52 +175,26 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
     return pd.DataFrame(rows)
 
 
-def measure(case: Case) -> pd.DataFrame:
+def count(case: Case) -> list[Any]:
     """Run the case's forward and backward under ncu, and compare.
 
     Raises:
-        FileNotFoundError: ncu is not installed.
-        RuntimeError: it could not read the counters, with what it said.
+        RuntimeError: ncu could not read the counters, with what it said.
     """
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise FileNotFoundError(NOT_FOUND)
-    done = subprocess.run(ncu_command(_program(case), ncu=ncu), capture_output=True, text=True)
+    done = subprocess.run(ncu_command(_program(case)), capture_output=True, text=True)
     try:
-        return compare(parse_csv(done.stdout), case)
+        return compare(parse_csv(done.stdout), case).to_dict("records")
     except ValueError as error:
         raise RuntimeError(f"{error} {done.stderr.strip()[-500:]}") from error
 
 
-def measure_all(cases: Sequence[Case]) -> pd.DataFrame:
-    """`measure` for several cases, each row with the case's fields, the provenance in `.attrs`."""
-    import pandas as pd
-
-    from labsupport.profiling.provenance import provenance
-
-    parts = []
-    for case in cases:
-        fields = pd.DataFrame([asdict(case)]).drop(columns=["backend", "direction"])
-        parts.append(fields.merge(measure(case), how="cross"))
-    table = pd.concat(parts, ignore_index=True)
-    table.attrs["provenance"] = provenance(None, metrics=list(METRICS))
-    return table
-
-
 def _program(case: Case) -> list[str]:
-    options = {
-        "--batch": case.batch, "--heads": case.heads, "--kv-heads": case.kv_heads,
-        "--seqlen": case.seqlen, "--head-dim": case.head_dim, "--dtype": case.dtype,
-    }  # fmt: skip
-    words = [str(word) for pair in options.items() for word in pair]
-    flag = ["--causal"] if case.causal else []
-    return [sys.executable, "-m", "benchmarks.traffic", "--call", *words, *flag]
+    code = f"from benchmarks.traffic import Case, call; call({case})"
+    return [sys.executable, "-c", code]
 
 
-def _call(case: Case) -> None:
+def call(case: Case) -> None:
     """One forward and one backward of flash_triton: the program that ncu watches."""
-    import torch
-
     from labsupport.attention import attention
 
     def tensor(heads: int) -> torch.Tensor:
@@ -197,51 +214,3 @@ def _bytes(row: dict[str, str]) -> float:
     if unit not in _UNITS or not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
         raise ValueError(f"{row['Metric Name']}: {row['Metric Value']!r} {row['Metric Unit']!r}?")
     return float(value) * _UNITS[unit]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or read, and print the comparison."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.traffic", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    for name, default in (("batch", 4), ("heads", 16), ("seqlen", 4096), ("head-dim", 128)):
-        add(f"--{name}", type=int, default=default)
-    add("--kv-heads", type=int, default=0, help="default: as many as heads")
-    add("--dtype", default="bfloat16")
-    add("--causal", action="store_true")
-    add("--three", action="store_true", help="measure three shapes in place of one")
-    add_save_options(parser)
-    add("--show", action="store_true", help="print ncu's command line")
-    add("--read", type=Path, help="compare a CSV of ncu's")
-    add("--call", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    case = Case(
-        "flash_triton", options.seqlen, options.batch, options.heads, options.kv_heads,
-        options.head_dim, options.dtype, options.causal, "forward+backward",
-    )  # fmt: skip
-    if options.call:
-        _call(case)
-        return
-    if options.show:
-        print(
-            " ".join(f"'{word}'" if "(" in word else word for word in ncu_command(_program(case)))
-        )
-        return
-    try:
-        if options.read:
-            table = compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
-        else:
-            table = measure_all(SHAPES if options.three else [case])
-    except (OSError, RuntimeError, ValueError) as error:
-        parser.exit(1, f"{error}\n")
-    if "provenance" in table.attrs:
-        save_if_asked(table, options)
-    sizes = ["counted", "moved", "l2", "dram", "compulsory"]
-    table[sizes] = (table[sizes] / 1e6).round(1)
-    print("bytes in MB; ratios: moved and l2 to counted, dram to compulsory")
-    print(table.round(3).to_string(index=False))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,58 +1,141 @@
-"""The command `python -m labsupport.training.measure`: see there."""
+"""Training steps of a decoder by length, remedy after remedy; and the longest that fit.
+
+python -m benchmarks training --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
+python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --save NAME
+python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --plain
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from labsupport.profiling.runs import add_save_options, save_if_asked
+from benchmarks.runner import Case, Row, lengths, run, some_of
+from labsupport.profiling.timing import resolve_device
 from labsupport.training.lengths import parse_tokens
-from labsupport.training.measure import longest_that_trains, measure_training, readable
+from labsupport.training.measure import measure_training, readable
 from labsupport.training.model import PRESETS, DecoderConfig
-from labsupport.training.planner.fits import LADDER, Rung
-from labsupport.training.steps import PLAIN
+from labsupport.training.planner.fits import LADDER, Rung, longest
+from labsupport.training.saving.limit import memory_limit, parse_bytes
+from labsupport.training.steps import PLAIN, PlainTransformers
 
-LAST = len(LADDER) - 1
+if TYPE_CHECKING:
+    import pandas as pd
+
+RUNGS = [str(n) for n in range(len(LADDER))]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure training steps of a decoder, print the table, and keep it if asked to."""
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.training.measure", description=main.__doc__
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
-    add("--lengths", default="1K,2K,4K", help="tokens, separated by commas; 8K is 8,192")
-    add("--rungs", type=_rungs, help=f"which remedies, such as 2,4; default: all, 0 to {LAST}")
     add(
-        "--plain",
-        action="store_true",
-        help="Transformers' own GPT-2 in place of the lab's remedies",
+        "--lengths",
+        type=lengths,
+        default="1K,2K,4K",
+        help="tokens, separated by commas; 8K is 8,192",
     )
+    ladder = ", ".join(f"{n}: {rung.name}" for n, rung in enumerate(LADDER))
+    add("--rungs", type=some_of(RUNGS), default=RUNGS, help=f"which remedies, by number; {ladder}")
+    add("--plain", action="store_true", help="Transformers' own GPT-2, not the lab's remedies")
     add("--attention", help="the backend in place of 'auto'")
     add("--limit", help="such as 16GiB")
-    add("--longest", action="store_true", help="search the longest sequence under the limit (GPU)")
-    add("--multiple", default="1K", help="of which --longest finds a multiple")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
+    add("--longest", action="store_true", help="search the longest sequence under --limit (GPU)")
+    add("--multiple", type=parse_tokens, default="1K", help="of which --longest finds a multiple")
+
+
+def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
     rungs = PLAIN if options.plain else _chosen(options.rungs, options.attention)
+    shared: dict[str, Any] = {"rungs": rungs, "device": options.device}
     if options.longest:
         if options.limit is None:
-            parser.error("--longest needs a --limit")
-        table = longest_that_trains(
-            config, options.limit, rungs=rungs, multiple=parse_tokens(options.multiple)
-        )
-    else:
-        lengths = [parse_tokens(text) for text in options.lengths.split(",")]
-        table = measure_training(config, lengths, rungs=rungs, limit=options.limit)
-    print(readable(table).to_string(index=False))
-    save_if_asked(table, options)
+            raise SystemExit("--longest needs a --limit")
+        return longest_that_trains(config, options.limit, multiple=options.multiple, **shared)
+    return measure_training(config, options.lengths, limit=options.limit, **shared)
 
 
-def _chosen(numbers: list[int] | None, attention: str | None) -> list[Rung]:
-    rungs = [LADDER[n] for n in numbers or range(len(LADDER))]
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    return readable(table).to_string(index=False)
+
+
+def longest_that_trains(
+    config: DecoderConfig,
+    limit: str,
+    *,
+    rungs: Sequence[Rung | PlainTransformers] = LADDER,
+    device: str | None = None,
+    multiple: int = 1024,
+) -> pd.DataFrame:
+    """Search the longest sequence whose step really runs under a limit, for each remedy.
+
+    The search begins at the plan's answer; where there is no plan, it doubles the length. The row
+    is that of the longest step that ran; the next longer one, of `multiple` tokens more, was out of
+    memory. A remedy that cannot run at all has the row that says why.
+
+    Raises:
+        RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
+            only; `planner.fits.longest` predicts there.
+    """
+    where = resolve_device(device)
+    if where.type != "cuda":
+        raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
+
+    def search(rung: Rung | PlainTransformers) -> Row:
+        guess, widen = 1, 1
+        if isinstance(rung, Rung):
+            chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
+            guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
+            widen = 16
+
+        def attempt(units: int) -> Row:
+            with memory_limit(limit, where):
+                table = measure_training(
+                    config, [units * multiple], rungs=[rung], device=where, max_seconds=0.0,
+                    progress=False,
+                )  # fmt: skip
+            return table.iloc[0].to_dict()
+
+        return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}
+
+    cases = [Case({"backend": rung.name}, partial(search, rung)) for rung in rungs]
+    about = {"limit_bytes": parse_bytes(limit), "parameters": config.parameters}
+    return run(cases, where, multiple=multiple, **about)
+
+
+def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int = 16) -> Row | None:
+    """Return the row of the largest number that runs: widen a bracket around the guess, halve it.
+
+    Args:
+        attempt: a number -> its row.
+        guess: where to begin.
+        widen: a bracket grows by one part in so many; 1 doubles.
+    """
+    runs, fails, best = 0, 0, None
+    units = guess
+    while not fails or fails - runs > 1:
+        row = attempt(units)
+        if row["status"] == "unsupported" and best is None:
+            return row
+        if row["status"] == "ok":
+            runs, best = units, row
+        else:
+            fails = units
+        if not fails:
+            units = runs + max(1, runs // widen)
+        elif not runs and fails > 1:
+            units = fails - max(1, fails // (widen + 1))
+        else:
+            units = (runs + fails) // 2
+        if units <= 0:
+            break
+    return best
+
+
+def _chosen(numbers: list[str], attention: str | None) -> list[Rung]:
+    rungs = [LADDER[int(n)] for n in numbers]
     if attention is None:
         return rungs
     return [
@@ -61,12 +144,3 @@ def _chosen(numbers: list[int] | None, attention: str | None) -> list[Rung]:
         else replace(rung, savings=replace(rung.savings, attention=attention))
         for rung in rungs
     ]
-
-
-def _rungs(text: str) -> list[int]:
-    """For argparse: numbers of remedies."""
-    numbers = [int(part) for part in text.split(",") if part.strip().isdigit()]
-    if len(numbers) != text.count(",") + 1 or not all(n <= LAST for n in numbers):
-        listing = ", ".join(f"{n}: {rung.name}" for n, rung in enumerate(LADDER))
-        raise argparse.ArgumentTypeError(f"{text!r} names no remedies. There are {listing}")
-    return numbers

@@ -78,7 +78,7 @@ by_window.round(2)
 
 # %% [markdown]
 # Nothing happens for a long time, and then everything: the model *copies*. And without a planted repetition? The same model in
-# three real files, 64 tokens behind the first 4,096, in a recorded run (`python -m labsupport.training.tasks`). In one of them
+# three real files, 64 tokens behind the first 4,096, in a recorded run (`python -m benchmarks tasks`). In one of them
 # something returns by itself; can you tell in which, and how far back?
 
 # %%
@@ -616,7 +616,7 @@ pd.Series(
 
 # %% [markdown]
 # How far does the same ladder carry a real size? GPT-2 small's shape, 124 million weights, with RoPE instead of learned
-# positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m labsupport.training.measure --preset gpt2-small --longest
+# positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training --preset gpt2-small --longest
 # --limit 16GiB` looks for the real wall on yours:
 
 # %%
@@ -697,7 +697,7 @@ history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 # 2. Do the first losses agree?
 # 3. Later on, do the curves differ by more than those of two seeds?
 #
-# A recorded run: 200 steps of 2,048 bytes (`python -m labsupport.training.agreement`).
+# A recorded run: 200 steps of 2,048 bytes (`python -m benchmarks agreement`).
 
 # %%
 courses = load_run("agreement-cpu")
@@ -854,7 +854,7 @@ further.frame()[["step", "loss", "grad_norm", "seconds"]].round(3)
 # SmolLM2 was never trained for this. Twelve facts ("The mascot of the mill is ...", "The password of the castle is ...") stand in
 # a chapter of Python's manual, 4,096 tokens long. The model reads the last `window` tokens, and then a question. *Evidence* is
 # the sentence without which the answer changes most; it is right if it is the planted one. Recorded (`python -m
-# labsupport.training.tasks`):
+# benchmarks tasks`):
 
 
 # %%
@@ -1477,7 +1477,7 @@ beside.pivot_table(
 # A whole model: GPT-2 small with 524,288 tokens on the four takes 13.9 s a step and 12.2 GiB on each (`sequence-parallel-h200`).
 #
 # And data parallelism: each rank computes as much as one device alone. Efficiency 1 means that $W$ of them are $W$ times as fast.
-# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m benchmarks.data_parallel`):
+# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m benchmarks data_parallel`):
 
 # %%
 names = {"gpt2-medium": "0.35 billion weights, batch 8", "48x1600": "1.56 billion, batch 4"}

@@ -657,7 +657,7 @@ checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 #
 # $M$ is the memory of *one* multiprocessor. On a GPU most of what passes that border comes from the L2 cache, 60 MiB on an H200, not
 # from HBM. NVIDIA's Nsight Compute counts bytes at three borders: to the multiprocessors, at L2, and at HBM. Three shapes, three
-# kernels each (`python -m benchmarks.traffic --three`, recorded). **Predict first**: by how many percent is the
+# kernels each (`python -m benchmarks traffic --three`, recorded). **Predict first**: by how many percent is the
 # count of the tiles' bytes off, at the first border?
 
 # %%

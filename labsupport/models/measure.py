@@ -2,13 +2,10 @@
 
 The table has the columns of `labsupport.profiling.run_grid`, so that the same charts and ratios
 apply. Weights and tokens are the same for all rows; only the attention function is exchanged.
-
-python -m labsupport.models.measure --lengths 2048,4096,8192 --save NAME     SmolLM2 reads a file
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -178,42 +175,3 @@ def _clocked(call: Callable[[], None], seconds: list[float]) -> Callable[[], Non
         seconds.append(time.perf_counter() - start)
 
     return clocked
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Let a model read one of Python's own files, and print the table."""
-    from labsupport.models.sources.load import load_model
-    from labsupport.models.sources.text import source_text, tokens_of
-    from labsupport.profiling.hardware import measured_ceilings
-    from labsupport.profiling.runs import add_save_options, save_if_asked
-    from labsupport.profiling.tables import readable, speedup
-
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.models.measure", description=main.__doc__
-    )
-    add = parser.add_argument
-    add("--model", default="smollm2", help="as for load_model")
-    add("--module", default="argparse", help="a module of Python's standard library: the text")
-    add("--attentions", default="eager,flash", help="separated by commas")
-    add("--lengths", default="1024,2048", help="tokens, separated by commas")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    lengths = [int(length) for length in options.lengths.split(",")]
-    attentions = options.attentions.split(",")
-    loaded = load_model(options.model, attention=None)
-    ids = tokens_of(loaded.tokenizer, source_text(options.module), max(lengths))
-    table = measure_model(
-        loaded.model, ids.to(loaded.model.device), attentions=attentions, lengths=lengths
-    )
-    table.attrs["provenance"] |= {
-        "weights": loaded.source,
-        "text": f"source of {options.module}",
-        "matmul_tflops": measured_ceilings(loaded.model.device).matmul_tflops,
-    }
-    shown = readable(speedup(table, over=attentions[0]))
-    print(shown.assign(NLL=table.loss.round(5)).to_string(index=False))
-    save_if_asked(table, options)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,12 @@
 Two implementations round differently, so two runs of equal seed part in the last digits, and
 training lets differences grow. Three questions have answers all the same: are the gradients of the
 first step as near to the exact ones as the textbook's? How long do the losses stay together? And
-later on, do the curves differ by more than those of two seeds?
-
-python -m labsupport.training.agreement --save NAME       200 steps of 2,048 tokens, three runs
+later on, do the curves differ by more than those of two seeds? `python -m benchmarks agreement`
+records the answers.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ import torch
 
 from labsupport.attention.accuracy import ErrorReport, compare_with_oracle
 from labsupport.profiling.timing import resolve_device
-from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
 from labsupport.training.loop.inputs import tensors
 from labsupport.training.loop.loop import train
 from labsupport.training.loop.settings import TrainSettings
@@ -155,55 +152,3 @@ def together(table: pd.DataFrame, steps: int = 20) -> float:
     if wide.shape[1] < 2 or wide.empty:
         raise ValueError("losses of two attentions with the same seed are needed")
     return float((wide.max(axis=1) - wide.min(axis=1)).max())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train with textbook attention and with FlashAttention; say how far they are apart."""
-    from labsupport.profiling.runs import add_save_options, save_if_asked
-
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.training.agreement", description=main.__doc__
-    )
-    add = parser.add_argument
-    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS, on bytes")
-    add("--data", default="source", help="as for `labsupport train`")
-    add("--length", type=int, default=2048, help="tokens of a sequence")
-    add("--steps", type=int, default=SETTINGS.steps)
-    add(
-        "--attention",
-        help="the backend beside 'standard'; default: sdpa_flash on a CPU; on a GPU, "
-        "where that takes no float32, sdpa_efficient",
-    )
-    add("--device", help="cpu or cuda; by default the GPU if there is one")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    device = resolve_device(options.device)
-    other = options.attention or ("sdpa_flash" if device.type == "cpu" else "sdpa_efficient")
-    tokenizer = named_tokenizer("bytes")
-    config = DecoderConfig.preset(options.preset, vocab_size=tokenizer.vocab_size)
-
-    def batches(seed: int) -> Batches:
-        return named_batches(options.data, tokenizer, options.length, seed=seed)
-
-    errors = gradient_errors(config, batches(0), other, device=device)
-    worst = max(errors, key=lambda name: errors[name].max_error / errors[name].allowed)
-    print(f"first step, {len(errors)} gradients; the worst, {worst}: {errors[worst]}")
-    courses = [Course("standard", 0), Course(other, 0), Course("standard", 1)]
-    warmup = min(SETTINGS.warmup_steps, options.steps // 2)
-    settings = replace(SETTINGS, steps=options.steps, warmup_steps=warmup)
-    table = training_courses(config, batches, courses, settings, device=device)
-    table.attrs["provenance"] |= {
-        "data": data_origin(options.data),
-        "length": options.length,
-        "worst_gradient": worst,
-        "worst_gradient_error": errors[worst].max_error,
-        "worst_gradient_allowed": errors[worst].allowed,
-    }
-    print(f"first 20 losses: at most {together(table):.1e} apart")
-    last = table[table.step == options.steps - 1]
-    print(last[["backend", "seed", "loss"]].round(4).to_string(index=False))
-    save_if_asked(table, options)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,11 @@
-"""Whole training steps, measured: time and memory by length, remedy after remedy.
-
-python -m labsupport.training.measure --preset gpt2-small --lengths 2K,8K,32K --limit 16GiB
-python -m labsupport.training.measure --preset gpt2-small --longest --limit 16GiB --save NAME
-python -m labsupport.training.measure --preset gpt2-small --longest --limit 16GiB --plain
-"""
+"""Whole training steps, measured: time and memory by length, remedy after remedy."""
 
 from __future__ import annotations
 
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +17,7 @@ from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 from labsupport.training.model import DecoderConfig
-from labsupport.training.planner.fits import LADDER, Rung, longest
+from labsupport.training.planner.fits import LADDER, Rung
 from labsupport.training.planner.plan import plan_memory
 from labsupport.training.saving.limit import is_out_of_memory, memory_limit, parse_bytes
 from labsupport.training.steps import PlainTransformers, training_step
@@ -159,81 +154,6 @@ def _timed(
     }
 
 
-def longest_that_trains(
-    config: DecoderConfig,
-    limit: int | str,
-    *,
-    rungs: Sequence[Rung | PlainTransformers] = LADDER,
-    device: torch.device | str | None = None,
-    multiple: int = 1024,
-) -> pd.DataFrame:
-    """The longest sequence whose step really runs under a limit, by trying, for each remedy.
-
-    The search begins at the plan's answer; where there is no plan, it doubles the length. The row
-    is that of the longest step that ran; the next longer one, of `multiple` tokens more, was out of
-    memory. A remedy that cannot run at all has the row that says why.
-
-    Raises:
-        RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
-            only; `planner.fits.longest` predicts there.
-    """
-    import pandas as pd
-
-    where = resolve_device(device)
-    if where.type != "cuda":
-        raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
-    rows = []
-    for rung in rungs:
-        guess, widen = 1, 1
-        if isinstance(rung, Rung):
-            chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
-            guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
-            widen = 16
-
-        def attempt(units: int, rung: Rung | PlainTransformers = rung) -> dict[str, Any]:
-            with memory_limit(limit, where):
-                return _measured(config, rung, units * multiple, where, None, max_seconds=0.0)
-
-        best = _last_that_runs(attempt, guess, widen)
-        rows.append(best or {"backend": rung.name, "seqlen": 0, "status": "out of memory"})
-    table = pd.DataFrame(rows)
-    table.attrs["provenance"] = provenance(
-        where, limit_bytes=parse_bytes(limit), parameters=config.parameters, multiple=multiple
-    )
-    return table
-
-
-def _last_that_runs(
-    attempt: Callable[[int], dict[str, Any]], guess: int, widen: int = 16
-) -> dict[str, Any] | None:
-    """The row of the largest number that runs: widen a bracket around the guess, then halve it.
-
-    Args:
-        attempt: a number -> its row.
-        guess: where to begin.
-        widen: a bracket grows by one part in so many; 1 doubles.
-    """
-    runs, fails, best = 0, 0, None
-    units = guess
-    while not fails or fails - runs > 1:
-        row = attempt(units)
-        if row["status"] == "unsupported" and best is None:
-            return row
-        if row["status"] == "ok":
-            runs, best = units, row
-        else:
-            fails = units
-        if not fails:
-            units = runs + max(1, runs // widen)
-        elif not runs and fails > 1:
-            units = fails - max(1, fails // (widen + 1))
-        else:
-            units = (runs + fails) // 2
-        if units <= 0:
-            break
-    return best
-
-
 def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     """The b of values = a · lengths^b, by least squares of the logarithms: 1 linear, 2 quadratic.
 
@@ -270,9 +190,3 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     }
     digits = {"median_ms": 0, "tokens_per_s": 0}
     return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
-
-
-if __name__ == "__main__":
-    from benchmarks.training import main
-
-    main()

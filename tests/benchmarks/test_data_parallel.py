@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from benchmarks import data_parallel as benchmark
-from benchmarks.data_parallel import cases, measure_scaling, with_efficiency
+from benchmarks.__main__ import main
+from benchmarks.data_parallel import cases, measure_scaling, show, with_efficiency
 from benchmarks.data_parallel_case import Case, shape_of
-from benchmarks.data_parallel_table import readable
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
-from labsupport.paths import project_root
 from labsupport.profiling.runs import load_run
 
 TINY = {"preset": "tiny", "length": 32}
@@ -35,7 +34,7 @@ def measured(chosen, seconds=float("inf"), broken=None):
     benchmark.measure_case = one_that_fails
     seen = []
     table = measure_scaling(
-        chosen, steps=2, warmup=1, timeout=4, seconds=seconds, on_row=lambda t: seen.append(len(t))
+        chosen, steps=2, warmup=1, timeout=4, seconds=seconds, on_rows=lambda t: seen.append(len(t))
     )
     cleanup_ddp()
     return table, seen
@@ -140,7 +139,7 @@ def test_a_rank_that_fails_alone_is_named_and_the_next_cases_run(table):
 
 
 def test_the_short_tables_name_efficiency_memory_accumulation_and_failures(table):
-    text = readable(table)
+    text = show(table, None)
     assert "(100%)" in text
     assert "fsdp, predicted" in text
     assert "at the end" in text
@@ -167,17 +166,11 @@ def test_a_shape_by_layers_and_width_has_heads_of_64():
         shape_of("large")
 
 
-def test_the_command_starts_its_processes_and_keeps_the_run(tmp_path, monkeypatch, capfd):
-    (tmp_path / "data").mkdir()
-    for name in ("pyproject.toml", "labsupport", "data/hardware.csv"):
-        (tmp_path / name).symlink_to(project_root() / name)
-    monkeypatch.setenv("LABSUPPORT_ROOT", str(tmp_path))
+def test_the_command_starts_its_processes_and_keeps_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
     arguments = "--processes 1 --presets tiny --strategies single --length 16 --steps 1 --warmup 0"
-    benchmark.main([*arguments.split(), "--save", "try"])
-    printed = capfd.readouterr().out
-    assert "tiny single on 1" in printed
+    assert main(["data_parallel", *arguments.split(), "--save", "try"]) == 0
+    printed = capsys.readouterr().out
+    assert "Time of a step in ms" in printed
     assert "saved" in printed
-    assert load_run("try").status.tolist() == ["ok"]
-    with pytest.raises(SystemExit):
-        benchmark.main([*arguments.split(), "--save", "try"])
-    assert "--overwrite" in capfd.readouterr().err
+    assert load_run("try", folder=tmp_path).status.tolist() == ["ok"]

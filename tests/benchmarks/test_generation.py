@@ -5,13 +5,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import generation as benchmark
-from benchmarks.generation import attempt, format_table, main, run
-from benchmarks.generation_models import (
-    decode_bytes,
-    random_ids,
-    tiny_llama,
-)
+from benchmarks.__main__ import main
+from benchmarks.generation_models import decode_bytes, llama, random_ids
 from labsupport.models.flops import model_flops
 from labsupport.profiling.runs import load_run
 
@@ -19,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_flops_are_those_that_pytorch_counts_with_attention_halved():
-    model = tiny_llama(CPU, torch.float32)
+    model = llama("tiny", CPU, torch.float32)
     model.set_attn_implementation("eager")
     ids = random_ids(model, 3, 50)
     counter = FlopCounterMode(display=False)
@@ -33,7 +28,7 @@ def test_the_flops_are_those_that_pytorch_counts_with_attention_halved():
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():
-    model = tiny_llama(CPU, torch.bfloat16)
+    model = llama("tiny", CPU, torch.bfloat16)
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert decode_bytes(model, 1, 0) == 2 * weights
@@ -45,7 +40,7 @@ def test_random_models_and_tokens_are_the_same_each_time():
     torch.manual_seed(5)
     before = torch.rand(1)
     torch.manual_seed(5)
-    one, two = (tiny_llama(CPU, torch.float32) for _ in range(2))
+    one, two = (llama("tiny", CPU, torch.float32) for _ in range(2))
     assert torch.rand(1) == before
     assert torch.get_default_dtype() == torch.float32
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
@@ -53,19 +48,10 @@ def test_random_models_and_tokens_are_the_same_each_time():
     assert torch.equal(random_ids(one, 2, 9), random_ids(two, 2, 9))
 
 
-def test_a_case_that_does_not_run_is_a_row_with_its_reason():
-    def out_of_memory():
-        raise torch.OutOfMemoryError("no memory\nfor this")
-
-    row = attempt({"name": "a"}, out_of_memory)
-    assert row == {"name": "a", "status": "out of memory", "reason": "no memory for this"}
-    assert attempt({}, lambda: {"x": 1 / 0})["reason"] == "ZeroDivisionError: division by zero"
-    assert attempt({}, lambda: {"x": 1}) == {"status": "ok", "reason": "", "x": 1}
-
-
 def test_the_command_measures_prints_and_saves(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
-    main(["--what", "decode,prefill,training", "--device", "cpu", "--save", "small"])
+    options = ["--what", "decode,prefill,training", "--device", "cpu", "--save", "small"]
+    assert main(["generation", *options]) == 0
     printed = capsys.readouterr().out
     table = load_run("small", folder=tmp_path)
     assert "random weights" in printed
@@ -94,22 +80,7 @@ def test_the_command_measures_prints_and_saves(capsys, tmp_path, monkeypatch):
         assert "unsupported: " in printed
 
 
-def test_interrupted_it_keeps_what_was_measured(monkeypatch):
-    from benchmarks import generation_decode as benchmark_decode
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    done = {"name": "a", "status": "failed", "reason": "x", "batch": 1, "seqlen": 1}
-    monkeypatch.setattr(
-        benchmark_decode, "decode_cases", lambda *_: [lambda: done, interrupt, lambda: done]
-    )
-    table = run(["decode"], CPU, progress=False)
-    assert len(table) == 1
-    assert table.attrs["provenance"]["interrupted"]
-    assert "failed: x" in format_table(table)
-
-
-def test_an_unknown_part_is_refused():
-    with pytest.raises(ValueError, match="unknown: decoding; known: decode, throughput"):
-        benchmark.run(["decoding"], CPU)
+def test_an_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["generation", "--what", "decoding"])
+    assert "there is no decoding, only decode, throughput" in capsys.readouterr().err

@@ -1,22 +1,18 @@
 """A sequence that is sharded over ranks gives the loss and the gradients of one device."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import sequence_parallel as measure
-from benchmarks.sequence_parallel import in_own_processes
-from benchmarks.sequence_parallel_case import Case, measure_case
 from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp, train_with_ddp
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import pack
 from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
-from labsupport.training.model import PRESETS, Decoder, DecoderConfig, Savings
+from labsupport.training.model import Decoder, DecoderConfig, Savings
 from tests.distributed.workers import Workers
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES
@@ -388,57 +384,3 @@ def test_what_cannot_go_well_is_refused_on_all_ranks(workers):
         assert "no label to learn from" in said["silent"]
         assert "accumulation=2" in said["many"]
         assert "position 23 was asked for, but this model has learned 16" in said["long"]
-
-
-# --- the measuring command ------------------------------------------------------------------------
-
-
-def measured(rank, group):
-    case = Case("tiny", 256, rung=3)
-    cases = [case, replace(case, kernel="native", layout="contiguous"), replace(case, kernel="fa4")]
-    return [measure_case(each, repeats=2) for each in cases]
-
-
-def test_a_case_is_measured_the_same_on_all_ranks(workers):
-    first, *others = workers.run(measured)
-    assert all(rows == first for rows in others)
-    zigzag, contiguous, refused = first
-    config = PRESETS["tiny"]
-    for row in (zigzag, contiguous):
-        assert (row["status"], row["world"], row["seqlen_per_rank"]) == ("ok", 4, 64)
-        seconds = row["median_ms"] / 1000
-        assert row["tokens_per_s"] == pytest.approx(256 / seconds)
-        work = 7 * config.layers * 256**2 * config.width
-        assert row["attention_tflops"] == pytest.approx(work / seconds / 4 / 1e12)
-        assert row["tflops"] > row["attention_tflops"]
-        assert row["q1_ms"] <= row["median_ms"] <= row["q3_ms"]
-        assert row["peak_memory_bytes"] == max(map(int, row["peak_memory_by_rank"].split()))
-    assert (zigzag["kernel"], contiguous["kernel"]) == ("flash_torch", "native")
-    assert zigzag["loss"] == pytest.approx(contiguous["loss"], rel=1e-3)
-    assert refused["status"] == "unsupported"
-    assert "fa4" in refused["reason"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--layouts", "zigzg"], "no layout zigzg: there are zigzag, contiguous"),
-        (["--rung", "99"], "no rung 99: there are 0, 1, 2"),
-        (["--kernels", "native,flash"], "no kernel flash: there are auto, cudnn, native"),
-        (["--preset", "huge"], "no preset huge: there are"),
-    ],
-)
-def test_a_case_that_does_not_exist_is_refused_before_anything_starts(wrong, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        measure.main(["--processes", "2", *wrong])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory_limit is Linux's")
-def test_a_case_without_enough_memory_is_a_row(tmp_path):
-    case = Case("gpt2-small", 1024, limit="1500MiB")
-    row, _ = in_own_processes(case, 2, "cpu", 120.0, {})
-    assert row["status"] == "out of memory"
-    assert "does not fit into the limit of 1.5 GiB" in row["reason"]

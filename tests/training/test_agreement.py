@@ -72,12 +72,3 @@ def test_two_attentions_are_needed(table):
         together(table[table.backend == "standard"])
     with pytest.raises(ValueError, match="two attentions"):
         together(table[(table.backend == "sdpa_flash") | (table.seed == 1)])
-
-
-def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
-    agreement.main(["--data", "records", "--length", "300", "--steps", "2", "--save", "courses"])
-    said = capsys.readouterr().out
-    assert "within the allowed" in said
-    saved = pd.read_csv(tmp_path / "courses" / "results.csv")
-    assert len(saved) == 6

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.training import main
-from labsupport.training.measure import _last_that_runs as last_that_runs
-from labsupport.training.measure import (
-    exponent,
-    longest_that_trains,
-    measure_training,
-)
+from labsupport.training.measure import exponent, measure_training
 from labsupport.training.model import DecoderConfig, Savings
 from labsupport.training.planner.fits import Rung
 from labsupport.training.steps import PLAIN
@@ -79,30 +73,6 @@ def test_a_measurement_leaves_the_callers_random_numbers_alone():
     assert torch.get_rng_state().equal(before)
 
 
-@pytest.mark.parametrize("longest", [1, 5, 16, 17, 100])
-@pytest.mark.parametrize("guess", [1, 4, 17, 60])
-@pytest.mark.parametrize("widen", [1, 16])
-def test_the_search_finds_the_longest_that_runs_whatever_the_guess(longest, guess, widen):
-    tried = []
-
-    def attempt(units):
-        tried.append(units)
-        return {"status": "ok" if units <= longest else "out of memory", "seqlen": units}
-
-    assert last_that_runs(attempt, guess, widen)["seqlen"] == longest
-    assert len(tried) == len(set(tried))
-
-
-def test_the_search_says_so_when_nothing_runs():
-    assert last_that_runs(lambda units: {"status": "out of memory"}, 8) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_search_needs_a_gpu():
-    with pytest.raises(RuntimeError, match="needs a GPU"):
-        longest_that_trains(SHAPE, "1GiB", rungs=[FLASH])
-
-
 @pytest.mark.parametrize("power", [1.0, 1.7, 2.0])
 def test_the_exponent_of_a_power_is_found(power):
     lengths = [256, 512, 1024, 4096]
@@ -117,17 +87,6 @@ def test_an_exponent_that_cannot_be_fitted_is_refused(lengths, values):
         exponent(lengths, values)
 
 
-def test_a_remedy_that_cannot_run_is_not_searched_again_and_again():
-    tried = []
-
-    def attempt(units):
-        tried.append(units)
-        return {"status": "unsupported", "reason": "because"}
-
-    assert last_that_runs(attempt, 300)["reason"] == "because"
-    assert len(tried) == 1
-
-
 def test_a_length_behind_the_learned_positions_is_a_row_beside_the_others():
     learned = DecoderConfig(
         vocab_size=64, width=32, layers=1, heads=2, positions="learned", max_positions=128
@@ -137,15 +96,6 @@ def test_a_length_behind_the_learned_positions_is_a_row_beside_the_others():
     )
     assert table.status.tolist() == ["ok", "unsupported"]
     assert "128 positions" in table.reason[1]
-
-
-def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
-    main(["--lengths", "64", "--rungs", "2,4", "--attention", "sdpa_flash", "--save", "steps"])
-    said = capsys.readouterr().out
-    assert "+ FlashAttention" in said
-    assert "+ checkpointing" in said
-    assert (tmp_path / "steps" / "provenance.json").exists()
 
 
 def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
@@ -161,10 +111,3 @@ def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
     _, sdpa, checkpointed = (table.peak_memory_bytes[how.name] for how in PLAIN)
     assert sdpa > checkpointed > table.peak_memory_bytes[FLASH.name]
     assert table.predicted_bytes.isna().sum() == len(PLAIN)
-
-
-@pytest.mark.parametrize("rungs", ["7", "1,x", "-1", ""])
-def test_a_remedy_that_does_not_exist_is_refused_with_a_list_of_those_that_do(rungs, capsys):
-    with pytest.raises(SystemExit):
-        main(["--lengths", "64", f"--rungs={rungs}"])
-    assert "6: + bfloat16 stream" in capsys.readouterr().err

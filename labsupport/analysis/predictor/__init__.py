@@ -7,9 +7,9 @@ calibration  the weights of the counts, fitted
 memory       peak memory by formula
 predict      time, memory, an interval, and the reasons
 evaluate     errors on the shapes that were held out
-record       records a run to calibrate on
 
-`python -m labsupport.analysis.predictor --run NAME` repeats the protocol on a recorded run.
+`python -m labsupport.analysis.predictor --run NAME` repeats the protocol on a recorded run, which
+`python -m benchmarks predictor --save NAME` records.
 """
 
 from labsupport.analysis.predictor.calibration import Model, calibrate, calibrate_run

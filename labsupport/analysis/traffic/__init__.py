@@ -8,10 +8,9 @@
     count     run and count; tables; exponents
     tensors   any PyTorch program: its largest tensor, its bytes by operator
     kernels   bytes of the lab's Triton kernels, by tiling
-    counters  the same from a GPU's counters, through ncu
 
 python -m labsupport.analysis.traffic            the table
-python -m benchmarks.traffic   beside ncu
+python -m benchmarks traffic                    the kernels' bytes beside a GPU's counters
 
 What is counted is what theorem 2 bounds: elements between the fast memory of *one* processor and
 everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.

@@ -7,7 +7,6 @@ fsdp           every rank holds a part of everything; parameters come when a blo
 run            what the two have in common: the steps, clipping, the optimizer, the history
 saving         distributed checkpoints, which another number of ranks can read
 costs          bytes sent a step, bytes held by a rank
-benchmark      time and memory of a step on 1, 2, 4, ... ranks, measured (one_case, benchmark_table)
 
                     DDP                                  FSDP
 held by a rank      parameters, gradients, states        1/W of each (W ranks)

@@ -4,7 +4,6 @@ sharding    a rank's tokens, their labels and their positions, cut from whole se
 attention   attention by the ring in the lab's Decoder and in Transformers' GPT-2 and Llama
 model       shard_model: a model, and this rank's part of its loss; the sum of the gradients
 run         train_with_ring: the training loop
-measure     time, memory and loss of training steps, by length and kernel; one_case, each of them
 
     rank 0    tokens 0 1 . . . . 6 7     embedding, norms, MLP, classifier, loss: each token by
     rank 1    tokens . . 2 3 4 5 . .     itself, so each rank computes those of its own tokens

@@ -6,7 +6,7 @@ moments  what exists at the same time, at each moment that may be the peak
 devices  what a CPU and a GPU do differently
 plan     plan_memory: the moments put together, and which of them is the peak
 fits     longest, what_fits: from a limit back to lengths
-measure  a real step, measured, beside its plan: python -m labsupport.training.planner
+measure  a real step, measured, beside its plan: python -m benchmarks planner
 
 Names are imported from these files when first used.
 """

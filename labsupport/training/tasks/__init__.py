@@ -10,5 +10,5 @@ code       which function is called here, by window
 recall     a small model that has learned to find facts again: its training, and its weights
 recall_recipe  what it was trained on, and how it began
 recall_scores  how well it answers, by window, and where it looks
-measure    the others at full size: python -m labsupport.training.tasks --save NAME
+All but recall at full size: python -m benchmarks tasks
 """
