@@ -186,3 +186,11 @@ def test_a_reader_may_choose_the_dark(chromium, site):
         page.get_by_text("Dark", exact=True).first.click()
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_the_cards_of_the_first_page_keep_their_text_off_their_edges(chromium, site):
+    with opened(chromium, site + "index.html") as page:
+        cards = page.locator(".way").evaluate_all(
+            "cards => cards.map((card) => getComputedStyle(card).paddingInline)"
+        )
+    assert cards == ["16px"] * 3

@@ -100,11 +100,18 @@ def _forward(
 
 
 def _backward(
-    ctx: Any, dout: Tensor, dlse: Tensor | None, *saved: Tensor
+    ctx: Any,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if ctx.watched:
-        return backward_operator(dout, dlse, *saved, *_fields(ctx.geometry))
-    return backward(dout, *saved, ctx.geometry, dlse=dlse)
+        return backward_operator(dout, dlse, q, k, v, out, lse, *_fields(ctx.geometry))
+    return backward(dout, q, k, v, out, lse, ctx.geometry, dlse=dlse)
 
 
 class _Function(torch.autograd.Function):
@@ -215,7 +222,8 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         left, right = window_size
         scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
         geometry = Geometry(scale, left, 0 if is_causal else right)
-        out, lse = _forward(ctx, *map(_as_one_head, (q, k, v)), geometry, False)
+        inputs = _as_one_head(q), _as_one_head(k), _as_one_head(v)
+        out, lse = _forward(ctx, *inputs, geometry, False)
         out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, out, lse)
         return out
