@@ -18,7 +18,7 @@ def check_against(
     """Predictions beside a recorded run's times: a ring's, or DDP's.
 
     Args:
-        table: of `ring_tools.bench.measure_ring` or of `data_parallel.benchmark`.
+        table: of `ring_command.bench.measure_ring` or of `data_parallel.benchmark`.
         gb_s, memory_gb_s: of the devices on which it was measured.
 
     Returns:
