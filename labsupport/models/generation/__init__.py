@@ -8,4 +8,6 @@ steps      one token through a Llama or a GPT-2, written over the model's own we
 graphed    a fast loop over such a step: fixed shapes, compiled, captured as a CUDA graph
 compare    the same weights and prompt under two kinds of attention
 oracle     the logits that both are judged by
+benchmark  the recorded runs on a GPU: decode, throughput, prefill, training
+command    `labsupport generate`
 """
