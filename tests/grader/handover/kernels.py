@@ -84,7 +84,7 @@ def cells(notebook: str, *, stubs: bool = False) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def all_solutions(notebook: str, *, stubs: bool = False) -> str:
-    """All solution cells of a notebook, as one program."""
-    found = cells(notebook, stubs=stubs).values()
+def all_stubs(notebook: str) -> str:
+    """All solution cells of a notebook as they are handed out, as one program."""
+    found = cells(notebook, stubs=True).values()
     return IMPORTS + "\n\n".join(source for source, check in found if not check)
