@@ -270,7 +270,7 @@ def write_exam_edition(target: Path, notebooks: Path | None = None) -> Path:
     texts["README.md"] = exam_files.README
     target.mkdir(parents=True, exist_ok=True)
     for name in ("data", "theory/figures", "scripts/jupyterlab"):
-        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns(".*"))
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns(".*", "upkeep"))
     for name in ("constraints.txt", "environment.yml", "LICENSE"):
         shutil.copy(root / name, target / name)
     shutil.copy(root / "scripts" / "setup.sh", target / "scripts" / "setup.sh")
