@@ -67,7 +67,11 @@ def provenance(device: Any = None, **extra: Any) -> dict[str, Any]:
 def command_line() -> str:
     """The command that started this program, as one would type it in the project's folder."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    program = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [os.path.basename(sys.argv[0])]
+    program = (
+        ["-m", spec.name.removesuffix(".__main__")]
+        if spec is not None
+        else [os.path.basename(sys.argv[0])]
+    )
     return shlex.join(["python", *program, *sys.argv[1:]])
 
 
