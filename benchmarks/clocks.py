@@ -134,9 +134,9 @@ def _other_clock(device: torch.device) -> tuple[str, Clock]:
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines = [
-        f"{row.seqlen:>6} tokens: {format_ms(row.ours_ms)} ms, {row.other} "
-        f"{format_ms(row.theirs_ms)} ms, ratio {row.ratio:.3f} "
-        f"({row.q1:.3f}-{row.q3:.3f}), {'ok' if row.ok else 'too far'}"
-        for row in table[table.status == "ok"].itertuples()
+        f"{row['seqlen']:>6} tokens: {format_ms(row['ours_ms'])} ms, {row['other']} "
+        f"{format_ms(row['theirs_ms'])} ms, ratio {row['ratio']:.3f} "
+        f"({row['q1']:.3f}-{row['q3']:.3f}), {'ok' if row['ok'] else 'too far'}"
+        for row in table[table.status == "ok"].to_dict("records")
     ]
     return "\n".join(lines + not_measured(table, "seqlen"))

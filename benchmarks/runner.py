@@ -9,7 +9,7 @@ and turns a case that does not run into a row with a status and a reason, as `ru
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Case:
     """
 
     row: Row
-    measure: Callable[[], Row | list[Row]]
+    measure: Callable[[], Row | Sequence[Row]]
 
 
 def run(
@@ -80,7 +80,7 @@ def _measured(case: Case) -> list[dict[str, Any]]:
         found = case.measure()
     except Exception as error:
         return [{**case.row, **refusal(error)}]
-    found = found if isinstance(found, list) else [found]
+    found = [found] if isinstance(found, Mapping) else found
     return [{**case.row, "status": "ok", "reason": "", **row} for row in found]
 
 

@@ -164,7 +164,8 @@ def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> Tiling:
     """The plan with the lowest score."""
     import pandas as pd
 
-    return Tiling(*map(int, scores(pd.DataFrame(rows)).loc[0, PLAN]))
+    best = scores(pd.DataFrame(rows)).iloc[0]
+    return Tiling(*(int(best[name]) for name in PLAN))
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
