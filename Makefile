@@ -113,7 +113,7 @@ notebook-tests:
 	$(PYTEST) --nbval-lax --nbval-current-env notebooks/
 
 benchmark: setup
-	$(PY) benchmarks/claims.py $(ARGS)
+	$(PY) -m benchmarks claims $(ARGS)
 
 notebooks: setup fetch
 	$(PY) scripts/notebooks.py run $(ARGS)

@@ -22,16 +22,41 @@ from labsupport.profiling.runs import add_save_options, save_if_asked
 PROGRAMS = {
     "agreement": "losses and gradients under two attentions",
     "attention": "time, memory and error of attention over a grid",
+    "baseline_noise": "how the time of an unchanged program varies",
+    "baseline_power": "how often a baseline's rule is wrong",
+    "claims": "the lab's own claims, with targets",
+    "clocks": "this lab's clock beside others",
     "data_parallel": "training steps under DDP and FSDP by number of ranks",
+    "decode": "decoding from a long cache beside other libraries",
+    "dtypes": "what each backend does with each combination of dtypes",
     "generation": "decode, prefill and training steps of models with random weights",
+    "grading": "seconds per submission, beside nbgrader",
+    "loop_orders": "version 1's loop order beside version 2's",
     "models": "a whole model reading a file",
+    "peers": "forward and backward beside other libraries, shape by shape",
     "planner": "predicted and measured memory of a training step",
     "predictor": "what a predictor is calibrated on",
+    "resources": "what the compiler makes of the Triton kernels; needs no GPU",
     "sequence_parallel": "training steps with a sharded sequence",
     "tasks": "a model's scores by its window",
     "traffic": "bytes that a GPU moves, counted by ncu",
     "training": "training steps by length, remedy after remedy",
+    "tune": "the fastest tilings on this GPU",
 }
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Return the parser of one program's options."""
+    program = importlib.import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=program.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    program.add_options(parser)
+    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
+    add_save_options(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,22 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     outer.add_argument("program", choices=list(PROGRAMS), metavar="NAME")
     name = outer.parse_args(arguments[:1]).program
+    options = parser_of(name).parse_args(arguments[1:])
     program = importlib.import_module(f"benchmarks.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=program.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    program.add_options(parser)
-    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    add_save_options(parser)
-    options = parser.parse_args(arguments[1:])
     table = program.measure(options)
     if table is None:  # under torchrun, rank 0 shows and saves
         return 0
     print(program.show(table, options))
     save_if_asked(table, options)
-    return int("ok" in table and not table["ok"].all())
+    return int("ok" in table and not table["ok"].eq(True).all())
 
 
 if __name__ == "__main__":

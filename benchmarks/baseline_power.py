@@ -1,7 +1,7 @@
-"""How often is a baseline's rule wrong? Tried on recorded noise, and on a program really slowed.
+"""Error rates of a baseline's rule, on recorded noise and on a program really slowed.
 
-    python -m benchmarks.baseline_power                     simulated, about a minute
-    python -m benchmarks.baseline_power --real 10           measured, about half an hour
+    python -m benchmarks baseline_power                     simulated, about a minute
+    python -m benchmarks baseline_power --real 10           measured, about half an hour
 
 Simulated: a baseline and a check are drawn from a recorded run of an unchanged program
 (`baseline_noise`), each from a window of its own, the two windows apart in time, so that slow drift
@@ -20,11 +20,13 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.baseline_noise import CASES
+from benchmarks.runner import Case, not_measured, run
 from labsupport.profiling.baseline import (
     Verdict,
     check_baseline,
@@ -34,6 +36,7 @@ from labsupport.profiling.baseline import (
 )
 from labsupport.profiling.baseline_worker import Job, Pairs, Reference, in_fresh_process
 from labsupport.profiling.runs import load_run
+from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,13 +59,6 @@ class Rates:
         """The share of a word, and the ends of its 95% interval."""
         return (self.words[word] / self.trials, *interval(self.words[word], self.trials))
 
-    def __str__(self) -> str:
-        parts = []
-        for word in WORDS:
-            share, low, high = self.share(word)
-            parts.append(f"{word} {share:.2%} ({low:.2%} to {high:.2%})")
-        return f"{', '.join(parts)}; {self.trials} trials, {self.processes:.1f} processes a check"
-
 
 def interval(count: int, trials: int) -> tuple[float, float]:
     """The 95% interval of a share (Wilson, J. Am. Stat. Assoc. 22, 1927)."""
@@ -76,7 +72,7 @@ def interval(count: int, trials: int) -> tuple[float, float]:
 
 def processes_of(table: pd.DataFrame, case: str) -> list[Pairs]:
     """The recorded processes of a case, in their order in time."""
-    rows = table[table["case"] == case]
+    rows = table[table["case"] == case].dropna(subset="case_ms")
     if rows.empty:
         raise ValueError(f"no {case!r} in this run; it has {', '.join(sorted(set(table['case'])))}")
     return [
@@ -172,29 +168,23 @@ def calibrated(job: Job, slowdown: float = 0.10, tries: int = 3) -> tuple[Job, f
     return slowed, found
 
 
-def real(
-    case_name: str, checks: int, device: str | None, say: Callable[[str], None]
-) -> dict[str, Rates]:
+def real(case: str, checks: int, device: str | None) -> list[dict[str, Any]]:
     """One baseline; `checks` checks of the unchanged program and as many of the slowed one."""
-    baseline = make_baseline(CASES[case_name], device)
-    say(f"baseline: {len(baseline.log_ratios)} processes")
+    baseline = make_baseline(CASES[case], device)
     slowed, found = calibrated(baseline.job)
-    say(f"slowed: {slowed.extra:.1%} of the queries twice, {found:+.1%} time")
-    verdicts: dict[str, list[Verdict]] = {"unchanged": [], "slowed": []}
-    for _ in range(checks):
-        verdicts["unchanged"].append(check_baseline(baseline))
-        say(f"unchanged program: {verdicts['unchanged'][-1]}")
-        verdicts["slowed"].append(check_baseline(replace(baseline, job=slowed)))
-        say(f"slowed program: {verdicts['slowed'][-1]}")
-    return {name: _rates(found) for name, found in verdicts.items()}
+    programs = [(0.0, baseline), (found, replace(baseline, job=slowed))]
+    rounds = [[check_baseline(program) for _, program in programs] for _ in range(checks)]
+    return [
+        {"slowdown": slowdown, **_row(_rates(verdicts))}
+        for (slowdown, _), verdicts in zip(programs, zip(*rounds, strict=True), strict=True)
+    ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the rates, simulated or measured."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.baseline_power",
-        description="How often a baseline raises a false alarm, and how often it sees a slowdown.",
-    )
+def _row(rates: Rates) -> dict[str, Any]:
+    return {**rates.words, "trials": rates.trials, "processes": rates.processes}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--run", default="noise-cpu", help="a run that baseline_noise recorded")
     add("--trials", type=int, default=2000)
@@ -202,31 +192,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=0)
     add("--real", type=int, metavar="N", help="measure instead: N checks of each program")
     add("--case", choices=sorted(CASES), help="default: all; with --real, short")
-    add("--device", help="with --real: cpu or cuda")
-    options = parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Simulate, or measure.
+
+    Returns:
+        A row for each case and slowdown: how many of the trials ended with each word, and how many
+        processes a check took.
+    """
+    device = resolve_device(options.device)
     if options.real:
-
-        def say(line: str) -> None:
-            print(line, flush=True)
-
-        for name, rates in real(options.case or "short", options.real, options.device, say).items():
-            print(f"{name}: {rates}")
-        return
+        case = options.case or "short"
+        return run(
+            [Case({"case": case}, partial(real, case, options.real, options.device))], device
+        )
     table = load_run(options.run)
-    for case in [options.case] if options.case else sorted(CASES):
-        recorded = processes_of(table, case)
-        device = table.attrs["provenance"]["device"]
-        print(f"{case}: {len(recorded)} processes recorded on {device}")
-        for slowdown in (0.0, 0.05, 0.10):
-            rates = simulate(
-                recorded,
-                slowdown=slowdown,
-                trials=options.trials,
-                tolerance=options.tolerance,
-                seed=options.seed,
-            )
-            print(f"  {slowdown:+.0%}: {rates}")
+    setting = {name: getattr(options, name) for name in ("trials", "tolerance", "seed")}
+
+    def rates(case: str, slowdown: float) -> dict[str, Any]:
+        return _row(simulate(processes_of(table, case), slowdown=slowdown, **setting))
+
+    cases = [
+        Case({"case": case, "slowdown": slowdown}, partial(rates, case, slowdown))
+        for case in ([options.case] if options.case else sorted(CASES))
+        for slowdown in (0.0, 0.05, 0.10)
+    ]
+    return run(cases, device, run=options.run, **setting)
 
 
-if __name__ == "__main__":
-    main()
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    lines = not_measured(table, "case")
+    for row in table[table.status == "ok"].to_dict("records"):
+        found = Rates(int(row["trials"]), {word: row[word] for word in WORDS}, row["processes"])
+        shares = ", ".join(
+            f"{word} {share:.2%} ({low:.2%} to {high:.2%})"
+            for word in WORDS
+            for share, low, high in [found.share(word)]
+        )
+        lines.append(
+            f"{row['case']} {row['slowdown']:+.0%}: {shares}; {found.trials} trials, "
+            f"{found.processes:.1f} processes a check"
+        )
+    return "\n".join(lines)

@@ -1,78 +1,116 @@
 """The lab's own claims, measured here and now: `make benchmark`.
 
-One head of 8192 tokens, head_dim 64, float32.  The lab's FlashAttention (flash_torch) against the
+One head of 8192 tokens, head_dim 64, float32. The lab's FlashAttention (flash_torch) against the
 textbook version and against PyTorch's fused kernel, forward and forward plus backward: times taken
-in turns in one run, and peak extra memory.  And what a PrecisionTracker adds to a forward pass of
-GPT-2.  Targets stand beside the ratios; times
-depend on the machine, so missing one is reported, not an error.
+in turns in one run, and peak extra memory. And what a PrecisionTracker adds to a forward pass of
+GPT-2. Targets stand beside the ratios; times depend on the machine, so missing one is reported,
+not an error.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.runner import Case, run
 from labsupport.attention.backends import attention
 from labsupport.attention.flash_torch import FlashAttentionFunction
 from labsupport.attention.reference import standard_attention
-from labsupport.profiling.memory import MemoryUse, measure_peak_memory
-from labsupport.profiling.provenance import provenance
-from labsupport.profiling.timing import Ratio, Timing, measure_interleaved, measure_ratio, ratio_of
+from labsupport.profiling.memory import measure_peak_memory
+from labsupport.profiling.timing import (
+    Ratio,
+    Timing,
+    format_ms,
+    measure_interleaved,
+    measure_ratio,
+    ratio_of,
+    resolve_device,
+)
 from labsupport.profiling.units import format_bytes
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    import pandas as pd
+
+Forward = Callable[[Tensor, Tensor, Tensor], Any]
 
 
-def textbook(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The N x N matrices written out."""
-    return standard_attention(q, k, v)[0]
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seqlen", type=int, default=8192)
+    add("--head-dim", type=int, default=64)
+    add("--dtype", default="float32")
+    add("--max-seconds", type=float, default=30.0, help="per direction")
 
 
-def flash_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The lab's FlashAttention in plain PyTorch."""
-    return FlashAttentionFunction.apply(q, k, v, False)
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Measure the implementations, then the tracker.
+
+    Returns:
+        Rows of times: direction, what, median, q1, q3 (ms), repeats, peak_memory_bytes. Rows of
+        claims: direction, what, median, q1, q3 (a ratio), repeats, target, met.
+    """
+    device = resolve_device(options.device)
+    cases = [
+        Case({"direction": direction}, partial(_direction, direction, options, device))
+        for direction in ("forward", "forward+backward")
+    ]
+    tracker = Case({"direction": "GPT-2 forward"}, partial(_tracker, device, options.max_seconds))
+    return run([*cases, tracker], device)
 
 
-def fused(backend: str) -> Forward:
-    """One of PyTorch's fused kernels."""
+def _direction(
+    direction: str, options: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    dtype, shape = getattr(torch, options.dtype), (1, 1, options.seqlen, options.head_dim)
+    *inputs, gradient = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    # On GPUs, FlashAttention's kernels take half precision only.
+    wide_on_gpu = device.type == "cuda" and dtype.itemsize > 2
+    library = "sdpa_efficient" if wide_on_gpu else "sdpa_flash"
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        out = cast(Tensor, attention(*rows, backend=backend))  # a pair only with return_lse
-        return out.transpose(1, 2)
+    def fused(*inputs: Tensor) -> Any:
+        return attention(*(x.transpose(1, 2) for x in inputs), backend=library)  # one head
 
-    return forward
+    forwards: dict[str, Forward] = {
+        "textbook": lambda q, k, v: standard_attention(q, k, v)[0],
+        "flash_torch": lambda q, k, v: FlashAttentionFunction.apply(q, k, v, False),
+        library: fused,
+    }
+    backward = direction == "forward+backward"
+    for tensor in inputs:
+        tensor.requires_grad_(backward)
+
+    def call(forward: Forward) -> Any:
+        out = forward(*inputs)
+        return torch.autograd.grad(out, inputs, gradient.view_as(out)) if backward else out
+
+    calls = {name: partial(call, forward) for name, forward in forwards.items()}
+    times = measure_interleaved(
+        calls, device=device, max_seconds=options.max_seconds, max_repeats=50
+    )
+    memory = {name: measure_peak_memory(fn, device=device).peak_bytes for name, fn in calls.items()}
+    rows = [
+        {"what": name, **_spread(time), "repeats": time.repeats, "peak_memory_bytes": memory[name]}
+        for name, time in times.items()
+    ]
+    gained = ratio_of(times["textbook"], times["flash_torch"])
+    target = 1.5 if backward else 2.0
+    rows.append(_claim("time textbook / flash_torch", gained, target, at_least=True))
+    lost = ratio_of(times["flash_torch"], times[library])
+    rows.append(_claim(f"time flash_torch / {library}", lost, 3.0))
+    if backward:
+        spared = memory["textbook"] / memory["flash_torch"]
+        ratio = Ratio((spared,), times["textbook"], times["flash_torch"])
+        rows.append(_claim("memory textbook / flash_torch", ratio, 20, at_least=True))
+    return rows
 
 
-def calls(
-    forwards: dict[str, Forward], inputs: tuple[Tensor, ...], gradient: Tensor, backward: bool
-) -> dict[str, Callable]:
-    """One call without arguments per implementation."""
-
-    def one(forward: Forward) -> Callable[[], Any]:
-        if not backward:
-
-            def run() -> Tensor:
-                with torch.no_grad():
-                    return forward(*inputs)
-
-        else:
-
-            def run() -> tuple[Tensor, ...]:
-                return torch.autograd.grad(forward(*inputs), inputs, gradient)
-
-        return run
-
-    return {name: one(forward) for name, forward in forwards.items()}
-
-
-def tracker_overhead(device: torch.device, max_seconds: float) -> Ratio:
+def _tracker(device: torch.device, max_seconds: float) -> dict[str, Any]:
     """A forward pass of a GPT-2 of 124 million random weights, 256 tokens, watched and not."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -90,96 +128,42 @@ def tracker_overhead(device: torch.device, max_seconds: float) -> Ratio:
         with torch.no_grad(), PrecisionTracker(model, ranges=False):
             model(tokens)
 
-    return measure_ratio(watched, bare, device=device, max_seconds=max_seconds, max_repeats=50)
+    ratio = measure_ratio(watched, bare, device=device, max_seconds=max_seconds, max_repeats=50)
+    return _claim("time watched without ranges / bare", ratio, 1.1)
 
 
-def verdict(met: bool) -> str:
-    return "met" if met else "missed"
+def _claim(what: str, ratio: Ratio, target: float, at_least: bool = False) -> dict[str, Any]:
+    return {
+        "what": what,
+        **_spread(ratio),
+        "repeats": len(ratio.samples),
+        "target": f"at {'least' if at_least else 'most'} {target:g}",
+        "met": ratio.median >= target if at_least else ratio.median <= target,
+    }
 
 
-def ratio_row(table: Table, claim: str, ratio: Ratio, target: float, at_least: bool) -> None:
-    met = ratio.median >= target if at_least else ratio.median <= target
-    table.add_row(
-        claim,
-        f"{ratio.median:.2f} ({ratio.q1:.2f}-{ratio.q3:.2f}, n={len(ratio.samples)})",
-        f"{'at least' if at_least else 'at most'} {target:g}",
-        verdict(met),
-    )
+def _spread(times: Timing | Ratio) -> dict[str, float]:
+    return {"median": times.median, "q1": times.q1, "q3": times.q3}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seqlen", type=int, default=8192)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--max-seconds", type=float, default=30.0, help="per direction")
-    options = parser.parse_args()
-
-    device = torch.device(options.device)
-    torch.manual_seed(0)
-    shape = (1, 1, options.seqlen, options.head_dim)
-    q, k, v, gradient = (
-        torch.randn(shape, device=device, dtype=getattr(torch, options.dtype)) for _ in range(4)
-    )
-    for tensor in (q, k, v):
-        tensor.requires_grad_(True)
-
-    # On GPUs, FlashAttention's kernels take half precision only.
-    wide_on_gpu = device.type == "cuda" and q.dtype.itemsize > 2
-    library = "sdpa_efficient" if wide_on_gpu else "sdpa_flash"
-    forwards = {"textbook": textbook, "flash_torch": flash_torch, library: fused(library)}
-
-    record = provenance(device)
-    console = Console()
-    console.print(
-        f"{record['device']}, torch {record['versions']['torch']}, {record['date']}\n"
-        f"N = {options.seqlen}, 1 head, head_dim {options.head_dim}, {options.dtype}"
-    )
-    times: dict[str, dict[str, Timing]] = {}
-    memories: dict[str, dict[str, MemoryUse]] = {}
-    for direction in ("forward", "forward+backward"):
-        functions = calls(forwards, (q, k, v), gradient, direction == "forward+backward")
-        times[direction] = measure_interleaved(
-            functions, device=device, max_seconds=options.max_seconds, max_repeats=50
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    record = table.attrs["provenance"]
+    lines = [
+        f"{record['device']}, torch {record['versions']['torch']}, {record['date']}",
+        f"N = {options.seqlen}, 1 head, head_dim {options.head_dim}, {options.dtype}",
+    ]
+    for row in table.to_dict("records"):
+        if row["status"] != "ok":
+            lines.append(f"{row['direction']}: {row['status']}: {row['reason']}")
+            continue
+        time = isinstance(row.get("target"), float)  # NaN: no target
+        median, q1, q3 = (
+            format_ms(row[name]) if time else f"{row[name]:.2f}" for name in ("median", "q1", "q3")
         )
-        memories[direction] = {
-            name: measure_peak_memory(fn, device=device) for name, fn in functions.items()
-        }
-
-    measured = Table(title="Measured", title_justify="left")
-    for column in ("implementation", "direction", "time", "peak extra memory"):
-        measured.add_column(column)
-    for direction, timings in times.items():
-        for name, timing in timings.items():
-            memory = format_bytes(memories[direction][name].peak_bytes)
-            measured.add_row(name, direction, str(timing), memory)
-    console.print(measured)
-
-    claims = Table(title="Against the targets", title_justify="left")
-    for column in ("ratio", "median (IQR)", "target", ""):
-        claims.add_column(column)
-    for direction, target in (("forward", 2.0), ("forward+backward", 1.5)):
-        t = times[direction]
-        ratio = ratio_of(t["textbook"], t["flash_torch"])
-        ratio_row(claims, f"time textbook / flash_torch, {direction}", ratio, target, True)
-    for direction, timings in times.items():
-        ratio = ratio_of(timings["flash_torch"], timings[library])
-        ratio_row(claims, f"time flash_torch / {library}, {direction}", ratio, 3.0, False)
-    both = memories["forward+backward"]
-    share = both["flash_torch"].peak_bytes / both["textbook"].peak_bytes
-    claims.add_row(
-        "memory flash_torch / textbook, forward+backward",
-        f"1/{1 / share:.1f}",
-        "under 1/20",
-        verdict(share < 1 / 20),
-    )
-    overhead = tracker_overhead(device, options.max_seconds)
-    ratio_row(claims, "GPT-2 forward, watched without ranges / bare", overhead, 1.1, False)
-    console.print(claims)
-
-
-if __name__ == "__main__":
-    main()
+        if time:
+            end = f" ms, {format_bytes(row['peak_memory_bytes'])} of extra memory"
+        else:
+            end = f", target {row['target']}: {'met' if row['met'] else 'missed'}"
+        name = f"{row['what']}, {row['direction']}"
+        lines.append(f"{name:47} {median} ({q1}-{q3}, n={row['repeats']:.0f}){end}")
+    return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Does this lab's clock agree with others'? Five shapes, all clocks in turns, in one run.
+"""This lab's clock beside others: five shapes, all clocks in turns, in one run.
 
-    python -m benchmarks.clocks
-    python -m benchmarks.clocks --batch 2 --heads 8
+    python -m benchmarks clocks
+    python -m benchmarks clocks --batch 2 --heads 8
 
 On a GPU beside `triton.testing.do_bench` (within 3%), on a CPU beside `torch.utils.benchmark`
 (within 5%). A round is one median from each clock, and the order changes with each round; what is
@@ -17,16 +17,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.runner import Case, not_measured, run
 from labsupport.profiling.baseline_worker import call_of
 from labsupport.profiling.bench.request import chosen_backend, dtype_named
-from labsupport.profiling.cases import Case, grid
-from labsupport.profiling.runs import add_save_options, save_if_asked
-from labsupport.profiling.timing import format_ms, measure_time, resolve_device
+from labsupport.profiling.cases import Case as Shape
+from labsupport.profiling.cases import grid
+from labsupport.profiling.timing import format_ms, measure_time, quantile, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,63 +39,58 @@ SECONDS = 0.2  # for one median of one clock
 Clock = Callable[[Callable[[], Any]], float]
 
 
-def shapes(device: torch.device, batch: int | None = None, heads: int | None = None) -> list[Case]:
-    """Five shapes, from short to long, in the device's usual dtype; forward.
-
-    Args:
-        batch, heads: 2 and 8 unless given, on a GPU 16 and 16.
-    """
-    usual = (16, 16) if device.type == "cuda" else (2, 8)
-    batch, heads = batch or usual[0], heads or usual[1]
-    dtype = dtype_named(None, device)
-    sizes = (
-        [1024, 2048, 4096, 8192, 16384] if device.type == "cuda" else [256, 512, 768, 1024, 1536]
-    )
-    backend = chosen_backend(Case("standard", sizes[0], dtype=dtype), device)
-    return grid([backend], sizes, batch=batch, heads=heads, dtype=dtype)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, help="default: 2, on a GPU 16")
+    parser.add_argument("--heads", type=int, help="default: 8, on a GPU 16")
 
 
-def run_agreement(
-    cases: Sequence[Case], device: torch.device, *, rounds: int = 15, progress: bool = True
-) -> pd.DataFrame:
-    """Time the cases by both clocks.
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Time five shapes, in the device's usual dtype, by both clocks.
 
     Returns:
         One row for each shape: backend, seqlen, ours_ms, theirs_ms (medians over rounds), ratio
         (median of the rounds' ratios, ours over theirs), q1, q3 of it, other (the clock's name),
-        allowed, ok. Provenance in `.attrs`.
+        allowed, ok.
     """
-    import pandas as pd
-    from tqdm.auto import tqdm
-
-    from labsupport.profiling.provenance import provenance
-    from labsupport.profiling.timing import quantile
-
-    name, other = _other_clock(device)
-    record = provenance(device, rounds=rounds)
-    allowed = ALLOWED[device.type]
-    rows = []
-    for case in tqdm(cases, disable=not progress, unit="shape", leave=False):
-        pairs = _rounds(call_of(case, device), device, other, rounds)
-        ratios = tuple(ours / theirs for ours, theirs in pairs)
-        ratio = statistics.median(ratios)
-        rows.append(
-            {
-                "backend": case.backend,
-                "seqlen": case.seqlen,
-                "ours_ms": statistics.median(ours for ours, _ in pairs),
-                "theirs_ms": statistics.median(theirs for _, theirs in pairs),
-                "ratio": ratio,
-                "q1": quantile(ratios, 0.25),
-                "q3": quantile(ratios, 0.75),
-                "other": name,
-                "allowed": allowed,
-                "ok": abs(ratio - 1) <= allowed,
-            }
+    device = resolve_device(options.device)
+    gpu = device.type == "cuda"
+    sizes = [1024, 2048, 4096, 8192, 16384] if gpu else [256, 512, 768, 1024, 1536]
+    dtype = dtype_named(None, device)
+    shapes = grid(
+        [chosen_backend(Shape("standard", sizes[0], dtype=dtype), device)],
+        sizes,
+        batch=options.batch or (16 if gpu else 2),
+        heads=options.heads or (16 if gpu else 8),
+        dtype=dtype,
+    )
+    clock = _other_clock(device)
+    cases = [
+        Case(
+            {"backend": shape.backend, "seqlen": shape.seqlen},
+            partial(_compare, shape, device, *clock, options.rounds),
         )
-    table = pd.DataFrame(rows)
-    table.attrs["provenance"] = record
-    return table
+        for shape in shapes
+    ]
+    return run(cases, device, rounds=options.rounds)
+
+
+def _compare(
+    shape: Shape, device: torch.device, name: str, other: Clock, rounds: int
+) -> dict[str, Any]:
+    pairs = _rounds(call_of(shape, device), device, other, rounds)
+    ratios = tuple(ours / theirs for ours, theirs in pairs)
+    ratio, allowed = statistics.median(ratios), ALLOWED[device.type]
+    return {
+        "ours_ms": statistics.median(ours for ours, _ in pairs),
+        "theirs_ms": statistics.median(theirs for _, theirs in pairs),
+        "ratio": ratio,
+        "q1": quantile(ratios, 0.25),
+        "q3": quantile(ratios, 0.75),
+        "other": name,
+        "allowed": allowed,
+        "ok": abs(ratio - 1) <= allowed,
+    }
 
 
 def _rounds(
@@ -135,31 +132,11 @@ def _other_clock(device: torch.device) -> tuple[str, Clock]:
     return "torch.utils.benchmark", blocked
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the comparison; exit status 1 where a shape is beyond what is allowed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.clocks",
-        description="This lab's median beside triton.testing.do_bench or torch.utils.benchmark.",
-    )
-    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--batch", type=int, help="default: 2, on a GPU 16")
-    parser.add_argument("--heads", type=int, help="default: 8, on a GPU 16")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    device = resolve_device(options.device)
-    cases = shapes(device, options.batch, options.heads)
-    table = run_agreement(cases, device, rounds=options.rounds)
-    for _, row in table.iterrows():
-        print(
-            f"{row['seqlen']:>6} tokens: {format_ms(row['ours_ms'])} ms, {row['other']} "
-            f"{format_ms(row['theirs_ms'])} ms, ratio {row['ratio']:.3f} "
-            f"({row['q1']:.3f}-{row['q3']:.3f}), {'ok' if row['ok'] else 'too far'}"
-        )
-    save_if_asked(table, options)
-    if not table["ok"].all():
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    lines = [
+        f"{row['seqlen']:>6} tokens: {format_ms(row['ours_ms'])} ms, {row['other']} "
+        f"{format_ms(row['theirs_ms'])} ms, ratio {row['ratio']:.3f} "
+        f"({row['q1']:.3f}-{row['q3']:.3f}), {'ok' if row['ok'] else 'too far'}"
+        for row in table[table.status == "ok"].to_dict("records")
+    ]
+    return "\n".join(lines + not_measured(table, "seqlen"))

@@ -1,7 +1,7 @@
-"""Decoding beside the others: how near to the memory's speed is one query against a long cache?
+"""Decoding beside the others: one query against a long cache, compared with the memory's speed.
 
-python -m benchmarks.decode                           on this GPU
-python -m benchmarks.decode --keys 32768 --save NAME  a part of it, kept
+    python -m benchmarks decode                           on this GPU
+    python -m benchmarks decode --keys 32768 --save NAME  a part of it, saved
 
 Decoding reads K and V once and computes little, so the time that memory needs for them is the
 least possible one. Bytes per second are compared with the measured speed of a copy, which reads and
@@ -14,28 +14,23 @@ In Triton's interpreter the command compares results, in tiny sizes; its times m
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from labsupport.attention import (
-    AttentionInputError,
-    BackendUnavailableError,
-    attention,
-    oracle_attention,
-)
+from benchmarks.runner import Case, check_triton, names, not_measured, numbers, run
+from labsupport.attention import attention, oracle_attention
 from labsupport.attention.flash_triton import mode
 from labsupport.attention.flash_triton.launch_decode import decode
+from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.hardware import measured_ceilings
-from labsupport.profiling.provenance import provenance
-from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 from labsupport.profiling.units import format_bytes
 
@@ -43,10 +38,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 OURS = "decode"
-SDPA = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
-PEERS = (*SDPA, "flex", "fa2", "fa4", "flash_triton")
+SDPA = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
+PEERS = [*SDPA, "flex", "fa2", "fa4", "flash_triton"]
 # Rounding to bfloat16 costs some thousandths; a wrong kernel is off by about as much as it returns.
 LARGEST_RELATIVE_ERROR = 0.05
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    slow = mode.interpreted()
+    add = parser.add_argument
+    add("--peers", type=names, default=PEERS, help="comma-separated backends")
+    add("--keys", type=numbers, default=[200, 512] if slow else [2**n for n in range(15, 20)])
+    add("--batch", type=numbers, default=[1, 2] if slow else [1, 8])
+    add("--heads", type=int, default=8 if slow else 32)
+    add("--kv-heads", type=int, default=2 if slow else 8)
+    add("--head-dim", type=int, default=64 if slow else 128)
+    add("--dtype", default="float32" if slow else "bfloat16")
+    add("--max-seconds", type=float, default=0.3, help="for the repeats of one row")
 
 
 @dataclass(frozen=True)
@@ -67,59 +75,39 @@ class DecodeShape:
         return 2 * self.batch * self.keys * self.kv_heads * self.head_dim * itemsize
 
 
-def measure_decoding(
-    shapes: Iterable[DecodeShape],
-    names: Sequence[str] = (OURS, *PEERS),
-    *,
-    device: torch.device | str | None = None,
-    max_seconds: float = 0.3,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Measure each implementation on each shape; a row each, with provenance in `.attrs`.
-
-    Args:
-        shapes: what to measure; those that do not fit into memory become rows that say so.
-        names: "decode" (ours) and backends of `labsupport.attention.attention`.
-        device: by default the current GPU if there is one, else the CPU.
-        max_seconds: for the repeats of one implementation on one shape.
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Measure each implementation on each shape.
 
     Returns:
-        The fields of `DecodeShape`, implementation, status ("ok", "unsupported", "out of memory",
-        "wrong", "failed"), reason, in_graph, relative_error (of the first group of heads, against
-        the float64 oracle), median_ms, q1_ms, q3_ms, repeats, cache_bytes, gb_s (10^9 bytes of
-        cache a second), of_copy (over the measured copy), times_sdpa (how many times as fast as
-        the fastest SDPA backend). On a CPU of_copy is missing.
+        A row each: the fields of `DecodeShape`, implementation, status (also "wrong"), reason,
+        in_graph, relative_error (of the first group of heads, against the float64 oracle),
+        median_ms, q1_ms, q3_ms, repeats, cache_bytes, gb_s (10^9 bytes of cache a second), of_copy
+        (over the measured copy), times_sdpa (how many times as fast as the fastest SDPA backend).
+        On a CPU of_copy is missing.
     """
-    import pandas as pd
-
-    where = resolve_device(device)
-    copy = measured_ceilings(str(where)).copy_gb_s if where.type == "cuda" else math.nan
-    record = provenance(where, seed=seed, copy_gb_s=copy, interpreted=mode.interpreted())
-    rows = []
-    for shape in shapes:
-        rows += _measure_shape(shape, names, where, max_seconds, seed)
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
-    table = pd.DataFrame(rows, columns=COLUMNS)
+    check_triton(options)
+    device = resolve_device(options.device)
+    copy = measured_ceilings(str(device)).copy_gb_s if device.type == "cuda" else math.nan
+    sizes = options.heads, options.kv_heads, options.head_dim, options.dtype
+    shapes = [DecodeShape(b, n, *sizes) for b, n in itertools.product(options.batch, options.keys)]
+    wanted = [OURS, *(name for name in options.peers if name != OURS)]
+    cases = [
+        Case(asdict(shape), partial(_measure_shape, shape, wanted, device, options.max_seconds))
+        for shape in shapes
+    ]
+    table = run(cases, device, seed=0, copy_gb_s=copy, interpreted=mode.interpreted())
+    if "median_ms" not in table:
+        return table
     table["gb_s"] = table.cache_bytes / table.median_ms / 1e6
     table["of_copy"] = table.gb_s / copy
-    best = table[table.implementation.isin(SDPA)].groupby(["batch", "keys"]).median_ms.min()
-    fastest = [best.get((row.batch, row.keys), math.nan) for row in table.itertuples()]
-    table["times_sdpa"] = pd.Series(fastest, index=table.index, dtype=float) / table.median_ms
-    table.attrs["provenance"] = record
+    sdpa = table.median_ms.where(table.implementation.isin(SDPA))
+    fastest = sdpa.groupby([table["batch"], table["keys"]]).transform("min")
+    table["times_sdpa"] = fastest / table.median_ms
     return table
 
 
-COLUMNS = [
-    *("batch", "keys", "heads", "kv_heads", "head_dim", "dtype"),
-    *("implementation", "status", "reason", "in_graph", "relative_error"),
-    *("median_ms", "q1_ms", "q3_ms", "repeats", "cache_bytes"),
-]
-
-
-def geometric_means(table: pd.DataFrame) -> pd.DataFrame:
-    """Of each implementation, over the shapes that it ran: a row each.
+def means_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Geometric means of each implementation over the shapes that it ran, a row each.
 
     Returns:
         implementation, shapes, gb_s, of_copy, times_sdpa, and ours: how many times as fast as it
@@ -144,21 +132,20 @@ def geometric_means(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_shape(
-    shape: DecodeShape, names: Sequence[str], device: torch.device, max_seconds: float, seed: int
+    shape: DecodeShape, names: Sequence[str], device: torch.device, max_seconds: float
 ) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {
-        name: asdict(shape) | {"implementation": name, "cache_bytes": shape.cache_bytes}
+        name: {"implementation": name, "cache_bytes": shape.cache_bytes, "in_graph": False}
         for name in names
     }
     if reason := _shortage(shape, device):
         return [row | {"status": "out of memory", "reason": reason} for row in rows.values()]
-    q, k, v = _inputs(shape, device, seed)
+    q, k, v = _inputs(shape, device)
     group = shape.heads // shape.kv_heads
     # Heads that share keys are the queries of one head here.
     exact, _ = oracle_attention(q[0, 0, :group], k[0, :, 0], v[0, :, 0])
     calls = {}
     for name, row in rows.items():
-        row |= {"status": "ok", "reason": "", "in_graph": False}
         try:
             call = _implementation(name, q, k, v)
             error = call()[0, 0, :group].double() - exact
@@ -167,17 +154,8 @@ def _measure_shape(
                 row |= {"status": "wrong", "reason": "differs from the float64 oracle"}
                 continue
             calls[name], row["in_graph"] = captured(call, device)
-        except BackendUnavailableError as problem:
-            row |= {
-                "status": "unsupported",
-                "reason": "; ".join(itertools.chain(*problem.reasons.values())),
-            }
-        except AttentionInputError as problem:
-            row |= {"status": "unsupported", "reason": _one_line(problem)}
-        except torch.OutOfMemoryError as problem:
-            row |= {"status": "out of memory", "reason": _one_line(problem)}
         except Exception as problem:
-            row |= {"status": "failed", "reason": f"{type(problem).__name__}: {_one_line(problem)}"}
+            row |= refusal(problem)
     if calls:
         timings = measure_interleaved(
             calls,
@@ -193,19 +171,15 @@ def _measure_shape(
     return list(rows.values())
 
 
-def _implementation(name: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    def ours() -> Tensor:
-        return decode(q, k, v)
-
-    def theirs() -> Any:
-        return attention(q, k, v, backend=name, check_layout=False)
-
-    return ours if name == OURS else theirs
+def _implementation(name: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
+    if name == OURS:
+        return lambda: decode(q, k, v)
+    return lambda: attention(q, k, v, backend=name, check_layout=False)
 
 
-def _inputs(shape: DecodeShape, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(shape: DecodeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Unit normal, drawn on the device: a cache of gigabytes would take minutes on a CPU."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": device}
     cache = shape.batch, shape.keys, shape.kv_heads, shape.head_dim
     q = torch.randn(shape.batch, 1, shape.heads, shape.head_dim, generator=generator, **options)
@@ -227,74 +201,21 @@ def _shortage(shape: DecodeShape, device: torch.device) -> str:
     return f"needs {format_bytes(needed)}, {format_bytes(free)} free"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description=__doc__.split("\n")[0]
-    )
-    slow = mode.interpreted()
-    add = parser.add_argument
-    add("--peers", type=_names, default=list(PEERS), help="comma-separated backends")
-    add("--keys", type=_ints, default=[200, 512] if slow else [2**n for n in range(15, 20)])
-    add("--batch", type=_ints, default=[1, 2] if slow else [1, 8])
-    add("--heads", type=int, default=8 if slow else 32)
-    add("--kv-heads", type=int, default=2 if slow else 8)
-    add("--head-dim", type=int, default=64 if slow else 128)
-    add("--dtype", default="float32" if slow else "bfloat16")
-    add("--device", help="cpu or cuda; default: the GPU if there is one")
-    add("--max-seconds", type=float, default=0.3, help="for the repeats of one row")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    if (reason := mode.missing()) is not None:
-        parser.error(reason)
-    if slow and options.save:
-        parser.error("the kernels are interpreted here: such times are not worth keeping")
-    sizes = options.heads, options.kv_heads, options.head_dim, options.dtype
-    table = measure_decoding(
-        [DecodeShape(b, n, *sizes) for b, n in itertools.product(options.batch, options.keys)],
-        [OURS, *(name for name in options.peers if name != OURS)],
-        device=options.device,
-        max_seconds=options.max_seconds,
-    )
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     record = table.attrs["provenance"]
-    print(
-        f"{record['device']}: one query, {options.heads} heads over {options.kv_heads}, caches of"
-    )
-    print(f"head_dim {options.head_dim} in {options.dtype}; a copy: {record['copy_gb_s']:.0f} GB/s")
-    if slow:
-        print("The kernels are interpreted: compare the errors; the times mean nothing.")
-    print(format_table(table))
-    print(geometric_means(table).round(3).to_string(index=False, na_rep="-"))
-    save_if_asked(table, options)
-
-
-def format_table(table: pd.DataFrame) -> str:
-    """The rows that ran as a table, and a line for each that did not."""
+    lines = [
+        f"{record['device']}: one query, {options.heads} heads over {options.kv_heads}, caches of",
+        f"head_dim {options.head_dim} in {options.dtype}; a copy: {record['copy_gb_s']:.0f} GB/s",
+    ]
+    if mode.interpreted():
+        lines.append("The kernels are interpreted: compare the errors; the times mean nothing.")
     ran = table[table.status == "ok"]
-    shown = ran[["batch", "keys", "implementation", "median_ms", "q1_ms", "q3_ms"]].copy()
-    shown["cache, MiB"] = ran.cache_bytes / 2**20
-    shown["GB/s"], shown["of copy"], shown["times SDPA"] = ran.gb_s, ran.of_copy, ran.times_sdpa
-    shown["graph"] = ran.in_graph.map({True: "yes", False: "no"})
-    shown["rel. error"] = ran.relative_error.map("{:.1e}".format)
-    lines = [shown.round(3).to_string(index=False, na_rep="-")]
-    others = table[table.status != "ok"].groupby(["implementation", "status", "reason"], sort=False)
-    for (name, status, reason), group in others:
-        shapes = ", ".join(f"{row.batch} x {row.keys}" for row in group.itertuples())
-        lines.append(f"{name}: {status} for {shapes} keys: {reason}")
-    return "\n".join(lines)
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in _names(text)]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-if __name__ == "__main__":
-    main()
+    if len(ran):
+        shown = ran[["batch", "keys", "implementation", "median_ms", "q1_ms", "q3_ms"]].copy()
+        shown["cache, MiB"] = ran.cache_bytes / 2**20
+        shown["GB/s"], shown["of copy"], shown["times SDPA"] = ran.gb_s, ran.of_copy, ran.times_sdpa
+        shown["graph"] = ran.in_graph.map({True: "yes", False: "no"})
+        shown["rel. error"] = ran.relative_error.map("{:.1e}".format)
+        lines.append(shown.round(3).to_string(index=False, na_rep="-"))
+        lines.append(means_of(table).round(3).to_string(index=False, na_rep="-"))
+    return "\n".join(lines + not_measured(table, "implementation"))

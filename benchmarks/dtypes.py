@@ -1,7 +1,7 @@
-"""What each backend says to each combination of dtypes, and `safe_flash_attention` makes of it.
+"""Every combination of dtypes of q, k and v, on each backend and on `safe_flash_attention`.
 
-python -m benchmarks.dtypes                      the table, for this machine
-python -m benchmarks.dtypes --save dtypes-cpu    and keep it under data/runs/
+    python -m benchmarks dtypes                      the table, for this machine
+    python -m benchmarks dtypes --save dtypes-cpu    save it, too
 
 "Bare" means that the library is called without this lab's front door, which would refuse mixed
 dtypes before the library could.
@@ -14,12 +14,14 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.runner import Case, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
 from labsupport.attention.call import AttentionCall
@@ -30,8 +32,6 @@ from labsupport.precision.autofix.reports import PrecisionWarning
 from labsupport.precision.autofix.safe import safe_flash_attention
 from labsupport.precision.autofix.target import Float64
 from labsupport.precision.dtypes import short
-from labsupport.profiling.provenance import command_line, provenance
-from labsupport.profiling.runs import add_save_options, save_if_asked
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
@@ -41,49 +41,31 @@ SHAPE = (1, 128, 2, 64)  # batch, seqlen, heads, head_dim
 SAFE = "safe_flash_attention"
 
 
-def dtype_combinations(
-    device: torch.device | str | None = None,
-    *,
-    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
-    backends: Sequence[str] | None = None,
-) -> pd.DataFrame:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backends", type=names, help="default: all that run here but flex")
+
+
+def measure(options: argparse.Namespace) -> pd.DataFrame:
     """Try every combination of dtypes of q, k and v on every backend, and on the safe function.
 
-    Args:
-        device: where; a GPU if there is one.
-        dtypes: the dtypes to combine.
-        backends: names; all that are installed for the device unless given, but `flex`, which
-            compiles for seconds at each combination.
+    `flex` is left out unless it is named: it compiles for seconds at each combination.
 
     Returns:
-        a row for each of `dtypes` cubed times the callers: q, k, v, caller, outcome ("runs",
-        "refuses", "NaN"), out (dtype of the result), computed_in (what the safe function cast to),
-        error (relative, against the float64 oracle), message (what was raised, or what was said).
-        Callers are the backends' names, "sdpa" (PyTorch's own choice among its kernels), "sdpa in
-        autocast" (to bfloat16), "attention" (this lab's front door), "safe_flash_attention", and
-        the latter with `float64="keep"` and `float64="cast"`.
+        A row for each combination and caller: q, k, v, caller, outcome ("runs", "refuses", "NaN"),
+        out (dtype of the result), computed_in (what the safe function cast to), error (relative,
+        against the float64 oracle), message (what was raised, or what was said). Callers are the
+        backends' names, "sdpa" (PyTorch's own choice among its kernels), "sdpa in autocast" (to
+        bfloat16), "attention" (this lab's front door), "safe_flash_attention", and the latter with
+        `float64="keep"` and `float64="cast"`.
     """
-    import pandas as pd
-
-    where = resolve_device(device)
-    callers = _callers(where, backends)
-    rows = []
-    for combination in itertools.product(dtypes, repeat=3):
-        q, k, v = _inputs(combination, where)
-        given = [x.transpose(1, 2) for x in (q, k, v)]
-        exact = oracle_attention(*(x.double() for x in given))[0].transpose(1, 2)
-        for name, call in callers.items():
-            row = dict(zip("qkv", map(short, combination), strict=True)) | {"caller": name}
-            rows.append(row | _outcome(call, q, k, v, exact))
-    table = pd.DataFrame(rows)
-    table.attrs["provenance"] = provenance(
-        where, command=command_line(), seed=0, shape="x".join(map(str, SHAPE))
-    )
-    return table
+    device = resolve_device(options.device)
+    callers = _callers(device, options.backends)
+    cases = [Case({"q": short(q)}, partial(_outcomes, callers, q, device)) for q in FLOAT_DTYPES]
+    return run(cases, device, seed=0, shape="x".join(map(str, SHAPE)))
 
 
-def format_combinations(table: pd.DataFrame) -> str:
-    """The table as text: a line a combination, and the messages below, each once."""
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    """Return a line for each combination, and the messages below, each once."""
     callers = list(dict.fromkeys(table["caller"]))
     notes: dict[str, str] = {}
     lines = [["q", "k", "v", *callers]]
@@ -97,35 +79,19 @@ def format_combinations(table: pd.DataFrame) -> str:
         lines.append([q, k, v, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(c.ljust(w) for c, w in zip(ln, widths, strict=True)).rstrip() for ln in lines]
-    record = table.attrs.get("provenance", {})
-    head = f"{record.get('device', '')}, torch {record.get('versions', {}).get('torch', '')}"
+    record = table.attrs["provenance"]
+    head = f"{record['device']}, torch {record['versions']['torch']}"
     return "\n".join([head, *text, "", *(f"{mark} {said}" for said, mark in notes.items())])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and save it when asked to."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dtypes",
-        description="What each backend does with each combination of dtypes of q, k and v.",
-    )
-    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    parser.add_argument("--backends", help="comma-separated; default: all that run here but flex")
-    add_save_options(parser)
-    options = parser.parse_args(arguments)
-    names = options.backends.split(",") if options.backends else None
-    table = dtype_combinations(options.device, backends=names)
-    print(format_combinations(table))
-    save_if_asked(table, options)
 
 
 Caller = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, torch.dtype | None]]
 
 
-def _callers(device: torch.device, names: Sequence[str] | None) -> dict[str, Caller]:
+def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Caller]:
     callers: dict[str, Caller] = {}
     for entry in BACKENDS:
         takes = entry.limits.dtypes.get(device.type, entry.limits.dtypes.get("*"))
-        wanted = entry.name in names if names is not None else entry.name != "flex"
+        wanted = entry.name in chosen if chosen is not None else entry.name != "flex"
         if wanted and takes and entry.missing() is None:
             callers[entry.name] = _bare(entry)
     callers["sdpa"] = _sdpa
@@ -165,6 +131,21 @@ def _safe(float64: Float64) -> Caller:
     return call
 
 
+def _outcomes(
+    callers: dict[str, Caller], q_dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
+    rows = []
+    for k_dtype, v_dtype in itertools.product(FLOAT_DTYPES, repeat=2):
+        generator = torch.Generator().manual_seed(0)
+        dtypes = q_dtype, k_dtype, v_dtype
+        q, k, v = (torch.randn(SHAPE, generator=generator).to(device, dtype) for dtype in dtypes)
+        exact = oracle_attention(*(x.double().transpose(1, 2) for x in (q, k, v)))[0]
+        for name, call in callers.items():
+            row = {"k": short(k_dtype), "v": short(v_dtype), "caller": name}
+            rows.append(row | _outcome(call, q, k, v, exact.transpose(1, 2)))
+    return rows
+
+
 def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> dict[str, Any]:
     row: dict[str, Any] = {
         "outcome": "runs",
@@ -189,18 +170,9 @@ def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> di
     }
 
 
-def _inputs(dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(SHAPE, generator=generator).to(device, dtype) for dtype in dtypes]
-
-
 def _without_figures(message: str) -> str:
     """One message for all dtypes: which ones were given stands in the line already."""
     message = re.sub(r"\b[qkv]( and [qkv])* (is|are) float64", "an input is float64", message)
     names = r"torch\.b?float(16|32|64)|(c10::)?(double|float|Float|Half|BFloat16|Double)\b"
     message = re.sub(rf"(dtype:? |, |<dtype> |but ){names}", r"\1...", message)
     return re.sub(rf"(\.\.\., )({names})", r"\1...", message)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Seconds per submission of notebook 1: `labsupport grade` beside `nbgrader autograde`, in one run.
 
-    python benchmarks/grading.py
+    python -m benchmarks grading
 
 Thirty submissions, from perfect to untouched, are graded in one batch on one core. The first three
 are then graded by nbgrader, on the same core. nbgrader runs every cell, also the long measurements;
@@ -10,22 +10,27 @@ are then graded by nbgrader, on the same core. nbgrader runs every cell, also th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import nbformat
+import torch
 
+from benchmarks.runner import Case, Row, not_measured, run
 from grader.grade.batch import run_batch
 from grader.grade.settings import Settings
 from labsupport import paths
 from labsupport.course.editions import make_edition
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NAME = "01-Setup_and_Comparison"
 
@@ -62,16 +67,50 @@ def submissions(count: int) -> list[str]:
     return made
 
 
-def time_ours(texts: list[str], folder: Path) -> tuple[float, list[float], list[float]]:
-    """Wall seconds of the batch, then of each submission, and the points of each."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--submissions", type=int, default=30)
+    parser.add_argument("--nbgrader", type=int, default=3, help="how many nbgrader grades too")
+
+
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Grade by both.
+
+    Returns:
+        A row for each submission and program ("labsupport" or "nbgrader"): seconds, points, and
+        batch_seconds, the wall time of the whole batch over the number of submissions.
+    """
+    # One core, for everything that is started from here.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.environ["OMP_NUM_THREADS"] = "1"
+    texts = submissions(options.submissions)
+    with tempfile.TemporaryDirectory() as folder:
+        solved = (paths.notebooks_dir() / f"{NAME}.ipynb").read_text(encoding="utf-8")
+        course = Course(Path(folder) / "course", solved)
+        ours = Case({"program": "labsupport"}, partial(_ours, texts, Path(folder)))
+        theirs = [
+            Case({"program": "nbgrader", "submission": n}, partial(_theirs, course, n, texts[n]))
+            for n in range(options.nbgrader)
+        ]
+        return run([ours, *theirs], torch.device("cpu"))
+
+
+def _ours(texts: list[str], folder: Path) -> list[Row]:
     for number, text in enumerate(texts):
         student = folder / "submissions" / f"student-{number:02}"
         student.mkdir(parents=True)
         (student / f"{NAME}.ipynb").write_text(text, encoding="utf-8")
     start = time.perf_counter()
     results = run_batch(folder / "submissions", folder / "out", Settings(jobs=1, unconfined=True))
-    wall = time.perf_counter() - start
-    return wall, [r.seconds for r in results], [r.earned for r in results]
+    each = (time.perf_counter() - start) / len(texts)
+    return [
+        {"submission": n, "seconds": r.seconds, "points": r.earned, "batch_seconds": each}
+        for n, r in enumerate(results)
+    ]
+
+
+def _theirs(course: Course, number: int, text: str) -> Row:
+    seconds, points = course.grade(f"student-{number:02}", text)
+    return {"seconds": seconds, "points": points}
 
 
 class Course:
@@ -134,47 +173,22 @@ class Course:
             return seconds, float(book.find_submission("lab", student).score)
 
 
-def main() -> None:
-    """Measure both and print the medians."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--submissions", type=int, default=30)
-    parser.add_argument("--nbgrader", type=int, default=3, help="how many nbgrader grades too")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    args = parser.parse_args()
-    # One core, for everything that is started from here.
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    os.environ["OMP_NUM_THREADS"] = "1"
-
-    texts = submissions(args.submissions)
-    with tempfile.TemporaryDirectory() as folder:
-        wall, each, points = time_ours(texts, Path(folder))
-        print(f"labsupport grade: {len(texts)} submissions of {NAME} on one core")
-        print(
-            f"  {statistics.median(each):.1f} s a submission (median; "
-            f"{min(each):.1f} to {max(each):.1f}), {wall / len(texts):.1f} s by the whole batch"
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    lines = not_measured(table, "program")
+    ran = table[table.status == "ok"]
+    ours, theirs = (ran[ran.program == name] for name in ("labsupport", "nbgrader"))
+    if len(ours):
+        lines.append(
+            f"labsupport grade: {ours.seconds.median():.1f} s a submission (median of {len(ours)}; "
+            f"{ours.seconds.min():.1f} to {ours.seconds.max():.1f}), "
+            f"{ours.batch_seconds.iloc[0]:.1f} s by the whole batch"
         )
-        solved = (paths.notebooks_dir() / f"{NAME}.ipynb").read_text(encoding="utf-8")
-        course = Course(Path(folder) / "course", solved)
-        theirs = []
-        for number in range(args.nbgrader):
-            theirs.append(course.grade(f"student-{number:02}", texts[number]))
-            same = "the same points" if theirs[-1][1] == points[number] else "other points"
-            print(
-                f"  student {number}: nbgrader {theirs[-1][0]:.1f} s, {theirs[-1][1]:g} points; "
-                f"labsupport {each[number]:.1f} s, {points[number]:g} points ({same})"
-            )
-    figures = {"ours_s": each, "wall_s": wall, "points": points, "nbgrader": theirs}
-    if theirs:
-        median = statistics.median(seconds for seconds, _ in theirs)
-        ours = statistics.median(each[: len(theirs)])
-        print(
-            f"nbgrader autograde, the first {len(theirs)}: {median:.1f} s (median); "
-            f"labsupport grade, the same ones: {ours:.1f} s, {median / ours:.1f} times faster"
+    both = ours.merge(theirs, on="submission", suffixes=("", "_theirs"))
+    if len(both):
+        median, own = both.seconds_theirs.median(), both.seconds.median()
+        lines.append(
+            f"nbgrader autograde, the first {len(both)}: {median:.1f} s (median); labsupport "
+            f"grade, the same ones: {own:.1f} s, {median / own:.1f} times faster; the same points "
+            f"for {(both.points == both.points_theirs).sum()}"
         )
-    print(f"load of the machine while measuring (1, 5, 15 minutes): {os.getloadavg()}")
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""What the compiler makes of the kernels, for a GPU that need not be there.
+"""What the compiler makes of the Triton kernels, for a GPU that need not be there.
 
-    python -m benchmarks.resources --capability 90 --head-dim 64,128
-    python -m benchmarks.resources --kernel keys --head-dim 128 --search
-    python -m benchmarks.resources --capability 90 --hopper
+    python -m benchmarks resources --capability 90 --head-dim 64,128
+    python -m benchmarks resources --kernel keys --head-dim 128 --search
+    python -m benchmarks resources --capability 90 --hopper
 
 Triton compiles for any NVIDIA GPU on any machine, and brings NVIDIA's `cuobjdump`, which takes the
 result apart. So one can see before anything runs whether a tiling fits, and what limits it:
@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,15 +37,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 
+from benchmarks.runner import Case, names, numbers, run
 from labsupport.attention.flash_triton.mode import VARIABLE
 from labsupport.attention.flash_triton.tuning import HALF, HOPPER, Tiling, padded, tiling
 
 if TYPE_CHECKING:
     import pandas as pd
 
-HERE = "benchmarks.resources"
 # Triton's names.
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INSTRUCTIONS = {
@@ -93,7 +92,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Job:
     """One kernel, as a call with contiguous tensors compiles it."""
 
     capability: int
@@ -122,6 +121,7 @@ def compile_report(
     hopper: bool = False,
     search: bool = False,
     tilings: Sequence[Tiling] | None = None,
+    progress: bool = True,
 ) -> pd.DataFrame:
     """Compile kernels and count what they need; no GPU is used. One to three seconds a row.
 
@@ -138,21 +138,19 @@ def compile_report(
         search: besides the tilings of `tuning.py`, those that differ from them in one number, by
             one step (blocks and warps doubled or halved, one stage more or less).
         tilings: these instead of the ones of `tuning.py`.
+        progress: show a tqdm bar.
 
     Returns:
-        a row a case: its own columns (capability, kernel, head_dim, dtype, causal, grouped,
-        precision, hopper, block_q, block_k, warps, stages), registers a thread, spilled_bytes a
-        thread, shared_kib a program, programs a multiprocessor, and the counts of instructions
-        hgmma, hmma, exp2, async_copies and local. Where the compiler gives up, `problem` says why,
-        and these are missing.
+        A row for each kernel: its own columns (capability, kernel, head_dim, dtype, causal,
+        grouped, precision, hopper, block_q, block_k, warps, stages), status, reason, registers a
+        thread, spilled_bytes a thread, shared_kib a program, programs a multiprocessor, and the
+        counts of instructions hgmma, hmma, exp2, async_copies and local. Where the compiler gives
+        up, `reason` says why, and these are missing.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
         ValueError: a capability, dtype, kernel, head_dim or precision that is not known.
-        RuntimeError: the process that compiles ended early; with what it said.
     """
-    import pandas as pd
-
     if find_spec("triton") is None:
         raise ModuleNotFoundError("Triton is not installed: pip install -e '.[triton]' (Linux)")
     _check("capability", capabilities, LIMITS)
@@ -164,7 +162,7 @@ def compile_report(
         _check("capability of Hopper", capabilities, [90])
         _check("head_dim of the kernels for Hopper", head_dims, list(HOPPER["forward"]))
         _check("dtype of the kernels for Hopper", dtypes, [torch.bfloat16, torch.float16])
-    cases = []
+    wanted = []
     for capability, dtype, kernel, head_dim in itertools.product(
         capabilities, dtypes, kernels, head_dims
     ):
@@ -172,9 +170,14 @@ def compile_report(
         for plan in tilings or ([chosen, *neighbours(chosen)] if search else [chosen]):
             name = str(dtype).removeprefix("torch.")
             given = capability, kernel, head_dim, name, causal, grouped, precision, hopper
-            cases.append(Case(*given, plan.block_q, plan.block_k, plan.warps, plan.stages))
-    rows = tqdm(_compile_elsewhere(cases), total=len(cases), unit="kernel", disable=None)
-    return pd.DataFrame(asdict(case) | row for case, row in zip(cases, rows, strict=True))
+            wanted.append(Job(*given, plan.block_q, plan.block_k, plan.warps, plan.stages))
+    # In processes of their own: without a GPU, this one interprets its kernels. Each takes seconds
+    # to start.
+    count = max(1, min(-(-len(wanted) // 4), os.cpu_count() or 1, 12))
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_compiled, job) for job in wanted]
+        cases = [Case(asdict(job), f.result) for job, f in zip(wanted, futures, strict=True)]
+        return run(cases, torch.device("cpu"), progress=progress)
 
 
 def neighbours(plan: Tiling) -> list[Tiling]:
@@ -188,36 +191,26 @@ def neighbours(plan: Tiling) -> list[Tiling]:
     return [t for t in steps if min(t.block_q, t.block_k) >= 16 and t.stages >= 1]
 
 
-def format_report(table: pd.DataFrame) -> str:
-    """The table as text, without the columns that say the same everywhere."""
-    optional = ("causal", "grouped", "precision", "hopper", "problem")
-    shown = [name for name in table if name not in optional or table[name].nunique() > 1]
-    return table[shown].to_string(index=False, na_rep="-", float_format="{:g}".format)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--capability", type=numbers, default=[80, 90], help=f"of {', '.join(map(str, LIMITS))}")
+    add("--head-dim", type=numbers, default=[64, 128, 256])
+    add("--dtype", type=names, default=["bfloat16", "float32"])
+    add("--kernel", type=names, default=["forward", "keys", "queries"])
+    add("--precision", default="ieee", help="of float32: ieee or tf32")
+    add("--causal", action="store_true", help="with a causal mask")
+    add("--grouped", action="store_true", help="fewer key/value heads than heads")
+    add("--hopper", action="store_true", help="the kernels for Hopper GPUs")
+    add("--search", action="store_true", help="also tilings next to the table's")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.resources",
-        description="What the compiler makes of the Triton kernels. Needs no GPU.",
-    )
-    known = ", ".join(map(str, LIMITS))
-    parser.add_argument("--capability", default="80,90", help=f"comma-separated, of {known}")
-    parser.add_argument("--head-dim", default="64,128,256", help="comma-separated")
-    parser.add_argument("--dtype", default="bfloat16,float32", help="comma-separated")
-    parser.add_argument("--kernel", default="forward,keys,queries", help="comma-separated")
-    parser.add_argument("--precision", default="ieee", help="of float32: ieee or tf32")
-    parser.add_argument("--causal", action="store_true", help="with a causal mask")
-    parser.add_argument("--grouped", action="store_true", help="fewer key/value heads than heads")
-    parser.add_argument("--hopper", action="store_true", help="the kernels for Hopper GPUs")
-    parser.add_argument("--search", action="store_true", help="also tilings next to the table's")
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace) -> pd.DataFrame:
     try:
-        table = compile_report(
-            capabilities=[int(n) for n in options.capability.split(",")],
-            head_dims=[int(n) for n in options.head_dim.split(",")],
-            dtypes=[getattr(torch, name, name) for name in options.dtype.split(",")],
-            kernels=options.kernel.split(","),
+        return compile_report(
+            capabilities=options.capability,
+            head_dims=options.head_dim,
+            dtypes=[getattr(torch, name, name) for name in options.dtype],
+            kernels=options.kernel,
             causal=options.causal,
             grouped=options.grouped,
             precision=options.precision,
@@ -225,8 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             search=options.search,
         )
     except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
-    print(format_report(table))
+        raise SystemExit(str(error)) from error
+
+
+def show(table: pd.DataFrame, options: argparse.Namespace | None = None) -> str:
+    """Return the table as text, without the columns that say the same everywhere."""
+    optional = ("causal", "grouped", "precision", "hopper", "status", "reason")
+    shown = [name for name in table if name not in optional or table[name].nunique() > 1]
+    return table[shown].to_string(index=False, na_rep="-", float_format="{:g}".format)
 
 
 def _check(what: str, given: Iterable[Any], known: Any) -> None:
@@ -237,47 +236,20 @@ def _check(what: str, given: Iterable[Any], known: Any) -> None:
             raise ValueError(f"{what} {str(x).removeprefix('torch.')}: expected {choices}")
 
 
-def _compile_elsewhere(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Compile in a process of its own: without a GPU, this one interprets its kernels."""
-    command = [sys.executable, "-c", f"from {HERE} import _serve; _serve()"]
-    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
-        env=os.environ | {VARIABLE: "0"},
-    ) as process:  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([asdict(case) for case in cases]))
-        process.stdin.close()
-        done = 0
-        for line in process.stdout:
-            done += 1
-            yield json.loads(line)
-        if done < len(cases):
-            said.seek(0)
-            raise RuntimeError(f"the compilation ended early:\n{said.read()[-2000:]}")
-
-
-def _serve() -> None:
-    """In the other process: cases in, a line of results for each out."""
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the compiler prints is no result
-    for case in json.load(sys.stdin):
-        print(json.dumps(_compiled(Case(**case))), file=results, flush=True)
-
-
-def _compiled(case: Case) -> dict[str, Any]:
+def _compiled(job: Job) -> dict[str, Any]:
+    os.environ[VARIABLE] = "0"  # before Triton is imported
     import triton
 
-    options = {"num_warps": case.warps, "num_stages": case.stages}
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", case.capability, 32)
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", job.capability, 32)
     try:
-        built = triton.compile(_source(case), target=target, options=options)
+        built = triton.compile(_source(job), target=target, options=options)
     except (RuntimeError, triton.errors.TritonError) as error:
         reason: BaseException = error
         while reason.__cause__ is not None:  # the first error: the others say where
             reason = reason.__cause__
         said = str(reason).strip().splitlines()[-1:]
-        return {"problem": ": ".join([type(reason).__name__, *said])}
+        return {"status": "failed", "reason": ": ".join([type(reason).__name__, *said])}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(built.asm["cubin"])
@@ -291,40 +263,39 @@ def _compiled(case: Case) -> dict[str, Any]:
         "registers": registers,
         "spilled_bytes": stack,  # the kernels have no other use for a stack
         "shared_kib": shared / 1024,
-        "programs": LIMITS[case.capability].fitting(registers, shared, case.warps),
+        "programs": LIMITS[job.capability].fitting(registers, shared, job.warps),
         **{name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
-        "problem": "",
     }
 
 
-def _source(case: Case) -> Any:
+def _source(job: Job) -> Any:
     """The kernel with the types of its arguments, as Triton finds them in such a call."""
     from triton.compiler import ASTSource
 
-    file = "forward" if case.kernel == "forward" else "backward"
-    module = import_module(f"labsupport.attention.flash_triton.{file}{'_hopper' * case.hopper}")
-    kernel = getattr(module, f"{'hopper_' * case.hopper}{case.kernel}_kernel")
+    file = "forward" if job.kernel == "forward" else "backward"
+    module = import_module(f"labsupport.attention.flash_triton.{file}{'_hopper' * job.hopper}")
+    kernel = getattr(module, f"{'hopper_' * job.hopper}{job.kernel}_kernel")
     constants: dict[str, Any] = {
-        "HEAD_DIM": case.head_dim, "D": padded(case.head_dim),
-        "BLOCK_Q": case.block_q, "BLOCK_K": case.block_k,
-        "LEFT": False, "RIGHT": case.causal, "ALIBI": False, "PACKED": False,
-        "PRECISION": case.precision, "slopes": None, "cu_q": None, "cu_k": None,
+        "HEAD_DIM": job.head_dim, "D": padded(job.head_dim),
+        "BLOCK_Q": job.block_q, "BLOCK_K": job.block_k,
+        "LEFT": False, "RIGHT": job.causal, "ALIBI": False, "PACKED": False,
+        "PRECISION": job.precision, "slopes": None, "cu_q": None, "cu_k": None,
     }  # fmt: skip
     # An integer that is 1 is a constant to Triton.
     constants |= {name: 1 for name in kernel.arg_names if re.fullmatch(r"stride_\w+d", name)}
-    if not case.grouped:
+    if not job.grouped:
         constants["group"] = 1
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    element = TYPES[getattr(torch, case.dtype)]
+    element = TYPES[getattr(torch, job.dtype)]
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name == "Rows":
-            signature[name] = f"tensordesc<fp32[1,1,1,{case.block_q}]>"
-        elif case.hopper and name.lstrip("d")[0].isupper() and name != "L":
-            rows = case.block_q if name.lstrip("d") in "QO" else case.block_k
-            signature[name] = f"tensordesc<{element}[1,1,{rows},{case.head_dim}]>"
+            signature[name] = f"tensordesc<fp32[1,1,1,{job.block_q}]>"
+        elif job.hopper and name.lstrip("d")[0].isupper() and name != "L":
+            rows = job.block_q if name.lstrip("d") in "QO" else job.block_k
+            signature[name] = f"tensordesc<{element}[1,1,{rows},{job.head_dim}]>"
         elif name in ("L", "Shift", "Delta"):
             signature[name] = "*fp32"
         elif name.lstrip("d")[0].isupper():
@@ -335,7 +306,3 @@ def _source(case: Case) -> Any:
         if signature[name].startswith("*") or (name not in constants and name[:6] == "stride"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-if __name__ == "__main__":
-    main()

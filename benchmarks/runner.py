@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.attention.backends import AttentionInputError, BackendUnavailableError
+from labsupport.attention.flash_triton import mode
+from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
 from labsupport.training.lengths import parse_tokens
-from labsupport.training.saving.limit import is_out_of_memory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ class Case:
     """
 
     row: Row
-    measure: Callable[[], Row | list[Row]]
+    measure: Callable[[], Row | Sequence[Row]]
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
     """Measure the cases in their order.
 
     Args:
-        cases: what to measure.
+        cases: what to measure; a generator may decide as it goes.
         device: where, for the provenance and for the memory that is freed between two cases.
         progress: show a tqdm bar.
         on_rows: is given the table so far after each case.
@@ -77,7 +77,7 @@ def run(
         return table
 
     try:
-        for case in tqdm(list(cases), disable=not progress, unit="case", leave=False):
+        for case in tqdm(cases, disable=not progress, unit="case", leave=False):
             rows += _measured(case)
             gc.collect()
             if device.type == "cuda":
@@ -114,20 +114,26 @@ def _command() -> str:
 
 
 def _measured(case: Case) -> list[dict[str, Any]]:
-    status, reason, found = "ok", "", None
     try:
         found = case.measure()
-    except (AttentionInputError, BackendUnavailableError, NotImplementedError) as error:
-        status, reason = "unsupported", one_line(error)
     except Exception as error:
-        if is_out_of_memory(error):
-            status, reason = "out of memory", one_line(error)
-        else:
-            status, reason = "failed", f"{type(error).__name__}: {one_line(error)}"
-    if found is None:
-        return [{**case.row, "status": status, "reason": reason}]
-    found = found if isinstance(found, list) else [found]
+        return [{**case.row, **refusal(error)}]
+    found = [found] if isinstance(found, Mapping) else found
     return [{**case.row, "status": "ok", "reason": "", **row} for row in found]
+
+
+def not_measured(table: pd.DataFrame, *columns: str) -> list[str]:
+    """A line for each reason why rows of a table were not measured, by these columns."""
+    others = table[table.status != "ok"].groupby([*columns, "status", "reason"], sort=False)
+    return [": ".join(map(str, key)) + f" ({len(group)})" for key, group in others]
+
+
+def check_triton(options: argparse.Namespace) -> None:
+    """End the program where Triton's kernels cannot run, or interpreted times would be saved."""
+    if reason := mode.missing():
+        raise SystemExit(reason)
+    if mode.interpreted() and options.save:
+        raise SystemExit("the kernels are interpreted here: such times are not worth keeping")
 
 
 def one_line(error: BaseException) -> str:

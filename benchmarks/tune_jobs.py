@@ -1,4 +1,4 @@
-"""What the tuner tries: candidate tilings, calls to time them on, and processes that compile.
+"""The tuner's parts: candidate tilings, calls to time them on, and processes that compile.
 
     forward   64 rows for each group of 4 warps, which is what a Hopper tensor-core instruction
               takes, or 128; as many keys as shared memory holds two to four times
@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ from labsupport.attention.flash_triton import launch_decode, mode
 from labsupport.attention.flash_triton.geometry import Geometry
 from labsupport.attention.flash_triton.launch import backward, forward
 from labsupport.attention.flash_triton.tuning import HOPPER, Tiling, override, padded, tiling
-from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.timing import now, resolve_device
 
-HERE = "benchmarks.tune_jobs"
 KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}
 TOLERATED_SPILL = 128  # bytes a thread: some numbers outside of the inner loop's way; a GPU decides
 PATIENCE_S = 180  # for one process
@@ -116,33 +115,36 @@ def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[Tiling]:
 
 
 def what_does_not_fit(
-    kernel: str, plans: Sequence[Tiling], head_dim: int, dtype: torch.dtype, capability: int
+    kernel: str, plans: Sequence[Tiling], shape: Shape, capability: tuple[int, int]
 ) -> dict[Tiling, str]:
     """Why a plan is not worth timing, by the compiler's account: shared memory, registers.
 
     Plans that spill much are kept where all do. Nothing is known about "decode", or about GPUs that
     `resources` does not know: there every plan is tried.
     """
-    if kernel == "decode" or capability not in LIMITS:
+    number, dtype = 10 * capability[0] + capability[1], getattr(torch, shape.dtype)
+    if kernel == "decode" or number not in LIMITS:
         return {}
-
-    def report(some: Sequence[Tiling]) -> Any:
-        call: dict[str, Any] = {"capabilities": [capability], "kernels": [kernel]}
-        call |= {"head_dims": [head_dim], "dtypes": [dtype], "tilings": some}
-        call["hopper"] = _for_hopper(head_dim, dtype, capability)
-        return compile_report(**call).to_dict("records")
-
-    rows = _in_parallel(report, plans)
-    reasons = {}
-    for plan, row in rows.items():
-        if row["problem"]:
-            reasons[plan] = row["problem"]
+    table = compile_report(
+        capabilities=[number],
+        kernels=[kernel],
+        head_dims=[shape.head_dim],
+        dtypes=[dtype],
+        tilings=plans,
+        hopper=_for_hopper(shape.head_dim, dtype, number),
+        progress=False,
+    )
+    reasons, spilled = {}, {}
+    for plan, row in zip(plans, table.to_dict("records"), strict=True):
+        if row["status"] != "ok":
+            reasons[plan] = row["reason"]
         elif not row["programs"]:
             reasons[plan] = f"needs {row['shared_kib']:.0f} KiB of shared memory"
-    spilled = {p: row["spilled_bytes"] for p, row in rows.items() if p not in reasons}
-    much = {p: n for p, n in spilled.items() if n > TOLERATED_SPILL}
+        else:
+            spilled[plan] = row["spilled_bytes"]
+    much = {plan: n for plan, n in spilled.items() if n > TOLERATED_SPILL}
     if len(much) < len(spilled):
-        reasons |= {p: f"spills {n:.0f} bytes a thread" for p, n in much.items()}
+        reasons |= {plan: f"spills {n:.0f} bytes a thread" for plan, n in much.items()}
     return reasons
 
 
@@ -183,21 +185,22 @@ def compile_in_parallel(
 ) -> dict[Tiling, str]:
     """Run each plan once on each shape in other processes, which fills Triton's cache.
 
+    They are few, since each takes seconds to start.
+
     Returns:
         why plans failed there; what crashes, crashes another process.
     """
+    count = max(1, min(len(plans), (os.cpu_count() or 2) - 2, 12))
+    parts = [plans[start::count] for start in range(count)]
 
-    def work(some: Sequence[Tiling]) -> Any:
-        jobs = {
-            "kernel": kernel,
-            "plans": [asdict(plan) for plan in some],
-            "fixed": {name: asdict(plan) for name, plan in fixed.items()},
-            "shapes": [asdict(shape) for shape in shapes],
-        }
-        answer = _elsewhere("_serve", jobs)
+    def work(some: Sequence[Tiling]) -> list[str]:
+        answer = _elsewhere("_try", (kernel, some, fixed, shapes))
         return answer if isinstance(answer, list) else [answer] * len(some)
 
-    return {plan: why for plan, why in _in_parallel(work, plans).items() if why}
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(work, parts))
+    pairs = zip(itertools.chain(*parts), itertools.chain(*answers), strict=True)
+    return {plan: why for plan, why in pairs if why}
 
 
 def first_calls(shape: Shape, plans: Plans, cache: str) -> dict[str, float] | str:
@@ -208,35 +211,22 @@ def first_calls(shape: Shape, plans: Plans, cache: str) -> dict[str, float] | st
         16, so that Triton specialises anew; again: of the first once more. Loading PyTorch and
         Triton is not counted. Or, where the process failed, what it said.
     """
-    job = {"shape": asdict(shape), "plans": {name: asdict(plan) for name, plan in plans.items()}}
-    return _elsewhere("_first_calls", job, {"TRITON_CACHE_DIR": cache})
-
-
-def _in_parallel(
-    work: Callable[[Sequence[Tiling]], Sequence[Any]], plans: Sequence[Tiling]
-) -> dict[Tiling, Any]:
-    """What `work` says of each plan: few processes, since each takes seconds to start."""
-    count = max(1, min(len(plans), (os.cpu_count() or 2) - 2, 12))
-    parts = [part for start in range(count) if (part := plans[start::count])]
-    with ThreadPoolExecutor(count) as pool:
-        results = list(pool.map(work, parts))
-    return {
-        plan: result
-        for part, said in zip(parts, results, strict=True)
-        for plan, result in zip(part, said, strict=True)
-    }
+    return _elsewhere("_first_calls", (shape, plans), {"TRITON_CACHE_DIR": cache})
 
 
 def _elsewhere(function: str, job: Any, environment: dict[str, str] | None = None) -> Any:
     """What a function of this file returns in another process, or what it said when it failed."""
-    command = [sys.executable, "-c", f"from {HERE} import {function} as f; f()"]
+    code = (
+        "import json, pickle, sys; "
+        f"from {__name__} import {function} as f; "
+        "print(json.dumps(f(*pickle.load(sys.stdin.buffer))))"
+    )
     try:
         done = subprocess.run(
-            command,
-            input=json.dumps(job),
+            [sys.executable, "-c", code],
+            input=pickle.dumps(job),
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
             capture_output=True,
-            text=True,
             check=False,
             timeout=PATIENCE_S,
         )
@@ -244,50 +234,38 @@ def _elsewhere(function: str, job: Any, environment: dict[str, str] | None = Non
         return f"the process took longer than {PATIENCE_S} s"
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        return f"the process failed: {' '.join(done.stderr.split())[-300:]}"
+        return f"the process failed: {' '.join(done.stderr.decode().split())[-300:]}"
     return json.loads(lines[-1])
 
 
-def _serve() -> None:
-    """In another process: one call of each plan on each shape; reasons of failure to stdout."""
-    jobs = json.load(sys.stdin)
-    plans = [Tiling(**plan) for plan in jobs["plans"]]
-    fixed = {name: Tiling(**plan) for name, plan in jobs["fixed"].items()}
+def _try(kernel: str, plans: Sequence[Tiling], fixed: Plans, shapes: Sequence[Shape]) -> list[str]:
+    """In another process: one call of each plan on each shape; reasons of failure."""
     device = resolve_device(None)
     reasons = [""] * len(plans)
-    for shape in jobs["shapes"]:
-        call = make_call(Shape(**shape), device)
+    for shape in shapes:
+        call = make_call(shape, device)
         for i, plan in enumerate(plans):
             if not reasons[i]:
                 try:
-                    with_plans(call, fixed | {jobs["kernel"]: plan})()
-                    _wait(device)
+                    with_plans(call, fixed | {kernel: plan})()
+                    now(device)
                 except Exception as error:
                     reasons[i] = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
-    print(json.dumps(reasons))
+    return reasons
 
 
-def _first_calls() -> None:
-    """In another process: times in milliseconds to stdout."""
-    job = json.load(sys.stdin)
-    shape, plans = Shape(**job["shape"]), {n: Tiling(**plan) for n, plan in job["plans"].items()}
+def _first_calls(shape: Shape, plans: Plans) -> dict[str, float]:
+    """In another process: times in milliseconds."""
     device = resolve_device(None)
     # Triton's own start, by a kernel that is not asked about.
     dtype = torch.float32 if mode.interpreted() else torch.float16
     small = torch.zeros(1, 16, 1, 16, dtype=dtype, device=device)
     forward(small, small, small, Geometry(1.0))
-    odd = {**asdict(shape), "seqlen": shape.seqlen - 24}
+    odd = replace(shape, seqlen=shape.seqlen - 24)
     times = {}
-    for name, of in (("first", shape), ("other_length", Shape(**odd)), ("again", shape)):
+    for name, of in (("first", shape), ("other_length", odd), ("again", shape)):
         call = with_plans(make_call(of, device), plans)
-        _wait(device)
-        start = time.perf_counter()
+        start = now(device)
         call()
-        _wait(device)
-        times[name] = (time.perf_counter() - start) * 1e3
-    print(json.dumps(times))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        times[name] = (now(device) - start) * 1e3
+    return times

@@ -735,7 +735,7 @@ tuned = tuned.sort_values("median_ms")[
 pd.concat([tuned.head(4), tuned.tail(3)]).round(3)
 
 # %% [markdown]
-# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m benchmarks.tune`).
+# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m benchmarks tune`).
 #
 # ## 4.4 · The kernel
 #
@@ -849,7 +849,7 @@ else:
 # A correct heart makes a correct kernel, not yet a fast one. What decides about speed stands around it:
 #
 # - *tiles*, warps and stages: a factor of 1.8 between the best and the worst, above;
-# - *resources*: `python -m benchmarks.resources --capability 90 --head-dim 64 --kernel forward` compiles for a
+# - *resources*: `python -m benchmarks resources --capability 90 --head-dim 64 --kernel forward` compiles for a
 #   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
@@ -864,7 +864,7 @@ speeds = peers[(peers.direction == "forward") & (peers.head_dim == 128) & ~peers
 speeds.pivot(index="backend", columns="seqlen", values="tflops").sort_values(16_384).round(0)
 
 # %%
-from labsupport.profiling.peers import compare_with_peers, geometric_means
+from labsupport.profiling.tables import compare_with_peers, geometric_means
 
 geometric_means(compare_with_peers(peers, "flash_triton")).round(2)
 

@@ -53,11 +53,11 @@ def sweep_command(
     labsupport sweep --seqlen 512,1024,2048,4096 --no-grad --chart time.png
     labsupport sweep --batch 1,4 --backends sdpa_flash,standard --csv rows.csv
     """
-    from benchmarks.attention import format_table
     from labsupport.profiling.bench.request import dtype_named, listed, measurable_backends
     from labsupport.profiling.bench.sweep import check_chart, write_charts
     from labsupport.profiling.benchmark import run_grid
     from labsupport.profiling.cases import DIRECTIONS, grid
+    from labsupport.profiling.tables import format_table
     from labsupport.profiling.timing import resolve_device
 
     check_chart(chart)

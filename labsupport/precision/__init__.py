@@ -2,7 +2,6 @@
 
     dtypes        what each dtype can hold, and what a tensor holds
     autofix/      make three inputs fit one kernel, and say what that costs
-    combinations  what each backend says to each combination of dtypes
     tracker/      watch a model: dtypes, ranges, casts, the first layer where things went wrong
     policy/       which component of a model computes in which dtype, and the layers for it
     losses        cross-entropy in float32, also in chunks

@@ -14,20 +14,13 @@ work         what a case must compute and move, at least
 presets      shapes of known models, by name
 benchmark    grids of cases, measured, as a table
 bench_command/  `labsupport bench`, `sweep` and `compare`
-baseline     has a program become slower? (baseline_noise, baseline_power: how surely)
+baseline     has a program become slower?
 trace/       which kernels and operators take the time
 tables       ratios, readable columns, lines to judge by
 accuracy     how far outputs are from the oracle
 runs         tables kept under data/runs/
+graphs       calls recorded as CUDA graphs, so that launches do not count
 units        bytes as people read them
-
-Commands that judge and tune the lab's own kernels on a GPU:
-
-peers         forward and backward beside the best libraries, shape by shape
-decode_peers  decoding from a long cache beside them, in GB/s
-loop_orders   version 1's loop order against version 2's
-tune          which tilings are the fastest (tune_jobs: what it tries)
-graphs        calls recorded as CUDA graphs, so that launches do not count
 
 Names are imported from these files when first used, so that importing the package stays light.
 """

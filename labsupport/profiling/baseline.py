@@ -25,7 +25,7 @@ data/runs/noise-cpu-busy left, the reference became 9% faster and a call of 3 ms
 changed: Python's part of a short call suffers more than arithmetic. The reference shows that the
 machine is not what it was, and an answer then needs a difference larger than the machine's own.
 
-How often it errs was measured, not derived: `python -m benchmarks.baseline_power` draws
+How often it errs was measured, not derived: `python -m benchmarks baseline_power` draws
 2,000 baselines and checks from recorded noise. On two cores with little else to do
 (data/runs/noise-cpu): no false alarm, no slowdown of 10% missed. While others kept those cores busy
 (noise-cpu-busy): with a call of 46 ms no false alarm, 2% "cannot tell", 98% of the slowdowns seen;

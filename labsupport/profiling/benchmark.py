@@ -149,11 +149,12 @@ def run_case(
 def refusal(error: Exception) -> dict[str, str]:
     """`status` and `reason` of a case that raised."""
     reason = _one_line(error)
-    if isinstance(error, (BackendUnavailableError, AttentionInputError)):
+    if isinstance(error, BackendUnavailableError | AttentionInputError | NotImplementedError):
         return {"status": "unsupported", "reason": reason}
     # The CPU allocator has no exception class of its own.
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(
-        error
+    words = ("can't allocate memory", "std::bad_alloc")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
+        word in str(error) for word in words
     ):
         return {"status": "out of memory", "reason": reason}
     return {"status": "failed", "reason": f"{type(error).__name__}: {reason}"}
@@ -242,9 +243,3 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-if __name__ == "__main__":
-    from benchmarks.attention import main
-
-    main()

@@ -1,7 +1,8 @@
-"""What a reader wants from a benchmark's table: ratios, readable columns, lines to judge by."""
+"""Readable benchmark tables: ratios, columns with units, text, lines to judge by."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from labsupport.profiling.cases import Case
+from labsupport.profiling.timing import format_ms
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,6 +65,97 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             shown = shown.drop(columns=name, errors="ignore")
     digits = {"median_ms": 3, "tflops": 2, "speedup": 2}
     return shown.round(digits).rename(columns=READABLE)
+
+
+def format_table(table: pd.DataFrame) -> str:
+    """Return the table as aligned text for a terminal: only axes that vary get a column."""
+    if "standard" in set(table["backend"]):
+        table = speedup(table)
+    axes = ["batch", "heads", "kv_heads", "kv_seqlen", "head_dim", "dtype", "causal", "direction"]
+    varying = [axis for axis in axes if table[axis].nunique() > 1]
+    header = ["backend", "seqlen", *varying, "median ms", "IQR", "TFLOP/s", "extra memory"]
+    header += ["max error", "vs standard", "kernel or reason"]
+    lines = [header, *(_cells(row, varying) for _, row in table.iterrows())]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header) - 1)]
+    text = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
+        for line in lines
+    ]
+    record = table.attrs.get("provenance", {})
+    fixed = ", ".join(
+        f"{axis} {table[axis].iloc[0]}" for axis in axes if axis not in varying and len(table)
+    )
+    return "\n".join([f"{record.get('device', '')}; {fixed}", *text])
+
+
+def _cells(row: pd.Series, varying: list[str]) -> list[str]:
+    start = [row["backend"], str(row["seqlen"]), *(str(row[axis]) for axis in varying)]
+    if row["status"] != "ok":
+        return [*start, "-", "-", "-", "-", "-", "-", f"{row['status']}: {row['reason']}"]
+    ratio, error = row.get("speedup", math.nan), row["max_error"]
+    return [
+        *start,
+        format_ms(row["median_ms"]),
+        f"{format_ms(row['q1_ms'])}-{format_ms(row['q3_ms'])}",
+        f"{row['tflops']:.3g}",
+        format_bytes(row["peak_memory_bytes"]),
+        "-" if math.isnan(error) else f"{error:.1e}",
+        "-" if math.isnan(ratio) else f"{ratio:.2f}x",
+        row["kernel"],
+    ]
+
+
+PEER_SHAPE = ["head_dim", "causal", "seqlen"]
+
+
+def compare_with_peers(
+    table: pd.DataFrame, ours: str, *, column: str = "median_ms"
+) -> pd.DataFrame:
+    """How many times as fast `ours` is as each other implementation, by shape.
+
+    Args:
+        table: a run of `python -m benchmarks peers`.
+        ours: the backend in question.
+        column: "median_ms", the kernels' time, or "call_ms", that of calls from Python.
+
+    Returns:
+        head_dim, causal, seqlen, pass ("forward" or "backward": forward+backward less forward), our
+        TFLOP/s, and a column for each peer; NaN where one of the two did not run.
+    """
+    import pandas as pd
+
+    rows = []
+    for shape, group in table.groupby(PEER_SHAPE):
+        ran = group[group.status == "ok"]
+        times = ran.pivot(index="backend", columns="direction", values=column)
+        times = times.reindex(columns=["forward", "forward+backward"])
+        # The same for all implementations: from any forward row.
+        flops = (ran.tflops * ran.median_ms * 1e9)[ran.direction == "forward"].mean()
+        passes = {
+            "forward": (times["forward"], flops),
+            "backward": (times["forward+backward"] - times["forward"], 2.5 * flops),
+        }
+        for name, (taken, work) in passes.items():
+            own = taken.get(ours, math.nan)
+            row = dict(zip(PEER_SHAPE, shape, strict=True)) | {"pass": name}
+            row["TFLOP/s"] = work / own / 1e9
+            rows.append(row | {peer: t / own for peer, t in taken.items() if peer != ours})
+    return pd.DataFrame(rows)
+
+
+def geometric_means(ratios: pd.DataFrame) -> pd.DataFrame:
+    """The mean ratio over all shapes, and the smallest one: a row for each pass and peer."""
+    import numpy as np
+    import pandas as pd
+
+    rows = []
+    for name, group in ratios.groupby("pass", sort=False):
+        for peer in ratios.columns.difference([*PEER_SHAPE, "pass", "TFLOP/s"], sort=False):
+            values = group[peer].dropna().to_numpy()
+            if len(values):
+                mean = float(np.exp(np.log(values).mean()))
+                rows.append({"pass": name, "peer": peer, "mean": mean, "smallest": values.min()})
+    return pd.DataFrame(rows)
 
 
 def arithmetic_bound_ms(table: pd.DataFrame, tflops: float) -> Callable[[float], float]:

@@ -6,24 +6,24 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import decode as decode_peers
-from benchmarks.decode import (
-    DecodeShape,
-    format_table,
-    geometric_means,
-    main,
-    measure_decoding,
-)
+from benchmarks import decode as program
+from benchmarks.__main__ import parser_of
+from benchmarks.decode import DecodeShape, means_of
 from labsupport.attention.flash_triton import mode
 from labsupport.profiling.graphs import captured
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
-SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16}
-SMALL["dtype"] = "float32" if mode.interpreted() else "bfloat16"
+SMALL = "--heads 4 --kv-heads 2 --head-dim 16 --max-seconds 0.01 "
+
+
+def measure(shapes):
+    options = parser_of("decode").parse_args((SMALL + shapes).split())
+    table = program.measure(options)
+    return table, program.show(table, options)
 
 
 def measured(times):
-    """A table as `measure_decoding` returns it, from {(implementation, keys): ms or None}."""
+    """A table as `decode` returns it, from {(implementation, keys): ms or None}."""
     rows = [
         {
             "batch": 1, "keys": keys, "implementation": name, "median_ms": ms or math.nan,
@@ -41,10 +41,8 @@ def test_the_bytes_are_those_of_k_and_v_read_once():
 
 @runs_kernels
 def test_every_implementation_becomes_a_row_and_ratios_are_against_the_fastest_sdpa():
-    shapes = [DecodeShape(1, 70, **SMALL), DecodeShape(2, 40, **SMALL)]
-    names = ["decode", "sdpa_flash", "fa2"]
-    table = measure_decoding(shapes, names, max_seconds=0.01)
-    assert list(table.implementation) == names * 2
+    table, printed = measure("--keys 70,40 --batch 1,2 --peers sdpa_flash,fa2")
+    assert list(table.implementation) == ["decode", "sdpa_flash", "fa2"] * 4
     ran = table[table.status == "ok"]
     assert set(ran.implementation) >= {"decode", "sdpa_flash"}
     assert (ran.relative_error < (1e-5 if mode.interpreted() else 1e-2)).all()
@@ -55,20 +53,21 @@ def test_every_implementation_becomes_a_row_and_ratios_are_against_the_fastest_s
         ratio = shape.set_index("implementation").times_sdpa["decode"]
         assert ratio == pytest.approx(times["sdpa_flash"] / times["decode"])
     assert {"device", "versions", "interpreted"} <= set(table.attrs["provenance"])
+    assert "one query, 4 heads over 2" in printed
+    assert ("times mean nothing" in printed) == mode.interpreted()
 
 
 @runs_kernels
 def test_what_cannot_run_or_does_not_fit_is_a_row_that_says_so():
-    table = measure_decoding(
-        [DecodeShape(1, 40, **SMALL), DecodeShape(10**6, 10**6, **SMALL)],
-        ["decode", "sdpa_efficient"],
-        max_seconds=0.01,
-    ).set_index(["keys", "implementation"])
-    assert table.status[40, "sdpa_efficient"] == "unsupported"
-    assert "grouped-query heads" in table.reason[40, "sdpa_efficient"]
-    assert set(table.status[10**6]) == {"out of memory"}
-    assert "needs" in table.reason[10**6, "decode"]
-    assert math.isnan(table.median_ms[10**6, "decode"])
+    table, printed = measure("--keys 40,1000000000 --batch 1 --peers sdpa_efficient,fa3")
+    rows = table.set_index(["keys", "implementation"])
+    assert rows.status[40, "sdpa_efficient"] == "unsupported"
+    assert "grouped-query heads" in rows.reason[40, "sdpa_efficient"]
+    assert set(rows.status[10**9]) == {"out of memory"}
+    assert "needs" in rows.reason[10**9, "decode"]
+    assert math.isnan(rows.median_ms[10**9, "decode"])
+    assert "sdpa_efficient: unsupported: " in printed
+    assert "unknown backend" in printed
 
 
 @runs_kernels
@@ -78,12 +77,14 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     def half(q, k, v):
         return right(q, k[:, ::2], v[:, ::2])
 
-    right = decode_peers.decode
-    monkeypatch.setattr(decode_peers, "decode", half)
-    (row,) = measure_decoding([DecodeShape(1, 70, **SMALL)], ["decode"]).itertuples()
+    right = program.decode
+    monkeypatch.setattr(program, "decode", half)
+    table, printed = measure("--keys 70 --batch 1 --peers decode")
+    (row,) = table.itertuples()
     assert row.status == "wrong"
     assert row.relative_error > 0.05
-    assert math.isnan(row.median_ms)
+    assert "median_ms" not in table
+    assert "wrong" in printed
 
 
 def test_means_are_geometric_and_over_the_shapes_that_both_ran():
@@ -97,34 +98,11 @@ def test_means_are_geometric_and_over_the_shapes_that_both_ran():
         }
         | {("fa4", 2): None}
     )
-    means = geometric_means(table).set_index("implementation")
+    means = means_of(table).set_index("implementation")
     assert means.ours["flex"] == pytest.approx(2.0)
     assert means.ours["fa4"] == pytest.approx(3.0)
     assert means.ours["decode"] == 1
     assert list(means.shapes[["decode", "fa4"]]) == [2, 1]
-
-
-@runs_kernels
-def test_the_command_prints_rows_refusals_and_means(capsys):
-    small = "--keys 40,70 --batch 1 --heads 4 --kv-heads 2 --head-dim 16 --max-seconds 0.01"
-    main([*small.split(), "--peers", "sdpa_flash,sdpa_efficient"])
-    printed = capsys.readouterr().out
-    assert "one query, 4 heads over 2" in printed
-    assert "sdpa_efficient: unsupported for 1 x 40, 1 x 70 keys" in printed
-    assert ("times mean nothing" in printed) == mode.interpreted()
-
-
-@pytest.mark.skipif(not mode.interpreted(), reason="compiled, times mean something")
-def test_interpreted_times_are_not_kept(capsys):
-    with pytest.raises(SystemExit):
-        main(["--save", "nothing"])
-    assert "not worth keeping" in capsys.readouterr().err
-
-
-@runs_kernels
-def test_a_table_without_any_time_can_be_printed():
-    table = measure_decoding([DecodeShape(1, 40, **SMALL)], ["fa3"], max_seconds=0.01)
-    assert "unknown backend" in format_table(table)
 
 
 def test_on_a_cpu_nothing_is_recorded():

@@ -1,11 +1,14 @@
 """The table of dtype combinations says what really happened, and holds nothing unclear."""
 
+import argparse
 import itertools
 
 import pytest
 import torch
 
-from benchmarks.dtypes import SAFE, dtype_combinations, format_combinations, main
+from benchmarks import dtypes
+from benchmarks.__main__ import parser_of
+from benchmarks.dtypes import SAFE
 from labsupport.attention.registry import FLOAT_DTYPES
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -13,7 +16,7 @@ BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 @pytest.fixture(scope="module")
 def table():
-    return dtype_combinations("cpu")
+    return dtypes.measure(parser_of("dtypes").parse_args(["--device", "cpu"]))
 
 
 def test_every_combination_is_there_for_every_caller(table):
@@ -70,16 +73,15 @@ def test_nothing_is_cast_to_a_narrower_dtype_on_a_cpu(table):
 
 
 def test_the_text_names_each_message_once(table):
-    text = format_combinations(table)
-    lines = text.split("\n")
+    lines = dtypes.show(table, argparse.Namespace()).split("\n")
     said = [line.split("] ", 1)[1] for line in lines if line.startswith("[")]
     assert len(set(said)) == len(said)
     assert 3 <= len(said) <= 6, "dtypes and figures do not make another message"
     assert sum(line.startswith("float32") for line in lines) == 16
 
 
-def test_the_command_prints_the_table(capsys):
-    main(["--device", "cpu", "--backends", "sdpa_flash"])
-    printed = capsys.readouterr().out
-    assert "sdpa_flash" in printed
-    assert "flash_torch" not in printed
+def test_backends_can_be_chosen():
+    options = parser_of("dtypes").parse_args(["--backends", "sdpa_flash"])
+    callers = dtypes._callers(torch.device("cpu"), options.backends)
+    assert "sdpa_flash" in callers
+    assert "flash_torch" not in callers

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks.tune import best_plan, format_scores, main, scores, tune_kernel
+from benchmarks.__main__ import main
+from benchmarks.tune import best_plan, format_scores, scores, tune_kernel
 from benchmarks.tune_jobs import (
     KERNELS,
     Shape,
@@ -38,13 +39,14 @@ def small(direction, causal=True):
 
 
 def measured(times):
-    """Rows as `measure_plans` returns them, from {plan: (ms of each shape)}."""
+    """Rows as `tune` measures them, from {plan: (ms of each shape)}."""
     rows = []
     for shape, seqlen in enumerate((1024, 4096)):
         fastest = min(ms[shape] for ms in times.values())
         for plan, ms in times.items():
-            row = {"batch": 1, "seqlen": seqlen, "causal": False, "median_ms": ms[shape]}
-            rows.append(vars(plan) | row | {"ratio": ms[shape] / fastest})
+            row = {"status": "ok", "batch": 1, "seqlen": seqlen, "causal": False}
+            row |= {"median_ms": ms[shape], "ratio": ms[shape] / fastest}
+            rows.append(vars(plan) | row)
     return pd.DataFrame(rows)
 
 
@@ -123,14 +125,15 @@ def test_the_tiling_of_an_override_is_the_one_that_runs(monkeypatch):
 @pytest.mark.slow
 def test_what_does_not_fit_or_spills_is_left_out_with_its_reason():
     fits, spills, too_large = Tiling(128, 64, 8, 3), Tiling(128, 128, 4, 2), Tiling(64, 128, 4, 6)
-    reasons = what_does_not_fit("forward", [fits, spills, too_large], 128, torch.bfloat16, 90)
+    shape = shapes_for("forward", 128, "bfloat16")[0]
+    reasons = what_does_not_fit("forward", [fits, spills, too_large], shape, (9, 0))
     assert set(reasons) == {spills, too_large}
     assert "spills" in reasons[spills]
     assert "shared memory" in reasons[too_large]
 
 
 def test_of_gpus_that_are_not_known_nothing_is_left_out():
-    assert what_does_not_fit("forward", [SMALL], 128, torch.bfloat16, 75) == {}
+    assert what_does_not_fit("forward", [SMALL], small("forward"), (7, 5)) == {}
 
 
 @runs_kernels
@@ -169,7 +172,9 @@ def test_the_score_is_the_mean_ratio_to_the_fastest_of_each_shape():
 
 def test_the_current_plan_is_marked_and_shown_however_slow_it_is():
     table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), Tiling(64, 64, 4, 1): (3.0, 3.0)})
-    text = format_scores(table, Tiling(64, 64, 4, 1), {Tiling(8, 8, 8, 8): "too small"}, most=1)
+    left_out = vars(Tiling(8, 8, 8, 8)) | {"status": "left out", "reason": "too small"}
+    table = pd.concat([table, pd.DataFrame([left_out])])
+    text = format_scores(table, Tiling(64, 64, 4, 1), most=1)
     assert len([line for line in text.splitlines() if " 4 " in line]) == 2
     assert "now" in text
     assert "Tiling(8, 8, 8, 8)  too small" in text
@@ -180,17 +185,14 @@ def test_the_current_plan_is_marked_and_shown_however_slow_it_is():
 def test_plans_are_timed_on_each_shape(kernel):
     direction = "forward" if kernel == "forward" else "backward"
     device = torch.device("cpu" if mode.interpreted() else "cuda")
-    table, _ = tune_kernel(
-        kernel, direction, 16, DTYPE, device, plans=[SMALL, LARGE],
-        shapes=[small(direction, False), small(direction, True)], max_seconds=0.01,
-    )  # fmt: skip
+    shapes = [small(direction, False), small(direction, True)]
+    table = pd.DataFrame(tune_kernel(kernel, [SMALL, LARGE], shapes, device, max_seconds=0.01))
     assert len(table) == 4
     assert (table.groupby("causal").ratio.min() == 1).all()
     assert best_plan(table) in (SMALL, LARGE)
 
 
 @interpreted
-def test_the_command_wants_a_gpu(capsys):
-    with pytest.raises(SystemExit):
-        main([])
-    assert "needs a GPU" in capsys.readouterr().err
+def test_the_command_wants_a_gpu():
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        main(["tune"])

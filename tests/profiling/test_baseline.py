@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import baseline_power
+from benchmarks.__main__ import main
 from benchmarks.baseline_power import interval, processes_of, simulate
 from labsupport.profiling.baseline import (
     FEWEST,
@@ -241,6 +242,13 @@ def test_the_simulation_finds_a_rule_right_on_calm_noise_and_wrong_on_drift():
 def test_the_simulation_repeats_itself():
     recorded = artificial(24, 0.03, 0.0)
     assert simulate(recorded, trials=50, seed=3) == simulate(recorded, trials=50, seed=3)
+
+
+def test_the_program_prints_the_rates_of_each_slowdown(capsys):
+    assert main(["baseline_power", "--case", "short", "--trials", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["short +0%", "short +5%", "short +10%"]
+    assert all("10 trials" in line for line in lines)
 
 
 def test_too_short_a_recording_is_refused():

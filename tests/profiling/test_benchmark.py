@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks.attention import format_table, main
 from labsupport.attention.reference import standard_attention
 from labsupport.profiling import benchmark
 from labsupport.profiling.accuracy import Oracle, errors_by_dtype
@@ -17,7 +16,13 @@ from labsupport.profiling.benchmark import (
     run_grid,
 )
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
-from labsupport.profiling.tables import arithmetic_bound_ms, readable, score_mib, speedup
+from labsupport.profiling.tables import (
+    arithmetic_bound_ms,
+    format_table,
+    readable,
+    score_mib,
+    speedup,
+)
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "max_seconds": 0.0, "progress": False}
@@ -238,16 +243,6 @@ def test_the_printed_table_shows_measured_and_refused_rows(table):
     assert "unsupported:" in text
     assert "flash_torch" in text
     assert "x  " in text  # a speed-up
-
-
-def test_the_command_runs_and_saves(capsys, monkeypatch, tmp_path):
-    from labsupport.profiling import runs
-
-    monkeypatch.setattr(runs, "data_dir", lambda: tmp_path)
-    arguments = ["--backends", "standard,sdpa_flash", "--seqlen", "32,64", "--device", "cpu"]
-    main([*arguments, "--max-seconds", "0.1", "--save", "small"])
-    assert "sdpa_flash" in capsys.readouterr().out
-    assert len(runs.load_run("small")) == 4
 
 
 def test_a_readable_table_has_units_and_no_empty_error_columns():

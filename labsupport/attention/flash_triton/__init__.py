@@ -12,7 +12,6 @@
     launch       from tensors to kernels: which ones (launch_plain, launch_hopper: their arguments;
                  launch_decode: the same for decode; geometry: shapes and strides)
     operators    the same as PyTorch operators: autograd, torch.compile, fake tensors
-    resources    what the compiler makes of them: registers, shared memory, tensor-core instructions
 
 On a GPU the kernels are compiled. Elsewhere Triton's interpreter runs the very same code with
 NumPy: slowly, but everybody can step through it. (It computes bfloat16 wrongly, so there float16

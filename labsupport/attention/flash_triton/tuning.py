@@ -7,7 +7,7 @@
     stages             how many tiles are on their way from memory at once, in shared memory.
 
 The tables for half precision with head_dim 64 and 128 come from measurements on an NVIDIA H200
-(`python -m benchmarks.tune`); those for Hopper's kernels were at most 3% slower than the
+(`python -m benchmarks tune`); those for Hopper's kernels were at most 3% slower than the
 fastest (`data/runs/tune-forward-h200`, `tune-backward-h200`). Of the plain kernels' tilings those
 were taken that also suit other GPUs by `resources.py`, which needs none: they spill little on
 compute capability 8.0, and fit in the 99 KiB of shared memory that a program has on 8.6 and 8.9.

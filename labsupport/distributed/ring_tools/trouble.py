@@ -12,12 +12,12 @@ ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("outofresources", "out of resource"),
         "A Triton kernel asks for more shared memory than this GPU has: python -m "
-        "benchmarks.tune finds tilings that fit; or another --kernel.",
+        "benchmarks tune finds tilings that fit; or another --kernel.",
     ),
     (
         ("compilationerror", "ptxas", "passmanager", "triton error"),
         "Triton did not compile a kernel. Try it on one GPU first: python -m "
-        "benchmarks.resources. An old cache may be in the way: delete "
+        "benchmarks resources. An old cache may be in the way: delete "
         "~/.triton/cache. Another --kernel shows whether the ring itself works.",
     ),
     (

@@ -5,11 +5,13 @@ import math
 import pandas as pd
 import pytest
 
-from labsupport.profiling.peers import compare_with_peers, geometric_means, main, peer_cases
+from benchmarks import peers
+from benchmarks.__main__ import main, parser_of
+from labsupport.profiling.tables import compare_with_peers, geometric_means
 
 
 def measured(times):
-    """A table as run_grid returns it, from {(backend, seqlen): (forward, forward+backward)}."""
+    """A table as `peers` returns it, from {(backend, seqlen): (forward, forward+backward)}."""
     rows = []
     for (backend, seqlen), pair in times.items():
         for direction, ms in zip(("forward", "forward+backward"), pair, strict=True):
@@ -30,7 +32,8 @@ def measured(times):
 
 
 def test_the_grid_holds_tokens_and_hidden_size_constant():
-    cases = peer_cases(["a"], [512, 16_384], head_dims=[64, 128])
+    options = parser_of("peers").parse_args(["--seqlen", "512,16384"])
+    cases = [case for shape in peers.shapes(options, ["a"]) for case in shape]
     assert {case.batch * case.seqlen for case in cases} == {16_384}
     assert {case.heads * case.head_dim for case in cases} == {2048}
     assert len(cases) == 2 * 2 * 2 * 2
@@ -74,20 +77,16 @@ def test_the_mean_is_geometric_and_the_smallest_stands_beside_it():
     assert means.loc["forward", "smallest"] == 1.0
 
 
-def test_the_command_measures_and_prints(capsys):
+def test_the_command_measures_what_runs_here_and_prints_ratios(capsys):
     small = "--tokens 128 --hidden 32 --seqlen 64 --head-dim 16 --dtype float32 --device cpu"
-    main(
-        [
-            *small.split(),
-            "--ours",
-            "flash_torch",
-            "--peers",
-            "sdpa_flash,fa4",
-            "--max-seconds",
-            "0.01",
-        ]
-    )
+    others = "--ours flash_torch --peers sdpa_flash,fa4 --max-seconds 0.01"
+    assert main(["peers", *small.split(), *others.split()]) == 0
     printed = capsys.readouterr().out
     assert "flash_torch" in printed
     assert "sdpa_flash" in printed
     assert "fa4" not in printed
+
+
+def test_a_backend_that_does_not_exist_is_named():
+    with pytest.raises(SystemExit, match="no backend nothing"):
+        main(["peers", "--peers", "nothing"])

@@ -1,0 +1,148 @@
+"""One implementation beside the best others, shape by shape: times as fast.
+
+    python -m benchmarks peers                              flash_triton on this GPU
+    python -m benchmarks peers --head-dim 64 --save NAME    a part of the grid, saved
+
+Each call works on the same number of tokens and the same hidden size: short sequences come in large
+batches. All implementations of a shape are measured in turns, and their ratios printed, which are
+those of one run.
+
+Two times are measured on a GPU. `median_ms` is what its kernels take: the call is recorded as a
+CUDA graph, whose replay costs the CPU nothing. `call_ms` is the same call from Python, where the
+GPU may have to wait for the next kernel's launch: with sequences of 512 tokens it does, whatever
+the implementation. A model that is compiled or replayed meets the first, a short script the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.runner import Case, names, not_measured, numbers, run
+from labsupport.attention.backends import attention, available_backends
+from labsupport.profiling import cases as grids
+from labsupport.profiling.benchmark import make_inputs, refusal
+from labsupport.profiling.graphs import captured
+from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
+from labsupport.profiling.timing import measure_interleaved, resolve_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PEERS = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa2", "fa4"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ours", default="flash_triton")
+    add("--peers", type=names, default=PEERS, help="those that run here are measured")
+    add("--seqlen", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16_384])
+    add("--head-dim", type=numbers, default=[64, 128])
+    add("--tokens", type=int, default=16_384, help="per call")
+    add("--hidden", type=int, default=2048, help="heads times head_dim")
+    add("--dtype", default="bfloat16")
+    add("--max-seconds", type=float, default=0.1, help="for the repeats of one case, each time")
+
+
+def shapes(options: argparse.Namespace, backends: Sequence[str]) -> list[list[grids.Case]]:
+    """The grid by shape, both masks; each shape with all backends and both directions."""
+    return [
+        grids.grid(
+            backends,
+            [seqlen],
+            batch=max(1, options.tokens // seqlen),
+            heads=options.hidden // head_dim,
+            head_dim=head_dim,
+            dtype=options.dtype,
+            causal=causal,
+            direction=["forward", "forward+backward"],
+        )
+        for head_dim, seqlen, causal in itertools.product(
+            options.head_dim, options.seqlen, (False, True)
+        )
+    ]
+
+
+def measure(options: argparse.Namespace) -> pd.DataFrame:
+    """Measure each shape.
+
+    Returns:
+        A row for each backend and direction: the fields of `labsupport.profiling.Case`; status and
+        reason; median_ms, q1_ms, q3_ms and repeats of the kernels, tflops at the median; in_graph,
+        whether they could be recorded; call_ms, the median of calls from Python (on a CPU the
+        same).
+    """
+    device = resolve_device(options.device)
+    runs = {status.name: status.runs for status in available_backends(device=device)}
+    if unknown := {options.ours, *options.peers} - set(runs):
+        raise SystemExit(f"there is no backend {', '.join(sorted(unknown))}")
+    here = [name for name in options.peers if runs[name] and name != options.ours]
+    cases = [
+        Case(
+            {name: getattr(shape[0], name) for name in PEER_SHAPE},
+            partial(_in_turns, shape, device, options.max_seconds),
+        )
+        for shape in shapes(options, [options.ours, *here])
+    ]
+    return run(cases, device, seed=0)
+
+
+def _in_turns(
+    cases: Sequence[grids.Case], device: torch.device, max_seconds: float
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [asdict(case) | {"in_graph": False} for case in cases]
+    calls: dict[str, Callable[[], Any]] = {}
+    replays: dict[str, Callable[[], Any]] = {}
+    inputs = make_inputs(cases[0], device, seed=0)
+    for number, (case, row) in enumerate(zip(cases, rows, strict=True)):
+        call = _call(case, *inputs)
+        try:
+            replays[str(number)], row["in_graph"] = captured(call, device)
+            calls[str(number)] = call
+        except Exception as problem:
+            row |= refusal(problem)
+    if calls:
+        bounds: dict[str, Any] = {"warmup": 2, "min_repeats": 3, "min_seconds": 0.0}
+        bounds["max_seconds"] = max_seconds * len(calls)
+        timings = from_python = measure_interleaved(replays, device=device, **bounds)
+        if device.type == "cuda":
+            from_python = measure_interleaved(calls, device=device, **bounds)
+        for name, timing in timings.items():
+            row = rows[int(name)]
+            row |= {f"{part}_ms": getattr(timing, part) for part in ("median", "q1", "q3")}
+            row |= {"repeats": timing.repeats, "call_ms": from_python[name].median}
+            row["tflops"] = cases[int(name)].flops() / timing.median / 1e9
+    return rows
+
+
+def _call(
+    case: grids.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
+) -> Callable[[], Any]:
+    call = partial(attention, causal=case.causal, backend=case.backend, check_layout=False)
+    if case.direction == "forward":
+        return partial(call, q.detach(), k.detach(), v.detach())
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), gradient)
+
+
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
+    lines = [f"{table.attrs['provenance']['device']}: times as fast as the others, {options.ours}"]
+    if "median_ms" in table:
+        lines.append(compare_with_peers(table, options.ours).round(2).to_string(index=False))
+        for column, what in (("median_ms", "kernels"), ("call_ms", "calls from Python")):
+            means = geometric_means(compare_with_peers(table, options.ours, column=column))
+            lines += [f"Geometric means over all shapes, {what}:"]
+            lines += [means.round(2).to_string(index=False)]
+        if table.in_graph.any():
+            plain = table[(table.status == "ok") & ~table.in_graph.astype(bool)]
+            lines += [
+                f"{name}: no CUDA graph, called from Python ({len(group)})"
+                for name, group in plain.groupby("backend", sort=False)
+            ]
+    return "\n".join(lines + not_measured(table, "backend"))
