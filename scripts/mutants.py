@@ -135,7 +135,7 @@ def mutants_of(root: Path, rooms: Sequence[str]) -> list[Mutant]:
             inside = statement is not None
             if isinstance(node, ast.stmt) and inside:
                 statement = node
-            if inside and (place := replacement(node)) is not None:
+            if statement is not None and (place := replacement(node)) is not None:
                 at, new = place
                 body = getattr(statement, "body", None)
                 last = body[0].lineno - 1 if body else statement.end_lineno

@@ -13,7 +13,7 @@ cases        what is measured: a case, a grid of cases, their FLOPs
 work         what a case must compute and move, at least
 presets      shapes of known models, by name
 benchmark    grids of cases, measured, as a table
-bench_command/  `labsupport bench`, `sweep` and `compare`
+bench/       `labsupport bench`, `sweep` and `compare`
 baseline     has a program become slower?
 trace/       which kernels and operators take the time
 tables       ratios, readable columns, lines to judge by

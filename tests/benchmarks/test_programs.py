@@ -10,15 +10,8 @@ from benchmarks.__main__ import PROGRAMS, main, parser_of
 from labsupport.cli import app
 from labsupport.profiling import runs
 
-OLD_COMMANDS = [
-    *("agreement-cpu", "calibration-cpu", "context-16gib-long-h200", "context-16gib-plain-h200"),
-    *("context-16gib-short-h200", "context-cpu", "context-h200", "data-parallel-h200"),
-    *("data-parallel-large-h200", "h200-decode", "h200-prefill", "h200-training", "memory-h200"),
-    *("million-h200", "planner-h200", "sequence-parallel-h200", "smollm2-cpu", "traffic-h200"),
-]
 
-
-@pytest.mark.parametrize("name", [name for name in runs.list_runs() if name not in OLD_COMMANDS])
+@pytest.mark.parametrize("name", runs.list_runs())
 def test_the_command_of_a_recorded_run_parses(name):
     record = json.loads((runs.runs_dir() / name / "provenance.json").read_text(encoding="utf-8"))
     words = shlex.split(record["command"])
