@@ -9,7 +9,7 @@ from labsupport.attention import flash_attention, oracle_attention
 from labsupport.attention.accuracy import relative_error
 from labsupport.plotting import Chart
 from labsupport.plotting.precision import DTYPE_COLOURS
-from labsupport.precision.autofix.cost import score_bound
+from labsupport.precision.autofix import score_bound
 from labsupport.precision.dtypes import short, unit_roundoff
 from labsupport.precision.evidence import gpt2
 
