@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from labsupport.precision.dtypes import short
-from labsupport.precision.policy.config import FlashAttentionConfig
+from labsupport.precision.policy import FlashAttentionConfig
 
 
 class MixedPrecisionOptimizer:

@@ -5,7 +5,7 @@ from torch import nn
 
 from labsupport.precision import compute_loss
 from labsupport.precision.dtypes import unit_roundoff
-from labsupport.precision.policy.layers import MixedPrecisionLinear
+from labsupport.precision.layers import MixedPrecisionLinear
 from labsupport.profiling.memory import measure_peak_memory
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

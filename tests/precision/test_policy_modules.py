@@ -14,8 +14,8 @@ from labsupport.precision import (
     safe_flash_attention,
 )
 from labsupport.precision.autofix import forget_warnings
+from labsupport.precision.cast_hooks import KernelDtype
 from labsupport.precision.dtypes import unit_roundoff
-from labsupport.precision.policy.boundaries import KernelDtype
 from tests.precision.policy_models import (
     HEADS,
     ROUNDINGS,
