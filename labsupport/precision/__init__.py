@@ -1,14 +1,14 @@
 """Which dtype: failures, tools that find them, and their remedies.
 
-    dtypes        limits of each dtype, and the range of a tensor
-    autofix       make three inputs fit one kernel, and report what that costs
-    tracker/      watch a model: dtypes, ranges, casts, the first layer where something goes wrong
-    policy        which component of a model computes in which dtype
-    layers        normalisation, embedding and output layer with several dtypes
-    cast_hooks    casts at the boundary of modules, and at attention kernels
-    losses        cross-entropy in float32, also in chunks
-    optimizer     float32 master weights, and loss scaling where float16 needs it
-    experiments/  one small experiment for each rule of the best-practice table
+dtypes        limits of each dtype, and the range of a tensor
+autofix       make three inputs fit one kernel, and report what that costs
+tracker/      watch a model: dtypes, ranges, casts, the first layer where something goes wrong
+policy        which component of a model computes in which dtype
+layers        normalisation, embedding and output layer with several dtypes
+cast_hooks    casts at the boundary of modules, and at attention kernels
+losses        cross-entropy in float32, also in chunks
+optimizer     float32 master weights, and loss scaling where float16 needs it
+experiments/  one small experiment for each rule of the best-practice table
 """
 
 from labsupport.precision.autofix import (

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from labsupport.paths import project_root
 from labsupport.precision.losses import compute_loss
 from labsupport.precision.optimizer import MixedPrecisionOptimizer
-from labsupport.precision.policy import FlashAttentionConfig
-from labsupport.precision.policy import apply_precision_policy
-from labsupport.precision.tracker.tracker import PrecisionTracker
+from labsupport.precision.policy import FlashAttentionConfig, apply_precision_policy
+from labsupport.precision.tracker import PrecisionTracker
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.timing import resolve_device
 
