@@ -256,9 +256,9 @@ def forget_warnings() -> None:
 
 
 def _cause(report: PrecisionReport, text: str) -> tuple[Any, ...]:
-    """Return `text` without its figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
-    figures = r"[-+.e\d]*\d"
-    return report.backend, report.compute_dtype, report.casts, re.sub(figures, "", text)
+    """Return a key without figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
+    casts = report.casts if text == report.why else ()
+    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", text)
 
 
 def _warn(report: PrecisionReport) -> None:

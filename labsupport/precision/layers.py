@@ -22,7 +22,21 @@ from labsupport.precision.dtypes import short
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class MixedPrecisionLayerNorm(nn.LayerNorm):
+class _Norm(nn.Module):
+    """Common part of the norms: the dtype of their statistics, which is a further option."""
+
+    statistics: torch.dtype
+
+    def __init__(self, *args: Any, statistics: torch.dtype = torch.float32, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.statistics = statistics
+
+    def extra_repr(self) -> str:
+        """Add the statistics' dtype to `print(model)`."""
+        return f"{super().extra_repr()}, statistics={short(self.statistics)}"
+
+
+class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
     """LayerNorm with its statistics in float32, whatever dtypes its weights and its input have.
 
     PyTorch's own `layer_norm` already adds up bfloat16 and float16 inputs in float32 inside, and
@@ -43,18 +57,6 @@ class MixedPrecisionLayerNorm(nn.LayerNorm):
     Shapes: (..., *normalized_shape) to the same, in the input's dtype.
     """
 
-    statistics: torch.dtype
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        *args: Any,
-        statistics: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> None:
-        super().__init__(normalized_shape, *args, **options)
-        self.statistics = statistics
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., *normalized_shape); return the input's dtype."""
         weight, bias, high = self.weight, self.bias, self.statistics
@@ -64,21 +66,16 @@ class MixedPrecisionLayerNorm(nn.LayerNorm):
         x, weight, bias = input.to(high), _to(weight, high), _to(bias, high)
         if high in _HALF:
             dims = list(range(-len(self.normalized_shape), 0))
-            centred = x - x.mean(dims, keepdim=True)
-            variance = (centred * centred).mean(dims, keepdim=True)
-            out = centred * torch.rsqrt(variance + self.eps)
-            out = out if weight is None else out * weight
-            out = out if bias is None else out + bias
+            x = x - x.mean(dims, keepdim=True)
+            x = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + self.eps)
+            x = x if weight is None else x * weight
+            x = x if bias is None else x + bias
         else:
-            out = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-        return out.to(input.dtype)
-
-    def extra_repr(self) -> str:
-        """Add the statistics' dtype to `print(model)`."""
-        return f"{super().extra_repr()}, statistics={short(self.statistics)}"
+            x = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return x.to(input.dtype)
 
 
-class MixedPrecisionRMSNorm(nn.RMSNorm):
+class MixedPrecisionRMSNorm(_Norm, nn.RMSNorm):
     """RMSNorm with its mean square in float32, whatever dtypes its weights and its input have.
 
     Args:
@@ -89,18 +86,6 @@ class MixedPrecisionRMSNorm(nn.RMSNorm):
 
     Shapes: (..., *normalized_shape) to the same, in the input's dtype.
     """
-
-    statistics: torch.dtype
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        *args: Any,
-        statistics: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> None:
-        super().__init__(normalized_shape, *args, **options)
-        self.statistics = statistics
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., *normalized_shape); return the input's dtype."""
@@ -113,10 +98,6 @@ class MixedPrecisionRMSNorm(nn.RMSNorm):
         else:
             out = F.rms_norm(high, self.normalized_shape, weight, eps)
         return out.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Add the statistics' dtype to `print(model)`."""
-        return f"{super().extra_repr()}, statistics={short(self.statistics)}"
 
 
 class MixedPrecisionEmbedding(nn.Embedding):

@@ -273,38 +273,35 @@ def _record(changes: list[PolicyChange], part: _Part, what: str, before: Any, af
 
 
 def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
-    notes = []
     weights = [(part.component, w.dtype) for part in parts for w in part.owns.values()]
     other = [part.name or "the model" for part in parts if part.component == "other"]
-    if other:
-        notes.append(f"not recognised, weights left as they are: {', '.join(other)}.")
-    if config.attention != config.attention_weights and any(
-        isinstance(part.module, nn.MultiheadAttention) for part in parts
-    ):
-        notes.append(
-            "nn.MultiheadAttention projects and attends in one function: its kernel runs in "
-            f"{short(config.attention_weights)}, not in {short(config.attention)}."
-        )
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager":
-        notes.append(
-            "attn_implementation='eager' calls no attention kernel, so the policy for it is not "
-            f"reached: scores and softmax are in the dtype of the projections, "
-            f"{short(config.attention_weights)}, or wider. Use attn_implementation='sdpa'."
-        )
-    if any(component == "head" and dtype != config.head for component, dtype in weights):
-        notes.append(
-            f"the head computes in {short(config.head)} with a weight stored in another dtype: "
-            "each forward pass makes a copy of it."
-        )
-    if not any(part.component == "loss" for part in parts):
-        notes.append("the loss is computed outside of the model: compute_loss does it in float32.")
-    if any(dtype in _HALF for _, dtype in weights):
-        scaled = ", with loss scaling for float16" if config.needs_loss_scaling else ""
-        notes.append(
-            "16-bit weights lose small updates: train with MixedPrecisionOptimizer"
-            f"{scaled}. An optimizer built before this holds its state in the old dtype."
-        )
-    return notes
+    projections = short(config.attention_weights)
+    scaled = ", with loss scaling for float16" * config.needs_loss_scaling
+    notes = {
+        f"not recognised, weights left as they are: {', '.join(other)}.": other,
+        "nn.MultiheadAttention projects and attends in one function: its kernel runs in "
+        f"{projections}, not in {short(config.attention)}.": (
+            config.attention != config.attention_weights
+            and any(isinstance(part.module, nn.MultiheadAttention) for part in parts)
+        ),
+        "attn_implementation='eager' calls no attention kernel, so the policy for it is not "
+        f"reached: scores and softmax are in the dtype of the projections, {projections}, or "
+        "wider. Use attn_implementation='sdpa'.": (
+            getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
+        ),
+        f"the head computes in {short(config.head)} with a weight stored in another dtype: each "
+        "forward pass makes a copy of it.": (
+            any(component == "head" and dtype != config.head for component, dtype in weights)
+        ),
+        "the loss is computed outside of the model: compute_loss does it in float32.": (
+            not any(part.component == "loss" for part in parts)
+        ),
+        f"16-bit weights lose small updates: train with MixedPrecisionOptimizer{scaled}. An "
+        "optimizer built before this holds its state in the old dtype.": (
+            any(dtype in _HALF for _, dtype in weights)
+        ),
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 # --- components -----------------------------------------------------------------------------------

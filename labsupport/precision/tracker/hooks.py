@@ -14,12 +14,11 @@ the forward pass is not recorded a second time.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -93,9 +92,10 @@ class TensorStats:
             groups.setdefault(dtype, []).append(name)
         return ", ".join(f"{', '.join(names)} {short(dtype)}" for dtype, names in groups.items())
 
-    def read(self, numbers: Iterator[list[float]]) -> None:
-        """Take this object's numbers, read from the device, as its range."""
-        ranges = [as_range(next(numbers), entries) for _, entries in self.pending]
+    def read(self, numbers: Iterable[list[float]]) -> None:
+        """Take the numbers of `pending`, read from the device, as the range."""
+        entries = [count for _, count in self.pending]
+        ranges = [as_range(*pair) for pair in zip(numbers, entries, strict=True)]
         self.pending = []
         self.range = Range(
             max(r.largest for r in ranges),
@@ -121,15 +121,13 @@ class StatsCollector:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None  # inside vmap or grad of torch.func: cannot be read from outside
         if tensor.layout != torch.strided:  # the gradient of an Embedding(sparse=True)
-            values = tensor.detach().coalesce().values()
-            return range_tensor(values), values.numel()
+            tensor = tensor.detach().coalesce().values()
         if tensor.is_inference():  # has no version
             return range_tensor(tensor), tensor.numel()
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
-            return known[2]
-        numbers = range_tensor(tensor), tensor.numel()
-        self._known[id(tensor)] = (weakref.ref(tensor), tensor._version, numbers)
+        known, version, numbers = self._known.get(id(tensor), (None, 0, None))
+        if known is None or known() is not tensor or version != tensor._version:
+            numbers = range_tensor(tensor), tensor.numel()
+            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, numbers
         return numbers
 
 
@@ -179,15 +177,14 @@ class Record:
         went_in, weights, out = (
             stats.floating if stats else () for stats in (self.inputs, self.weights, self.output)
         )
-        result = ", ".join(map(short, out))
+        result = f" -> {', '.join(map(short, out))}" * bool(out)
         if self.inputs and self.inputs.names and len(went_in) > 1:
-            return self.inputs.by_name() + (f" -> {result}" if out else "")
-        changed = {
-            "": [dtype for dtype in went_in if dtype not in out],
-            "weights ": [dtype for dtype in weights if dtype not in out],
-        }
-        casts = [f"{of}{', '.join(map(short, d))} -> {result}" for of, d in changed.items() if d]
-        return "; ".join(casts) if out else ""
+            return self.inputs.by_name() + result
+        casts = []
+        for of, before in (("", went_in), ("weights ", weights)):
+            if (changed := [short(dtype) for dtype in before if dtype not in out]) and out:
+                casts.append(of + ", ".join(changed) + result)
+        return "; ".join(casts)
 
     def row(self) -> dict[str, Any]:
         """Return the row of the data frame (see `PrecisionTracker.to_dataframe`)."""
@@ -296,14 +293,12 @@ class HookManager:
             for stats in (record.inputs, record.weights, record.output)
             if stats is not None and stats.pending
         ]
-        pending = [numbers for stats in parts for numbers, _ in stats.pending]
         devices: dict[torch.device, list[Tensor]] = {}
-        for numbers in pending:
+        for numbers, _ in (pair for stats in parts for pair in stats.pending):
             devices.setdefault(numbers.device, []).append(numbers)
-        values = {place: iter(torch.stack(found).tolist()) for place, found in devices.items()}
-        in_order = (next(values[numbers.device]) for numbers in pending)
+        values = {place: iter(torch.stack(each).tolist()) for place, each in devices.items()}
         for stats in parts:
-            stats.read(in_order)
+            stats.read(next(values[numbers.device]) for numbers, _ in stats.pending)
         return self.records
 
     def _tick(self) -> int:
@@ -332,16 +327,15 @@ class HookManager:
         return None
 
     def _hook_module(self, module: nn.Module, site: Site) -> None:
-        names = _positional_names(type(module))
-        root = site.name == MODEL
-
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._on or _graph_task() != -1:
                 return
-            self.runs += root
+            self.runs += site.name == MODEL
             record = self._begin(site)
             with _unseen():
-                record.inputs = self._stats(_arguments(names, args, kwargs))
+                # Not the masks: their numbers say nothing of the model's.
+                named = {name: x for name, x in kwargs.items() if "mask" not in name}
+                record.inputs = self._stats(_tensors_in((args, named)))
                 if weights := [w for w in module._parameters.values() if w is not None]:
                     record.weights = self._stats(weights)
 
@@ -448,25 +442,3 @@ def _tensors_in(value: Any) -> list[Tensor]:
     if not isinstance(value, (tuple, list)):
         value = value.values() if value is not None and isinstance(value, Mapping) else ()
     return [tensor for inner in value for tensor in _tensors_in(inner)]
-
-
-def _arguments(
-    names: tuple[str, ...], args: Iterable[Any], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the tensors among a call's arguments, except masks, where -inf is normal.
-
-    Args:
-        names: the names of the positional arguments; may be shorter.
-        args, kwargs: the arguments.
-    """
-    named = [(names[i] if i < len(names) else "", value) for i, value in enumerate(args)]
-    named += kwargs.items()
-    return [x for name, value in named if "mask" not in name for x in _tensors_in(value)]
-
-
-@lru_cache(maxsize=1024)
-def _positional_names(module_class: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the positional arguments of a class's `forward`, without self."""
-    parameters = inspect.signature(module_class.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(p.name for p in parameters if p.kind in positional)[1:]

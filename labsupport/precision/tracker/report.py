@@ -18,13 +18,11 @@ in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5)
 
 or if it is all zeros, though a gradient nearer to the loss was not.
 
-The reasons. Subnormal alone is no loss: numbers around 4e-6 still have 6 bits, and rounding errors
-of that size average out. Numbers too small for float16 thin out on their way to 0 through the last
-bits: (a) sees them there. Two heights without anything between pass by (a), as in the gradient of
-logits: p / tokens for the wrong ones is 0 already when 1 / tokens for the right one is not; (b)
-sees them. Zeros alone prove nothing: ReLU, padding and tokens that do not occur make them.
-Therefore (b) asks for so small a largest entry that entries which spread below it would fulfil (a)
-in any case. If the largest entry is normal, those of 3 bits are less than a hundredth of it.
+Subnormal alone is no loss: numbers around 4e-6 still have 6 bits, and rounding errors of that size
+average out. Numbers too small for float16 thin out on their way to 0 through the last bits: (a)
+sees them there. Two heights without anything between pass by (a), as in the gradient of logits:
+p / tokens for the wrong ones is 0 already when 1 / tokens for the right one is not; (b) sees them.
+Zeros alone prove nothing: ReLU, padding and tokens that do not occur make them, too.
 
 Scaling the loss fixes underflow as long as the largest gradient leaves room (Micikevicius et al.,
 "Mixed Precision Training", 2018, section 3.2); where there is none, only bfloat16's range helps.
@@ -37,6 +35,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ from labsupport.attention import AttentionInputError, available_backends
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import check_model_layout
-from labsupport.precision.dtypes import BOTTOM, Range, range_of, short
+from labsupport.precision.dtypes import Range, range_of, short
 from labsupport.precision.tracker.hooks import (
     MEASURED,
     HookManager,
@@ -64,6 +63,7 @@ BOTTOM_SHARE = 0.1
 ZERO_SHARE = 0.5
 ZEROS_COUNT_BELOW = 2.0**-17
 _HALF = torch.finfo(torch.float16)
+_END = "float16 ends at 65,504"
 
 
 @dataclass(frozen=True)
@@ -149,21 +149,16 @@ def _mixed_dtypes(stats: TensorStats, where: str, autocast: bool) -> list[Violat
 def _unsupported(
     dtype: torch.dtype, where: str, device: str, flash: dict[str, tuple[torch.dtype, ...]]
 ) -> Violation:
-    kernels: dict[str, list[str]] = {}
-    for name, takes in flash.items():
-        if takes:
-            kernels.setdefault(", ".join(map(short, takes)), []).append(name)
-    listing = "; ".join(f"{', '.join(names)}: {takes} only" for takes, names in kernels.items())
-    message = f"no flash kernel takes {short(dtype)} on {device} ({listing or 'there is none'})"
+    kernels = [f"{name}: {', '.join(map(short, takes))}" for name, takes in flash.items() if takes]
+    listing = "; ".join(kernels) or "there is none"
+    message = f"no flash kernel takes {short(dtype)} on {device} ({listing})"
     remedy = "Cast q, k and v to bfloat16 (or float16)"
     if not kernels:
         remedy = "Use attention(..., backend='auto'): it takes the best backend that there is"
     elif dtype == torch.float32:
         remedy += "; for float32 use a backend that takes it: attention(backend='sdpa_efficient')"
-    elif not dtype.is_floating_point:
-        remedy = "Attention needs real floating numbers: look why these are not"
-    elif dtype.itemsize == 1:
-        remedy = "float8 needs scales that these kernels do not know: cast to bfloat16"
+    elif not dtype.is_floating_point or dtype.itemsize == 1:
+        remedy = "Attention needs real floating numbers of 16 bits or more: look why these are not"
     return Violation("unsupported dtype", where, message, remedy)
 
 
@@ -201,20 +196,14 @@ def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation
             kind = "NaN" if held.nan else "infinity"
             found.append(Violation(kind, where, f"{name} holds {held.nonfinite}", remedy))
         if x.dtype == torch.float16 and held.largest * NEAR > _HALF.max:
-            message = f"{name} holds {held.largest:.3g}; float16 ends at {_HALF.max:,.0f}"
+            message = f"{name} holds {held.largest:.3g}; {_END}"
             found.append(Violation("near overflow", where, message, "Use bfloat16"))
-    halves = q.dtype == k.dtype == torch.float16 and q.device == k.device
-    if halves and q.numel() and k.numel():
+    if q.dtype == k.dtype == torch.float16 and q.device == k.device and q.numel() and k.numel():
         # |q . k| <= |q| |k| (Cauchy and Schwarz): below the limit, no score can overflow.
-        bound = math.prod(
-            torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).amax().item()
-            for x in (q, k)
-        )
+        norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+        bound = math.prod(norm(x.detach()).amax().item() for x in (q, k))
         if _HALF.max < bound < math.inf:
-            message = (
-                f"a score q·k may reach {bound:.3g} before it is scaled; float16 ends at "
-                f"{_HALF.max:,.0f}"
-            )
+            message = f"a score q·k may reach {bound:.3g} before it is scaled; {_END}"
             remedy = (
                 "Textbook attention in float16 may give infinity here, though flash kernels keep "
                 "scores in float32: use bfloat16, or scale q before the product"
@@ -275,24 +264,22 @@ def _bad(stats: TensorStats | None, weighed: bool = False) -> bool:
 
 
 def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Violation:
-    inputs = call.inputs
-    assert inputs is not None
-    assert inputs.range is not None
-    message = f"its input ({inputs}) holds {inputs.range.nonfinite}"
+    held = call.inputs.range if call.inputs else None
+    assert held is not None
+    message = f"its input ({call.inputs}) holds {held.nonfinite}"
     if before is None:
         message += "; it came so from outside"
-        remedy = "Look at the data, and at its preprocessing"
-    else:
-        message += f"; the output of {before.name} before it was finite"
-        if before.output and before.output.range:
-            message += f" (largest {before.output.range.largest:.3g})"
-        remedy = f"Look at the code between {before.name} and {call.name}"
-        blocks = (r.name + "." for r in calls if r.site.kind == "block")
-        if any(before.name.startswith(b) and call.name.startswith(b) for b in blocks):
-            remedy += ": this is inside an attention layer, so its scores may be beyond the range"
-        if not inputs.range.nan:
-            remedy += f". {_remedy_of_overflow(inputs)}"
-    return Violation(_kind(inputs.range), call.where, message, remedy)
+        return Violation(_kind(held), call.where, message, "Look at the data and its preprocessing")
+    message += f"; the output of {before.name} before it was finite"
+    if before.output and before.output.range:
+        message += f" (largest {before.output.range.largest:.3g})"
+    remedy = f"Look at the code between {before.name} and {call.name}"
+    blocks = (r.name + "." for r in calls if r.site.kind == "block")
+    if any(before.name.startswith(b) and call.name.startswith(b) for b in blocks):
+        remedy += ": this is inside an attention layer, so its scores may be beyond the range"
+    if not held.nan:
+        remedy += f". {_remedy_of_overflow(call.inputs)}"
+    return Violation(_kind(held), call.where, message, remedy)
 
 
 def _bad_output(call: Record) -> Violation:
@@ -317,7 +304,6 @@ def _bad_output(call: Record) -> Violation:
         kind = "NaN" if weights.nan or (output and output.nan) else "infinity"
         remedy = "Fix the weights: look at the update, or the file, that they came from"
         return Violation(kind, call.where, message, remedy)
-    assert call.output is not None
     assert output is not None
     if not output.nan:
         remedy = _remedy_of_overflow(call.output)
@@ -337,9 +323,9 @@ def _kind(held: Range) -> str:
     return "NaN" if held.nan else "overflow"
 
 
-def _remedy_of_overflow(stats: TensorStats) -> str:
-    if torch.float16 in stats.dtypes:
-        return "float16 ends at 65,504: use bfloat16, which has float32's range, or float32 here"
+def _remedy_of_overflow(stats: TensorStats | None) -> str:
+    if stats and torch.float16 in stats.dtypes:
+        return f"{_END}: use bfloat16, which has float32's range, or float32 here"
     return "Beyond even this dtype's range: look for a division by 0 or for weights that diverge"
 
 
@@ -425,31 +411,22 @@ def _bad_gradient(record: Record, held: Range, before: Record | None, half: bool
         message += f"; {_gradient_of(before)}, computed before it, was finite"
     remedy = "Look for a root or a norm at 0, or for a mask after the function that it guards"
     if half:
-        remedy = "float16 ends at 65,504: a smaller loss scale (GradScaler lowers it), or bfloat16"
+        remedy = f"{_END}: a smaller loss scale (GradScaler lowers it), or bfloat16"
     return Violation(_kind(held), _gradient_of(record), message, remedy)
 
 
 def _underflow(record: Record, remedy: str) -> Violation:
     held = record.output.range if record.output else None
     assert held is not None
-    nonzero = held.entries - held.zero
-    if not nonzero:
+    if held.entries == held.zero:
         message = "all of its entries are zero in float16, unless a mask or a dead ReLU made it so"
     else:
-        parts = [f"{_percent(held.zero / held.entries)} of its entries are 0"] if held.zero else []
-        if held.bottom:
-            which = "of the others are" if held.zero else "of its entries are"
-            limit = BOTTOM * _HALF.smallest_normal * _HALF.eps
-            share = _percent(held.bottom / nonzero)
-            parts.append(f"{share} {which} below {limit:.1e}, where float16 keeps 1 to 3 bits")
-        message = "; ".join([*parts, f"the largest is {held.largest:.2g}"])
+        message = (
+            f"{held.zero / held.entries:.1%} of its entries are 0, float16 keeps 1 to 3 bits of "
+            f"{held.bottom / (held.entries - held.zero):.1%} of the others; the largest is "
+            f"{held.largest:.2g}"
+        )
     return Violation("underflow", _gradient_of(record), message, remedy)
-
-
-def _percent(share: float) -> str:
-    if 0.995 <= share < 1:
-        return "over 99%"
-    return "under 1%" if share < 0.005 else f"{share:.0%}"
 
 
 def _scale(largest: float) -> str:
