@@ -70,7 +70,7 @@ class MixedPrecisionOptimizer:
         self._versions: dict[str, tuple[int, int]] = {}  # of parameters with masters of their own
         self._scaled = False  # the gradients come from backward(), which scales the loss
         trainable = (p for p in model.parameters() if p.requires_grad)
-        groups = list(trainable if params is None else params)
+        groups: list[Any] = list(trainable if params is None else params)
         if not groups or not isinstance(groups[0], Mapping):
             groups = [{"params": groups}]
         for i, group in enumerate(groups):

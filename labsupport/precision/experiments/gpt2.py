@@ -147,7 +147,6 @@ def small_gpt2() -> nn.Module:
     """Return a GPT-2 of two layers for bytes, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(
         vocab_size=256,
         n_positions=SEQLEN,
@@ -156,7 +155,9 @@ def small_gpt2() -> nn.Module:
         n_head=HEADS,
         bos_token_id=0,
         eos_token_id=0,
-        **dropout,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     config._attn_implementation = "sdpa"
     return GPT2LMHeadModel(config)

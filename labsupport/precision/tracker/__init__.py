@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -82,7 +82,7 @@ class PrecisionTracker:
                 "PrecisionTracker() without a model takes tensors in track_flash_attention_input"
             )
         self.model, self.ranges = model, ranges
-        choose = modules or is_compute_leaf
+        choose: Any = modules or is_compute_leaf
         if isinstance(modules, tuple):
             choose = lambda module: isinstance(module, modules)  # noqa: E731
         self._new_run = lambda: HookManager(model, ranges, backward, choose)

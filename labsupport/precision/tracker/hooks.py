@@ -336,8 +336,8 @@ class HookManager:
                 # Not the masks: their numbers say nothing of the model's.
                 named = {name: x for name, x in kwargs.items() if "mask" not in name}
                 record.inputs = self._stats(_tensors_in((args, named)))
-                if weights := [w for w in module._parameters.values() if w is not None]:
-                    record.weights = self._stats(weights)
+                weights: list[Tensor] = [w for w in module._parameters.values() if w is not None]
+                record.weights = self._stats(weights) if weights else None
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._on:

@@ -170,7 +170,8 @@ def _no_flash_kernel(q: Tensor, k: Tensor, v: Tensor, where: str, device: str) -
     if device == q.device.type:
         reasons = {status.name: list(status.reasons) for status in available_backends(q, k, v)}
     else:
-        call, reasons = AttentionCall(*(x.to("meta") for x in (q, k, v))), {}
+        q, k, v = (x.to("meta") for x in (q, k, v))
+        call, reasons = AttentionCall(q, k, v), {}
         for entry in BACKENDS:
             limits = entry.limits
             if entry.name == "sdpa_flash" and device == "cuda":
