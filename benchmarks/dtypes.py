@@ -28,9 +28,7 @@ from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.reference import oracle_attention
 from labsupport.attention.registry import FLOAT_DTYPES, Backend
-from labsupport.precision.autofix.reports import PrecisionWarning
-from labsupport.precision.autofix.safe import safe_flash_attention
-from labsupport.precision.autofix.target import Float64
+from labsupport.precision.autofix import Float64, PrecisionWarning, safe_flash_attention
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device
 

@@ -944,9 +944,9 @@ print(tracker.report())
 predicted_nan_textbook, predicted_nan_flash = None, None  # two numbers from 0 to 1,024
 
 # %%
-from labsupport.precision import evidence
+from labsupport.precision import experiments
 
-overflow = evidence.float16_logits_overflow().set_index("computation")
+overflow = experiments.float16_logits_overflow().set_index("computation")
 for name, guess in (
     ("textbook, float16", predicted_nan_textbook),
     ("FlashAttention, float16", predicted_nan_flash),
@@ -1048,7 +1048,7 @@ print(report)
 predicted_error = None  # your guess, a fraction such as 0.001
 
 # %%
-by_scale = evidence.error_by_scale(device=device).set_index("scale")
+by_scale = experiments.error_by_scale(device=device).set_index("scale")
 checks.compare_prediction("Error in float16, scale 10", predicted_error, by_scale.float16[10])
 by_scale.map(lambda x: f"{x:.1g}" if x < 1 else f"{x:,.0f}")
 

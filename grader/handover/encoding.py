@@ -168,7 +168,7 @@ def _known(value: Any) -> str | None:
         return "frame"
     if pandas is not None and isinstance(value, pandas.Series):
         return "series"
-    policy = sys.modules.get("labsupport.precision.policy.config")
+    policy = sys.modules.get("labsupport.precision.policy")
     if policy is not None and isinstance(value, policy.FlashAttentionConfig):
         return "policy"
     return None

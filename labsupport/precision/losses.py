@@ -28,30 +28,29 @@ def compute_loss(
     ignore_index: int = -100,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over the tokens that are not ignored, computed in float32.
+    """Return the mean cross-entropy over the tokens that are not ignored, computed in float32.
 
     Args:
         logits: (..., V) floating; with `head`, hidden states (..., width) instead.
         labels: (...) integers in 0 ... V - 1, or `ignore_index`. They are not shifted: to predict
-            the next token, give logits[:, :-1] and labels[:, 1:].
-        head: what makes logits (tokens, V) from hidden states (tokens, width): a module
-            (`model.lm_head`) or a function.
-        dtype: what the logits are cast to before log-softmax; the loss's dtype.
+            the next token, pass logits[:, :-1] and labels[:, 1:].
+        head: module (`model.lm_head`) or function that makes logits (tokens, V) from hidden states
+            (tokens, width).
+        dtype: dtype of log-softmax and of the loss.
         ignore_index: tokens with this label count neither in the sum nor in the mean.
-        chunk_size: tokens to be worked on at a time; None means all of them. With `head`, logits
-            of `chunk_size` tokens exist at a time, in the backward pass too, for one more pass
-            through the head. Without, only their copies in `dtype` are saved.
+        chunk_size: number of tokens to process at a time; None means all of them. With `head`,
+            logits of only `chunk_size` tokens exist at a time, also in the backward pass, at the
+            cost of one more pass through the head. Without, only their copies in `dtype` are saved.
 
     Returns:
-        A scalar in `dtype`. If every token is ignored it is 0, with gradients of 0, not the NaN of
-        `F.cross_entropy`, so that a batch of padding does not end a training run.
+        A scalar in `dtype`. If every token is ignored it is 0, with gradients of 0, so that a batch
+        of padding does not end a training run (`F.cross_entropy` gives NaN).
 
     Chunks change no token's logits, loss or gradient beyond the rounding of another matmul shape.
-    The gradient of the head's weight is a sum over the chunks, added up in the weight's dtype. For
-    a bfloat16 weight that is one more rounding for each chunk; for a float32 weight whose matmul is
-    in bfloat16 (`MixedPrecisionLinear`) chunks even make it more exact. Relative errors at 1,024
-    tokens, width 64 and V = 8,192, on a CPU: 0.0017 without chunks, with 16 of them 0.0044 and
-    0.0010. (`tests/precision/test_losses.py` repeats it in small.)
+    The gradient of the head's weight is a sum over the chunks in the weight's dtype: for a bfloat16
+    weight one more rounding per chunk (relative error at 1,024 tokens, width 64, V = 8,192, on a
+    CPU: 0.0017 without chunks, 0.0044 with 16); for a float32 weight whose matmul is in bfloat16
+    (`MixedPrecisionLinear`) chunks make it more exact (0.0010).
 
     On a GPU the check of the labels waits for the device, once.
 
@@ -64,14 +63,22 @@ def compute_loss(
     tensor(2.3026)
     """
     _check(logits, labels, dtype, chunk_size)
-    # Any integers do as labels here; cross_entropy takes int64 only, as its ignore_index.
-    labels = labels.long()
-    largest = _check_range(labels, ignore_index)
-    rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    # Any integers may be labels here; cross_entropy takes int64 only, like its ignore_index.
+    rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+    counted = targets != ignore_index
+    largest = _largest_label(targets.masked_fill(~counted, 0), ignore_index)
 
     def token_losses(rows: Tensor, targets: Tensor) -> Tensor:
         scores = rows if head is None else head(rows)
-        _check_scores(scores, len(targets), largest)
+        if scores.ndim != 2 or len(scores) != len(targets):
+            raise ValueError(
+                f"the head must make logits ({len(targets)}, V) of {len(targets)} tokens; "
+                f"it made {tuple(scores.shape)}."
+            )
+        if largest >= scores.shape[-1]:
+            raise ValueError(
+                f"label {largest} is out of range: the vocabulary has {scores.shape[-1]} tokens."
+            )
         return F.cross_entropy(
             scores.to(dtype), targets, reduction="none", ignore_index=ignore_index
         )
@@ -79,62 +86,43 @@ def compute_loss(
     if chunk_size is None or len(targets) <= chunk_size:
         losses = token_losses(rows, targets)
     else:
-        # split, and not slices: the backward of each slice would fill a tensor of the full size.
+        # split instead of slices: the backward of each slice would fill a tensor of the full size.
         pairs = zip(rows.split(chunk_size), targets.split(chunk_size), strict=True)
         losses = torch.cat([checkpoint(token_losses, *pair, use_reentrant=False) for pair in pairs])
     # One sum over all tokens, chunked or not: the same rounding.
-    return losses.sum() / (targets != ignore_index).sum().clamp(min=1)
+    return losses.sum() / counted.sum().clamp(min=1)
 
 
 def _check(logits: Tensor, labels: Tensor, dtype: torch.dtype, chunk_size: int | None) -> None:
-    if not logits.is_floating_point():
-        raise TypeError(f"logits must be floating, not {short(logits.dtype)}.")
+    if not logits.is_floating_point() or not dtype.is_floating_point:
+        raise TypeError(
+            "logits and the loss's dtype must be floating, but "
+            f"{short(logits.dtype)} and {short(dtype)} were given."
+        )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(
             f"labels must be integers (the index of the right token), not {short(labels.dtype)}."
         )
-    if not dtype.is_floating_point:
-        raise TypeError(f"the loss is computed in a floating dtype, not in {short(dtype)}.")
     if chunk_size is not None and not isinstance(chunk_size, Integral):
         raise TypeError(f"chunk_size counts tokens: an integer or None, not {chunk_size!r}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}.")
-    if logits.ndim == 0 or logits.shape[-1] == 0:
+    if logits.ndim == 0 or logits.shape[-1] == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} must be (..., V) with V of at least 1, or hidden states "
-            "(..., width) together with a head."
-        )
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of the logits "
-            f"{tuple(logits.shape)} without the last dimension: one label for each token."
+            f"(..., width) with a head; labels {tuple(labels.shape)} the same without the last "
+            "dimension: one label for each token."
         )
 
 
-def _check_range(labels: Tensor, ignore_index: int) -> int:
-    """The largest label, or 0 if all are ignored. Waits for the device once."""
-    counted = labels.masked_fill(labels == ignore_index, 0)
-    if counted.numel() == 0:
+def _largest_label(labels: Tensor, ignore_index: int) -> int:
+    """Return the largest label, 0 if there is none; waits for the device once."""
+    if labels.numel() == 0:
         return 0
-    smallest, largest = torch.stack(torch.aminmax(counted)).tolist()
+    smallest, largest = torch.stack(torch.aminmax(labels)).tolist()
     if smallest < 0:
         raise ValueError(
             f"label {smallest} is negative, and not the ignore_index {ignore_index}: ignored "
-            f"tokens must carry that number."
+            "tokens must carry that number."
         )
     return largest
-
-
-def _check_scores(scores: Tensor, tokens: int, largest: int) -> None:
-    if scores.ndim != 2 or len(scores) != tokens:
-        raise ValueError(
-            f"the head must make logits ({tokens}, V) of {tokens} tokens; "
-            f"it made {tuple(scores.shape)}."
-        )
-    if scores.shape[-1] == 0:
-        raise ValueError("the head makes logits for a vocabulary of 0 tokens: there is no loss.")
-    if largest >= scores.shape[-1]:
-        raise ValueError(
-            f"label {largest} is out of range: there are logits for {scores.shape[-1]} tokens, "
-            f"0 ... {scores.shape[-1] - 1}."
-        )

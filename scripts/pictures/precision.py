@@ -9,9 +9,9 @@ from labsupport.attention import flash_attention, oracle_attention
 from labsupport.attention.accuracy import relative_error
 from labsupport.plotting import Chart
 from labsupport.plotting.precision import DTYPE_COLOURS
-from labsupport.precision.autofix.cost import score_bound
+from labsupport.precision.autofix import score_bound
 from labsupport.precision.dtypes import short, unit_roundoff
-from labsupport.precision.evidence import gpt2
+from labsupport.precision.experiments import gpt2
 
 GREY = "#444444"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -181,7 +181,7 @@ def training() -> Figure:
         "Two policies follow float32 within its noise; float16 fails where its gradients get small",
         "GPT-2 with 2 layers on the bytes of this lab's LICENSE, CPU. Each loss is divided by "
         "1,024, as in a step of a\nmillion tokens; the control's is not. Distance: mean "
-        "|difference of the losses|. python -m labsupport.precision.evidence.gpt2",
+        "|difference of the losses|. python -m labsupport.precision.experiments.gpt2",
     )
 
 

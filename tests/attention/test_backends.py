@@ -22,7 +22,7 @@ from labsupport.attention.backends import _choose as choose
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import by_name, shape_comes_back
 from labsupport.attention.reference import banded_attention
-from labsupport.precision.policy.boundaries import KernelDtype
+from labsupport.precision.cast_hooks import KernelDtype
 from tests.attention.cases import (
     DEVICES,
     HALF,

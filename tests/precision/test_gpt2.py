@@ -2,7 +2,7 @@
 
 import pytest
 
-from labsupport.precision.evidence.gpt2 import (
+from labsupport.precision.experiments.gpt2 import (
     CONTROL,
     FAILING,
     NOISE,

@@ -14,10 +14,9 @@ from labsupport.attention import backends, implementations
 from labsupport.precision import (
     PrecisionWarning,
     auto_fix_precision_for_flash_attention,
+    autofix,
     safe_flash_attention,
 )
-from labsupport.precision.autofix import target
-from labsupport.precision.autofix.reports import forget_warnings
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -26,7 +25,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 def only(monkeypatch):
     """Put a kernel in front that takes nothing but the given dtypes."""
     real = implementations.by_name("sdpa_flash")
-    forget_warnings()
+    autofix.forget_warnings()
 
     def put(*dtypes):
         limits = dataclasses.replace(real.limits, dtypes={"cpu": dtypes})
@@ -34,7 +33,7 @@ def only(monkeypatch):
             dataclasses.replace(real, name="half_only", limits=limits),
             *implementations.BACKENDS,
         )
-        for module in (implementations, backends, target):
+        for module in (implementations, backends, autofix):
             monkeypatch.setattr(module, "BACKENDS", table)
 
     return put

@@ -9,7 +9,7 @@ from labsupport.precision import (
     MixedPrecisionRMSNorm,
 )
 from labsupport.precision.dtypes import unit_roundoff
-from labsupport.precision.policy.layers import MixedPrecisionLinear
+from labsupport.precision.layers import MixedPrecisionLinear
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NORMS = pytest.mark.parametrize(

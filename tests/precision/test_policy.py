@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+from labsupport.precision.cast_hooks import Casts, set_casts
 from labsupport.precision.dtypes import unit_roundoff
-from labsupport.precision.policy.boundaries import Casts, set_boundary
 from tests.precision.policy_models import (
     MODELS,
     ROUNDINGS,
@@ -20,14 +20,15 @@ from tests.precision.policy_models import (
 )
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-POLICIES = pytest.mark.parametrize(
-    "config",
+# Each policy with one of the two models.
+CASES = pytest.mark.parametrize(
+    ("make", "config"),
     [
-        FlashAttentionConfig(),
-        FlashAttentionConfig(residual="float32"),
-        FlashAttentionConfig(embedding="float32", residual="float32"),
-        FlashAttentionConfig(attention="float16", mlp="float32"),
-        FlashAttentionConfig.float16(),
+        (gpt2, FlashAttentionConfig()),
+        (llama, FlashAttentionConfig(residual="float32")),
+        (gpt2, FlashAttentionConfig(embedding="float32", residual="float32")),
+        (llama, FlashAttentionConfig(attention="float16", mlp="float32")),
+        (llama, FlashAttentionConfig.float16()),
     ],
     ids=["bfloat16", "wide-stream", "wide-table", "mixed", "float16"],
 )
@@ -68,8 +69,7 @@ def test_losses_are_scaled_where_any_gradient_passes_through_float16():
 # --- models of Transformers -----------------------------------------------------------------------
 
 
-@MODELS
-@POLICIES
+@CASES
 def test_logits_differ_from_float32_by_roundings_only(make, config):
     right = make()(tokens()).logits
     model = make()
@@ -81,35 +81,31 @@ def test_logits_differ_from_float32_by_roundings_only(make, config):
     assert 0 < relative_error(logits, right) <= math.sqrt(ROUNDINGS) * u
 
 
-@MODELS
-def test_the_default_policy_is_as_exact_as_the_whole_model_in_bfloat16(make):
-    right = make()(tokens()).logits
-    plain, model = make().to(BF16), make()
+def test_the_default_policy_is_as_exact_as_the_whole_model_in_bfloat16():
+    right = gpt2()(tokens()).logits
+    plain, model = gpt2().to(BF16), gpt2()
     apply_precision_policy(model)
     error = relative_error(model(tokens()).logits, right)
     assert error <= 2 * relative_error(plain(tokens()).logits, right)
 
 
-@MODELS
-def test_a_wider_stream_is_more_exact(make):
-    right, errors = make()(tokens()).logits, []
+def test_a_wider_stream_is_more_exact():
+    right, errors = llama()(tokens()).logits, []
     for config in (FlashAttentionConfig(), FlashAttentionConfig(residual=F32, head=F32)):
-        model = make()
+        model = llama()
         apply_precision_policy(model, config)
         errors.append(relative_error(model(tokens()).logits, right))
     assert errors[1] < errors[0]
 
 
-@MODELS
-def test_a_float32_policy_changes_no_bit_of_the_output(make):
-    right = make()(tokens()).logits
-    model = make()
+def test_a_float32_policy_changes_no_bit_of_the_output():
+    right = llama()(tokens()).logits
+    model = llama()
     apply_precision_policy(model, FlashAttentionConfig.float32())
     assert torch.equal(model(tokens()).logits, right)
 
 
-@MODELS
-@POLICIES
+@CASES
 def test_q_k_and_v_enter_the_kernel_in_one_dtype(make, config):
     model = make()
     apply_precision_policy(model, config)
@@ -122,14 +118,13 @@ def test_without_it_a_float32_rotation_would_give_llamas_kernel_two_dtypes():
     model = llama()
     apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
     for layer in model.model.layers:
-        set_boundary(layer.self_attn, Casts())
+        set_casts(layer.self_attn, Casts())
     with SeenByKernels() as seen, pytest.raises(RuntimeError, match="dtype"):
         model(tokens(), use_cache=False)  # the cache would promote v as well
     assert seen.dtypes == [(F32, F32, BF16)]
 
 
-@MODELS
-@POLICIES
+@CASES
 def test_the_stream_between_the_blocks_keeps_its_dtype(make, config):
     model = make()
     apply_precision_policy(model, config)
@@ -140,8 +135,7 @@ def test_the_stream_between_the_blocks_keeps_its_dtype(make, config):
     assert seen == [config.residual] * 4
 
 
-@MODELS
-@POLICIES
+@CASES
 def test_twice_is_as_good_as_once(make, config):
     model = make()
     first = apply_precision_policy(model, config)
@@ -154,9 +148,8 @@ def test_twice_is_as_good_as_once(make, config):
     assert torch.equal(model(tokens()).logits, logits)
 
 
-@MODELS
-def test_another_policy_replaces_the_first(make):
-    rounded, model = make(), make()
+def test_another_policy_replaces_the_first():
+    rounded, model = gpt2(), gpt2()
     for parameter in rounded.parameters():
         parameter.data = parameter.data.to(BF16).to(F32)
     apply_precision_policy(model, FlashAttentionConfig())
@@ -164,9 +157,8 @@ def test_another_policy_replaces_the_first(make):
     assert torch.equal(model(tokens()).logits, rounded(tokens()).logits)
 
 
-@MODELS
-def test_parameters_stay_the_same_objects_under_the_same_names(make):
-    model = make()
+def test_parameters_stay_the_same_objects_under_the_same_names():
+    model = gpt2()
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     apply_precision_policy(model)
     assert {name: id(p) for name, p in model.named_parameters()} == {
@@ -210,17 +202,16 @@ def test_checkpointed_gradients_are_the_same_bit_for_bit(make):
     assert no_mode_is_left()
 
 
-@MODELS
-def test_a_model_under_a_policy_is_copied_saved_and_loaded(make):
+def test_a_model_under_a_policy_is_copied_saved_and_loaded():
     config = FlashAttentionConfig(residual="float32")
-    model = make()
+    model = llama()
     apply_precision_policy(model, config)
     logits = model(tokens()).logits
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, logits)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    other = make().apply(lambda m: [p.data.zero_() for p in m.parameters(recurse=False)])
+    other = llama().apply(lambda m: [p.data.zero_() for p in m.parameters(recurse=False)])
     apply_precision_policy(other, config)
     other.load_state_dict(torch.load(file))
     assert torch.equal(other(tokens()).logits, logits)

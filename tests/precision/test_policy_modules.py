@@ -13,9 +13,9 @@ from labsupport.precision import (
     apply_precision_policy,
     safe_flash_attention,
 )
-from labsupport.precision.autofix.reports import forget_warnings
+from labsupport.precision.autofix import forget_warnings
+from labsupport.precision.cast_hooks import KernelDtype
 from labsupport.precision.dtypes import unit_roundoff
-from labsupport.precision.policy.boundaries import KernelDtype
 from tests.precision.policy_models import (
     HEADS,
     ROUNDINGS,

@@ -1,6 +1,6 @@
-"""Measure every rule of the best-practice table here: `python -m labsupport.precision.evidence`."""
+"""Measure every rule of the best-practice table on this machine."""
 
-from labsupport.precision.evidence.rules import best_practice_table
+from labsupport.precision.experiments import best_practice_table
 
 
 def main() -> None:

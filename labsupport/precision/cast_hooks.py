@@ -1,6 +1,6 @@
 """Casts at the boundary of a module, and of an attention kernel inside of it.
 
-A policy gives a module at most one `Boundary`: a pair of forward hooks. It survives `deepcopy` and
+A policy gives a module at most one `CastHooks`: a pair of forward hooks. It survives `deepcopy` and
 pickling with its module, adds nothing to the state dict, and works under gradient checkpointing,
 since a recomputed module runs its hooks again.
 
@@ -24,7 +24,7 @@ from labsupport.attention.backends import attention, attention_varlen, flash_att
 AS_INPUT = "as the input"
 OWN = "of its weights"
 
-_ATTRIBUTE = "_precision_boundary"
+_ATTRIBUTE = "_precision_casts"
 _KERNELS: dict[Any, tuple[str, ...]] = {
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask"),
     attention: ("q", "k", "v"),
@@ -36,7 +36,7 @@ _MATMULS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bm
 
 @dataclass(frozen=True)
 class Casts:
-    """What a boundary casts; None leaves it as it is.
+    """Dtypes to cast to at one module; None means no cast.
 
     Attributes:
         inputs: a dtype for floating inputs, or `OWN`: that of the parameters which the module
@@ -52,18 +52,18 @@ class Casts:
 
 
 class KernelDtype(TorchFunctionMode):
-    """While active, attention kernels compute in `dtype` and return the dtype of their query.
+    """Mode in which attention kernels compute in `dtype` and return the dtype of their query.
 
-    Reached are F.scaled_dot_product_attention and `labsupport.attention`'s functions. Matrix
-    products of two different dtypes, which raise otherwise, are computed in `dtype`, too, and what
-    is written into a key/value cache takes the cache's dtype: a float32 rotation promotes q and k,
-    but not v, before textbook attention and before the cache.
+    It covers F.scaled_dot_product_attention and `labsupport.attention`'s functions. Matrix products
+    of two different dtypes, which raise otherwise, are computed in `dtype`, too, and values written
+    into a key/value cache take the cache's dtype: a float32 rotation promotes q and k, but not v,
+    before textbook attention and before the cache.
 
     It decides last: it stands between the call and the kernel, so a dtype that a caller chose for
-    q, k, v (`safe_flash_attention`, another KernelDtype further inside) is cast once more. What
-    comes back has the dtype that the caller gave.
+    q, k, v (`safe_flash_attention`, another KernelDtype further inside) is cast once more. The
+    result has the dtype that the caller passed.
 
-    Not reached: functions that PyTorch's override protocol does not know (the flash-attn package,
+    Out of reach: functions that PyTorch's override protocol does not know (the flash-attn package,
     FlexAttention), and the kernel inside of nn.MultiheadAttention.
     """
 
@@ -77,9 +77,7 @@ class KernelDtype(TorchFunctionMode):
         if func in _KERNELS:
             names = _KERNELS[func]
             query = args[0] if args else kwargs[names[0]]
-            args = tuple(
-                self._cast(value) if i < len(names) else value for i, value in enumerate(args)
-            )
+            args = (*map(self._cast, args[: len(names)]), *args[len(names) :])
             kwargs = {k: self._cast(v) if k in names else v for k, v in kwargs.items()}
             return _cast_first(func(*args, **kwargs), query.dtype)
         if func in _MATMULS and len(args) == 2 and args[0].dtype != args[1].dtype:
@@ -99,68 +97,57 @@ class KernelDtype(TorchFunctionMode):
         return cast
 
 
-class Boundary:
+class CastHooks:
     """The two hooks of one module. `casts` may be changed at any time."""
 
-    def __init__(self, casts: Casts) -> None:
-        self.casts = casts
+    def __init__(self) -> None:
+        self.casts = Casts()
 
-    def enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the forward: cast the inputs, and watch for kernels."""
         casts = self.casts
-        given = _first_dtype((args, kwargs)) if casts.output == AS_INPUT else None
-        dtype = _own_dtype(module) if casts.inputs == OWN else casts.inputs
+        given = _first_dtype((args, kwargs)) if casts.output == AS_INPUT else casts.output
+        own = (p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+        dtype = next(own, None) if casts.inputs == OWN else casts.inputs
         if isinstance(dtype, torch.dtype):
             args, kwargs = _cast_all((args, kwargs), dtype, {})
         mode = None if casts.kernel is None else KernelDtype(casts.kernel)
         if mode is not None:
             mode.__enter__()
-        _frames().append((self, given, mode))
+        _entered().append((self, given, mode))
         return args, kwargs
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, also after one that raised: stop watching; cast the output."""
-        frames = _frames()
-        if not frames or frames[-1][0] is not self:
+        stack = _entered()
+        if not stack or stack[-1][0] is not self:
             return None  # a hook before ours raised: we never entered
-        _, given, mode = frames.pop()
+        _, dtype, mode = stack.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
-        dtype = given if self.casts.output == AS_INPUT else self.casts.output
-        return _cast_first(output, dtype) if isinstance(dtype, torch.dtype) else None
+        return None if dtype is None else _cast_first(output, dtype)
 
 
-def set_boundary(module: nn.Module, casts: Casts) -> Casts:
-    """Give a module these casts in place of those that it had, and return those."""
-    boundary = module.__dict__.get(_ATTRIBUTE)
-    if boundary is None:
+def set_casts(module: nn.Module, casts: Casts) -> Casts:
+    """Give a module these casts in place of its former ones, and return those."""
+    hooks = module.__dict__.get(_ATTRIBUTE)
+    if hooks is None:
         if casts == Casts():
             return casts
-        boundary = Boundary(Casts())
-        module.register_forward_pre_hook(boundary.enter, with_kwargs=True)
-        module.register_forward_hook(boundary.leave, always_call=True)
-        setattr(module, _ATTRIBUTE, boundary)
-    before, boundary.casts = boundary.casts, casts
+        hooks = CastHooks()
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+        module.register_forward_hook(hooks.leave, always_call=True)
+        setattr(module, _ATTRIBUTE, hooks)
+    before, hooks.casts = hooks.casts, casts
     return before
 
 
-class _Frames(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[tuple[Boundary, torch.dtype | None, KernelDtype | None]] = []
+_thread = threading.local()
 
 
-_local = _Frames()
-
-
-def _frames() -> list[tuple[Boundary, torch.dtype | None, KernelDtype | None]]:
-    return _local.stack
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype | None:
-    own = module.parameters(recurse=False)
-    return next((p.dtype for p in own if p.is_floating_point()), None)
+def _entered() -> list[tuple[CastHooks, Any, KernelDtype | None]]:
+    """Return this thread's modules that are running: hooks, output dtype, mode."""
+    return _thread.__dict__.setdefault("stack", [])
 
 
 def _is_floating(value: Any) -> bool:

@@ -1,10 +1,10 @@
 """A small GPT-2, trained under several policies: which of them follow float32, which do not.
 
-python -m labsupport.precision.evidence.gpt2          train, and print the losses and the verdict
+python -m labsupport.precision.experiments.gpt2       train, and print the losses and the verdict
 
 The text is the project's LICENSE, as bytes: English that does not change. Each step sees
-`BATCH * SEQLEN` = 1,024 tokens and divides its loss by `SHARE` = 1,024, as one of 1,024 processes
-or micro-batches does that together make a step of a million tokens. Adam does not mind the factor.
+`BATCH * SEQLEN` = 1,024 tokens and divides its loss by `SHARE` = 1,024, like one of 1,024 processes
+or micro-batches that together make a step of a million tokens. Adam does not react to the factor.
 float16 without loss scaling does: the gradients are below its smallest numbers. Without the
 division they are not, and the same policy trains well; that control is among the runs.
 """
@@ -14,23 +14,20 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from labsupport.paths import project_root
 from labsupport.precision.losses import compute_loss
 from labsupport.precision.optimizer import MixedPrecisionOptimizer
-from labsupport.precision.policy.config import FlashAttentionConfig
-from labsupport.precision.policy.policy import apply_precision_policy
-from labsupport.precision.tracker.tracker import PrecisionTracker
+from labsupport.precision.policy import FlashAttentionConfig, apply_precision_policy
+from labsupport.precision.tracker import PrecisionTracker
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.timing import resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BATCH, SEQLEN, WIDTH, LAYERS, HEADS = 8, 128, 64, 2, 4
 SHARE = 1024  # processes or micro-batches that make a step
@@ -46,8 +43,8 @@ class Run:
     Attributes:
         config: the policy.
         seed: of the weights and the batches.
-        scaled: whether the loss is scaled, if the policy needs it.
-        share: what the loss is divided by.
+        scaled: scale the loss, if the policy needs it.
+        share: divisor of the loss.
     """
 
     config: FlashAttentionConfig
@@ -57,9 +54,9 @@ class Run:
 
 
 def runs() -> dict[str, Run]:
-    """The runs to compare: the yardstick, its noise, two good policies, a bad one, a control."""
+    """Return the yardstick, its noise, two good policies, a bad one, and a control."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a float16 loss is what we are here to see
+        warnings.simplefilter("ignore", UserWarning)  # a float16 loss is what we want to see
         coarse = FlashAttentionConfig.float16(loss=torch.float16)
     return {
         YARDSTICK: Run(FlashAttentionConfig.float32()),
@@ -78,36 +75,33 @@ def train_under_policies(
     device: torch.device | str | None = None,
     names: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """Train a small GPT-2 under each policy: same weights and batches, but for the second seed.
+    """Train a small GPT-2 under each policy: same weights and batches, except for the second seed.
 
     Args:
         steps: of AdamW.
-        learning_rate: constant. Small enough that float32 runs of two seeds stay close: the
-            distances are measured in units of theirs.
+        learning_rate: constant. Small enough that float32 runs of two seeds stay close: their
+            distance is the unit of the others.
         device: a GPU if there is one. float16 on a CPU is slow: about six seconds for 50 steps.
         names: which of `runs()`; all unless given.
 
     Returns:
-        run, step, loss; with `.attrs["reports"]`, for each run what a `PrecisionTracker` said of
-        its first step.
+        run, step, loss; with `.attrs["reports"]`, the `PrecisionTracker` report on the first step
+        of each run.
     """
-    import pandas as pd
-
-    where = resolve_device(device)
+    device = resolve_device(device)
     frames, reports = [], {}
     for name, run in runs().items():
-        if names is not None and name not in names:
-            continue
-        losses, reports[name] = train(run, steps, learning_rate, where)
-        frames.append(pd.DataFrame({"run": name, "step": range(1, steps + 1), "loss": losses}))
+        if names is None or name in names:
+            losses, reports[name] = train(run, steps, learning_rate, device)
+            frames.append(pd.DataFrame({"run": name, "step": range(1, steps + 1), "loss": losses}))
     table = pd.concat(frames, ignore_index=True)
     table.attrs["reports"] = reports
-    table.attrs["provenance"] = provenance(where, command=command_line(), seed=0)
+    table.attrs["provenance"] = provenance(device, command=command_line(), seed=0)
     return table
 
 
 def distances(table: pd.DataFrame) -> pd.DataFrame:
-    """How far each run stays from the float32 one: mean |difference of the losses| over the steps.
+    """Return the distance of each run from float32: mean |difference of the losses| over the steps.
 
     Returns:
         run, distance, over noise (the distance divided by that of another seed), last loss.
@@ -124,31 +118,33 @@ def distances(table: pd.DataFrame) -> pd.DataFrame:
 def train(
     run: Run, steps: int, learning_rate: float, device: torch.device
 ) -> tuple[list[float], str]:
-    """The loss of each step, and the tracker's report on the first one."""
-    torch_state = torch.random.get_rng_state()
-    torch.manual_seed(run.seed)
-    model = small_gpt2().to(device)
-    torch.random.set_rng_state(torch_state)
+    """Return the loss of each step, and the tracker's report on the first one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(run.seed)
+        model = small_gpt2().to(device)
     apply_precision_policy(model, run.config)
     optimizer = MixedPrecisionOptimizer(model, run.config, lr=learning_rate)
     if not run.scaled:
         optimizer.scaler = None
+    text = torch.tensor(list((project_root() / "LICENSE").read_bytes()))
     generator = torch.Generator().manual_seed(run.seed)
-    losses: list[float] = []
-    report = ""
+    tracker = PrecisionTracker(model)
+    losses = []
     for step in range(steps):
-        tokens = _batch(generator).to(device)
-        if step == 0:
-            with PrecisionTracker(model) as tracker:
-                losses.append(_step(model, optimizer, tokens, run))
-            report = tracker.report()
-        else:
-            losses.append(_step(model, optimizer, tokens, run))
-    return losses, report
+        starts = torch.randint(len(text) - SEQLEN - 1, (BATCH, 1), generator=generator)
+        tokens = text[starts + torch.arange(SEQLEN + 1)].to(device)
+        with tracker if step == 0 else nullcontext():
+            logits = model(tokens[:, :-1]).logits
+            loss = compute_loss(logits, tokens[:, 1:], dtype=run.config.loss)
+            optimizer.zero_grad()
+            optimizer.backward(loss / run.share)
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, tracker.report()
 
 
 def small_gpt2() -> nn.Module:
-    """A GPT-2 of two layers for bytes, with random weights."""
+    """Return a GPT-2 of two layers for bytes, with random weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -157,45 +153,20 @@ def small_gpt2() -> nn.Module:
         n_embd=WIDTH,
         n_layer=LAYERS,
         n_head=HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
     )
     config._attn_implementation = "sdpa"
     return GPT2LMHeadModel(config)
 
 
-def _step(
-    model: nn.Module,
-    optimizer: MixedPrecisionOptimizer,
-    tokens: Tensor,
-    run: Run,
-) -> float:
-    logits = model(tokens[:, :-1]).logits
-    loss = compute_loss(logits, tokens[:, 1:], dtype=run.config.loss)
-    optimizer.zero_grad()
-    optimizer.backward(loss / run.share)
-    optimizer.step()
-    return loss.item()
-
-
-def _batch(generator: torch.Generator) -> Tensor:
-    """(BATCH, SEQLEN + 1) bytes of text."""
-    text = _text()
-    starts = torch.randint(len(text) - SEQLEN - 1, (BATCH,), generator=generator)
-    return torch.stack([text[start : start + SEQLEN + 1] for start in starts]).long()
-
-
-def _text() -> Tensor:
-    return torch.frombuffer(bytearray((project_root() / "LICENSE").read_bytes()), dtype=torch.uint8)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and print."""
     parser = argparse.ArgumentParser(
-        prog="python -m labsupport.precision.evidence.gpt2",
+        prog="python -m labsupport.precision.experiments.gpt2",
         description="Train a small GPT-2 under several precision policies.",
     )
     parser.add_argument("--steps", type=int, default=50)
@@ -203,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     table = train_under_policies(options.steps, device=options.device)
     print(distances(table).round(3).to_string(index=False))
-    print(f"\nWhat the tracker says of the first step in {FAILING}:")
+    print(f"\nThe tracker's report on the first step in {FAILING}:")
     print(table.attrs["reports"][FAILING])
 
 

@@ -1,12 +1,13 @@
 """Each experiment shows the failure that it is about, and the remedy next to it."""
 
+import re
+
 import torch
 
 from labsupport.attention.registry import FLOAT_DTYPES
-from labsupport.precision import evidence
-from labsupport.precision.evidence.__main__ import main
-from labsupport.precision.evidence.forward import _round_tf32
-from labsupport.precision.evidence.rules import RULES, best_practice_table
+from labsupport.precision import experiments
+from labsupport.precision.experiments import RULES, _round_tf32
+from labsupport.precision.experiments.__main__ import main
 
 
 def rows(table):
@@ -14,7 +15,7 @@ def rows(table):
 
 
 def test_float16_logits_overflow_in_the_textbook_and_not_in_flash_attention():
-    found = rows(evidence.float16_logits_overflow())
+    found = rows(experiments.float16_logits_overflow())
     textbook = found["textbook, float16"]
     assert textbook["largest score"] == float("inf")
     assert textbook["NaN in output"] == 16 * 64
@@ -27,12 +28,12 @@ def test_float16_logits_overflow_in_the_textbook_and_not_in_flash_attention():
 
 def test_scores_that_fit_do_not_overflow():
     """16 * 16 * 64 = 16,384: the experiment does not fail whatever it is given."""
-    found = rows(evidence.float16_logits_overflow(value=16.0))
+    found = rows(experiments.float16_logits_overflow(value=16.0))
     assert all(row["NaN in output"] == 0 for row in found.values())
 
 
 def test_norm_statistics_fail_in_float16_at_both_ends_and_nowhere_in_float32():
-    table = evidence.norm_statistics((1e-4, 1.0, 255.0, 300.0)).set_index(
+    table = experiments.norm_statistics((1e-4, 1.0, 255.0, 300.0)).set_index(
         ["computation", "magnitude"]
     )
     by_hand = table.loc["by hand, in float16"]
@@ -45,15 +46,15 @@ def test_norm_statistics_fail_in_float16_at_both_ends_and_nowhere_in_float32():
 
 
 def test_a_running_sum_stops_at_two_to_the_number_of_significant_bits():
-    found = rows(evidence.running_sum(4096))
+    found = rows(experiments.running_sum(4096))
     assert found["float16"]["sum"] == 2**11
     assert found["bfloat16"]["sum"] == 2**8
     assert found["float32"]["sum"] == 4096
-    assert rows(evidence.running_sum(256))["bfloat16"]["sum"] == 256
+    assert rows(experiments.running_sum(256))["bfloat16"]["sum"] == 256
 
 
 def test_most_gradients_of_float16_logits_are_zero_and_none_with_the_loss_in_float32():
-    found = rows(evidence.cross_entropy_dtypes(tokens=128))
+    found = rows(experiments.cross_entropy_dtypes(tokens=128))
     assert found["float16"]["zero gradients"] > 0.5
     assert found["float16"]["row sum"] > 0.02
     mended = found["float16, loss in float32"]
@@ -65,7 +66,7 @@ def test_most_gradients_of_float16_logits_are_zero_and_none_with_the_loss_in_flo
 
 
 def test_gradients_underflow_in_float16_unless_scaled_and_not_in_bfloat16():
-    table = evidence.gradient_underflow()
+    table = experiments.gradient_underflow()
     float16 = table[table.dtype == "float16"].set_index("loss scale")
     assert float16.loc[1.0, "relative error"] > 0.5
     assert float16.loc[2.0**10, "relative error"] < 2 * 2**-10
@@ -76,7 +77,7 @@ def test_gradients_underflow_in_float16_unless_scaled_and_not_in_bfloat16():
 
 
 def test_updates_below_half_an_ulp_vanish_without_a_master_copy():
-    found = rows(evidence.vanishing_updates())
+    found = rows(experiments.vanishing_updates())
     assert found["bfloat16"]["moved"] == 0
     assert abs(found["bfloat16, float32 master copy"]["moved"] - 0.1) < 2**-8
     assert abs(found["float32"]["moved"] - 0.1) < 1e-4
@@ -84,11 +85,11 @@ def test_updates_below_half_an_ulp_vanish_without_a_master_copy():
 
 def test_updates_above_half_an_ulp_do_not_vanish():
     """Below 1, bfloat16's numbers are 2^-8 apart: a step of 2^-7 arrives."""
-    assert rows(evidence.vanishing_updates(2**-7, 8))["bfloat16"]["lost"] < 0.01
+    assert rows(experiments.vanishing_updates(2**-7, 8))["bfloat16"]["lost"] < 0.01
 
 
 def test_small_learning_rates_leave_a_bfloat16_table_unmoved():
-    table = evidence.embedding_updates()
+    table = experiments.embedding_updates()
     low = table[table.table == "bfloat16"].set_index("learning rate").unmoved
     assert low[1e-3] == 0
     assert low[2e-5] > 0.5
@@ -96,7 +97,7 @@ def test_small_learning_rates_leave_a_bfloat16_table_unmoved():
 
 
 def test_flash_attention_keeps_the_error_rule_in_every_dtype_at_every_length():
-    table = evidence.error_by_length((256, 1024), device="cpu")
+    table = experiments.error_by_length((256, 1024), device="cpu")
     assert len(table) == 6
     assert (table.flash <= 2 * table.standard + 1e-5).all()
     by_dtype = table.groupby("dtype").flash.min()
@@ -104,7 +105,7 @@ def test_flash_attention_keeps_the_error_rule_in_every_dtype_at_every_length():
 
 
 def test_the_error_grows_with_the_scores_once_they_matter():
-    table = evidence.error_by_scale(device="cpu").set_index("scale")
+    table = experiments.error_by_scale(device="cpu").set_index("scale")
     assert table["float16"][0.1] < 2 * 2**-11 + 1e-3
     for dtype in ("float16", "bfloat16"):
         assert table[dtype][10.0] > 10 * table[dtype][1.0]
@@ -113,7 +114,7 @@ def test_the_error_grows_with_the_scores_once_they_matter():
 
 
 def test_tf32_costs_three_digits_of_a_float32_product():
-    found = rows(evidence.tf32_surprise(device="cpu"))
+    found = rows(experiments.tf32_surprise(device="cpu"))
     surprise = found["float32, TF32 allowed"]
     assert surprise["how"] == "emulated"
     assert surprise["relative error"] > 500 * found["float32"]["relative error"]
@@ -127,30 +128,22 @@ def test_emulated_tf32_rounds_to_eleven_bits_to_nearest_even():
 
 
 def test_every_backend_says_of_every_dtype_that_it_runs_or_why_not():
-    table = evidence.dtype_refusals("cpu").set_index("backend")
+    table = experiments.dtype_refusals("cpu").set_index("backend")
     assert list(table.columns) == [str(d).removeprefix("torch.") for d in FLOAT_DTYPES]
     assert (table.loc["sdpa_flash"] == "runs").all()
     assert table.loc["flex", "float64"] == "takes float32, float16, bfloat16 on cpu, not float64"
     assert (table.map(len) > 3).all(axis=None)
 
 
-def test_every_rule_comes_with_a_finding_of_its_own_experiment():
-    table = best_practice_table()
-    assert len(table) == len(RULES) >= 9
-    assert table.measured.str.contains(r"\d").all()
-    assert not table.measured.str.contains("nan").any()
-    assert len(set(table.experiment)) == len(RULES)
-
-
-def test_measuring_the_rules_leaves_the_callers_random_numbers_alone():
+def test_the_command_measures_every_rule_by_its_own_experiment(capsys):
     torch.manual_seed(5)
-    best_practice_table()
+    main()
     after = torch.rand(1)
     torch.manual_seed(5)
-    assert torch.equal(after, torch.rand(1))
-
-
-def test_the_command_prints_every_rule(capsys):
-    main()
+    assert torch.equal(after, torch.rand(1))  # the caller's random numbers are left alone
     printed = capsys.readouterr().out
     assert all(rule.component in printed for rule in RULES)
+    measured = [line for line in printed.splitlines() if "measured:" in line]
+    assert len(measured) == len(RULES) >= 9
+    assert all(re.search(r"\d", line) and "nan" not in line for line in measured)
+    assert len({rule.experiment for rule in RULES}) == len(RULES)

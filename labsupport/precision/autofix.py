@@ -1,0 +1,541 @@
+"""Make three inputs fit one FlashAttention kernel, run it, and report what was done and its cost.
+
+    auto_fix_precision_for_flash_attention(q, k, v)   three tensors that fit
+    safe_flash_attention(q, k, v, causal=True)        their attention, in q's dtype
+
+The dtype follows from what can run:
+
+    the kernel takes the widest of the three dtypes   promote the others to it: nothing is lost
+    it takes half precision only (most GPU kernels)   bfloat16 if an input is bfloat16 already, or
+                                                      does not fit into float16's range;
+                                                      float16, with its 3 more bits, otherwise
+
+The size of Q K^T does not decide, because FlashAttention accumulates scores in float32. But large
+scores amplify the rounding of the inputs: relative errors e of q and k move a score q.k by up to
+2 e |q| |k|, and its weight by the exponential of that. Where this passes 1, two keys of nearly the
+same score may change places, and the output jumps from one value to another. The report warns.
+
+The cost is measured, because bounds from worst cases are hundreds of times too large: the backend
+computes a sample of the queries from the cast inputs, the float64 oracle from the inputs as given.
+Half of the sample is spread evenly, half are the longest queries, whose scores are the largest. The
+largest difference, times 4 for the queries not sampled, is reported: an estimate, not a proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.overrides
+from torch import Tensor
+
+from labsupport.attention.backends import attention, flash_attention
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.implementations import BACKENDS, by_name
+from labsupport.attention.inputs import (
+    AttentionInputError,
+    check_alibi_slopes,
+    check_model_layout,
+    check_window,
+)
+from labsupport.attention.reference import oracle_attention
+from labsupport.attention.registry import FLOAT_DTYPES, HALF_DTYPES, Backend
+from labsupport.attention.reports import BackendUnavailableError
+from labsupport.precision.dtypes import overflow_threshold, short, unit_roundoff
+
+Float64 = Literal["refuse", "keep", "cast"]
+
+SAMPLE, BLOCK = 256, 32  # queries whose error is measured; in blocks where keys are masked
+SAFETY = 4.0
+LARGE_SCORE = 2.0**12  # from here on, rounding the inputs costs half of float32's 24 bits
+_OPTIONS = {
+    name
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "backend"
+}
+
+
+def auto_fix_precision_for_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str = "auto",
+    dtypes: Sequence[torch.dtype] | None = None,
+    float64: Float64 = "refuse",
+    return_report: bool = False,
+    **options: Any,
+) -> Any:
+    """Cast q, k and v to one dtype that a FlashAttention backend takes, losing as little as it can.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float32, float16, bfloat16 or float64.
+        k, v: (batch, seqlen_k, kv_heads, head_dim), the same, each in a dtype of its own.
+        backend: the backend to fit; "auto" is the first one in the lab's order of preference that
+            can run the call in some acceptable dtype. (On a GPU that means half precision.
+            `backend="sdpa_efficient"` keeps float32 there.)
+        dtypes: the dtypes to choose from; None: whatever the backend takes. On a laptop,
+            `dtypes=(torch.float16, torch.bfloat16)` shows what a GPU's kernels would make of it.
+        float64: what to do with float64 inputs, which are usually NumPy's default and no decision:
+            "refuse" them, "keep" computing in float64 (needs a backend that does), or "cast" them
+            as if they were float32.
+        return_report: also return the `PrecisionReport`, with its error bound.
+        options: `causal`, `window_size`, ... as for `labsupport.attention.flash_attention`.
+
+    Inputs that have the right dtype are returned as they are; a cast one is connected to the
+    original by autograd, so that gradients arrive in each input's own dtype. A `PrecisionWarning`
+    says what was cast, once per cause. The magnitudes are read once: on a GPU, one synchronisation.
+
+    Returns:
+        (q, k, v), or (q, k, v, report).
+
+    Raises:
+        AttentionInputError: integers, complex or quantised numbers, float64 without consent, mixed
+            devices, shapes that do not fit; numbers, scores or sums of values that none of the
+            dtypes can hold.
+        BackendUnavailableError: nothing can run the call in an acceptable dtype; lists the reasons.
+
+    >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
+    >>> [t.dtype for t in auto_fix_precision_for_flash_attention(q, k, v)]
+    [torch.float32, torch.float32, torch.float32]
+    """
+    call = _checked(q, k, v, options)
+    report = _plan(call, backend, dtypes, float64, q.dtype, return_report)
+    _warn(report)
+    fixed = tuple(tensor.to(report.compute_dtype) for tensor in (q, k, v))
+    return (*fixed, report) if return_report else fixed
+
+
+def safe_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str = "auto",
+    dtypes: Sequence[torch.dtype] | None = None,
+    float64: Float64 = "refuse",
+    out_dtype: torch.dtype | None = None,
+    return_report: bool = False,
+    **options: Any,
+) -> Any:
+    """Run FlashAttention on inputs in any floating dtypes: cast, run, return in q's dtype.
+
+    Args:
+        q, k, v, backend, dtypes, float64, options: as for
+            `auto_fix_precision_for_flash_attention`; `return_lse` is allowed among the options.
+        out_dtype: the dtype of the result; q's unless given.
+        return_report: also return the `PrecisionReport`, as the last element.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim); with `return_lse` also lse (batch, heads, seqlen_q).
+
+    Raises:
+        AttentionInputError, BackendUnavailableError: as there; also if the result does not fit into
+            the range of `out_dtype`.
+    """
+    call = _checked(q, k, v, options)
+    out_dtype = _floating("out_dtype", out_dtype or q.dtype)
+    report = _plan(call, backend, dtypes, float64, out_dtype, return_report)
+    _warn(report)
+    with autocast_off(q):  # the report's dtype is the one to compute in
+        fixed = (tensor.to(report.compute_dtype) for tensor in (q, k, v))
+        result = flash_attention(*fixed, backend=report.backend, **options)
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    rounded = out.to(out_dtype)
+    narrower = torch.finfo(out_dtype).max < torch.finfo(report.compute_dtype).max
+    if narrower and v.dtype != out_dtype and (out.isfinite() & ~rounded.isfinite()).any():
+        raise AttentionInputError(
+            f"the output reaches {out.abs().max().item():.3g}, but {short(out_dtype)} ends at "
+            f"{torch.finfo(out_dtype).max:,.0f}: pass out_dtype=torch.{short(report.compute_dtype)}"
+            ", or scale v down and the output up."
+        )
+    returned = [rounded, *lse] + ([report] if return_report else [])
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> AttentionCall:
+    if unknown := set(options) - _OPTIONS:
+        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
+    options = dict(options)
+    check_model_layout(q, k, v, check_layout=options.pop("check_layout", True), one_dtype=False)
+    call = AttentionCall(q, k, v, **options)
+    if not math.isfinite(call.scale):
+        raise AttentionInputError(f"softmax_scale must be finite, but {call.scale} was given.")
+    check_window(call.window_size)
+    check_alibi_slopes(call.alibi_slopes, q.shape[0], call.heads)
+    if q.is_meta:
+        raise AttentionInputError("q, k and v are on the meta device: they hold no numbers to cast")
+    return call
+
+
+def _floating(name: str, dtype: Any) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+        names = ", ".join(f"torch.{short(known)}" for known in FLOAT_DTYPES)
+        raise AttentionInputError(f"{name} must be one of {names}, but {dtype!r} was given.")
+    return dtype
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+class PrecisionWarning(UserWarning):
+    """Casts of inputs, or numbers that deserve a second look.
+
+    Each cause is reported once per process; `forget_warnings` resets that.
+    """
+
+
+class Cast(NamedTuple):
+    """One input that was cast."""
+
+    name: str
+    before: torch.dtype
+    after: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name} {short(self.before)} -> {short(self.after)}"
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """Casts of one call, their reason, and their cost.
+
+    Attributes:
+        backend: the implementation that the inputs were made to fit.
+        compute_dtype: the dtype of q, k and v for it.
+        out_dtype: the dtype of the result.
+        casts: the inputs that were cast.
+        why: the reason for `compute_dtype`; empty if nothing was cast.
+        score_bound: an upper bound on the magnitude of scaled scores.
+        cautions: other properties of the inputs' numbers that need attention.
+        error_bound: the maximum error of the output against exact arithmetic on the inputs as
+            given, estimated from a sample of the queries; None if it was not asked for and every
+            cast was exact.
+    """
+
+    backend: str
+    compute_dtype: torch.dtype
+    out_dtype: torch.dtype
+    casts: tuple[Cast, ...] = ()
+    why: str = ""
+    score_bound: float = 0.0
+    cautions: tuple[str, ...] = ()
+    error_bound: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True if every cast kept every digit."""
+        return all(torch.promote_types(c.before, c.after) == c.after for c in self.casts)
+
+    def __str__(self) -> str:
+        done = ", ".join(map(str, self.casts)) or "nothing was cast"
+        lines = [f"{done} for {self.backend}; result in {short(self.out_dtype)}"]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.casts and self.exact:
+            lines.append("  cost: none, the wider dtype holds every number of the narrower one")
+        if self.error_bound is not None:
+            lines.append(f"  error of the output: at most about {self.error_bound:.1e}")
+        return "\n".join([*lines, *(f"  caution: {text}" for text in self.cautions)])
+
+
+_reported: set[tuple[Any, ...]] = set()
+
+
+def forget_warnings() -> None:
+    """Report each cause anew."""
+    _reported.clear()
+
+
+def _cause(report: PrecisionReport, text: str) -> tuple[Any, ...]:
+    """Return a key without figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
+    casts = report.casts if text == report.why else ()
+    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", text)
+
+
+def _warn(report: PrecisionReport) -> None:
+    """Warn about casts and cautions, once per cause, in the name of our caller's caller."""
+    casts = [(report.why, str(report).split("\n  caution")[0])] if report.casts else []
+    for reason, text in [*casts, *((caution, caution) for caution in report.cautions)]:
+        cause = _cause(report, reason)
+        if cause not in _reported:
+            _reported.add(cause)
+            warnings.warn(text, PrecisionWarning, stacklevel=3)
+
+
+# --- the decision ---------------------------------------------------------------------------------
+
+
+def _plan(
+    call: AttentionCall,
+    backend: str,
+    dtypes: Sequence[torch.dtype] | torch.dtype | None,
+    float64: Float64,
+    out_dtype: torch.dtype,
+    with_bound: bool,
+) -> PrecisionReport:
+    """Decide for one call, and report it, with the error bound if somebody will read it."""
+    if dtypes is not None:
+        dtypes = dtypes if isinstance(dtypes, Sequence) else (dtypes,)
+        dtypes = [_floating("each of dtypes", dtype) for dtype in dtypes]
+    given = {"q": call.q.dtype, "k": call.k.dtype, "v": call.v.dtype}
+    widest = _widest(given, float64)
+    largest, cautions, bound = _measure(call)
+    half = {} if widest == torch.float64 else _half_dtypes(given, largest)
+    candidates = [d for d in dict.fromkeys([widest, *half]) if dtypes is None or d in dtypes]
+    name = max(largest, key=lambda name: largest[name])
+    fitting = [dtype for dtype in candidates if largest[name] < overflow_threshold(dtype)]
+    if not fitting:
+        names = ", ".join(map(short, candidates)) or (
+            f"none of dtypes={', '.join(map(short, dtypes or ())) or 'nothing'}"
+        )
+        raise AttentionInputError(
+            f"there is no dtype to cast to: {name} reaches {largest[name]:.3g}, and what may be "
+            f"chosen for these inputs ({names}) does not fit. Allow a wider one, or scale {name} "
+            "down."
+        )
+    entry, compute = _choose(call, backend, fitting)
+    _check_accumulator(call, largest["v"], bound, compute)
+    casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
+    why = ""
+    if compute != widest:
+        why = f"{entry.name} is to run in half precision; {half[compute]}"
+    elif len(set(given.values())) > 1:
+        why = f"a kernel wants one dtype, and q, k, v are {', '.join(map(short, given.values()))}"
+    elif casts:
+        why = 'float64="cast" was passed'
+    u = unit_roundoff(compute)
+    if bound > LARGE_SCORE or (compute in HALF_DTYPES and bound * u > 1):
+        cautions.append(
+            f"scores may reach {bound:.2g}: rounding to {short(compute)} (relative {u:.1g}) moves "
+            f"them by up to {2 * bound * u:.2g}, so that near-ties may flip: where two keys score "
+            "nearly the same, the output may follow the other one, whatever kernel computes it"
+        )
+    report = PrecisionReport(entry.name, compute, out_dtype, casts, why, bound, tuple(cautions))
+    # Measuring takes a share of the time of attention itself.
+    if with_bound or (not report.exact and _cause(report, why) not in _reported):
+        error = _sampled_error(call, entry.name, compute, out_dtype)
+        report = replace(report, error_bound=error)
+    return report
+
+
+def _widest(given: dict[str, torch.dtype], float64: Float64) -> torch.dtype:
+    if float64 not in ("refuse", "keep", "cast"):
+        raise AttentionInputError(
+            f'float64 is "refuse", "keep" or "cast", but {float64!r} was given.'
+        )
+    doubles = [name for name, dtype in given.items() if dtype == torch.float64]
+    if doubles and float64 == "refuse":
+        raise AttentionInputError(
+            f"{' and '.join(doubles)} {'is' if len(doubles) == 1 else 'are'} float64, which is "
+            "rarely meant (NumPy makes it by default) and which no GPU kernel of FlashAttention "
+            'takes. Pass float64="cast" to go on as with float32, or float64="keep" to compute in '
+            "float64."
+        )
+    if doubles:
+        return torch.float64 if float64 == "keep" else torch.float32
+    return torch.promote_types(torch.promote_types(given["q"], given["k"]), given["v"])
+
+
+def _measure(call: AttentionCall) -> tuple[dict[str, float], list[str], float]:
+    """Return the largest finite magnitudes, cautions, and the score bound, in one transfer."""
+    if call.q.numel() == 0:
+        return dict.fromkeys("qkv", 0.0), [], 0.0
+    with torch.no_grad():
+        numbers = [score_bound(call.q, call.k, call.scale)]
+        for tensor in (call.q, call.k, call.v):
+            finite = tensor.isfinite()
+            numbers += [torch.where(finite, tensor, 0).abs().amax(), finite.logical_not().sum()]
+        bound, *values = torch.stack([number.double() for number in numbers]).tolist()
+    cautions = [
+        f"{name} holds {count:.0f} entries that are NaN or infinite before anything was done; "
+        "outputs that see them mean nothing"
+        for name, count in zip("qkv", values[1::2], strict=True)
+        if count
+    ]
+    return dict(zip("qkv", values[::2], strict=True)), cautions, bound
+
+
+def _half_dtypes(
+    given: dict[str, torch.dtype], largest: dict[str, float]
+) -> dict[torch.dtype, str]:
+    """Return the half-precision dtypes to try, the better one first, each with its reason."""
+    limit = torch.finfo(torch.float16)
+    large = [n for n, x in largest.items() if x >= overflow_threshold(torch.float16)]
+    tiny = [n for n, x in largest.items() if 0 < x < limit.smallest_normal]
+    already = [n for n, dtype in given.items() if dtype == torch.bfloat16]
+    if large:
+        text = " and ".join(f"{name} reaches {largest[name]:.3g}" for name in large)
+        return {torch.bfloat16: f"bfloat16, because {text} and float16 ends at {limit.max:,.0f}"}
+    if tiny:
+        text = f"{' and '.join(tiny)} {'stays' if len(tiny) == 1 else 'stay'}"
+        return {
+            torch.bfloat16: f"bfloat16, because {text} below {limit.smallest_normal:.1e}, where "
+            "float16 loses bits"
+        }
+    if already:
+        return {
+            torch.bfloat16: f"bfloat16, because {' and '.join(already)} came in it",
+            torch.float16: "float16, because this device has no bfloat16 kernel for the call",
+        }
+    return {
+        torch.float16: "float16, because nothing is too large for it, and its 11 significant bits "
+        "are more than bfloat16's 8",
+        torch.bfloat16: "this device has no float16 kernel for the call",
+    }
+
+
+def _choose(
+    call: AttentionCall, backend: str, candidates: Sequence[torch.dtype]
+) -> tuple[Backend, torch.dtype]:
+    """Return the first IO-aware backend that takes the call, and the first dtype that it takes."""
+    calls = {dtype: _probe(call, dtype) for dtype in candidates}
+    refused: dict[str, tuple[str, ...]] = {}
+    for entry in BACKENDS if backend == "auto" else (by_name(backend),):
+        if not entry.io_aware:
+            if backend == "auto":
+                continue
+            return entry, candidates[0]  # flash_attention raises with the reason
+        for dtype, probe in calls.items():
+            reasons = tuple(entry.reasons(probe))
+            if not reasons and (backend != "auto" or all(map(entry.in_auto, entry.parts(probe)))):
+                return entry, dtype
+            refused[entry.name] = (*refused.get(entry.name, ()), *reasons)
+    listing = "\n".join(
+        f"  {name}: {'; '.join(dict.fromkeys(why)) or 'only when asked for by name'}"
+        for name, why in refused.items()
+    )
+    wanted = " or ".join(map(short, candidates))
+    raise BackendUnavailableError(f"nothing runs this call in {wanted}:\n{listing}", refused)
+
+
+def _probe(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
+    """Return the same call in another dtype, with tensors that hold no numbers."""
+    q, k, v = (
+        torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad)
+        for x in (call.q, call.k, call.v)
+    )
+    return replace(call, q=q, k=k, v=v).without_empty_queries()[1]
+
+
+def _check_accumulator(call: AttentionCall, v: float, bound: float, compute: torch.dtype) -> None:
+    accumulator = torch.float64 if compute == torch.float64 else torch.float32
+    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
+    if call.k.shape[1] * v >= torch.finfo(accumulator).max:
+        raise AttentionInputError(
+            f"v reaches {v:.1e}: {call.k.shape[1]} such values add up to more than the "
+            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
+        )
+    if bound >= torch.finfo(accumulator).max:
+        raise AttentionInputError(
+            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
+            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
+            "softmax_scale."
+        )
+
+
+# --- the cost -------------------------------------------------------------------------------------
+
+
+def score_bound(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return an upper bound on scaled scores: scale * max ||q_i|| * max ||k_j|| (Cauchy-Schwarz).
+
+    Args:
+        q, k: (batch, seqlen, heads, head_dim); non-finite entries count as 0.
+        scale: the factor on the scores.
+
+    Returns:
+        a float64 scalar on the tensors' device.
+    """
+    with torch.no_grad():
+        return abs(scale) * _lengths(q).max() * _lengths(k).max()
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """Return the norm of each row of a (batch, seqlen, heads, head_dim) tensor, in float64."""
+    clean = x.nan_to_num(0.0, 0.0, 0.0)
+    scale = clean.abs().amax().double().clamp(min=torch.finfo(torch.float64).tiny)
+    # Squares of float32's largest numbers would overflow: bring the largest entry to 1.
+    scaled = (clean / scale).to(torch.promote_types(x.dtype, torch.float32))
+    return torch.linalg.vector_norm(scaled, dim=-1).double() * scale
+
+
+def _sampled_error(
+    call: AttentionCall, backend: str, compute: torch.dtype, out: torch.dtype
+) -> float:
+    """Estimate the maximum error of `call` on `backend` in dtype `compute`, rounded to `out`.
+
+    Returns:
+        the largest error of the sampled queries against float64 attention of the inputs as given,
+        times 4 unless all were sampled; infinity if a result is not finite.
+    """
+    if call.q.numel() == 0:
+        return 0.0
+    worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
+    sampled = 0
+    with torch.no_grad(), autocast_off(call.q), _unwatched():
+        for part in _sample(call):
+            sampled += part.q.shape[1]
+            options = {
+                "causal": part.causal,
+                "softmax_scale": part.scale,
+                "window_size": part.window_size,
+            }
+            result = flash_attention(
+                *(x.to(compute) for x in (part.q, part.k, part.v)),
+                backend=backend,
+                alibi_slopes=part.alibi_slopes,
+                check_layout=False,
+                **options,
+            )
+            *inputs, slopes = part.math_layout()
+            inputs = [x.double() for x in inputs]
+            exact, _ = oracle_attention(*inputs, alibi_slopes=slopes, **options)
+            assert isinstance(result, Tensor)
+            error = (result.to(out).double() - exact.flatten(1, 2).transpose(1, 2)).abs().amax()
+            worst = torch.maximum(worst, error.nan_to_num(math.inf, math.inf))
+    return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Put torch function modes aside: trackers and policies watch a model, not this measurement.
+
+    (DisableTorchFunction would do too much: PyTorch's own causal bias is a tensor subclass.)
+    """
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+def _sample(call: AttentionCall) -> Iterator[AttentionCall]:
+    """Cut out some queries, each with the keys that it sees, as calls of their own.
+
+    Masks are aligned at the last query and the last key, so a causal block ends where its keys end.
+    """
+    _, call = call.without_empty_queries()
+    seqlen, half = call.q.shape[1], SAMPLE // 2
+    longest = _lengths(call.q).amax(dim=(0, 2)).argsort(descending=True)
+    if seqlen <= SAMPLE:
+        yield call
+    elif call.band.unlimited and call.alibi_slopes is None:
+        spread = torch.linspace(0, seqlen - 1, half, device=call.q.device).round().long()
+        yield replace(call, q=call.q[:, torch.cat([spread, longest[:half]])])
+    elif call.causal:
+        spread = torch.linspace(0, seqlen - BLOCK, half // BLOCK).int().tolist()
+        holding = [min(i // BLOCK * BLOCK, seqlen - BLOCK) for i in longest[:SAMPLE].tolist()]
+        for start in dict.fromkeys([*spread, *list(dict.fromkeys(holding))[: half // BLOCK]]):
+            end = start + BLOCK + call.band.offset
+            block = call.q[:, start : start + BLOCK]
+            yield replace(call, q=block, k=call.k[:, :end], v=call.v[:, :end])
+    else:  # only the last queries keep their places when others are cut away
+        yield replace(call, q=call.q[:, -SAMPLE:])

@@ -1,0 +1,484 @@
+"""One small experiment for each rule about dtypes: the failure, its size, and the remedy.
+
+Each function returns a table whose first column names the variants, the failing one first. They run
+in seconds on a CPU and leave the global random numbers alone. `RULES` is the best-practice table:
+`python -m labsupport.precision.experiments` measures it. `gpt2` trains a GPT-2 under several
+policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.attention.accuracy import max_error, relative_error
+from labsupport.attention.backends import available_backends, flash_attention
+from labsupport.attention.reference import oracle_attention, standard_attention
+from labsupport.attention.registry import FLOAT_DTYPES
+from labsupport.precision.dtypes import short
+from labsupport.profiling.timing import resolve_device
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# --- forward: scores, norms, sums, products -------------------------------------------------------
+
+
+def float16_logits_overflow(value: float = 40.0, head_dim: int = 64) -> pd.DataFrame:
+    """Show that QK^T of harmless inputs overflows float16, unless it stays in float32.
+
+    All entries of q and k are `value`: each score is value**2 * head_dim before it is scaled, which
+    is 102,400 for the defaults, and 12,800 after. v is unit normal.
+
+    Returns:
+        computation, largest score (as stored, or "never stored"), NaN in output (count), max error.
+    """
+    q = k = torch.full((1, 16, 1, head_dim), value)
+    v = _normal(1, 16, 1, head_dim)
+    exact = _oracle(q, k, v)
+    scale = 1 / math.sqrt(head_dim)
+
+    def textbook(dtype: torch.dtype, *, scale_first: bool = False) -> tuple[Tensor, Any]:
+        q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+        stored = (q_ * scale) @ k_.mT if scale_first else q_ @ k_.mT
+        scores = stored if scale_first else stored * scale
+        return (scores.softmax(-1) @ v_).transpose(1, 2), stored.max().item()
+
+    results = {
+        "textbook, float16": textbook(F16),
+        "textbook, float16, q scaled first": textbook(F16, scale_first=True),
+        "textbook, bfloat16": textbook(BF16),
+        "FlashAttention, float16": (_flash(q, k, v, F16), "never stored"),
+    }
+    return pd.DataFrame(
+        {
+            "computation": name,
+            "largest score": largest,
+            "NaN in output": int(out.isnan().sum()),
+            "max error": max_error(out, exact),
+        }
+        for name, (out, largest) in results.items()
+    )
+
+
+def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.DataFrame:
+    """Show that a mean of squares in float16 overflows from 256 on, and its epsilon underflows.
+
+    RMSNorm of 8 vectors of 768 normal entries of each magnitude, epsilon 1e-8.
+
+    Returns:
+        computation, magnitude, non-finite (entries of the output), relative error.
+    """
+
+    def by_hand(x: Tensor) -> Tensor:
+        epsilon = torch.tensor(1e-8, dtype=x.dtype)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+    computations: dict[str, Callable[[Tensor], Tensor]] = {
+        "F.rms_norm of float16": lambda half: F.rms_norm(half, (768,), eps=1e-8),
+        "by hand, in float16": by_hand,
+        "by hand, statistics in float32": lambda half: by_hand(half.float()).to(F16),
+    }
+    rows = []
+    for name, compute in computations.items():
+        for magnitude in magnitudes:
+            half = (_normal(8, 768, dtype=torch.float64) * magnitude).to(F16)
+            out = compute(half)
+            error = relative_error(out, by_hand(half.double()))
+            rows.append((name, magnitude, int((~out.isfinite()).sum()), error))
+    return pd.DataFrame(rows, columns=["computation", "magnitude", "non-finite", "relative error"])
+
+
+def running_sum(entries: int = 4096) -> pd.DataFrame:
+    """Show that softmax's running sum stops growing where 1 is below half a unit in the last place.
+
+    `entries` equal scores: each adds exp(0) = 1 to the sum, one block of 1 at a time.
+
+    Returns:
+        accumulator, sum, weight of each entry (should be 1 / entries), relative error.
+    """
+    rows = []
+    for dtype in (F16, BF16, F32):
+        total = torch.zeros((), dtype=dtype)
+        for _ in range(entries):
+            total += 1
+        error = abs(total.item() - entries) / entries
+        rows.append((short(dtype), total.item(), 1 / total.item(), error))
+    columns = ["accumulator", "sum", "weight of each entry", "relative error"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def error_by_length(
+    lengths: Sequence[int] = (128, 512, 2048),
+    *,
+    head_dim: int = 64,
+    device: torch.device | str | None = None,
+) -> pd.DataFrame:
+    """Compare FlashAttention and the textbook with float64, by dtype and sequence length.
+
+    One head, unit normal inputs, in those of float32, float16 and bfloat16 that the device runs.
+
+    Returns:
+        dtype, seqlen, standard and flash (maximum errors), ratio, relative (flash's error in norm).
+    """
+    device = resolve_device(device)
+    rows = []
+    for seqlen in lengths:
+        for dtype in (F32, F16, BF16):
+            q, k, v = (_normal(1, seqlen, 1, head_dim, seed=i).to(device, dtype) for i in range(3))
+            if not any(s.runs and s.io_aware for s in available_backends(q, k, v)):
+                continue
+            exact, flash = _oracle(q, k, v), _flash(q, k, v, dtype)
+            textbook = standard_attention(*(x.transpose(1, 2) for x in (q, k, v)))[0]
+            errors = max_error(textbook.transpose(1, 2), exact), max_error(flash, exact)
+            relative = relative_error(flash, exact)
+            rows.append((short(dtype), seqlen, *errors, errors[1] / errors[0], relative))
+    columns = ["dtype", "seqlen", "standard", "flash", "ratio", "relative"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def error_by_scale(
+    scales: Sequence[float] = (0.1, 1.0, 10.0, 100.0), *, device: torch.device | str | None = None
+) -> pd.DataFrame:
+    """Show that larger inputs make larger scores, which amplify the rounding of the inputs.
+
+    Unit normal q, k and v of 512 tokens, times each scale, in half precision by FlashAttention.
+
+    Returns:
+        scale, float16 and bfloat16 (maximum error against float64 attention of the float32 inputs,
+        over the largest output), largest score.
+    """
+    unit = [_normal(1, 512, 4, 64, seed=i).to(resolve_device(device)) for i in range(3)]
+    rows = []
+    for scale in scales:
+        q, k, v = (x * scale for x in unit)
+        exact = _oracle(q, k, v)
+        largest = exact.abs().max().item()
+        errors = [max_error(_flash(q, k, v, dtype), exact) / largest for dtype in (F16, BF16)]
+        scores = q.transpose(1, 2) @ k.transpose(1, 2).mT / math.sqrt(q.shape[-1])
+        rows.append((scale, *errors, scores.abs().max().item()))
+    return pd.DataFrame(rows, columns=["scale", "float16", "bfloat16", "largest score"])
+
+
+def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) -> pd.DataFrame:
+    """Show a "float32" product that is not: TF32 has 11 of float32's 24 significant bits.
+
+    On an NVIDIA GPU from Ampere on, the same call is measured with TF32 off and on. Elsewhere TF32
+    is emulated: inputs rounded to 11 significant bits, products accumulated in float32.
+
+    Returns:
+        product, how ("measured" or "emulated"), relative error.
+    """
+    device = resolve_device(device)
+    a, b = (_normal(size, size, seed=i).to(device) for i in range(2))
+    before = torch.get_float32_matmul_precision()
+    try:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+            torch.set_float32_matmul_precision("high")
+            how, tf32 = "measured", a @ b
+        else:
+            how, tf32 = "emulated", _round_tf32(a) @ _round_tf32(b)
+        torch.set_float32_matmul_precision("highest")
+        exact, float32 = a.double() @ b.double(), a @ b
+    finally:
+        torch.set_float32_matmul_precision(before)
+    rows = [
+        ("float32, TF32 allowed", how, relative_error(tf32, exact)),
+        ("float32", "measured", relative_error(float32, exact)),
+        ("float16", "measured", relative_error(a.to(F16) @ b.to(F16), exact)),
+        ("bfloat16", "measured", relative_error(a.to(BF16) @ b.to(BF16), exact)),
+    ]
+    return pd.DataFrame(rows, columns=["product", "how", "relative error"])
+
+
+def _round_tf32(x: Tensor) -> Tensor:
+    """Round float32 to TF32's 11 significant bits (10 stored), to nearest even."""
+    bits = x.contiguous().view(torch.int32)
+    bits = bits + 0x0FFF + ((bits >> 13) & 1)
+    return (bits & ~0x1FFF).view(torch.float32)
+
+
+def dtype_refusals(device: torch.device | str | None = None) -> pd.DataFrame:
+    """List the dtypes that each backend takes on this device, and its reasons otherwise.
+
+    Returns:
+        one row per backend, one column per dtype: "runs", or every reason why not.
+    """
+    columns = {}
+    for dtype in FLOAT_DTYPES:
+        x = torch.zeros(1, 128, 4, 64, dtype=dtype, device=resolve_device(device))
+        table = available_backends(x, x, x)
+        columns[short(dtype)] = {s.name: "runs" if s.runs else "; ".join(s.reasons) for s in table}
+    return pd.DataFrame(columns).rename_axis("backend").reset_index()
+
+
+# --- backward: losses, gradients, updates ---------------------------------------------------------
+
+
+def cross_entropy_dtypes(tokens: int = 512, vocabulary: int = 50_257) -> pd.DataFrame:
+    """Show that the loss of float16 logits is coarse, and most of its gradient is zero.
+
+    The gradient of a logit is (p - 1[target]) / tokens, and its rows sum to zero. With a large
+    vocabulary p / tokens is below float16's smallest subnormal, 6e-8: the pull on wrong tokens,
+    down, is gone, the pull on the right one, up, is not.
+
+    Returns:
+        logits, loss, loss error (against float64 on the same logits), zero gradients (share), row
+        sum (the largest |sum| of a row over 1 / tokens, the pull on its target; should be 0).
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(tokens, vocabulary, generator=generator)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator)
+    rows = []
+    for name, dtype, compute in (
+        ("float16", F16, F16),
+        ("bfloat16", BF16, BF16),
+        ("float16, loss in float32", F16, F32),
+        ("float32", F32, F32),
+    ):
+        leaf = logits.to(dtype).to(compute).requires_grad_()
+        loss = F.cross_entropy(leaf, labels)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        error = abs(loss.item() - F.cross_entropy(logits.to(dtype).double(), labels).item())
+        zero = (gradient == 0).float().mean().item()
+        row_sum = gradient.sum(-1, dtype=torch.float64).abs().max().item() * tokens
+        rows.append((name, loss.item(), error, zero, row_sum))
+    columns = ["logits", "loss", "loss error", "zero gradients", "row sum"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def gradient_underflow(scales: Sequence[float] = (1.0, 2.0**10, 2.0**16)) -> pd.DataFrame:
+    """Show that small gradients vanish in float16, and a scaled loss brings them back.
+
+    Two linear layers (256 -> 256 -> 256) on 512 tokens in float16. The gradient of their output has
+    entries of about 2e-8: p / tokens for 1,000 tokens and a vocabulary of 50,000.
+
+    Returns:
+        dtype, loss scale, zero gradients (share of the first layer's weights), relative error of
+        that gradient, after division by the scale.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 256, generator=generator)
+    weights = [torch.randn(256, 256, generator=generator) / 16 for _ in range(2)]
+    above = torch.randn(512, 256, generator=generator) * 2e-8
+
+    def gradient(dtype: torch.dtype, scale: float) -> Tensor:
+        first, second = (w.to(dtype).requires_grad_() for w in weights)
+        out = (x.to(dtype) @ first) @ second
+        return torch.autograd.grad(out, first, (above.double() * scale).to(dtype))[0]
+
+    exact = gradient(torch.float64, 1.0)
+    rows = []
+    for dtype, scale in [*((F16, scale) for scale in scales), (BF16, 1.0)]:
+        got = gradient(dtype, scale)
+        error = relative_error(got.double() / scale, exact)
+        rows.append((short(dtype), scale, (got == 0).float().mean().item(), error))
+    columns = ["dtype", "loss scale", "zero gradients", "relative error"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def vanishing_updates(learning_rate: float = 1e-3, steps: int = 100) -> pd.DataFrame:
+    """Show that steps below half a unit in the last place do not move low-precision weights.
+
+    AdamW with a constant gradient moves each weight by `learning_rate` a step; weights start at 1.
+
+    Returns:
+        weights, moved (distance after all steps), expected, lost (share).
+    """
+    expected = learning_rate * steps
+    rows = []
+    for name, dtype, updated in (
+        ("bfloat16", BF16, BF16),
+        ("bfloat16, float32 master copy", BF16, F32),
+        ("float32", F32, F32),
+    ):
+        parameter = torch.nn.Parameter(torch.ones(64, dtype=updated))
+        optimizer = torch.optim.AdamW([parameter], lr=learning_rate, weight_decay=0.0)
+        for _ in range(steps):
+            parameter.grad = torch.full_like(parameter, 0.1)
+            optimizer.step()
+        moved = 1 - parameter.detach().to(dtype).float().mean().item()
+        rows.append((name, moved, expected, max(0.0, 1 - moved / expected)))
+    return pd.DataFrame(rows, columns=["weights", "moved", "expected", "lost"])
+
+
+def embedding_updates(
+    learning_rates: Sequence[float] = (1e-3, 1e-4, 2e-5), spread: float = 0.02
+) -> pd.DataFrame:
+    """Count entries of an embedding table that one Adam step does not move, by dtype and rate.
+
+    Entries are normal with standard deviation `spread` (GPT-2's initialisation); the step of each
+    entry is the learning rate, as in Adam's first step.
+
+    Returns:
+        table, learning rate, unmoved (share of the entries).
+    """
+    rows = []
+    for dtype in (BF16, F32):
+        before = (spread * _normal(1000, 64)).to(dtype)
+        for rate in learning_rates:
+            rows.append((short(dtype), rate, (before - rate == before).float().mean().item()))
+    return pd.DataFrame(rows, columns=["table", "learning rate", "unmoved"])
+
+
+def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return oracle_attention(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    out = flash_attention(q.to(dtype), k.to(dtype), v.to(dtype))
+    assert isinstance(out, Tensor)
+    return out
+
+
+# --- the best-practice table ----------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """One row of the best-practice table.
+
+    Attributes:
+        component: the subject of the rule.
+        dtype: the recommendation.
+        must_match: what has to have the same dtype, or "no".
+        why: the reason in one sentence.
+        experiment: the function that shows it; returns a table.
+        figure: the finding in a few words, from that table with its first column as the index.
+    """
+
+    component: str
+    dtype: str
+    must_match: str
+    why: str
+    experiment: Callable[[], pd.DataFrame]
+    figure: Callable[[pd.DataFrame], str]
+
+
+RULES = (
+    Rule(
+        "attention: q, k, v",
+        "bfloat16, or float16 where magnitudes allow it; float32 on a CPU",
+        "q, k and v, with each other",
+        "Fused kernels take one dtype; they accumulate in float32, so that QK^T cannot overflow.",
+        float16_logits_overflow,
+        lambda t: (
+            f"all-40 inputs in float16: textbook {t['NaN in output'].iloc[0]} NaN, FlashAttention "
+            f"{t['NaN in output'].iloc[-1]}"
+        ),
+    ),
+    Rule(
+        "attention: running maximum and sum",
+        "float32",
+        "no: inside the kernel",
+        "A sum in half precision stops growing, and the weights no longer add up to 1.",
+        running_sum,
+        lambda t: (
+            f"sum of 4,096 ones: {t['sum']['float16']:,.0f} in float16, "
+            f"{t['sum']['bfloat16']:,.0f} in bfloat16"
+        ),
+    ),
+    Rule(
+        "attention: error allowed",
+        "judge each dtype by itself",
+        "no",
+        "bfloat16 has 8 significant bits at every length; a fixed tolerance fits one dtype.",
+        error_by_length,
+        lambda t: (
+            "largest error over the textbook's, all dtypes and lengths: "
+            f"{t['ratio'].max():.2f} (allowed: 2)"
+        ),
+    ),
+    Rule(
+        "attention and MLP weights",
+        "bfloat16 or float16, with float32 master copies",
+        "the activations that meet them",
+        "Updates below half a unit in the last place vanish.",
+        vanishing_updates,
+        lambda t: (
+            f"share of 100 updates lost: {t['lost']['bfloat16']:.0%} in bfloat16, "
+            f"{t['lost']['bfloat16, float32 master copy']:.0%} with a master copy"
+        ),
+    ),
+    Rule(
+        "LayerNorm, RMSNorm",
+        "statistics in float32; weights may be low",
+        "no: input and output keep their dtype",
+        "Squares overflow float16 from 256 on, and small epsilons underflow.",
+        norm_statistics,
+        lambda t: (
+            "magnitude 300, by hand in float16: relative error "
+            f"{t['relative error']['by hand, in float16'].iloc[-1]:.0%}; statistics in float32: "
+            f"{t['relative error']['by hand, statistics in float32'].iloc[-1]:.2%}"
+        ),
+    ),
+    Rule(
+        "embedding",
+        "float32 table, output cast; low precision only with master copies",
+        "tied output layer",
+        "A row's update is often smaller than its last place.",
+        embedding_updates,
+        lambda t: (
+            "entries that a step of 2e-5 does not move: "
+            f"{t.unmoved['bfloat16'].iloc[-1]:.0%} in bfloat16, "
+            f"{t.unmoved['float32'].iloc[-1]:.0%} in float32"
+        ),
+    ),
+    Rule(
+        "loss",
+        "float32, from the logits on",
+        "no",
+        "A float16 loss is coarse, and the gradients of most logits are zero.",
+        cross_entropy_dtypes,
+        lambda t: (
+            f"zero gradients of the logits: {t['zero gradients']['float16']:.0%} in "
+            f"float16, {t['zero gradients']['float16, loss in float32']:.0%} in float32"
+        ),
+    ),
+    Rule(
+        "gradients",
+        "scale the loss where anything is float16",
+        "no",
+        "Small gradients are below float16's smallest number; bfloat16 has float32's range.",
+        gradient_underflow,
+        lambda t: (
+            f"error of a weight's gradient: {t['relative error'].iloc[0]:.0%} in float16, "
+            f"{t['relative error'].iloc[1]:.2%} scaled by 1,024"
+        ),
+    ),
+    Rule(
+        "float32 matrix products",
+        "know whether TF32 is on",
+        "no",
+        "TF32 keeps 11 of 24 significant bits, and nothing in the dtype says so.",
+        tf32_surprise,
+        lambda t: (
+            f"relative error {t['relative error'].iloc[0]:.1e} with TF32 ({t['how'].iloc[0]}), "
+            f"{t['relative error'].iloc[1]:.1e} without"
+        ),
+    ),
+)
+
+
+def best_practice_table() -> pd.DataFrame:
+    """Run every rule's experiment; takes about ten seconds.
+
+    Returns:
+        component, recommended, must match, why, measured (the finding on this machine),
+        experiment (the function that shows it).
+    """
+    columns = ["component", "recommended", "must match", "why", "measured", "experiment"]
+    rows = []
+    for *texts, experiment, figure in RULES:
+        table = experiment()
+        measured = figure(table.set_index(table.columns[0]))
+        rows.append((*texts, measured, experiment.__name__))
+    return pd.DataFrame(rows, columns=columns)

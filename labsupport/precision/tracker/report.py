@@ -1,0 +1,445 @@
+"""Findings: what is wrong with q, k and v before a call, and with a run after its records.
+
+Forward. The calls' beginnings and ends are read in the order in which they happened. The first NaN
+or infinity is the place where things went wrong: if a call's input was finite and its output is
+not, that call made it; if its input is not, the code between it and the call before did. Later
+calls only pass it on, unless they make one from finite inputs again.
+
+-inf alone is no finding, because a mask writes it into scores, and softmax turns it into 0. It is
+one in the output of a module with weights, where it is an overflow. What turns -inf into NaN is
+named, with the remedy: a row of nothing but -inf in a softmax, or the layer after a log(0).
+
+Backward. The first gradient that is not finite, if the forward pass was; then underflow. A gradient
+in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5), and
+
+    a. at least one in ten of its non-zero entries is below 8 times the smallest subnormal
+       (4.8e-7), where 1 to 3 bits are left; or
+    b. its largest entry is below 2^-17 (7.6e-6: 7 bits left), and at least half of all are 0;
+
+or if it is all zeros, though a gradient nearer to the loss was not.
+
+Subnormal alone is no loss: numbers around 4e-6 still have 6 bits, and rounding errors of that size
+average out. Numbers too small for float16 thin out on their way to 0 through the last bits: (a)
+sees them there. Two heights without anything between pass by (a), as in the gradient of logits:
+p / tokens for the wrong ones is 0 already when 1 / tokens for the right one is not; (b) sees them.
+Zeros alone prove nothing: ReLU, padding and tokens that do not occur make them, too.
+
+Scaling the loss fixes underflow as long as the largest gradient leaves room (Micikevicius et al.,
+"Mixed Precision Training", 2018, section 3.2); where there is none, only bfloat16's range helps.
+Gradients of biases and gains are not judged: each is a sum over all tokens, and sums may cancel.
+That of a key's bias is 0 but for rounding, because softmax does not change when all scores of a
+row shift.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from labsupport.attention import AttentionInputError, available_backends
+from labsupport.attention.call import AttentionCall
+from labsupport.attention.implementations import BACKENDS, by_name
+from labsupport.attention.inputs import check_model_layout
+from labsupport.precision.dtypes import Range, range_of, short
+from labsupport.precision.tracker.hooks import (
+    MEASURED,
+    HookManager,
+    Record,
+    TensorStats,
+    autocast_is_on,
+)
+
+FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
+# With a GPU, PyTorch itself is asked (`Backend.further_reasons`); without one, this is its answer
+# (PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash; for
+# NVIDIA).
+SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA = 256
+NEAR = 2  # "near overflow": another doubling would overflow
+BOTTOM_SHARE = 0.1
+ZERO_SHARE = 0.5
+ZEROS_COUNT_BELOW = 2.0**-17
+_HALF = torch.finfo(torch.float16)
+_END = "float16 ends at 65,504"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One finding.
+
+    Attributes:
+        kind: mixed dtypes, unsupported dtype, no flash kernel, mixed devices, shapes, NaN,
+            infinity, overflow, near overflow, underflow, or stopped.
+        where: the module, the attention call, or the gradient.
+        message: the observation.
+        remedy: the shortest fix.
+    """
+
+    kind: str
+    where: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.where}: {self.message}. {self.remedy}."
+
+
+# --- before a call --------------------------------------------------------------------------------
+
+
+def judge_attention_input(
+    q: Tensor, k: Tensor, v: Tensor, where: str, device: str | None = None
+) -> list[Violation]:
+    """Return everything that keeps q, k and v from a flash kernel, or spoils its result.
+
+    Args:
+        q, k, v: in flash-attn's layout (batch, seqlen, heads, head_dim). Of other ranks only
+            dtypes, devices and values are judged.
+        where: name of this call.
+        device: the type of device to judge for ("cuda"); by default the tensors' own.
+
+    Raises:
+        AttentionInputError: one of them is no tensor.
+    """
+    tensors = q, k, v
+    if not all(isinstance(x, Tensor) for x in tensors):
+        check_model_layout(q, k, v)
+    stats = TensorStats([q, k, v], ("q", "k", "v"))
+    target = device or q.device.type
+    found = _mixed_dtypes(stats, where, autocast_is_on(target))
+    if len({x.device for x in tensors}) > 1:
+        listing = ", ".join(f"{n} on {x.device}" for n, x in zip("qkv", tensors, strict=True))
+        remedy = "Move them to one device: k.to(q.device)"
+        found.append(Violation("mixed devices", where, listing, remedy))
+    flash = {name: by_name(name).limits.dtypes.get(target, ()) for name in FLASH_KERNELS}
+    for dtype in dict.fromkeys(stats.dtypes):
+        if not any(dtype in takes for takes in flash.values()):
+            found.append(_unsupported(dtype, where, target, flash))
+    if any(x.ndim == 4 for x in tensors):
+        try:
+            check_model_layout(*(x.to("meta", torch.float32) for x in tensors))
+        except AttentionInputError as error:
+            found.append(Violation("shapes", where, str(error).rstrip("."), "Fix the shapes first"))
+        else:
+            found += [] if found else _no_flash_kernel(q, k, v, where, target)
+    if not any(x.is_meta for x in tensors):
+        found += _judge_values(q, k, v, where)
+    return found
+
+
+def _mixed_dtypes(stats: TensorStats, where: str, autocast: bool) -> list[Violation]:
+    if len(set(stats.dtypes)) < 2:
+        return []
+    message = stats.by_name() + (
+        "; autocast lets SDPA cast them silently, flash-attn's own functions raise"
+        if autocast
+        else "; SDPA and flash-attn raise RuntimeError, flash-attn-4 AssertionError, the lab's "
+        "attention AttentionInputError"
+    )
+    remedy = (
+        "Cast them to the dtype you mean before the call, e.g. k = k.to(v.dtype); rotary "
+        "embeddings computed in float32 are a common cause"
+    )
+    return [Violation("mixed dtypes", where, message, remedy)]
+
+
+def _unsupported(
+    dtype: torch.dtype, where: str, device: str, flash: dict[str, tuple[torch.dtype, ...]]
+) -> Violation:
+    kernels = [f"{name}: {', '.join(map(short, takes))}" for name, takes in flash.items() if takes]
+    listing = "; ".join(kernels) or "there is none"
+    message = f"no flash kernel takes {short(dtype)} on {device} ({listing})"
+    remedy = "Cast q, k and v to bfloat16 (or float16)"
+    if not kernels:
+        remedy = "Use attention(..., backend='auto'): it takes the best backend that there is"
+    elif dtype == torch.float32:
+        remedy += "; for float32 use a backend that takes it: attention(backend='sdpa_efficient')"
+    elif not dtype.is_floating_point or dtype.itemsize == 1:
+        remedy = "Attention needs real floating numbers of 16 bits or more: look why these are not"
+    return Violation("unsupported dtype", where, message, remedy)
+
+
+def _no_flash_kernel(q: Tensor, k: Tensor, v: Tensor, where: str, device: str) -> list[Violation]:
+    """Report that no flash kernel runs the call, with every reason.
+
+    For a device that is not here, only sizes count, as if all packages were installed.
+    """
+    if device == q.device.type:
+        reasons = {status.name: list(status.reasons) for status in available_backends(q, k, v)}
+    else:
+        q, k, v = (x.to("meta") for x in (q, k, v))
+        call, reasons = AttentionCall(q, k, v), {}
+        for entry in BACKENDS:
+            limits = entry.limits
+            if entry.name == "sdpa_flash" and device == "cuda":
+                limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
+            if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
+                reasons[entry.name] = limits.option_reasons(call)
+    flash = {name: reasons[name] for name in FLASH_KERNELS if name in reasons}
+    if not all(flash.values()):
+        return []
+    listing = "; ".join(f"{name} {', '.join(why)}" for name, why in flash.items())
+    others = ", ".join(name for name, why in reasons.items() if not why) or "none"
+    return [Violation("no flash kernel", where, listing, f"Backends that can run it: {others}")]
+
+
+def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation]:
+    found = []
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if x.dtype not in MEASURED or x.numel() == 0:
+            continue
+        held = range_of(x)
+        if not held.finite:
+            remedy = "Look for the layer that made them: with PrecisionTracker(model)"
+            kind = "NaN" if held.nan else "infinity"
+            found.append(Violation(kind, where, f"{name} holds {held.nonfinite}", remedy))
+        if x.dtype == torch.float16 and held.largest * NEAR > _HALF.max:
+            message = f"{name} holds {held.largest:.3g}; {_END}"
+            found.append(Violation("near overflow", where, message, "Use bfloat16"))
+    if q.dtype == k.dtype == torch.float16 and q.device == k.device and q.numel() and k.numel():
+        # |q . k| <= |q| |k| (Cauchy and Schwarz): below the limit, no score can overflow.
+        norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+        bound = math.prod(norm(x.detach()).amax().item() for x in (q, k))
+        if _HALF.max < bound < math.inf:
+            message = f"a score q·k may reach {bound:.3g} before it is scaled; {_END}"
+            remedy = (
+                "Textbook attention in float16 may give infinity here, though flash kernels keep "
+                "scores in float32: use bfloat16, or scale q before the product"
+            )
+            found.append(Violation("overflow", where, message, remedy))
+    return found
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+def findings(run: HookManager) -> list[Violation]:
+    """Return what went wrong, the first layer first; reads the ranges from the device."""
+    records = run.read()
+    found = _forward_findings([r for r in records if r.direction == "forward"], run.error)
+    finite = not any(v.kind in ("NaN", "infinity", "overflow") for v in found)
+    return found + _gradient_findings([r for r in records if r.direction != "forward"], finite)
+
+
+def _forward_findings(calls: list[Record], error: str) -> list[Violation]:
+    events = [(r.order, "input", r) for r in calls]
+    events += [(r.end, "output", r) for r in calls if r.end > 0]
+    # A call that raised has no end of its own: it stopped where it began, after its input came.
+    events += [(r.order + 0.5, "stop", r) for r in calls if r.raised]
+    stopped = next((r for r in reversed(calls) if r.raised), None)
+    found: list[Violation] = []
+    ill = False  # something bad has been seen
+    before: Record | None = None  # the last call that ended
+    spoilt: set[str] = set()  # modules whose weights have been reported
+    for _, event, call in sorted(events, key=lambda event: event[0]):
+        if event == "input":
+            if call.site.kind == "attention call" and call.inputs:
+                found += _mixed_dtypes(call.inputs, call.where, call.autocast)
+            if _bad(call.inputs) and not ill:
+                found.append(_bad_input(call, before, calls))
+                ill = True
+        elif event == "output":
+            bad = _bad(call.output, weighed=call.weights is not None)
+            made_here = bad and not _bad(call.inputs) and (call.site.kind != "block" or not ill)
+            if made_here or (_bad(call.weights, weighed=True) and call.name not in spoilt):
+                found.append(_bad_output(call))
+                spoilt.add(call.name)
+            ill = ill or bad
+            before = call if call.site.kind != "block" else before
+        # The exception came from the last call that raised, which is the innermost.
+        elif call is stopped and ("mixed dtypes", call.where) not in [
+            (v.kind, v.where) for v in found
+        ]:
+            found.append(_stopped(call, error))
+    return found
+
+
+def _bad(stats: TensorStats | None, weighed: bool = False) -> bool:
+    """True if something is not finite; -inf alone counts only where weights made it."""
+    if stats is None or stats.range is None:
+        return False
+    return not stats.range.finite and (weighed or not stats.range.masked)
+
+
+def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Violation:
+    held = call.inputs.range if call.inputs else None
+    assert held is not None
+    message = f"its input ({call.inputs}) holds {held.nonfinite}"
+    if before is None:
+        message += "; it came so from outside"
+        return Violation(_kind(held), call.where, message, "Look at the data and its preprocessing")
+    message += f"; the output of {before.name} before it was finite"
+    if before.output and before.output.range:
+        message += f" (largest {before.output.range.largest:.3g})"
+    remedy = f"Look at the code between {before.name} and {call.name}"
+    blocks = (r.name + "." for r in calls if r.site.kind == "block")
+    if any(before.name.startswith(b) and call.name.startswith(b) for b in blocks):
+        remedy += ": this is inside an attention layer, so its scores may be beyond the range"
+    if not held.nan:
+        remedy += f". {_remedy_of_overflow(call.inputs)}"
+    return Violation(_kind(held), call.where, message, remedy)
+
+
+def _bad_output(call: Record) -> Violation:
+    inputs, weights, output = (
+        stats.range if stats else None for stats in (call.inputs, call.weights, call.output)
+    )
+    reasons = []
+    if inputs and inputs.finite:
+        reasons.append(f"its input was finite (largest {inputs.largest:.3g})")
+    elif inputs:
+        reasons.append(f"its input holds {inputs.nonfinite}")
+    if weights and weights.finite:
+        reasons.append(f"its weights are finite (largest {weights.largest:.3g})")
+    elif weights:
+        reasons.append(f"its weights hold {weights.nonfinite}")
+    reason = ", ".join(reasons)
+    if output is None or output.finite:
+        message = f"{reason}, though its output is finite"
+    else:
+        message = f"its output ({call.output}) holds {output.nonfinite}; {reason}"
+    if weights and not weights.finite:
+        kind = "NaN" if weights.nan or (output and output.nan) else "infinity"
+        remedy = "Fix the weights: look at the update, or the file, that they came from"
+        return Violation(kind, call.where, message, remedy)
+    assert output is not None
+    if not output.nan:
+        remedy = _remedy_of_overflow(call.output)
+    elif inputs and inputs.masked:
+        remedy = (
+            "A row of nothing but -inf, a query that sees no key, gives NaN in a softmax; other "
+            "-inf come from a logarithm of 0 (log_softmax and logsigmoid avoid it) or an overflow"
+        )
+    elif call.site.kind == "attention call":
+        remedy = "A row that sees no key, or scores beyond the dtype's range, give NaN in a softmax"
+    else:
+        remedy = "Look for inf - inf, 0 * inf, 0 / 0, or a logarithm or root of a negative number"
+    return Violation(_kind(output), call.where, message, remedy)
+
+
+def _kind(held: Range) -> str:
+    return "NaN" if held.nan else "overflow"
+
+
+def _remedy_of_overflow(stats: TensorStats | None) -> str:
+    if stats and torch.float16 in stats.dtypes:
+        return f"{_END}: use bfloat16, which has float32's range, or float32 here"
+    return "Beyond even this dtype's range: look for a division by 0 or for weights that diverge"
+
+
+def _stopped(call: Record, error: str) -> Violation:
+    message = f"the call raised; input {call.inputs}"
+    if call.weights:
+        message += f", weights {call.weights}"
+    if error:
+        message += f". {error.rstrip('.')}"
+    went_in, weights = (s.floating if s else () for s in (call.inputs, call.weights))
+    if went_in and weights and set(went_in) != set(weights):
+        remedy = (
+            f"Cast the input to {short(weights[0])}, or run the model under torch.autocast, which "
+            "casts at each layer"
+        )
+        return Violation("mixed dtypes", call.where, message, remedy)
+    return Violation("stopped", call.where, message, "Read the error above")
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Violation]:
+    """Return what is wrong with the gradients, in the order of the backward pass.
+
+    If the forward pass was not finite, gradients that are not are no news.
+    """
+    underflows: list[Record] = []
+    before: Record | None = None  # the last finite gradient
+    bad: list[Violation] = []
+    spent = False  # the first bad gradient is float16
+    largest = 0.0
+    for record in records:
+        stats = record.output
+        held = stats.range if stats else None
+        if stats is None or held is None or not held.entries:
+            continue
+        alive = largest > 0
+        largest = max(largest, held.largest)
+        half = torch.float16 in stats.dtypes
+        if not held.finite:
+            if not bad:
+                bad, spent = [_bad_gradient(record, held, before, half)], half
+            continue
+        before = record
+        vector = record.direction == "weight gradient" and stats.rank < 2
+        if half and not vector and underflowed(held, alive):
+            underflows.append(record)
+    if not bad:
+        remedy = _scale(largest)
+    elif forward_finite and spent:
+        remedy = "Float16's range is used up at both ends: use bfloat16, or a smaller loss scale"
+    else:
+        remedy = "Fix first what is not finite"
+    return bad * forward_finite + [_underflow(record, remedy) for record in underflows]
+
+
+def underflowed(held: Range, alive: bool = True) -> bool:
+    """Apply the rule above: a float16 gradient is too small for its dtype.
+
+    Args:
+        held: the gradient's range.
+        alive: a gradient nearer to the loss is not all zeros.
+    """
+    nonzero = held.entries - held.zero
+    if not nonzero:
+        return alive
+    if held.largest >= _HALF.smallest_normal:
+        return False
+    return held.bottom >= BOTTOM_SHARE * nonzero or (
+        held.largest < ZEROS_COUNT_BELOW and held.zero >= ZERO_SHARE * held.entries
+    )
+
+
+def _gradient_of(record: Record) -> str:
+    output = "" if record.direction == "weight gradient" else "the output of "
+    return f"the gradient of {output}{record.where}"
+
+
+def _bad_gradient(record: Record, held: Range, before: Record | None, half: bool) -> Violation:
+    message = f"it ({record.output}) holds {held.nonfinite}, and the forward pass was finite"
+    if before is not None:
+        message += f"; {_gradient_of(before)}, computed before it, was finite"
+    remedy = "Look for a root or a norm at 0, or for a mask after the function that it guards"
+    if half:
+        remedy = f"{_END}: a smaller loss scale (GradScaler lowers it), or bfloat16"
+    return Violation(_kind(held), _gradient_of(record), message, remedy)
+
+
+def _underflow(record: Record, remedy: str) -> Violation:
+    held = record.output.range if record.output else None
+    assert held is not None
+    if held.entries == held.zero:
+        message = "all of its entries are zero in float16, unless a mask or a dead ReLU made it so"
+    else:
+        message = (
+            f"{held.zero / held.entries:.1%} of its entries are 0, float16 keeps 1 to 3 bits of "
+            f"{held.bottom / (held.entries - held.zero):.1%} of the others; the largest is "
+            f"{held.largest:.2g}"
+        )
+    return Violation("underflow", _gradient_of(record), message, remedy)
+
+
+def _scale(largest: float) -> str:
+    """Return the remedy for underflow where `largest` is the largest of all gradients."""
+    if not largest:
+        return "Scale the loss (torch.amp.GradScaler), or use bfloat16"
+    room = _HALF.max / largest
+    if room < 2:
+        return "No loss scale leaves the largest gradient finite: use bfloat16"
+    # An eighth of the room is left for the next batch.
+    power = max(1, math.floor(math.log2(room)) - 3)
+    return (
+        f"Scale the loss (torch.amp.GradScaler; here by up to 2^{power}: the largest gradient "
+        f"is {largest:.2g}), or use bfloat16"
+    )
