@@ -8,6 +8,7 @@ diagnosis. To teach a check a new mistake, add one entry to its table: the tests
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ class Mistake:
 
 @cache
 def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the function again, compiled with its source edited; see `Mistake`.
+    """Return the function (or class) again, compiled with its source edited; see `Mistake`.
 
     Raises:
         LookupError: an old text is not in the source.
@@ -62,7 +63,7 @@ def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[...,
             raise LookupError(f"{solution.__name__} does not contain {old!r}")
         source = source.replace(old, new)
     scope: dict[str, Any] = {}
-    exec(source, solution.__globals__, scope)
+    exec(source, vars(sys.modules[solution.__module__]), scope)
     return scope[solution.__name__]
 
 
