@@ -161,11 +161,7 @@ SHARE_MISTAKES = (
 
 
 def check_amdahl(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-4: the overall speed-up, if a share of the time is sped up.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-4: the overall speed-up, if a share of the time is sped up."""
     draw = random.Random(seed)
     cases = [(0.5, 2.0), (0.3, 10.0), (0.9, 100.0), (0.4, 0.5)]
     cases += [(draw.uniform(0.1, 0.9), draw.uniform(1.5, 20)) for _ in range(3)]
@@ -192,11 +188,7 @@ def check_amdahl(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_attention_share(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-4: the share of attention in the FLOPs of a Llama's prefill.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-4: the share of attention in the FLOPs of a Llama's prefill."""
     draw = random.Random(seed)
     # SmolLM2 is not the first: its projections take exactly as many FLOPs as one matrix of its MLP.
     shapes = [LLAMA_1B, SMOLLM2, dict(SMOLLM2, kv_heads=9), dict(SMOLLM2, heads=8, kv_heads=2)]

@@ -182,11 +182,7 @@ SOURCE_MISTAKES = (
 
 
 def check_choice_limits(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-5 (a): what may run at all; the fastest of it; and None.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-5 (a): what may run at all; the fastest of it; and None."""
     draw = random.Random(seed)
     workloads = telling(draw, LIMIT_MISTAKES)
     rows, _, dtype = workloads[0]
@@ -197,22 +193,14 @@ def check_choice_limits(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_choice_ties(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-5 (b): times that differ by less than a measurement means.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-5 (b): times that differ by less than a measurement means."""
     mistakes = TIE_MISTAKES + LIMIT_MISTAKES
     _judge(student, telling(random.Random(seed), mistakes, close=True), mistakes)
     passed("among times within 5% of the fastest, the least memory", seed)
 
 
 def check_choice_sources(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-5 (c): a measurement counts more than a prediction.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-5 (c): a measurement counts more than a prediction."""
     mistakes = SOURCE_MISTAKES + LIMIT_MISTAKES
     _judge(student, telling(random.Random(seed), mistakes, sources=True), mistakes)
     passed("what was measured overrules what was predicted", seed)

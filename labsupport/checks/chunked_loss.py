@@ -91,8 +91,7 @@ LOSS_MISTAKES = (
         "these tokens first.",
     ),
     Mistake(
-        ("total -=", "total +="),
-        "The sign is wrong: the loss is minus the log of a probability.",
+        ("total -=", "total +="), "The sign is wrong: the loss is minus the log of a probability."
     ),
     Mistake(
         ("torch.log_softmax(hidden[part] @ weight.T, dim=-1)", "hidden[part] @ weight.T"),
@@ -118,10 +117,7 @@ GRADIENT_MISTAKES = (
         ("d *= kept", "d *= -1 * kept"),
         "The sign is wrong: d = softmax - onehot(label), not the other way round.",
     ),
-    Mistake(
-        ("log_p.exp()", "0 * log_p"),
-        "The softmax is missing: d = softmax - onehot(label).",
-    ),
+    Mistake(("log_p.exp()", "0 * log_p"), "The softmax is missing: d = softmax - onehot(label)."),
     Mistake(
         (_D, "d /= count"),
         "Ignored tokens get a gradient, as if their label were 0. Their d must be 0 throughout.",
@@ -158,11 +154,7 @@ GRADIENT_MISTAKES = (
 
 
 def check_loss_values(student: Any, seed: int = 0) -> None:
-    """Exercise 3-2: the mean loss of the tokens that count, for chunks of any size.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-2: the mean loss of the tokens that count, for chunks of any size."""
     for tokens, chunk, ignored in ((24, 8, 0), (29, 8, 0), (29, 8, 9), (7, 100, 2), (5, 1, 1)):
         inputs = _inputs(tokens, ignored, seed)
         where = f"({tokens} tokens, chunk {chunk}, {ignored} ignored) the loss"
@@ -186,11 +178,7 @@ def check_loss_values(student: Any, seed: int = 0) -> None:
 
 
 def check_loss_gradients(student: Any, seed: int = 0) -> None:
-    """Exercise 3-2: gradients of hidden and weight, scaled by what comes in, in two dtypes.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-2: gradients of hidden and weight, scaled by what comes in, in two dtypes."""
     for tokens, chunk, ignored, factor, dtype in (
         (24, 8, 0, 1.0, torch.float64),
         (29, 8, 0, 3.0, torch.float32),

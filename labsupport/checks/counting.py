@@ -66,8 +66,7 @@ def tiled_traffic(
 _ANY_MISTAKES = (
     Mistake(("read, written\n", "4 * read, 4 * written\n"), "That is in bytes; count elements."),
     Mistake(
-        ("read, written\n", "written, read\n"),
-        "The two values are swapped: return read, written.",
+        ("read, written\n", "written, read\n"), "The two values are swapped: return read, written."
     ),
 )
 TEXTBOOK_MISTAKES = (
@@ -224,11 +223,7 @@ CAUSAL_MISTAKES = (
 
 
 def check_textbook_traffic(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-2 (a): what three kernels move.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-2 (a): what three kernels move."""
     cases = [
         {name: case[name] for name in ("seqlen", "head_dim", "block_q")} for case in _sizes(seed)
     ]
@@ -237,22 +232,14 @@ def check_textbook_traffic(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_tiled_traffic(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-2 (b): what two loop orders move, without a mask.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-2 (b): what two loop orders move, without a mask."""
     cases = [{**case, "outside": order} for case in _sizes(seed) for order in VERSIONS]
     _judge(student, cases, tiled_traffic, TILED_MISTAKES)
     passed("what the two loop orders move", seed)
 
 
 def check_tiled_causal(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-2 (c): what is left of it under a causal mask.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-2 (c): what is left of it under a causal mask."""
     cases = [
         {**case, "outside": order, "causal": True} for case in _sizes(seed) for order in VERSIONS
     ]

@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import oracle_attention
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    call,
-    explain,
-    passed,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, explain, passed
 
 
 def visible(seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> Tensor:
@@ -87,11 +81,7 @@ MISTAKES = (
 
 
 def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-3: prefill, one new token, several new tokens; no padding.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-3: prefill, one new token, several new tokens; no padding."""
     for seqlen_q, seqlen_k in ((5, 5), (1, 6), (3, 8 + seed % 5), (6, 7)):
         given = call(student, seqlen_q, seqlen_k)
         _judge(given, seqlen_q, seqlen_k, None)
@@ -99,11 +89,7 @@ def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_visible_padding(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-3: keys that are padding are hidden, on the left or on the right.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-3: keys that are padding are hidden, on the left or on the right."""
     for seqlen_q, seqlen_k, lengths, side in (
         (5, 5, (5, 3, 2), "left"),
         (1, 6, (6, 4), "left"),

@@ -12,14 +12,7 @@ from torch import Tensor
 from labsupport.attention import oracle_attention, standard_attention
 from labsupport.attention.accuracy import compare_with_oracle
 from labsupport.attention.registry import short
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    a_few_steps,
-    call,
-    explain,
-    passed,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, a_few_steps, call, explain, passed
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LIMIT = 65_520.0  # float16 rounds this, and all above it, to infinity
@@ -45,11 +38,7 @@ MISTAKES = (
 
 
 def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: bfloat16 where an input is bfloat16 or too large for float16, else float16.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-6: bfloat16 where an input is bfloat16 or too large for float16, else float16."""
     for dtypes in itertools.product((F32, F16, BF16), repeat=3):
         _expect(student, _tensors(dtypes, seed), BF16 if BF16 in dtypes else F16, _of_dtypes)
     for name in "qkv":
@@ -63,11 +52,7 @@ def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: the limit itself, and entries that are infinite or NaN already.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-6: the limit itself, and entries that are infinite or NaN already."""
     for value, expected in ((65_504.0, F16), (65_519.0, F16), (LIMIT, BF16), (-LIMIT, BF16)):
         tensors = _tensors((F32, F32, F32), seed)
         tensors[1].view(-1)[3] = value
@@ -108,11 +93,7 @@ def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: attention in half precision, the result in q's dtype, gradients in their own.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-6: half precision inside, the result in q's dtype, gradients in their own."""
     cases = [(F32,) * 3, (F32, F32, F32), (F32, BF16, F16), (F16, F32, F32), (BF16, F32, F16)]
     for number, dtypes in enumerate(cases):
         q, k, v = _tensors(dtypes, seed, seqlen=32)

@@ -26,14 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labsupport.checks.counting_numbers import (
-    Numbers,
-    compare,
-    first_wrong,
-    kind,
-    number,
-    numbers,
-)
+from labsupport.checks.counting_numbers import Numbers, compare, first_wrong, kind, number, numbers
 from labsupport.checks.verdict import CheckFailed, Mistake, call, passed
 
 if TYPE_CHECKING:
@@ -170,8 +163,7 @@ TEST_MISTAKES = (
     Mistake((".mean()", ".max()"), "That is the largest error; return the mean."),
     Mistake((".mean()", ".median()"), "That is the median of the errors; return the mean."),
     Mistake(
-        (".abs() / measured", ".abs()"),
-        "That is in ms: divide each error by the measured time.",
+        (".abs() / measured", ".abs()"), "That is in ms: divide each error by the measured time."
     ),
     Mistake(
         (_ERROR, "(predicted - measured).abs().sum() / measured.sum()"),
@@ -190,11 +182,7 @@ TEST_MISTAKES = (
 
 
 def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-4 (a): start and rate from times with noise of 5%.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-4 (a): start and rate from times with noise of 5%."""
     draw = np.random.default_rng(seed)
     cases = [_measured(draw, rows=10, noise=noise) for noise in (0.0, 0.05, 0.05, 0.08)]
     given = [numbers(call(student, flops.copy(), ms.copy()), FITTED) for flops, ms in cases]
@@ -216,11 +204,7 @@ def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_predict(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-4 (b): a time from work, start and rate; of a number, and of an array.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-4 (b): a time from work, start and rate; of a number, and of an array."""
     draw = np.random.default_rng(seed)
     cases = [(10 ** draw.uniform(8, 13), draw.uniform(0.01, 9), draw.uniform(1, 900))
              for _ in range(6)]  # fmt: skip

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    call,
-    judge,
-    passed,
-    results,
-    unpack,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 from labsupport.profiling.memory import LargestTensor
 
 WHERE_RIGHT = "(no mask; memory counts where the result is right)"
@@ -196,10 +188,7 @@ BACKWARD_MISTAKES = (
         ("q[..., rows, :] * scale", "q[..., rows, :]"),
         "dK = dS^T Q * softmax_scale: the scale is missing in dK.",
     ),
-    Mistake(
-        (".mT * scale", ".mT"),
-        "The recomputed scores lack softmax_scale.",
-    ),
+    Mistake((".mT * scale", ".mT"), "The recomputed scores lack softmax_scale."),
     Mistake(("if is_causal", "if False"), "P is recomputed without the causal mask."),
     Mistake(
         ("query + seqlen_k - seqlen_q", "query"),
@@ -219,11 +208,7 @@ BACKWARD_MISTAKES = (
 
 
 def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: output without a mask, blocks that divide the lengths.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: output without a mask, blocks that divide the lengths."""
     for leading in ((2,), (), (2, 3)):
         inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
         where = f"(inputs of {len(leading) + 2} dimensions) "
@@ -233,22 +218,14 @@ def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_forward_lse(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: the log-sum-exp of each row, which the backward will need.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: the log-sum-exp of each row, which the backward will need."""
     q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
     _judge_forward(student, (q, k, v), False, 8, 16, ("lse",))
     passed("the log-sum-exp agrees with the oracle", seed)
 
 
 def check_forward_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows."""
     for n_q, n_k, is_causal in (
         (30, 30, True),
         (29, 37, False),
@@ -318,21 +295,13 @@ def _judge_forward(
 
 
 def check_backward_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-5: dQ, dK and dV without a mask.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-5: dQ, dK and dV without a mask."""
     _judge_backward(student, 32, 48, False, seed)
     passed("dQ, dK and dV agree with the oracle's gradients", seed)
 
 
 def check_backward_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys."""
     for n_q, n_k, is_causal in ((30, 30, True), (29, 37, False), (21, 45, True), (45, 21, True)):
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
         _judge_backward(student, n_q, n_k, is_causal, seed, where)

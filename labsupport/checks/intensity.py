@@ -171,8 +171,7 @@ BYTE_MISTAKES = (
         "A causal mask hides pairs, but no key from every query: all of K and V still has to move.",
     ),
     Mistake(
-        ("q = batch *", "q =", "k = batch *", "k =", "lse = batch *", "lse ="),
-        "Multiply by batch.",
+        ("q = batch *", "q =", "k = batch *", "k =", "lse = batch *", "lse ="), "Multiply by batch."
     ),
     Mistake(
         ("if backward else 2", "if False else 2"),
@@ -188,8 +187,7 @@ BYTE_MISTAKES = (
         "In the backward pass the results are missing: dQ, dK and dV are written.",
     ),
     Mistake(
-        ("2 * k + 2 * k", "2 * k"),
-        "In the backward pass dK and dV are missing: they are written.",
+        ("2 * k + 2 * k", "2 * k"), "In the backward pass dK and dV are missing: they are written."
     ),
     Mistake(
         ("2 * k + 2 * k", "2 * k + 2 * k * heads // kv_heads"),
@@ -228,31 +226,19 @@ TIME_MISTAKES = (
 
 
 def check_cost_flops(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (a): FLOPs: masks, grouped heads, decoding, both passes.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-1 (a): FLOPs: masks, grouped heads, decoding, both passes."""
     _judge_cost(student, _shapes(seed), 0, "flops", FLOP_MISTAKES)
     passed("FLOPs of the forward and of the backward pass", seed)
 
 
 def check_cost_bytes(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (b): compulsory bytes: dtypes, grouped heads, both passes.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-1 (b): compulsory bytes: dtypes, grouped heads, both passes."""
     _judge_cost(student, _shapes(seed), 1, "moved", BYTE_MISTAKES)
     passed("the bytes that must move in the forward and in the backward pass", seed)
 
 
 def check_roof(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it."""
     draw = random.Random(seed)
     cases = [(4e12, 2e9, 800.0, 4000.0), (1e9, 1e9, 800.0, 4000.0)]
     cases += [

@@ -138,21 +138,13 @@ def check_update_values(student: Any, seed: int = 0) -> None:
 
     Args:
         student: a `@triton.jit` function, as `attention_with_update` takes it.
-        seed: draws other inputs.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+        seed: draws other inputs."""
     _judge(student, _rising(32, 80, seed))
     passed("m, l and the output agree with the oracle", seed)
 
 
 def check_update_extremes(student: Any, seed: int = 0) -> None:
-    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands."""
     for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
         where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
         _judge(student, _rising(n_q, n_k, seed), where, causal=True)
@@ -173,11 +165,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 
 def check_update_dtype(student: Any) -> None:
-    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs."""
     out, _, _ = _run(student, *_two_levels(0, 2.0**12))
     if not out.isfinite().all():
         raise CheckFailed(NARROW_ACC)

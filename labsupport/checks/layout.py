@@ -125,11 +125,7 @@ QKV_MISTAKES = (
 
 
 def check_split_heads(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-1: the last dimension as (heads, head_dim), a view.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-1: the last dimension as (heads, head_dim), a view."""
     wide = _draw(2, 5, 3 * 12, seed=seed)
     for x, heads in ((_draw(2, 5, 12, seed=seed), 3), (_draw(2, 4, 32, seed=seed), 4)):
         _judge_result(student, split_heads, HEAD_MISTAKES, x, heads)
@@ -139,11 +135,7 @@ def check_split_heads(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_flash_layout(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-1: (batch, heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim), a view.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-1: Transformers' layout as flash-attn's, a view."""
     made_by_a_model = _draw(2, 6, 12, seed=seed).view(2, 6, 3, 4).transpose(1, 2)
     for x in (_draw(2, 3, 5, 4, seed=seed), _draw(2, 4, 4, 8, seed=seed), made_by_a_model):
         _judge_result(student, to_flash_layout, FLASH_MISTAKES, x)
@@ -151,11 +143,7 @@ def check_flash_layout(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_split_qkv(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-1: a fused projection cut into q, k, v, also with fewer heads for k and v.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-1: a fused projection cut into q, k, v, also with fewer heads for k and v."""
     for batch, seqlen, heads, kv_heads, head_dim in ((2, 5, 3, 3, 4), (1, 4, 4, 4, 8)):
         _judge_qkv(student, batch, seqlen, heads, kv_heads, head_dim, seed)
     for batch, seqlen, heads, kv_heads, head_dim in ((2, 5, 4, 2, 8), (2, 3, 4, 1, 8)):

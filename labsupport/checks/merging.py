@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    call,
-    judge,
-    passed,
-    results,
-    unpack,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 
 NAMES = ("out", "lse")
 Result = tuple[Tensor, Tensor]
@@ -120,8 +112,7 @@ LSE_MISTAKES = (
         "The maximum is missing: m + log(exp(lse - m) + exp(part_lse - m)).",
     ),
     Mistake(
-        (_LSE, "part, both.exp()"),
-        "The logarithm is missing: it is log(exp(lse) + exp(part_lse)).",
+        (_LSE, "part, both.exp()"), "The logarithm is missing: it is log(exp(lse) + exp(part_lse))."
     ),
     Mistake(
         (*_LESS_M, "- m).exp()", "- safe).exp()", _LSE, "part, m + (both - m).exp()"),
@@ -178,11 +169,7 @@ class Named(list):
 
 
 def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (a): two partial results are attention over the keys of both.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (a): two partial results are attention over the keys of both."""
     for leading, rows, head_dim, keys in (((), 7, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
         whole, parts = _attention(leading, rows, head_dim, keys, seed)
         where = f"({rows} queries, {keys[0]} keys and {keys[1]}) "
@@ -198,11 +185,7 @@ def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (b): rows that see nothing, and scores of any size.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (b): rows that see nothing, and scores of any size."""
     _, parts = _attention((2,), 8, 4, (6, 6), seed)
     for what, empty in (
         ("the part holds no key for some queries", (slice(0), slice(0, 5))),
@@ -247,11 +230,7 @@ def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once."""
     _, parts = _attention((2,), 6, 8, (3, 7, 1, 9, 4), seed)
     # Several mistakes look alike in two parts: five come first.
     for count in (1, 5, 2):

@@ -84,8 +84,7 @@ MISTAKES = (
         "Scores are counted although stores_scores is False: FlashAttention keeps none of them.",
     ),
     Mistake(
-        ("if stores_scores", "if False"),
-        "stores_scores is ignored: the probabilities are missing.",
+        ("if stores_scores", "if False"), "stores_scores is ignored: the probabilities are missing."
     ),
     Mistake(
         ("mlp + scores", "mlp + 2 * scores"),
@@ -204,11 +203,7 @@ MISTAKES = (
 
 
 def check_kept_blocks(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-3: what the blocks keep, with and without stored scores.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-3: what the blocks keep, with and without stored scores."""
     shapes = [{"seqlen": 8192, **TINY}, {"seqlen": 512, **GPT2_SMALL, "vocab": 100}]
     shapes += _random_shapes(seed)
     cases = [
@@ -222,11 +217,7 @@ def check_kept_blocks(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_kept_checkpoint(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-3: the block inputs, and the one block that is computed again.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-3: the block inputs, and the one block that is computed again."""
     shapes = [{"seqlen": 16_384, **TINY}, {"seqlen": 1024, **GPT2_SMALL}, *_random_shapes(seed)]
     cases = [
         {**shape, "stores_scores": stores, "checkpoint": True, "loss_chunk": 64}
@@ -238,11 +229,7 @@ def check_kept_checkpoint(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_kept_loss(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-3: the moment of the loss, with all logits or one chunk of them.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-3: the moment of the loss, with all logits or one chunk of them."""
     shapes = [{"seqlen": 4096, **GPT2_SMALL}, {"seqlen": 2048, **TINY, "vocab": 128_256}]
     shapes += [{**shape, "vocab": 150_000} for shape in _random_shapes(seed)]
     cases = [

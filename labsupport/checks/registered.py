@@ -98,11 +98,7 @@ MISTAKES = (
 
 
 def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-2: called directly: layout, scaling, causality, grouped heads.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-2: called directly: layout, scaling, causality, grouped heads."""
     for n_q, n_k, kv_heads, of_module, options in (
         (6, 6, 4, False, {}),
         (6, 6, 4, True, {}),

@@ -157,8 +157,7 @@ TURN_MISTAKES = (
         "The second half is left as it was; it is turned too: y' = y cos + x sin.",
     ),
     Mistake(
-        ("(turned,", "(turned[::-1],"),
-        "The two halves of the result are swapped: x' comes first.",
+        ("(turned,", "(turned[::-1],"), "The two halves of the result are swapped: x' comes first."
     ),
     Mistake(
         (_TABLES, "cos, sin"),
@@ -203,11 +202,7 @@ ROW_MISTAKES = (
 
 
 def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-1 (a): cosines and sines of each position and pair.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-1 (a): cosines and sines of each position and pair."""
     for positions, head_dim, base in (
         (torch.arange(40), 16, 10_000.0),
         (torch.arange(5, 30 + seed % 7), 8, 500_000.0),
@@ -221,11 +216,7 @@ def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_rope_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-1 (b): each pair (i, i + head_dim // 2) turned by its angle, in float32.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-1 (b): each pair (i, i + head_dim // 2) turned by its angle, in float32."""
     # Where batch, seqlen and heads are the same number, angles along the wrong one raise no error.
     for batch, seqlen, heads, head_dim in ((4, 4, 4, 8), (2, 9, 3, 16), (1, 6, 1, 2)):
         x = _draw(batch, seqlen, heads, head_dim, seed=seed)
@@ -247,11 +238,7 @@ def check_rope_values(student: Callable[..., Any], seed: int = 0) -> None:
 def check_rope_positions(
     angles: Callable[..., Any], apply: Callable[..., Any], seed: int = 0
 ) -> None:
-    """Exercise 3-1 (a, b): scores know distances only; shards; positions far from the beginning.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-1 (a, b): scores know distances only; shards; positions far from the beginning."""
     q, k = (_draw(1, 12, 2, 16, seed=seed + i) for i in (1, 2))
 
     def scores(first: int) -> Tensor:
@@ -291,11 +278,7 @@ def check_rope_positions(
 
 
 def check_rope_conventions(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-1 (c): the scores of the permuted weights, in halves, are the old ones.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-1 (c): the scores of the permuted weights, in halves, are the old ones."""
     for heads, head_dim, width in ((1, 8, 12), (3, 8, 24), (2, 16, 20)):
         where = f"(heads {heads}, head_dim {head_dim}, width {width}) "
         w_q, w_k = (_draw(heads * head_dim, width, seed=seed + i) for i in (0, 1))

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    call,
-    judge,
-    passed,
-    results,
-    unpack,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 
 NAMES = ("m", "l")
 
@@ -79,11 +71,7 @@ SUM_MISTAKES = (
 
 
 def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(3, 4, 40, generator=generator) * 3
     scores[..., -1] += 4  # a later block holds a larger score than the first one
@@ -93,11 +81,7 @@ def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_running_extremes(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-3: scores whose exp overflows, blocks that are hidden throughout, and empty rows.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-3: scores whose exp overflows, blocks that are all hidden, and empty rows."""
     hidden = torch.full((2,), -torch.inf)
     draw = torch.Generator().manual_seed(seed)
     few = torch.randint(64, (2,), generator=draw) / 16  # exact in float32 near 1000, too

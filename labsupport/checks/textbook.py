@@ -55,8 +55,7 @@ MISTAKES = (
         "The scores are divided by head_dim; it must be its square root.",
     ),
     Mistake(
-        ("/ math.sqrt", "* math.sqrt"),
-        "The scores are multiplied by sqrt(head_dim); divide by it.",
+        ("/ math.sqrt", "* math.sqrt"), "The scores are multiplied by sqrt(head_dim); divide by it."
     ),
     Mistake(
         ("softmax(scores, dim=-1)", "softmax(scores, dim=-2)"),
@@ -109,22 +108,14 @@ BYTE_MISTAKES = (
 
 
 def check_textbook_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-1: output and weights without a mask, with leading dimensions.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-1: output and weights without a mask, with leading dimensions."""
     q, k, v = _qkv(2, 3, n_q=5, n_k=7, d=16, seed=seed)
     _judge(student, q, k, v)
     passed("output and weights agree with the float64 oracle", seed)
 
 
 def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-1: a boolean mask, True where a query may look, of shape (seqlen_q, seqlen_k).
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-1: a boolean mask, True where a query may look, of shape (seqlen_q, seqlen_k)."""
     q, k, v = _qkv(2, n_q=6, n_k=8, d=16, seed=seed)
     mask = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed + 1)) < 0.6
     mask[:, 2] = True  # every query sees something here
@@ -133,11 +124,7 @@ def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-1: a query that may look nowhere gives 0, in float16 too.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-1: a query that may look nowhere gives 0, in float16 too."""
     for dtype in (torch.float32, torch.float16):
         q, k, v = (t.to(dtype) for t in _qkv(2, n_q=4, n_k=5, d=8, seed=seed))
         mask = torch.ones(4, 5, dtype=torch.bool)
@@ -166,11 +153,7 @@ def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> Non
 
 
 def check_score_bytes(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-2: bytes of the score matrices S and P.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-2: bytes of the score matrices S and P."""
     cases = [(1, 1, 1024, 4), (3, 12, 2048, 2), (1, 32, 65_536, 2)]
     draw = random.Random(seed)
     cases += [
@@ -194,11 +177,7 @@ def check_score_bytes(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_largest_length(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-2: the longest sequence whose S and P fit into a memory.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-2: the longest sequence whose S and P fit into a memory."""
     cases = [(8 * 2**30, 1, 12, 2), (2**34, 4, 32, 4), (1000, 1, 1, 4)]
     draw = random.Random(seed)
     cases += [(draw.randint(10**6, 10**12), 2, draw.randint(2, 40), 2) for _ in range(3)]

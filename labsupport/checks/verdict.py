@@ -7,7 +7,8 @@ diagnosis. To teach a check a new mistake, add one entry to its table: the tests
 
 from __future__ import annotations
 
-import inspect
+import ast
+import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,7 +58,7 @@ def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[...,
     Raises:
         LookupError: an old text is not in the source.
     """
-    source = textwrap.dedent(inspect.getsource(solution))
+    source = _source(solution)
     for old, new in zip(edit[::2], edit[1::2], strict=True):
         if old not in source:
             raise LookupError(f"{solution.__name__} does not contain {old!r}")
@@ -65,6 +66,15 @@ def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[...,
     scope: dict[str, Any] = {}
     exec(source, vars(sys.modules[solution.__module__]), scope)
     return scope[solution.__name__]
+
+
+@cache
+def _source(solution: Any) -> str:
+    """Return a function's or autograd function's text; `inspect` finds no class that is sealed."""
+    code = getattr(solution, "forward", solution).__code__
+    text = "".join(linecache.getlines(code.co_filename))
+    (node,) = (n for n in ast.parse(text).body if getattr(n, "name", "") == solution.__name__)
+    return f"{ast.get_source_segment(text, node)}\n"
 
 
 def results(
@@ -192,8 +202,7 @@ def judge(
             result, wrong, max(allowed, 1e-4), relative=1e-4
         )
 
-    old = ((m.edit, m.say()) if isinstance(m, Mistake) else m for m in mistakes)
-    said = next((say for say, wrong in old if like(result, wrong)), "")
+    said = next((say for say, wrong in mistakes if like(result, wrong)), "")
     raise CheckFailed(f"{name} is wrong. {said or _where(result, expected, allowed)}")
 
 

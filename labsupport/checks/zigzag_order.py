@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from labsupport.checks.merging import Named
-from labsupport.checks.verdict import (
-    CheckFailed,
-    Mistake,
-    call,
-    explain,
-    passed,
-)
+from labsupport.checks.verdict import CheckFailed, Mistake, call, explain, passed
 from labsupport.distributed.ring.zigzag import shard_sequence
 
 
@@ -151,11 +145,7 @@ INVERSE_MISTAKES = (
 
 
 def check_zigzag_chunks(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-5 (a): an early chunk and a late one, so that all ranks have equal work.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-5 (a): an early chunk and a late one, so that all ranks have equal work."""
     for world in (4, 3, 8, 2, 5 + seed % 7, 1):
         ranks = range(world)
         given = [_pair(call(student, rank, world), rank, world) for rank in ranks]
@@ -178,11 +168,7 @@ def check_zigzag_chunks(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_zigzag_positions(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-5 (b): the positions of a rank's tokens in the whole sequence.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-5 (b): the positions of a rank's tokens in the whole sequence."""
     for seqlen, world in ((24, 3), (64, 4), (6 * (2 + seed % 5), 1), (4096, 8), (12, 2)):
         # The last rank first: on rank 0 several mistakes look alike.
         for rank in reversed(range(world)):
@@ -205,11 +191,7 @@ def check_zigzag_positions(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_unzigzag(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-5 (c): the shards of all ranks as one sequence, in order.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-5 (c): the shards of all ranks as one sequence, in order."""
     generator = torch.Generator().manual_seed(seed)
     # Of the first, batch and ranks are the same number; the last are labels.
     for world, shape in ((4, (4, 32, 3)), (3, (1, 24, 2, 4)), (1, (2, 6, 5)), (5, (2, 40))):

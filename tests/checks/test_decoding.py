@@ -6,11 +6,7 @@ from labsupport.checks import decoding
 from labsupport.checks.verdict import Mistake
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
-ALL = [
-    checks.check_visible_positions,
-    checks.check_visible_padding,
-    checks.check_visible_decoding,
-]
+ALL = [checks.check_visible_positions, checks.check_visible_padding, checks.check_visible_decoding]
 
 
 def source():

@@ -14,11 +14,7 @@ FORWARD = [
     checks.check_forward_edges,
     checks.check_forward_memory,
 ]
-BACKWARD = [
-    checks.check_backward_values,
-    checks.check_backward_edges,
-    checks.check_backward_memory,
-]
+BACKWARD = [checks.check_backward_values, checks.check_backward_edges, checks.check_backward_memory]
 
 
 def forward_source():

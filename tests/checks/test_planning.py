@@ -8,11 +8,7 @@ from labsupport.profiling import measure_peak_memory
 from labsupport.training.model import Decoder, DecoderConfig, Savings
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
-ALL = (
-    checks.check_kept_blocks,
-    checks.check_kept_checkpoint,
-    checks.check_kept_loss,
-)
+ALL = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
 
 
 @pytest.mark.parametrize("check", ALL)

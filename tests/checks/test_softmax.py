@@ -6,11 +6,7 @@ from labsupport.checks import softmax
 from labsupport.checks.verdict import Mistake
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
-ALL = [
-    checks.check_running_values,
-    checks.check_running_extremes,
-    checks.check_running_streams,
-]
+ALL = [checks.check_running_values, checks.check_running_extremes, checks.check_running_streams]
 
 
 def source():
