@@ -24,6 +24,7 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     choosing   exercise 4-5
     verdict    judges results, and finds the mistake by running edits of the reference solution
     counting_numbers  the same for returned numbers instead of tensors
+    cases      stores what checks ask, with the results of the solution and of each mistake
 
 An exercise's file holds its reference solution, its mistakes as edits of that solution with the
 sentence that names each, and its checks.
