@@ -4,6 +4,7 @@ The exam edition holds a copy of this file as `labsupport/left_out.py`, and impo
 """
 
 import base64
+import linecache
 import zlib
 from types import CodeType
 from typing import Any, NoReturn
@@ -51,5 +52,7 @@ def seal(source: str) -> str:
 
 def unseal(text: str, name: str) -> CodeType:
     """The code of a sealed module; `name` is what tracebacks show in place of a file."""
-    source = zlib.decompress(base64.b85decode(text)).decode()
-    return compile(source, f"<sealed: {name}>", "exec", dont_inherit=True)
+    source, name = zlib.decompress(base64.b85decode(text)).decode(), f"<sealed: {name}>"
+    # `inspect.getsource` finds it here: the checks compile edited copies of their solutions.
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    return compile(source, name, "exec", dont_inherit=True)

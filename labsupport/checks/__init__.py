@@ -22,11 +22,12 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
     kernel     exercise 4-3: the update of a Triton kernel
     fitting    exercise 4-4
     choosing   exercise 4-5
-    verdict    how a result is judged, and how a mistake is recognised
+    verdict    judges results, and finds the mistake by running edits of the reference solution
     counting_numbers  the same for returned numbers instead of tensors
-    mistakes   what typical wrong solutions compute (of 3-1, 3-2, 3-4, 3-5, 4-1, 4-4, 4-5:
-               rotary_mistakes, loss_mistakes, merging_mistakes, zigzag_mistakes,
-               intensity_mistakes, fitting_mistakes, choosing_mistakes)
+    cases      stores what checks ask, with the results of the solution and of each mistake
+
+An exercise's file holds its reference solution, its mistakes as edits of that solution with the
+sentence that names each, and its checks.
 """
 
 from labsupport.checks.amdahl import (
@@ -87,32 +88,16 @@ from labsupport.checks.intensity import (
     check_roof,
     roof,
 )
-from labsupport.checks.kernel import (
-    check_update_dtype,
-    check_update_extremes,
-    check_update_values,
-)
-from labsupport.checks.layout import (
-    check_flash_layout,
-    check_split_heads,
-    check_split_qkv,
-)
-from labsupport.checks.merging import (
-    check_merge_all,
-    check_merge_edges,
-    check_merge_values,
-)
+from labsupport.checks.kernel import check_update_dtype, check_update_extremes, check_update_values
+from labsupport.checks.layout import check_flash_layout, check_split_heads, check_split_qkv
+from labsupport.checks.merging import check_merge_all, check_merge_edges, check_merge_values
 from labsupport.checks.planning import (
     check_kept_blocks,
     check_kept_checkpoint,
     check_kept_loss,
     held_bytes,
 )
-from labsupport.checks.policies import (
-    check_policy_devices,
-    check_policy_memory,
-    check_policy_range,
-)
+from labsupport.checks.policies import check_policy_devices, check_policy_memory, check_policy_range
 from labsupport.checks.registered import (
     check_registered_memory,
     check_registered_models,
@@ -144,84 +129,3 @@ from labsupport.checks.zigzag_order import (
     check_zigzag_chunks,
     check_zigzag_positions,
 )
-
-__all__ = [
-    "CheckFailed",
-    "attention_cost",
-    "check_amdahl",
-    "check_attention_share",
-    "check_backward_edges",
-    "check_backward_memory",
-    "check_backward_values",
-    "check_choice_limits",
-    "check_choice_sources",
-    "check_choice_ties",
-    "check_cost_bytes",
-    "check_cost_flops",
-    "check_fit",
-    "check_flash_layout",
-    "check_forward_edges",
-    "check_forward_lse",
-    "check_forward_memory",
-    "check_forward_values",
-    "check_half_attention",
-    "check_half_dtype_edges",
-    "check_half_dtype_values",
-    "check_held_out",
-    "check_kept_blocks",
-    "check_kept_checkpoint",
-    "check_kept_loss",
-    "check_largest_length",
-    "check_loss_gradients",
-    "check_loss_memory",
-    "check_loss_values",
-    "check_merge_all",
-    "check_merge_edges",
-    "check_merge_values",
-    "check_policy_devices",
-    "check_policy_memory",
-    "check_policy_range",
-    "check_predict",
-    "check_registered_memory",
-    "check_registered_models",
-    "check_registered_refusals",
-    "check_registered_values",
-    "check_roof",
-    "check_rope_angles",
-    "check_rope_conventions",
-    "check_rope_positions",
-    "check_rope_values",
-    "check_running_extremes",
-    "check_running_streams",
-    "check_running_values",
-    "check_score_bytes",
-    "check_split_heads",
-    "check_split_qkv",
-    "check_textbook_empty_rows",
-    "check_textbook_mask",
-    "check_textbook_traffic",
-    "check_textbook_values",
-    "check_tiled_causal",
-    "check_tiled_traffic",
-    "check_unzigzag",
-    "check_update_dtype",
-    "check_update_extremes",
-    "check_update_values",
-    "check_visible_decoding",
-    "check_visible_padding",
-    "check_visible_positions",
-    "check_zigzag_chunks",
-    "check_zigzag_positions",
-    "choose",
-    "compare_prediction",
-    "fit_time",
-    "flop_share",
-    "held_bytes",
-    "held_out_error",
-    "overall_speedup",
-    "predict_time",
-    "roof",
-    "textbook_traffic",
-    "tiled_traffic",
-    "yours_or_ours",
-]

@@ -1,4 +1,4 @@
-"""Checks of exercise 3-2: classifier and loss, some tokens at a time, forward and backward."""
+"""Exercise 3-2: classifier and loss, some tokens at a time, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,26 +10,151 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle
-from labsupport.checks.loss_mistakes import (
-    GRADIENT_MISTAKES,
-    IGNORED,
-    LOSS_MISTAKES,
-    gradients_with_mistake,
-    loss_with_mistake,
-)
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
+from labsupport.training.documents.packing import IGNORED
 
 NAMES = ("hidden", "weight")
 
 
-def check_loss_values(student: Any, seed: int = 0) -> None:
-    """Exercise 3-2: the mean loss of the tokens that count, for chunks of any size.
+class ChunkedLoss(torch.autograd.Function):
+    """Mean cross-entropy of hidden @ weight.T, with one chunk's logits at a time."""
 
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+        """Compute the loss, and the gradients that belong to it."""
+        counted = labels != IGNORED
+        count = counted.sum().clamp(min=1)
+        targets = labels.masked_fill(~counted, 0)
+        total = hidden.new_zeros(())
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(labels), chunk):
+            part = slice(start, start + chunk)
+            kept, target = counted[part], targets[part, None]
+            log_p = torch.log_softmax(hidden[part] @ weight.T, dim=-1)
+            total -= (log_p.gather(1, target)[:, 0] * kept).sum()
+            d = log_p.exp()
+            d.scatter_add_(1, target, -torch.ones_like(d[:, :1]))
+            d *= kept[:, None] / count
+            grad_hidden[part] = d @ weight
+            grad_weight += d.T @ hidden[part]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients by the incoming one."""
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_loss, grad_weight * grad_loss, None, None
+
+
+_ALL_CHUNKS, _D = "range(0, len(labels), chunk)", "d *= kept[:, None] / count"
+_WHOLE_CHUNKS = "range(0, len(labels) // chunk * chunk, chunk)"
+LOSS_MISTAKES = (
+    Mistake(
+        (
+            *("* kept).sum()", "* kept).sum() / kept.sum()"),
+            *("return total / count", "return total / -(-len(labels) // chunk)"),
+        ),
+        "It is the mean of the chunks' means. Chunks do not hold equally many tokens that count: "
+        "add up the losses, and divide once, at the end.",
+    ),
+    Mistake(
+        ("return total / count", "return total / len(labels)"),
+        "It is divided by all tokens. Divide by those whose label is not -100.",
+    ),
+    Mistake(
+        ("return total / count", "return total"),
+        "It is the sum; divide by the number of tokens that count.",
+    ),
+    Mistake(
+        (_ALL_CHUNKS, _WHOLE_CHUNKS),
+        "The last, shorter chunk is left out: loop to len(labels), not to "
+        "len(labels) // chunk * chunk.",
+    ),
+    Mistake(("total -=", "total = -"), "It is the loss of the last chunk alone: add up (+=)."),
+    Mistake(
+        ("        ctx.save", "            break\n        ctx.save"),
+        "It is the loss of the first chunk alone.",
+    ),
+    Mistake(
+        ("[:, 0] * kept", "[:, 0]"),
+        "Ignored tokens count in the sum, as if their label were 0. Their loss must be 0.",
+    ),
+    Mistake(
+        (
+            *("[:, 0] * kept", "[:, 0]"),
+            *("labels.masked_fill(~counted, 0)", "labels.where(counted, len(weight) + IGNORED)"),
+        ),
+        "A label of -100 was used as an index, which counts from the end of the vocabulary. Hide "
+        "these tokens first.",
+    ),
+    Mistake(
+        ("total -=", "total +="), "The sign is wrong: the loss is minus the log of a probability."
+    ),
+    Mistake(
+        ("torch.log_softmax(hidden[part] @ weight.T, dim=-1)", "hidden[part] @ weight.T"),
+        "It is minus the label's logit; the logsumexp over the vocabulary is missing.",
+    ),
+    Mistake(
+        ("log_p.gather", "log_p.exp().gather"),
+        "It is minus the label's probability; take its logarithm first.",
+    ),
+)
+GRADIENT_MISTAKES = (
+    Mistake(
+        (" * grad_loss", ""),
+        "The incoming gradient is ignored: the loss was multiplied by 3 afterwards, so backward "
+        "gets 3, and everything must be multiplied by it.",
+    ),
+    Mistake(("* grad_loss", "* grad_loss**2"), "The incoming gradient is multiplied in twice."),
+    Mistake(
+        ("-torch.ones_like", "0 * torch.ones_like"),
+        "The minus one at the label is missing: d = softmax - onehot(label).",
+    ),
+    Mistake(
+        ("d *= kept", "d *= -1 * kept"),
+        "The sign is wrong: d = softmax - onehot(label), not the other way round.",
+    ),
+    Mistake(("log_p.exp()", "0 * log_p"), "The softmax is missing: d = softmax - onehot(label)."),
+    Mistake(
+        (_D, "d /= count"),
+        "Ignored tokens get a gradient, as if their label were 0. Their d must be 0 throughout.",
+    ),
+    Mistake(
+        ("d[:, :1])", "d[:, :1]) * kept[:, None]", _D, "d /= count"),
+        "Ignored tokens get a gradient: their softmax, without a label. Their d must be 0 "
+        "throughout, not at the label only.",
+    ),
+    Mistake(
+        (_D, "d *= kept[:, None]"),
+        "It is not divided by the number of tokens that count; the loss is.",
+    ),
+    Mistake(
+        (_D, "d *= kept[:, None] / len(labels)"),
+        "It is divided by all tokens. Divide by those whose label is not -100.",
+    ),
+    Mistake(
+        (_D, "d *= kept[:, None] / (kept.sum().clamp(min=1) * -(-len(labels) // chunk))"),
+        "Each chunk was divided by its own number of tokens. Divide by the number of all tokens "
+        "that count.",
+    ),
+    Mistake((_ALL_CHUNKS, _WHOLE_CHUNKS), "The last, shorter chunk is left out."),
+    Mistake(
+        ("grad_weight +=", "grad_weight ="),
+        "Each chunk overwrites the contribution of the one before. Every token adds to the "
+        "weight's gradient: +=.",
+    ),
+    Mistake(
+        ("log_p.exp()", "0 * log_p", "-torch.ones_like", "0 * torch.ones_like"),
+        "It is all zeros: is it ever written?",
+    ),
+)
+
+
+def check_loss_values(student: Any, seed: int = 0) -> None:
+    """Exercise 3-2: the mean loss of the tokens that count, for chunks of any size."""
     for tokens, chunk, ignored in ((24, 8, 0), (29, 8, 0), (29, 8, 9), (7, 100, 2), (5, 1, 1)):
         inputs = _inputs(tokens, ignored, seed)
         where = f"({tokens} tokens, chunk {chunk}, {ignored} ignored) the loss"
@@ -53,11 +178,7 @@ def check_loss_values(student: Any, seed: int = 0) -> None:
 
 
 def check_loss_gradients(student: Any, seed: int = 0) -> None:
-    """Exercise 3-2: gradients of hidden and weight, scaled by what comes in, in two dtypes.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-2: gradients of hidden and weight, scaled by what comes in, in two dtypes."""
     for tokens, chunk, ignored, factor, dtype in (
         (24, 8, 0, 1.0, torch.float64),
         (29, 8, 0, 3.0, torch.float32),
@@ -131,21 +252,21 @@ def require_gradients(gradients: Sequence[Tensor | None]) -> None:
 def _judge_loss(
     student: Any, inputs: tuple[Tensor, Tensor, Tensor], chunk: int, where: str
 ) -> None:
-    hidden, weight, labels = inputs
     given = _loss(student, *inputs, chunk)
-    exact = loss_with_mistake(*inputs, chunk)
-    textbook = F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED)
+    textbook, exact = (
+        _with_gradients(_cross_entropy, inputs, dtype=dtype)[0]
+        for dtype in (inputs[0].dtype, torch.float64)
+    )
     # One number may be exact by luck; a right sum in another order need not be.
-    rounding = 4 * torch.finfo(hidden.dtype).eps * exact.abs().item()
+    rounding = 4 * torch.finfo(inputs[0].dtype).eps * exact.abs().item()
     judge(
         where,
         given,
         exact,
         allowed=compare_with_oracle(textbook, textbook, exact).allowed + rounding,
-        mistakes=[
-            Mistake(said, lambda m=m: loss_with_mistake(*inputs, chunk, m))
-            for m, said in LOSS_MISTAKES.items()
-        ],
+        mistakes=results(
+            ChunkedLoss, LOSS_MISTAKES, lambda f: _with_gradients(f.apply, inputs, chunk)[0]
+        ),
     )
 
 
@@ -156,28 +277,41 @@ def _judge_gradients(
     factor: float,
     where: str,
 ) -> None:
-    exact = gradients_with_mistake(*inputs, chunk, factor)
-    leaves = [t.detach().requires_grad_() for t in inputs[:2]]
-    loss = F.cross_entropy(leaves[0] @ leaves[1].T, inputs[2], ignore_index=IGNORED)
-    textbook = torch.autograd.grad(factor * loss, leaves)
-    for index, name in enumerate(NAMES):
+    textbook, exact = (
+        _with_gradients(_cross_entropy, inputs, factor=factor, dtype=dtype)
+        for dtype in (inputs[0].dtype, torch.float64)
+    )
+    for index, name in enumerate(NAMES, start=1):
         report = compare_with_oracle(textbook[index], textbook[index], exact[index], gradient=True)
         judge(
             f"{where}the gradient of {name}",
-            given[index],
+            given[index - 1],
             exact[index],
             allowed=report.allowed,
-            dtype=inputs[index].dtype,
-            mistakes=[
-                Mistake(
-                    said,
-                    lambda m=m, index=index: gradients_with_mistake(*inputs, chunk, factor, m)[
-                        index
-                    ],
-                )
-                for m, said in GRADIENT_MISTAKES.items()
-            ],
+            dtype=inputs[0].dtype,
+            mistakes=results(
+                ChunkedLoss,
+                GRADIENT_MISTAKES,
+                lambda f, i=index: _with_gradients(f.apply, inputs, chunk, factor=factor)[i],
+            ),
         )
+
+
+def _with_gradients(
+    function: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    *chunk: int,
+    factor: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, ...]:
+    """Return the loss, and the gradients of factor * loss for hidden and weight."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in inputs[:2]]
+    loss = function(*leaves, inputs[2], *chunk)
+    return loss, *torch.autograd.grad(factor * loss, leaves)
+
+
+def _cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, labels, ignore_index=IGNORED)
 
 
 def _loss(student: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:

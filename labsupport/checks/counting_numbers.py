@@ -1,19 +1,19 @@
-"""The numbers that a student's function returned: read with care, judged in all cases at once."""
+"""Judge the numbers that a student's function returns, in all cases together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-from labsupport.checks.verdict import CheckFailed
+from labsupport.checks.verdict import CheckFailed, Mistake, explain
 
 Numbers = tuple[float, ...]
 
 
 def number(value: Any, what: str) -> float:
-    """One number, of whatever kind; a tensor or an array with a single number counts as one.
+    """Return one number, of whatever kind; a tensor or array with a single number counts as one.
 
     Raises:
         CheckFailed: it is no number, or NaN; the message names `what`.
@@ -28,7 +28,7 @@ def number(value: Any, what: str) -> float:
 
 
 def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
-    """As many values as there are names, of any kind.
+    """Check that there are as many values as names, of any kind.
 
     Raises:
         CheckFailed: another kind of result, or another number of values.
@@ -42,7 +42,7 @@ def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def numbers(result: Any, names: Sequence[str]) -> Numbers:
-    """As many numbers as there are names.
+    """Check that there are as many numbers as names.
 
     Raises:
         CheckFailed: another kind of result, or a value that is no number.
@@ -52,7 +52,7 @@ def numbers(result: Any, names: Sequence[str]) -> Numbers:
 
 
 def kind(value: Any) -> str:
-    """The type of a value in words, with its shape or its length where it has one."""
+    """Return the type of a value in words, with its shape or its length where it has one."""
     name = type(value).__name__
     article = "an" if name[0] in "aeiouAEIOU" else "a"
     shape = getattr(value, "shape", None)
@@ -60,7 +60,7 @@ def kind(value: Any) -> str:
 
 
 def same(a: Numbers, b: Numbers, tolerance: float = 1e-9) -> bool:
-    """Whether two lists of numbers agree, each to a relative tolerance."""
+    """Compare two lists of numbers, each to a relative tolerance."""
     return len(a) == len(b) and all(
         math.isclose(x, y, rel_tol=tolerance, abs_tol=1e-12) for x, y in zip(a, b, strict=True)
     )
@@ -69,24 +69,28 @@ def same(a: Numbers, b: Numbers, tolerance: float = 1e-9) -> bool:
 def first_wrong(
     given: Sequence[Numbers], right: Sequence[Numbers], tolerance: float = 1e-9
 ) -> int | None:
-    """The first case that is wrong; None if all are right."""
+    """Return the first case that is wrong; None if all are right."""
     pairs = enumerate(zip(given, right, strict=True))
     return next((i for i, (a, b) in pairs if not same(a, b, tolerance)), None)
 
 
-def explanation(
+def compare(
     given: Sequence[Numbers],
-    mistakes: Mapping[str, str],
-    wrong: Callable[[str], Sequence[Numbers]],
+    solution: Callable[..., Any],
+    mistakes: Iterable[Mistake],
+    run: Callable[[Callable[..., Any]], Sequence[Numbers]],
     tolerance: float = 1e-9,
-) -> str:
-    """What to say of the first mistake that explains every case; empty if none does.
+) -> tuple[int, str] | None:
+    """Return the first wrong case, and the diagnosis that explains all cases, if one does.
 
     Args:
-        mistakes: name -> diagnosis.
-        wrong: name -> what a solution with that mistake returns in each case.
+        given: the student's numbers in each case.
+        solution, mistakes: the reference, and its typical edits.
+        run: solution -> its numbers in each case.
     """
-    for name, said in mistakes.items():
-        if first_wrong(given, wrong(name), tolerance) is None:
-            return said
-    return ""
+    i = first_wrong(given, run(solution), tolerance)
+    if i is None:
+        return None
+    return i, explain(
+        given, solution, mistakes, run, lambda a, b: first_wrong(a, b, tolerance) is None
+    )

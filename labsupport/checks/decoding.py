@@ -1,4 +1,4 @@
-"""Checks of exercise 2-3: which keys a query may see while text is generated."""
+"""Exercise 2-3: which keys a query may see while text is generated."""
 
 from __future__ import annotations
 
@@ -10,15 +10,78 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import oracle_attention
-from labsupport.checks.verdict import CheckFailed, call, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, call, explain, passed
+
+
+def visible(seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> Tensor:
+    """Return the mask of the last seqlen_q of seqlen_k tokens: True where a query may look."""
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
+    if valid is not None:
+        mask = mask & valid[:, None, None, :]
+    return mask
+
+
+MISTAKES = (
+    Mistake(
+        ("tril(seqlen_k - seqlen_q)", "tril()"),
+        "The diagonal starts at the top left: query 0 is taken for the first token of the text. "
+        "The queries are its last tokens, so query i is at position i + seqlen_k - seqlen_q.",
+    ),
+    Mistake(
+        ("- seqlen_q", "- seqlen_q - 1"),
+        "A query does not see itself: key and query at the same position belong together.",
+    ),
+    Mistake(
+        ("- seqlen_q", "- seqlen_q + 1"),
+        "Each query sees one token of its future: the diagonal is one too far to the right.",
+    ),
+    Mistake(("return mask", "return ~mask"), "It is inverted: True means that a query MAY look."),
+    Mistake(("tril", "triu"), "The triangle is inverted: it shows the future and hides the past."),
+    Mistake(
+        ("- seqlen_q", ""),
+        "Nothing is hidden. That is right for one new token; of several new tokens, the first must "
+        "not see the last.",
+    ),
+    Mistake(
+        ("mask & valid[:, None, None, :]", "mask.expand(len(valid), 1, -1, -1)"),
+        "Padding is not hidden: `valid` is ignored.",
+    ),
+    Mistake(
+        ("None, :]", "None, :] & valid[:, None, -seqlen_q:, None]"),
+        "`valid` hides queries as well as keys. Nobody looks at what a padding token computes; "
+        "hide it as a key only.",
+    ),
+    Mistake(
+        ("None, :]", "-seqlen_q:, None]"),
+        "`valid` hides queries, not keys: it belongs to the last dimension, "
+        "valid[:, None, None, :].",
+    ),
+    Mistake(
+        ("& valid", "& ~valid"), "Padding is shown and text is hidden: `valid` is True for text."
+    ),
+    Mistake(
+        ("mask & valid", "mask | valid"),
+        "Causal OR valid: a key must be both, in the past and text.",
+    ),
+    Mistake(
+        ("return mask", "return mask | ~mask.any(-1, keepdim=True)"),
+        "The rows of padding tokens, which see no key, were filled. Leave them False: the kernels "
+        "define their output as 0.",
+    ),
+    Mistake(
+        (
+            "return mask",
+            "own = torch.eye(seqlen_k, dtype=torch.bool)[-seqlen_q:]\n"
+            "    return mask | ~mask.any(-1, keepdim=True) & own",
+        ),
+        "In the rows of padding tokens the query sees itself. Leave them False: the kernels define "
+        "their output as 0.",
+    ),
+)
 
 
 def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-3: prefill, one new token, several new tokens; no padding.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-3: prefill, one new token, several new tokens; no padding."""
     for seqlen_q, seqlen_k in ((5, 5), (1, 6), (3, 8 + seed % 5), (6, 7)):
         given = call(student, seqlen_q, seqlen_k)
         _judge(given, seqlen_q, seqlen_k, None)
@@ -26,11 +89,7 @@ def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_visible_padding(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-3: keys that are padding are hidden, on the left or on the right.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-3: keys that are padding are hidden, on the left or on the right."""
     for seqlen_q, seqlen_k, lengths, side in (
         (5, 5, (5, 3, 2), "left"),
         (1, 6, (6, 4), "left"),
@@ -88,7 +147,7 @@ def check_visible_decoding(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def _judge(given: Any, seqlen_q: int, seqlen_k: int, valid: Tensor | None) -> None:
-    right = _mask(seqlen_q, seqlen_k, valid)
+    right = visible(seqlen_q, seqlen_k, valid)
     where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
     if not isinstance(given, Tensor):
         raise CheckFailed(f"{where} must return a tensor, not {type(given).__name__}.")
@@ -102,9 +161,9 @@ def _judge(given: Any, seqlen_q: int, seqlen_k: int, valid: Tensor | None) -> No
         raise CheckFailed(f"{where} has shape {tuple(given.shape)}. {_of_shape(given, right)}")
     if torch.equal(given, right):
         return
-    for diagnosis, wrong in _wrong_masks(seqlen_q, seqlen_k, valid).items():
-        if wrong.shape == given.shape and torch.equal(wrong, given):
-            raise CheckFailed(f"{where} is wrong. {diagnosis}")
+    said = explain(given, visible, MISTAKES, lambda f: f(seqlen_q, seqlen_k, valid))
+    if said:
+        raise CheckFailed(f"{where} is wrong. {said}")
     place = tuple((given != right).nonzero()[0].tolist())
     *_, query, key = place
     raise CheckFailed(
@@ -123,74 +182,6 @@ def _of_shape(given: Tensor, right: Tensor) -> str:
         f"{wanted}, (batch, 1, seqlen_q, seqlen_k): the 1 stands for the heads. Without it, "
         "broadcasting takes the batch for the heads."
     )
-
-
-def _wrong_masks(seqlen_q: int, seqlen_k: int, valid: Tensor | None) -> dict[str, Tensor]:
-    """What typical mistakes return."""
-    top_left = (
-        "The diagonal starts at the top left: query 0 is taken for the first token of the text. "
-        "The queries are its last tokens, so query i is at position i + seqlen_k - seqlen_q."
-    )
-    own = "A query does not see itself: key and query at the same position belong together."
-    future = "Each query sees one token of its future: the diagonal is one too far to the right."
-    wrong = {
-        top_left: _mask(seqlen_q, seqlen_k, valid, shift=seqlen_q - seqlen_k),
-        own: _mask(seqlen_q, seqlen_k, valid, shift=-1),
-        future: _mask(seqlen_q, seqlen_k, valid, shift=1),
-        "It is inverted: True means that a query MAY look.": ~_mask(seqlen_q, seqlen_k, valid),
-        "The triangle is inverted: it shows the future and hides the past.": (
-            _mask(seqlen_q, seqlen_k, valid, triangle=Tensor.triu)
-        ),
-        (
-            "Nothing is hidden. That is right for one new token; of several new tokens, the first "
-            "must not see the last."
-        ): _mask(seqlen_q, seqlen_k, valid, shift=seqlen_q),
-    }
-    if valid is None:
-        return wrong
-    causal = _mask(seqlen_q, seqlen_k, None)
-    of_queries = valid[:, None, seqlen_k - seqlen_q :, None]
-    right = _mask(seqlen_q, seqlen_k, valid)
-    empty = ~right.any(-1, keepdim=True)
-    return {
-        **wrong,
-        "Padding is not hidden: `valid` is ignored.": causal.expand_as(right),
-        (
-            "`valid` hides queries as well as keys. What a padding token computes, nobody looks "
-            "at; hide it as a key only."
-        ): right & of_queries,
-        (
-            "`valid` hides queries, not keys: it belongs to the last dimension, "
-            "valid[:, None, None, :]."
-        ): causal & of_queries,
-        "Padding is shown and text is hidden: `valid` is True for text.": (
-            causal & ~valid[:, None, None, :]
-        ),
-        "Causal OR valid: a key must be both, in the past and text.": (
-            causal | valid[:, None, None, :]
-        ),
-        (
-            "The rows of padding tokens, which see no key, were filled. Leave them False: the "
-            "kernels define their output as 0."
-        ): right | empty,
-        (
-            "In the rows of padding tokens the query sees itself. Leave them False: the kernels "
-            "define their output as 0."
-        ): right | (empty & _mask(seqlen_q, seqlen_k, None) & ~_mask(seqlen_q, seqlen_k, None, -1)),
-    }
-
-
-def _mask(
-    seqlen_q: int,
-    seqlen_k: int,
-    valid: Tensor | None,
-    shift: int = 0,
-    triangle: Callable[..., Tensor] = Tensor.tril,
-) -> Tensor:
-    """The mask, its diagonal moved by `shift` to the right."""
-    ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    causal = triangle(ones, seqlen_k - seqlen_q + shift)
-    return causal if valid is None else causal & valid[:, None, None, :]
 
 
 def _valid(seqlen: int, lengths: tuple[int, ...], side: str) -> Tensor:

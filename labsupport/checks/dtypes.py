@@ -1,4 +1,4 @@
-"""Checks of exercise 1-6: a dtype for kernels that take half precision only."""
+"""Exercise 1-6: a dtype for kernels that take half precision only."""
 
 from __future__ import annotations
 
@@ -12,18 +12,33 @@ from torch import Tensor
 from labsupport.attention import oracle_attention, standard_attention
 from labsupport.attention.accuracy import compare_with_oracle
 from labsupport.attention.registry import short
-from labsupport.checks.verdict import CheckFailed, a_few_steps, call, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, a_few_steps, call, explain, passed
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LIMIT = 65_520.0  # float16 rounds this, and all above it, to infinity
 
 
-def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: bfloat16 where an input is bfloat16 or too large for float16, else float16.
+def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute attention in the layout of the exercise, (batch, seqlen, heads, head_dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return oracle_attention(q, k, v)[0].transpose(1, 2)
 
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+
+MISTAKES = (
+    Mistake(
+        (".transpose(1, 2)", ""),
+        "each token attends across heads: attention() takes (batch, seqlen, heads, head_dim), no "
+        "transpose is needed",
+    ),
+    Mistake(("(q, k, v)[0]", "(q, v, k)[0]"), "k and v are swapped"),
+    Mistake(
+        ("(q, k, v)[0]", "(q, k, v, causal=True)[0]"), "it is causal, and no mask was asked for"
+    ),
+)
+
+
+def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 1-6: bfloat16 where an input is bfloat16 or too large for float16, else float16."""
     for dtypes in itertools.product((F32, F16, BF16), repeat=3):
         _expect(student, _tensors(dtypes, seed), BF16 if BF16 in dtypes else F16, _of_dtypes)
     for name in "qkv":
@@ -37,11 +52,7 @@ def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: the limit itself, and entries that are infinite or NaN already.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-6: the limit itself, and entries that are infinite or NaN already."""
     for value, expected in ((65_504.0, F16), (65_519.0, F16), (LIMIT, BF16), (-LIMIT, BF16)):
         tensors = _tensors((F32, F32, F32), seed)
         tensors[1].view(-1)[3] = value
@@ -63,7 +74,7 @@ def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
             tensors,
             F16,
             lambda _, value=value: (
-                f"q holds {value}, which no dtype mends, and all finite magnitudes fit into "
+                f"q holds {value}, which no dtype repairs, and all finite magnitudes fit into "
                 "float16: look at finite entries only (torch.isfinite)."
             ),
         )
@@ -82,11 +93,7 @@ def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-6: attention in half precision, the result in q's dtype, gradients in their own.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-6: half precision inside, the result in q's dtype, gradients in their own."""
     cases = [(F32,) * 3, (F32, F32, F32), (F32, BF16, F16), (F16, F32, F32), (BF16, F32, F16)]
     for number, dtypes in enumerate(cases):
         q, k, v = _tensors(dtypes, seed, seqlen=32)
@@ -161,6 +168,10 @@ def _judge_in_half(
     """Output and gradients by the error rule, with the textbook in `half` as the yardstick."""
     exact = _with_gradients(inputs, torch.float64)
     textbook = _with_gradients(inputs, half)
+
+    def run(attention: Callable[..., Tensor]) -> Tensor:
+        return attention(*(x.detach().double() for x in inputs))
+
     results = [out, *(x.grad for x in inputs)]
     for name, result, yard, oracle in zip(
         ("the output", "q's gradient", "k's gradient", "v's gradient"),
@@ -178,8 +189,16 @@ def _judge_in_half(
             continue
         said = str(report)
         if name == "the output":
-            said = _known_mistake(result, inputs) or said
+            given = [x.detach().double() for x in inputs]
+            said = (
+                explain(result, full_attention, MISTAKES, lambda f, g=given: f(*g), _near) or said
+            )
         raise CheckFailed(f"q, k, v are {names}: {name} is wrong. {said}.")
+
+
+def _near(result: Tensor, wrong: Tensor) -> bool:
+    limit = 0.02 * wrong.abs().max().item()
+    return torch.allclose(result.detach().double(), wrong, rtol=0.0, atol=limit)
 
 
 def _with_gradients(
@@ -191,27 +210,6 @@ def _with_gradients(
     out = function(*(x.transpose(1, 2) for x in leaves))[0].transpose(1, 2)
     gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
     return (out.detach(), *gradients)
-
-
-def _known_mistake(result: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> str | None:
-    """What the output would be after a mistake with layout, order or mask, if it is that."""
-    q, k, v = (x.detach().double() for x in inputs)
-    first = [x.transpose(1, 2) for x in (q, k, v)]
-    wrong = {
-        (
-            "each token attends across heads: attention() takes (batch, seqlen, heads, head_dim), "
-            "no transpose is needed"
-        ): oracle_attention(q, k, v)[0],
-        "k and v are swapped": oracle_attention(first[0], first[2], first[1])[0].transpose(1, 2),
-        "it is causal, and no mask was asked for": (
-            oracle_attention(*first, causal=True)[0].transpose(1, 2)
-        ),
-    }
-    for said, expected in wrong.items():
-        limit = 0.02 * expected.abs().max().item()
-        if torch.allclose(result.detach().double(), expected, rtol=0.0, atol=limit):
-            return said
-    return None
 
 
 Diagnose = Callable[[torch.dtype], str]

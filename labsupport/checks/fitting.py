@@ -1,4 +1,4 @@
-"""Checks of exercise 4-4: a predictor of times, fitted to some rows and judged on others.
+"""Exercise 4-4: a predictor of times, fitted to some rows and judged on others.
 
 time = start + work / rate:  ms = start_ms + flops / (tflops * 1e9)
 
@@ -26,25 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labsupport.checks.counting_numbers import (
-    Numbers,
-    explanation,
-    first_wrong,
-    kind,
-    number,
-    numbers,
-)
-from labsupport.checks.fitting_mistakes import (
-    FIT_MISTAKES,
-    PREDICT_MISTAKES,
-    TEST_MISTAKES,
-    fit_time,
-    fitted_with,
-    predict_time,
-    tested_with,
-    time_with,
-)
-from labsupport.checks.verdict import CheckFailed, call, passed
+from labsupport.checks.counting_numbers import Numbers, compare, first_wrong, kind, number, numbers
+from labsupport.checks.verdict import CheckFailed, Mistake, call, passed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,32 +37,164 @@ TESTED = ("start_ms", "tflops", "error")
 CLOSE = 1e-3  # fits by iteration end near the minimum, not at it
 
 
+def fit_time(flops: np.ndarray, ms: np.ndarray) -> tuple[float, float]:
+    """Return start_ms and tflops with the least relative errors; see the top of this file."""
+    work = flops / 1e9
+    slope, start_ms = np.polyfit(work, ms, 1, w=1 / ms)
+    return float(start_ms), float(1 / slope)
+
+
+def predict_time(flops: Any, start_ms: float, tflops: float) -> Any:
+    """Return milliseconds; see the top of this file."""
+    return start_ms + flops / tflops / 1e9
+
+
 def held_out_error(table: pd.DataFrame) -> tuple[float, float, float]:
-    """start_ms, tflops, and the mean relative error on held-out rows; see the top of this file."""
-    start, rate, error = tested_with(table, "")
-    return start, rate, error
+    """Return start_ms, tflops, and the mean relative error on held-out rows."""
+    ran = table[table.status == "ok"]
+    seen, unseen = ran[~ran.held_out], ran[ran.held_out]
+    start, rate = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
+    predicted, measured = predict_time(unseen.flops, start, rate), unseen.median_ms
+    error = ((predicted - measured).abs() / measured).mean()
+    return start, rate, float(error)
+
+
+_LINE = "slope, start_ms = np.polyfit(work, ms, 1, w=1 / ms)"
+FIT_MISTAKES = (
+    Mistake(
+        (", w=1 / ms", ""),
+        "You minimise errors in ms: the longest calls decide alone, and the start drowns in their "
+        "noise. Divide each error by the measured time: numpy.polyfit with w=1 / ms, or least "
+        "squares of the rows (1 / ms, flops / ms) against 1.",
+    ),
+    Mistake(
+        ("w=1 / ms", "w=1 / ms**2"),
+        "You divide by ms**2. Weights (also those of numpy.polyfit) multiply an error *before* it "
+        "is squared: 1 / ms.",
+    ),
+    Mistake(
+        ("w=1 / ms", "w=ms**-0.5"),
+        "You divide by the square root of ms. Weights (also those of numpy.polyfit) multiply an "
+        "error *before* it is squared: 1 / ms.",
+    ),
+    Mistake(
+        (_LINE, "start_ms, slope = 0, (work / ms).sum() / ((work / ms) ** 2).sum()"),
+        "There is no start: your line goes through 0. Fit both numbers.",
+    ),
+    Mistake(
+        ("float(start_ms)", "float(ms.min())"),
+        "start_ms is the shortest time measured. That call did some work, too: fit both numbers.",
+    ),
+    Mistake(
+        (
+            _LINE,
+            "a, b = work.argmin(), work.argmax()\n"
+            "    slope = (ms[b] - ms[a]) / (work[b] - work[a])\n"
+            "    start_ms = ms[a] - slope * work[a]",
+        ),
+        "You draw the line through two rows. The others know something, too: fit all.",
+    ),
+    Mistake(
+        ("1 / slope", "(work / ms).mean()"),
+        "tflops is the mean of flops / ms, and the start is in it. Fit both numbers.",
+    ),
+    Mistake(
+        ("float(start_ms), float(1 / slope)", "float(1 / slope), float(start_ms)"),
+        "The two values are swapped: return start_ms, tflops.",
+    ),
+    Mistake(
+        ("1 / slope", "slope"),
+        "The second value is the slope, a time for work. The rate is 1 over it.",
+    ),
+    Mistake(("1 / slope", "1e12 / slope"), "The rate is in FLOP/s: divide by 1e12."),
+    Mistake(("1 / slope", "1e3 / slope"), "The rate is in GFLOP/s: divide by 1e3."),
+    Mistake(("1 / slope", "1e9 / slope"), "The rate is in FLOPs a millisecond: divide by 1e9."),
+    Mistake(("float(start_ms)", "float(start_ms) / 1e3"), "start_ms is in seconds."),
+    Mistake(("float(start_ms)", "float(start_ms) * 1e3"), "start_ms is in microseconds."),
+)
+_TIME = "start_ms + flops / tflops / 1e9"
+PREDICT_MISTAKES = (
+    Mistake(("start_ms + flops", "flops"), "start_ms is missing."),
+    Mistake(
+        (_TIME, f"({_TIME}) / 1e3"),
+        "A millisecond has 1e-3 s, a TFLOP 1e12 FLOPs: flops / tflops / 1e9 is in ms.",
+    ),
+    Mistake(("/ 1e9", "/ 1e12"), "The work's time is in seconds, start_ms in ms."),
+    Mistake(("flops / tflops", "flops * tflops"), "Divide by the rate."),
+    Mistake(
+        (_TIME, "max(start_ms, flops / tflops / 1e9)"),
+        "The two times add up: first the start, then the work.",
+    ),
+)
+_ERROR = "((predicted - measured).abs() / measured).mean()"
+TEST_MISTAKES = (
+    Mistake(
+        ("ran[~ran.held_out],", "ran,"),
+        "The held-out rows were fitted, too: an error on rows that the fit has seen says nothing "
+        "about others.",
+    ),
+    Mistake(
+        ("seen, unseen =", "unseen, seen ="),
+        "You fit the held-out rows and test the others: it is the other way round.",
+    ),
+    Mistake(
+        ("    predicted,", "    unseen = seen\n    predicted,"),
+        "That is the error on the rows that were fitted. Ask the rows that are held out.",
+    ),
+    Mistake(
+        ("    predicted,", "    unseen = ran\n    predicted,"),
+        "That is the error on all rows. Ask only those that are held out.",
+    ),
+    Mistake(
+        ("/ measured)", "/ predicted)"), "Divide by the measured time, not by the predicted one."
+    ),
+    Mistake(
+        (".abs()", ""),
+        "Errors of both signs cancel: take absolute values before the mean. (It is the bias.)",
+    ),
+    Mistake(
+        (_ERROR, "((predicted / measured - 1) ** 2).mean()"),
+        "That is the mean of the squares; take absolute values.",
+    ),
+    Mistake(
+        (_ERROR, "((predicted / measured - 1) ** 2).mean() ** 0.5"),
+        "That is the root of the mean square; take the mean of absolute values.",
+    ),
+    Mistake((".mean()", ".max()"), "That is the largest error; return the mean."),
+    Mistake((".mean()", ".median()"), "That is the median of the errors; return the mean."),
+    Mistake(
+        (".abs() / measured", ".abs()"), "That is in ms: divide each error by the measured time."
+    ),
+    Mistake(
+        (_ERROR, "(predicted - measured).abs().sum() / measured.sum()"),
+        "You divide the sum of the errors by the sum of the times: the longest calls decide alone. "
+        "Divide each one by its own time, then take the mean.",
+    ),
+    Mistake(("error = ", "error = 100 * "), "That is in percent; return a fraction."),
+    Mistake(
+        (
+            "start, rate = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())",
+            "slope, start = np.polyfit(seen.flops / 1e9, seen.median_ms, 1)\n    rate = 1 / slope",
+        ),
+        FIT_MISTAKES[0].say,
+    ),
+)
 
 
 def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-4 (a): start and rate from times with noise of 5%.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-4 (a): start and rate from times with noise of 5%."""
     draw = np.random.default_rng(seed)
     cases = [_measured(draw, rows=10, noise=noise) for noise in (0.0, 0.05, 0.05, 0.08)]
     given = [numbers(call(student, flops.copy(), ms.copy()), FITTED) for flops, ms in cases]
-    right = [fit_time(*case) for case in cases]
-    i = first_wrong(given, right, CLOSE)
-    if i is not None:
-        said = explanation(
-            given, FIT_MISTAKES, lambda m: [fitted_with(*case, m) for case in cases], CLOSE
-        )
-        off = [name for name, a, b in zip(FITTED, given[i], right[i], strict=True)
+    wrong = compare(given, fit_time, FIT_MISTAKES, lambda f: [f(*case) for case in cases], CLOSE)
+    if wrong is not None:
+        i, said = wrong
+        right = fit_time(*cases[i])
+        off = [name for name, a, b in zip(FITTED, given[i], right, strict=True)
                if not abs(a - b) <= CLOSE * abs(b)]  # fmt: skip
         ours = (
             f"{' and '.join(off)} {'are' if len(off) > 1 else 'is'} off: the least relative errors "
-            f"are at {right[i][0]:.4g} ms and {right[i][1]:.4g} TFLOP/s."
+            f"are at {right[0]:.4g} ms and {right[1]:.4g} TFLOP/s."
         )
         raise CheckFailed(
             f"from {len(cases[i][0])} times you fit start_ms {given[i][0]:.4g} and tflops "
@@ -89,24 +204,20 @@ def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_predict(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-4 (b): a time from work, start and rate; of a number, and of an array.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-4 (b): a time from work, start and rate; of a number, and of an array."""
     draw = np.random.default_rng(seed)
     cases = [(10 ** draw.uniform(8, 13), draw.uniform(0.01, 9), draw.uniform(1, 900))
              for _ in range(6)]  # fmt: skip
     given = [(number(call(student, *case), "the time"),) for case in cases]
-    right = [(predict_time(*case),) for case in cases]
-    if (i := first_wrong(given, right)) is not None:
-        said = explanation(
-            given, PREDICT_MISTAKES, lambda m: [time_with(*case, m) for case in cases]
-        )
+    wrong = compare(
+        given, predict_time, PREDICT_MISTAKES, lambda f: [(f(*case),) for case in cases]
+    )
+    if wrong is not None:
+        i, said = wrong
         flops, start, rate = cases[i]
         raise CheckFailed(
             f"for {flops:.3g} FLOPs, start_ms {start:.3g} and {rate:.3g} TFLOP/s you return "
-            f"{given[i][0]:.4g} ms. {said or f'{right[i][0]:.4g} is right.'}"
+            f"{given[i][0]:.4g} ms. {said or f'{predict_time(*cases[i]):.4g} is right.'}"
         )
     work = np.array([case[0] for case in cases])
     many = call(student, work.copy(), 0.5, 100.0)
@@ -141,32 +252,31 @@ def check_held_out(student: Callable[..., Any], seed: int = 0) -> None:
         answers.append(_answer(student, theirs))
         if not theirs.equals(table):
             raise CheckFailed("the table was changed: work on table.copy(), or on columns of it.")
-    right = [held_out_error(table) for table in tables]
-    for i, table in enumerate(tables):
+    wrong = compare(
+        answers, held_out_error, TEST_MISTAKES, lambda f: [f(table) for table in tables], CLOSE
+    )
+    i, said = wrong or (0, "")
+    for answer, table in zip(answers, tables, strict=True):
         changed = table.copy()
         factor = draw.uniform(2, 6, len(table))
         changed.loc[changed.held_out, "median_ms"] *= factor[changed.held_out]
         again = _answer(student, changed.copy())
-        if first_wrong([again[:2]], [answers[i][:2]], 1e-6) is not None:
-            said = explanation(
-                answers, TEST_MISTAKES, lambda m: [tested_with(t, m) for t in tables], CLOSE
-            )
+        if first_wrong([again[:2]], [answer[:2]], 1e-6) is not None:
             raise CheckFailed(
                 "the check changed the times of held-out rows, and start_ms or tflops changed: "
                 "your fit looks at them. " + (said or "Fit the rows where held_out is False.")
             )
-    i = first_wrong(answers, right, CLOSE)
-    if i is not None:
-        known = {**TEST_MISTAKES, "absolute": FIT_MISTAKES["absolute"]}
-        said = explanation(answers, known, lambda m: [tested_with(t, m) for t in tables], CLOSE)
-        ours = ", ".join(f"{n} {x:.4g}" for n, x in zip(TESTED, right[i], strict=True))
-        theirs = ", ".join(f"{n} {x:.4g}" for n, x in zip(TESTED, answers[i], strict=True))
+    if wrong is not None:
+        theirs, ours = (
+            ", ".join(f"{n} {x:.4g}" for n, x in zip(TESTED, numbers, strict=True))
+            for numbers in (answers[i], held_out_error(tables[i]))
+        )
         raise CheckFailed(f"you return {theirs}. {said or f'Right is {ours}.'}")
     passed("fitted on some rows, judged on the others", seed)
 
 
 def _answer(student: Callable[..., Any], table: pd.DataFrame) -> Numbers:
-    """What the student returns; who stumbles over rows without a time is told so."""
+    """Return the student's numbers; say so if rows without a time make the function fail."""
     try:
         return numbers(call(student, table), TESTED)
     except CheckFailed as problem:

@@ -1,7 +1,8 @@
-"""Checks of exercises 1-4 (the tiled forward) and 1-5 (its backward)."""
+"""Exercises 1-4 (the tiled forward) and 1-5 (its backward)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,95 +10,205 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
-from labsupport.checks.mistakes import backward_with_mistake, forward_with_mistake
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 from labsupport.profiling.memory import LargestTensor
 
 WHERE_RIGHT = "(no mask; memory counts where the result is right)"
 FORWARD_NAMES, BACKWARD_NAMES = ("out", "lse"), ("dq", "dk", "dv")
 
-OUT_MISTAKES = {
-    "no scale": "The scores are not divided by sqrt(head_dim).",
-    "scale 1/d": "The scores are divided by head_dim; it must be its square root.",
-    "o not rescaled": (
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of FlashAttention's forward pass."""
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1])
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
+    for i in range(0, seqlen_q, block_q):
+        rows = slice(i, min(i + block_q, seqlen_q))
+        m = q.new_full(q[..., rows, 0].shape, -torch.inf)
+        l, o = torch.zeros_like(m), torch.zeros_like(q[..., rows, :])
+        for j in range(0, seqlen_k, block_k):
+            cols = slice(j, min(j + block_k, seqlen_k))
+            s = q[..., rows, :] @ k[..., cols, :].mT * scale
+            if is_causal:
+                query = torch.arange(rows.start, rows.stop)[:, None]
+                key = torch.arange(cols.start, cols.stop)
+                s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
+            m_new = torch.maximum(m, s.amax(dim=-1))
+            shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            p, alpha = torch.exp(s - shift[..., None]), torch.exp(m - shift)
+            l = l * alpha + p.sum(dim=-1)
+            o = o * alpha[..., None] + p @ v[..., cols, :]
+            m = m_new
+        out[..., rows, :] = o / l.masked_fill(l == 0, 1.0)[..., None]
+        lse[..., rows] = m + torch.log(l)
+    return out, lse
+
+
+def flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    block_q: int,
+    block_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of FlashAttention's backward pass."""
+    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+    scale = 1 / math.sqrt(q.shape[-1])
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (dout * out).sum(dim=-1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    for j in range(0, seqlen_k, block_k):
+        cols = slice(j, min(j + block_k, seqlen_k))
+        for i in range(0, seqlen_q, block_q):
+            rows = slice(i, min(i + block_q, seqlen_q))
+            s = q[..., rows, :] @ k[..., cols, :].mT * scale
+            if is_causal:
+                query = torch.arange(rows.start, rows.stop)[:, None]
+                key = torch.arange(cols.start, cols.stop)
+                s = s.masked_fill(key > query + seqlen_k - seqlen_q, -torch.inf)
+            p = torch.exp(s - lse[..., rows, None])
+            dp = dout[..., rows, :] @ v[..., cols, :].mT
+            ds = p * (dp - delta[..., rows, None])
+            dq[..., rows, :] += ds @ k[..., cols, :] * scale
+            dk[..., cols, :] += ds.mT @ q[..., rows, :] * scale
+            dv[..., cols, :] += p.mT @ dout[..., rows, :]
+    return dq, dk, dv
+
+
+_DIVIDED = " / l.masked_fill(l == 0, 1.0)[..., None]"
+_IN_EVERY_STEP = ("            m = m_new", f"            o = o{_DIVIDED}\n            m = m_new")
+_STRICT = Mistake(
+    ("key > query", "key >= query"), "The causal mask hides the query's own position too."
+)
+_ONE_TOO_MANY = Mistake(
+    ("key > query", "key > 1 + query"), "The causal mask shows one key of the future."
+)
+OUT_MISTAKES = (
+    Mistake(("1 / math.sqrt(q.shape[-1])", "1.0"), "The scores are not divided by sqrt(head_dim)."),
+    Mistake(
+        ("math.sqrt(q.shape[-1])", "q.shape[-1]"),
+        "The scores are divided by head_dim; it must be its square root.",
+    ),
+    Mistake(
+        ("o * alpha[..., None]", "o"),
         "Your running maximum and sum are right, but the accumulator O is not rescaled when the "
-        "maximum rises: multiply it by exp(m - m_new) before adding the new block."
+        "maximum rises: multiply it by exp(m - m_new) before adding the new block.",
     ),
-    "l not rescaled": (
-        "O is rescaled, but the running sum l is not: multiply it by exp(m - m_new) too."
+    Mistake(
+        ("l * alpha", "l"),
+        "O is rescaled, but the running sum l is not: multiply it by exp(m - m_new) too.",
     ),
-    "nothing rescaled": (
+    Mistake(
+        ("o * alpha[..., None]", "o", "l * alpha", "l"),
         "Neither O nor l is rescaled when the maximum rises: multiply both by exp(m - m_new). "
-        "Adding up block softmaxes is not a softmax."
+        "Adding up block softmaxes is not a softmax.",
     ),
-    "maximum of the block only": (
+    Mistake(
+        ("torch.maximum(m, s.amax(dim=-1))", "s.amax(dim=-1)"),
         "m is the maximum of the last block only: keep the larger of the old m and the block's "
-        "maximum."
+        "maximum.",
     ),
-    "never divided": "O is never divided by l.",
-    "divided in every step": (
-        "O is divided by l inside the loop; divide once, after the last block."
+    Mistake((_DIVIDED, ""), "O is never divided by l."),
+    Mistake(
+        (_DIVIDED, "", *_IN_EVERY_STEP),
+        "O is divided by l inside the loop; divide once, after the last block.",
     ),
-    "divided in every step and at the end": (
-        "O is divided by l inside the loop, and again after it; divide once, after the last block."
+    Mistake(
+        _IN_EVERY_STEP,
+        "O is divided by l inside the loop, and again after it; divide once, after the last block.",
     ),
-    "causal ignored": "The causal mask is missing.",
-    "top-left": (
+    Mistake(("if is_causal", "if False"), "The causal mask is missing."),
+    Mistake(
+        ("query + seqlen_k - seqlen_q", "query"),
         "The causal mask is aligned top-left. For seqlen_q != seqlen_k it must be bottom-right: "
-        "query i sees keys up to i + seqlen_k - seqlen_q."
+        "query i sees keys up to i + seqlen_k - seqlen_q.",
     ),
-    "strict": "The causal mask hides the query's own position too.",
-    "one too many": "The causal mask shows one key of the future.",
-    "mask inverted": "The causal mask is inverted: it shows the future and hides the past.",
-    "last columns dropped": (
+    _STRICT,
+    _ONE_TOO_MANY,
+    Mistake(
+        ("key > query", "key <= query"),
+        "The causal mask is inverted: it shows the future and hides the past.",
+    ),
+    Mistake(
+        ("range(0, seqlen_k, block_k)", "range(0, seqlen_k // block_k * block_k, block_k)"),
         "The last, shorter block of keys is left out: loop to seqlen_k, not to "
-        "seqlen_k // block_k * block_k."
+        "seqlen_k // block_k * block_k.",
     ),
-    "last rows dropped": "The last, shorter block of queries is left out.",
-    "empty rows give NaN": (
-        "A query without any key gives NaN: its m stays -inf, and -inf - (-inf) is NaN. "
-        "Subtract 0 while m is -inf, and divide by 1 while l is 0."
+    Mistake(
+        ("range(0, seqlen_q, block_q)", "range(0, seqlen_q // block_q * block_q, block_q)"),
+        "The last, shorter block of queries is left out.",
     ),
-}
-LSE_MISTAKES = {
-    "lse without m": "It is log(l); the maximum that was subtracted is missing: m + log(l).",
-    "lse in base 2": "It is in base 2; the log-sum-exp here is the natural one.",
-    "m returned": "It is the running maximum; the log-sum-exp is m + log(l).",
-    "l returned": "It is the running sum; the log-sum-exp is m + log(l).",
-    **OUT_MISTAKES,
-}
-BACKWARD_MISTAKES = {
-    "no D": "D = rowsum(dO * O) is missing: dS = P * (dP - D).",
-    "D added": "D is added; it must be subtracted: dS = P * (dP - D).",
-    "D of P": "D is not rowsum(dO * O).",
-    "P forgotten in dS": "dS = P * (dP - D): the factor P is missing.",
-    "dS instead of P in dV": "dV is P^T dO, not dS^T dO.",
-    "P not normalised": (
-        "P is not normalised: it is exp(S - lse), with the log-sum-exp, not the maximum."
+    Mistake(
+        ("m_new.masked_fill(m_new == -torch.inf, 0.0)", "m_new"),
+        "A query without any key gives NaN: its m stays -inf, and -inf - (-inf) is NaN. Subtract 0 "
+        "while m is -inf, and divide by 1 while l is 0.",
     ),
-    "no scale in dq": "dQ = dS K * softmax_scale: the scale is missing in dQ.",
-    "no scale in dk": "dK = dS^T Q * softmax_scale: the scale is missing in dK.",
-    "no scale in dq and dk": (
-        "softmax_scale is missing in dQ and dK: S = Q K^T * softmax_scale, so each gradient "
-        "carries it once."
+)
+_LSE = "m + torch.log(l)"
+LSE_MISTAKES = (
+    Mistake(
+        (_LSE, "torch.log(l)"),
+        "It is log(l); the maximum that was subtracted is missing: m + log(l).",
     ),
-    "no scale in the scores": "The recomputed scores lack softmax_scale.",
-    "causal ignored": "P is recomputed without the causal mask.",
-    "top-left": "The causal mask is aligned top-left; it must be bottom-right, as in the forward.",
-    "strict": "The causal mask hides the query's own position too.",
-    "one too many": "The causal mask shows one key of the future.",
-}
+    Mistake(
+        (_LSE, f"({_LSE}) / math.log(2)"),
+        "It is in base 2; the log-sum-exp here is the natural one.",
+    ),
+    Mistake((_LSE, "m"), "It is the running maximum; the log-sum-exp is m + log(l)."),
+    Mistake((_LSE, "l"), "It is the running sum; the log-sum-exp is m + log(l)."),
+    *OUT_MISTAKES,
+)
+BACKWARD_MISTAKES = (
+    Mistake((" - delta[..., rows, None]", ""), "D = rowsum(dO * O) is missing: dS = P * (dP - D)."),
+    Mistake(("dp - delta", "dp + delta"), "D is added; it must be subtracted: dS = P * (dP - D)."),
+    Mistake(("(dout * out).sum(dim=-1)", "torch.ones_like(lse)"), "D is not rowsum(dO * O)."),
+    Mistake(("ds = p * ", "ds = "), "dS = P * (dP - D): the factor P is missing."),
+    Mistake(("+= p.mT", "+= ds.mT"), "dV is P^T dO, not dS^T dO."),
+    Mistake(
+        (
+            "    lse = lse",
+            "    lse = q @ k.mT * scale\n"
+            "    future = torch.ones(lse.shape[-2:]).triu(1 + seqlen_k - seqlen_q).bool()\n"
+            "    lse = lse.masked_fill(future & is_causal, -torch.inf).amax(-1)\n"
+            "    lse = lse",
+        ),
+        "P is not normalised: it is exp(S - lse), with the log-sum-exp, not the maximum.",
+    ),
+    Mistake(
+        ("ds @ k[..., cols, :] * scale", "ds @ k[..., cols, :]"),
+        "dQ = dS K * softmax_scale: the scale is missing in dQ.",
+    ),
+    Mistake(
+        ("q[..., rows, :] * scale", "q[..., rows, :]"),
+        "dK = dS^T Q * softmax_scale: the scale is missing in dK.",
+    ),
+    Mistake((".mT * scale", ".mT"), "The recomputed scores lack softmax_scale."),
+    Mistake(("if is_causal", "if False"), "P is recomputed without the causal mask."),
+    Mistake(
+        ("query + seqlen_k - seqlen_q", "query"),
+        "The causal mask is aligned top-left; it must be bottom-right, as in the forward.",
+    ),
+    _STRICT,
+    _ONE_TOO_MANY,
+    Mistake(
+        (":] +=", ":] ="),
+        "Each block overwrites the contribution of the one before: it must be added up (+=).",
+    ),
+    Mistake(("+= ", "+= 0 * "), "It is all zeros: is it ever written?"),
+)
 
 
 # --- forward --------------------------------------------------------------------------------------
 
 
 def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: output without a mask, blocks that divide the lengths.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: output without a mask, blocks that divide the lengths."""
     for leading in ((2,), (), (2, 3)):
         inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
         where = f"(inputs of {len(leading) + 2} dimensions) "
@@ -107,22 +218,14 @@ def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_forward_lse(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: the log-sum-exp of each row, which the backward will need.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: the log-sum-exp of each row, which the backward will need."""
     q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
     _judge_forward(student, (q, k, v), False, 8, 16, ("lse",))
     passed("the log-sum-exp agrees with the oracle", seed)
 
 
 def check_forward_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows."""
     for n_q, n_k, is_causal in (
         (30, 30, True),
         (29, 37, False),
@@ -141,7 +244,7 @@ def check_forward_memory(student: Callable[..., Any]) -> None:
 
     Raises:
         CheckFailed: naming the shape of the largest tensor and the operator that made it; or the
-            output without a mask is wrong, since who computes nothing needs no memory.
+            output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     n, d, block = 256, 16, 32
     q, k, v = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
@@ -169,24 +272,22 @@ def _judge_forward(
     oracle = oracle_attention(*inputs, causal=is_causal)
     textbook = standard_attention(*inputs, causal=is_causal)[0]
     allowed = compare_with_oracle(textbook, textbook, oracle[0]).allowed
-    for index, name in enumerate(FORWARD_NAMES):
+    exact = [x.double() for x in inputs]
+    for index, (name, mistakes) in enumerate(
+        zip(FORWARD_NAMES, (OUT_MISTAKES, LSE_MISTAKES), strict=True)
+    ):
         if name not in names:
             continue
-        said = LSE_MISTAKES if name == "lse" else OUT_MISTAKES
         judge(
             where + name,
             values[index],
             oracle[index],
             allowed=allowed,
-            mistakes=[
-                Mistake(
-                    diagnosis,
-                    lambda m=mistake, index=index: forward_with_mistake(
-                        *inputs, is_causal, block_q, block_k, m
-                    )[index],
-                )
-                for mistake, diagnosis in said.items()
-            ],
+            mistakes=results(
+                flash_forward,
+                mistakes,
+                lambda f, i=index: f(*exact, is_causal, block_q, block_k)[i],
+            ),
         )
 
 
@@ -194,21 +295,13 @@ def _judge_forward(
 
 
 def check_backward_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-5: dQ, dK and dV without a mask.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-5: dQ, dK and dV without a mask."""
     _judge_backward(student, 32, 48, False, seed)
     passed("dQ, dK and dV agree with the oracle's gradients", seed)
 
 
 def check_backward_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys."""
     for n_q, n_k, is_causal in ((30, 30, True), (29, 37, False), (21, 45, True), (45, 21, True)):
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
         _judge_backward(student, n_q, n_k, is_causal, seed, where)
@@ -216,11 +309,11 @@ def check_backward_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_backward_memory(student: Callable[..., Any]) -> None:
-    """Exercise 1-5: P is recomputed tile by tile, never held whole.
+    """Exercise 1-5: P is recomputed tile by tile, never stored whole.
 
     Raises:
         CheckFailed: naming the shape of the largest tensor and the operator that made it; or dV
-            without a mask is wrong, since who computes nothing needs no memory.
+            without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     n, d, block = 256, 16, 32
     inputs = _qkv(1, n_q=n, n_k=n, d=d, seed=0)
@@ -251,68 +344,28 @@ def _judge_backward(
             f"{where}a query that sees no key gives NaN: its lse is -inf, and exp(s - lse) is "
             "exp(-inf + inf). Replace such an lse by +inf, so that its P is 0."
         )
-    for name, value in zip(BACKWARD_NAMES, values, strict=True):
+    oracle = [t.double() for t in (dout, *inputs, *oracle_attention(*inputs, causal=is_causal))]
+    for index, name in enumerate(BACKWARD_NAMES):
         allowed = compare_with_oracle(
             textbook[name], textbook[name], exact[name], gradient=True
         ).allowed
-        mistakes = [
-            Mistake(
-                diagnosis,
-                lambda m=mistake, name=name: backward_with_mistake(dout, *inputs, is_causal, m)[
-                    name
-                ],
-            )
-            for mistake, diagnosis in BACKWARD_MISTAKES.items()
-        ]
-        mistakes += _assigned_instead_of_added(name, dout, inputs, is_causal)
-        mistakes.append(
-            Mistake("It is all zeros: is it ever written?", lambda value=value: value * 0)
+        judge(
+            where + name,
+            values[index],
+            exact[name],
+            allowed=allowed,
+            mistakes=results(
+                flash_backward,
+                BACKWARD_MISTAKES,
+                lambda f, i=index: f(*oracle, is_causal, 8, 16)[i],
+            ),
         )
-        judge(where + name, value, exact[name], allowed=allowed, mistakes=mistakes)
 
 
 def _forward(inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Out and lse, as a forward would have kept them: exact, and rounded to the inputs' dtype."""
+    """Return out and lse as a forward would store them: exact, rounded to the inputs' dtype."""
     out, lse = oracle_attention(*inputs, causal=is_causal)
     return out.to(inputs[0].dtype), lse.to(inputs[0].dtype)
-
-
-def _assigned_instead_of_added(
-    name: str, dout: Tensor, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool
-) -> list[Mistake]:
-    """`=` for `+=`: only the last block's contribution survives, whichever loop is outermost."""
-    q, k, v = inputs
-    n_q, n_k = q.shape[-2], k.shape[-2]
-    keep_q, keep_k = (n_q - 1) // 8 * 8, (n_k - 1) // 16 * 16
-    said = (
-        f"Each block overwrites the contribution of the one before: {name} must be added up (+=)."
-    )
-
-    def last_block() -> Tensor:
-        p_and_ds = _p_and_ds(dout, q, k, v, is_causal)
-        kept = [t.clone() for t in p_and_ds]
-        for t in kept:
-            if name == "dq":
-                t[..., :keep_k] = 0
-            else:
-                t[..., :keep_q, :] = 0
-        p, ds = kept
-        scale = q.shape[-1] ** -0.5
-        return {
-            "dq": ds @ k.double() * scale,
-            "dk": ds.mT @ q.double() * scale,
-            "dv": p.mT @ dout.double(),
-        }[name]
-
-    return [Mistake(said, last_block)]
-
-
-def _p_and_ds(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    dout, q, k, v = (t.double() for t in (dout, q, k, v))
-    out, p = standard_attention(q, k, v, causal=is_causal)
-    return p, p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
 
 
 def _gradients(
@@ -333,7 +386,7 @@ def _refuse_large(largest: LargestTensor, n: int, d: int, block: int, is_causal:
     if largest.numel > n * d:
         raise CheckFailed(
             f"a tensor of shape {largest.shape} was created (by {largest.op}) for seqlen {n}, "
-            f"head_dim {d}, is_causal={is_causal}, blocks of {block}: FlashAttention never holds "
+            f"head_dim {d}, is_causal={is_causal}, blocks of {block}: FlashAttention never stores "
             f"more than one {block} x {block} tile of scores beside tensors of its inputs' size."
         )
 

@@ -1,4 +1,4 @@
-"""Checks of exercise 4-1: the FLOPs and the bytes of attention, and the roof above them.
+"""Exercise 4-1: the FLOPs and the bytes of attention, and the roof above them.
 
 attention_cost(batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, *, dtype, causal, backward)
     -> (flops, moved)
@@ -25,29 +25,10 @@ from typing import Any
 
 import torch
 
-from labsupport.checks.counting_numbers import (
-    Numbers,
-    explanation,
-    first_wrong,
-    kind,
-    number,
-    numbers,
-    same,
-    values,
-)
-from labsupport.checks.intensity_mistakes import (
-    BYTE_MISTAKES,
-    FLOP_MISTAKES,
-    TIME_MISTAKES,
-    Shape,
-    bytes_with,
-    flops_with,
-    time_with,
-)
-from labsupport.checks.verdict import CheckFailed, call, passed
-from labsupport.profiling.cases import Case
-from labsupport.profiling.work import passes_of
+from labsupport.checks.counting_numbers import compare, kind, number, numbers, values
+from labsupport.checks.verdict import CheckFailed, Mistake, call, passed
 
+Shape = dict[str, Any]
 ARITHMETIC, MEMORY = "arithmetic", "memory"
 
 
@@ -62,57 +43,202 @@ def attention_cost(
     dtype: torch.dtype,
     causal: bool,
     backward: bool,
-) -> tuple[float, int]:
-    """FLOPs and compulsory bytes of one pass; see the top of this file."""
-    case = Case(
-        backend="",
-        seqlen=seqlen_q,
-        kv_seqlen=seqlen_k,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        causal=causal,
-        direction="forward+backward",
-    )
-    one = passes_of(case)[1 if backward else 0]
-    return one.flops, one.bytes
+) -> tuple[int, int]:
+    """Return FLOPs and compulsory bytes of one pass; see the top of this file."""
+    pairs = seqlen_q * seqlen_k
+    if causal:
+        pairs -= seqlen_q * (seqlen_q - 1) // 2
+    flops = (10 if backward else 4) * batch * heads * pairs * head_dim
+    q = batch * seqlen_q * heads * head_dim * dtype.itemsize
+    k = batch * seqlen_k * kv_heads * head_dim * dtype.itemsize
+    lse = batch * heads * seqlen_q * 4
+    moved = 4 * q + 2 * k + 2 * k + lse if backward else 2 * q + 2 * k + lse
+    return flops, moved
 
 
 def roof(flops: float, moved: float, tflops: float, gb_s: float) -> tuple[float, float, str]:
-    """Intensity, least time in ms, and what bounds it; see the top of this file."""
+    """Return intensity, least time in ms, and what bounds it; see the top of this file."""
     arithmetic, memory = flops / tflops / 1e9, moved / gb_s / 1e6
     by = ARITHMETIC if arithmetic >= memory else MEMORY
     return flops / moved, max(arithmetic, memory), by
 
 
-def check_cost_flops(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (a): FLOPs: masks, grouped heads, decoding, both passes.
+_HIDDEN = "pairs -= seqlen_q * (seqlen_q - 1) // 2"
+FLOP_MISTAKES = (
+    Mistake(
+        ("10 if backward else 4", "5 if backward else 2"),
+        "A multiply-add counts as 2 FLOPs: 2 * head_dim for each visible pair and product.",
+    ),
+    Mistake(
+        ("else 4)", "else 2)"),
+        "The forward pass has two products, Q K^T and P V: 4 * head_dim for each visible pair.",
+    ),
+    Mistake(
+        ("batch * heads * pairs", "batch * kv_heads * pairs"),
+        "Grouped heads share keys, but every query head computes scores of its own: count heads, "
+        "not kv_heads.",
+    ),
+    Mistake(
+        ("batch * heads * pairs", "batch * pairs"),
+        "Every head has scores of its own: multiply by heads.",
+    ),
+    Mistake(("batch * heads * pairs", "heads * pairs"), "Multiply by batch."),
+    Mistake(("if causal", "if False"), "`causal` is ignored: hidden pairs are not computed."),
+    Mistake(("if causal", "if True"), "Pairs are hidden only with causal=True."),
+    Mistake(
+        (_HIDDEN, "pairs /= 2"),
+        "The mask does not hide half of the pairs. The diagonal is visible: N (N + 1) / 2 of N^2. "
+        "And with fewer queries than keys, every query sees all the keys before the queries too.",
+    ),
+    Mistake(
+        (_HIDDEN, "pairs -= seqlen_q**2 / 2"),
+        "The diagonal is visible: N (N + 1) / 2 pairs are left of N^2, not N^2 / 2.",
+    ),
+    Mistake(
+        ("(seqlen_q - 1)", "(seqlen_q + 1)"), "A query sees its own position: the diagonal counts."
+    ),
+    Mistake(
+        (_HIDDEN, "pairs = seqlen_q * (seqlen_q + 1) // 2"),
+        "That mask is aligned top-left. The queries are the last tokens (bottom-right): query i "
+        "sees seqlen_k - seqlen_q + i + 1 keys.",
+    ),
+    Mistake(
+        ("seqlen_q * seqlen_k", "seqlen_q**2"),
+        "There are seqlen_q * seqlen_k pairs, not seqlen_q**2.",
+    ),
+    Mistake(
+        ("seqlen_q * seqlen_k", "seqlen_k**2"),
+        "There are seqlen_q * seqlen_k pairs, not seqlen_k**2.",
+    ),
+    Mistake(("10 if", "4 if"), "`backward` is ignored: that pass has five products, not two."),
+    Mistake(
+        ("10 if", "8 if"),
+        "The backward pass has five products: S = Q K^T once more, because nobody stored it; dV, "
+        "dP, dQ and dK.",
+    ),
+    Mistake(
+        ("10 if", "14 if"),
+        "With backward=True the backward pass alone is meant: the forward is not in it.",
+    ),
+    Mistake(
+        ("flops, moved\n", "moved, flops\n"), "The two values are swapped: return flops, moved."
+    ),
+)
+_FORWARD, _BACKWARD = "else 2 * q + 2 * k + lse", "4 * q + 2 * k + 2 * k + lse"
+BYTE_MISTAKES = (
+    Mistake(
+        ("dtype.itemsize", "1", "seqlen_q * 4", "seqlen_q"),
+        "That counts numbers; a number of Q takes dtype.itemsize bytes.",
+    ),
+    Mistake(("dtype.itemsize", "4"), "`dtype` is ignored: you always count 4 bytes a number."),
+    Mistake(("dtype.itemsize", "2"), "`dtype` is ignored: you always count 2 bytes a number."),
+    Mistake(
+        ("seqlen_k * kv_heads", "seqlen_k * heads"),
+        "K and V have kv_heads heads: a group of query heads shares one, and it moves once.",
+    ),
+    Mistake(
+        ("seqlen_q * heads *", "seqlen_q * kv_heads *"), "Q and O have heads heads, not kv_heads."
+    ),
+    Mistake(("batch * seqlen_k", "batch * seqlen_q"), "K and V have seqlen_k rows, not seqlen_q."),
+    Mistake(("batch * seqlen_q", "batch * seqlen_k"), "Q and O have seqlen_q rows, not seqlen_k."),
+    Mistake(
+        ("seqlen_q * 4", "seqlen_q * 0"),
+        "L is missing: float32, one number for each query of each head.",
+    ),
+    Mistake(
+        ("seqlen_q * 4", "seqlen_q * dtype.itemsize"),
+        "L is float32 whatever dtype is: 4 bytes a number.",
+    ),
+    Mistake(
+        ("seqlen_q * 4", "seqlen_q * 4 * head_dim"),
+        "L has one number for each query of each head, not head_dim.",
+    ),
+    Mistake(("2 * q", "q", "4 * q", "3 * q"), "O is missing: it passes too."),
+    Mistake(
+        (_FORWARD, "else 2 * q + k + lse", "2 * k + 2 * k", "k + 2 * k"),
+        "V is missing: K and V are two tensors.",
+    ),
+    Mistake(
+        (
+            "    return",
+            "    moved += 2 * batch * heads * seqlen_q * seqlen_k * dtype.itemsize\n    return",
+        ),
+        "That counts S and P as well. A fused kernel keeps them in fast memory: they need not "
+        "move.",
+    ),
+    Mistake(
+        ("    lse", "    k = k / 2 if causal else k\n    lse"),
+        "A causal mask hides pairs, but no key from every query: all of K and V still has to move.",
+    ),
+    Mistake(
+        ("q = batch *", "q =", "k = batch *", "k =", "lse = batch *", "lse ="), "Multiply by batch."
+    ),
+    Mistake(
+        ("if backward else 2", "if False else 2"),
+        "`backward` is ignored: that pass reads O, dO and writes dQ, dK, dV too.",
+    ),
+    Mistake(
+        ("4 * q", "3 * q"),
+        "In the backward pass dO is missing, the gradient that comes in, or O, which D = "
+        "rowsum(dO * O) needs.",
+    ),
+    Mistake(
+        ("4 * q + 2 * k + 2 * k", "3 * q + 2 * k"),
+        "In the backward pass the results are missing: dQ, dK and dV are written.",
+    ),
+    Mistake(
+        ("2 * k + 2 * k", "2 * k"), "In the backward pass dK and dV are missing: they are written."
+    ),
+    Mistake(
+        ("2 * k + 2 * k", "2 * k + 2 * k * heads // kv_heads"),
+        "dK and dV have the shape of K and V: kv_heads heads. (What the query heads of a group "
+        "contribute is added up before it is written.)",
+    ),
+    Mistake(
+        (_BACKWARD, "6 * q + 6 * k + 2 * lse"),
+        "With backward=True the backward pass alone is meant: the forward is not in it.",
+    ),
+)
+INTENSITY_MISTAKES = (
+    Mistake(("flops / moved", "moved / flops"), "That is bytes a FLOP: turn it over."),
+)
+_LONGER = "max(arithmetic, memory)"
+TIME_MISTAKES = (
+    Mistake(
+        (_LONGER, "arithmetic + memory"),
+        "You added the two times. They overlap: the longer one is the bound.",
+    ),
+    Mistake(
+        (_LONGER, "min(arithmetic, memory)"),
+        "That is the shorter of the two times. Both must be over: take the longer one.",
+    ),
+    Mistake(
+        (_LONGER, "arithmetic"),
+        "The time for the bytes is ignored: it is the longer one sometimes.",
+    ),
+    Mistake(
+        (_LONGER, "memory"), "The time for the FLOPs is ignored: it is the longer one sometimes."
+    ),
+    Mistake((_LONGER, _LONGER + " / 1e3"), "That is in seconds; return milliseconds."),
+    Mistake((_LONGER, _LONGER + " * 1e3"), "That is in microseconds; return milliseconds."),
+    Mistake(("gb_s / 1e6", "gb_s / 2**30 * 1e3"), "A GB is 10^9 bytes here, not 2^30."),
+)
 
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
-    _judge_cost(student, _shapes(seed), 0, "flops", FLOP_MISTAKES, flops_with)
+
+def check_cost_flops(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 4-1 (a): FLOPs: masks, grouped heads, decoding, both passes."""
+    _judge_cost(student, _shapes(seed), 0, "flops", FLOP_MISTAKES)
     passed("FLOPs of the forward and of the backward pass", seed)
 
 
 def check_cost_bytes(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (b): compulsory bytes: dtypes, grouped heads, both passes.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
-    _judge_cost(student, _shapes(seed), 1, "moved", BYTE_MISTAKES, bytes_with)
+    """Exercise 4-1 (b): compulsory bytes: dtypes, grouped heads, both passes."""
+    _judge_cost(student, _shapes(seed), 1, "moved", BYTE_MISTAKES)
     passed("the bytes that must move in the forward and in the backward pass", seed)
 
 
 def check_roof(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it."""
     draw = random.Random(seed)
     cases = [(4e12, 2e9, 800.0, 4000.0), (1e9, 1e9, 800.0, 4000.0)]
     cases += [
@@ -125,24 +251,25 @@ def check_roof(student: Callable[..., Any], seed: int = 0) -> None:
         f"for {f:.3g} FLOPs, {y:.3g} bytes, {rate:.0f} TFLOP/s and {gb:.0f} GB/s "
         for f, y, rate, gb in cases
     ]
-    ratios = [(number(one[0], "intensity"),) for one in given]
-    if (i := first_wrong(ratios, [(one[0],) for one in right])) is not None:
-        upside_down = all(same(a, (1 / b[0],)) for a, b in zip(ratios, right, strict=True))
-        said = "That is bytes a FLOP: turn it over." if upside_down else "It is flops / moved."
-        raise CheckFailed(f"{where[i]}the intensity is {ratios[i][0]:.4g}. {said}")
-    times = [(number(one[1], "least_ms"),) for one in given]
-    if (i := first_wrong(times, [(one[1],) for one in right])) is not None:
-        said = explanation(times, TIME_MISTAKES, lambda m: [time_with(*case, m) for case in cases])
-        raise CheckFailed(
-            f"{where[i]}least_ms is {times[i][0]:.4g}. {said or f'{right[i][1]:.4g} is right.'}"
+    for place, name, mistakes in (
+        (0, "intensity", INTENSITY_MISTAKES),
+        (1, "least_ms", TIME_MISTAKES),
+    ):
+        found = [(number(one[place], name),) for one in given]
+        wrong = compare(
+            found, roof, mistakes, lambda f, place=place: [(f(*case)[place],) for case in cases]
         )
+        if wrong is not None:
+            i, said = wrong
+            ours = f"{right[i][1]:.4g} is right." if place else "It is flops / moved."
+            raise CheckFailed(f"{where[i]}{name} is {found[i][0]:.4g}. {said or ours}")
     for i, (_, _, by) in enumerate(given):
         if not isinstance(by, str):
             raise CheckFailed(f'bound_by is "{ARITHMETIC}" or "{MEMORY}", not {kind(by)}.')
         if by not in (ARITHMETIC, MEMORY):
             raise CheckFailed(f'bound_by is "{ARITHMETIC}" or "{MEMORY}", not {by!r}.')
         if by != right[i][2]:
-            said = "What takes longer is the bound; what takes less waits for it."
+            said = "The longer time is the bound; the shorter one hides in it."
             if len({one[2] for one in given}) == 1:
                 said = "You say so in every case. Compare the two times, or the intensity with the "
                 said += "ridge, tflops * 1e12 / (gb_s * 1e9)."
@@ -155,19 +282,19 @@ def _judge_cost(
     shapes: Sequence[Shape],
     place: int,
     name: str,
-    mistakes: dict[str, str],
-    wrong: Callable[[Shape, str], float],
+    mistakes: Sequence[Mistake],
 ) -> None:
     """Judge one of the two values; a mistake is named if it explains every case."""
-    answers = [numbers(call(student, **shape), ("flops", "moved")) for shape in shapes]
-    given: list[Numbers] = [(answer[place],) for answer in answers]
-    right: list[Numbers] = [(attention_cost(**shape)[place],) for shape in shapes]
-    i = first_wrong(given, right)
-    if i is None:
+    given = [(numbers(call(student, **shape), ("flops", "moved"))[place],) for shape in shapes]
+    wrong = compare(
+        given, attention_cost, mistakes, lambda f: [(f(**shape)[place],) for shape in shapes]
+    )
+    if wrong is None:
         return
-    said = explanation(given, mistakes, lambda m: [(wrong(shape, m),) for shape in shapes])
+    i, said = wrong
     sizes = ", ".join(f"{key} {value}" for key, value in shapes[i].items())
-    ours = f"{right[i][0]:,.0f} is right, {given[i][0] / right[i][0]:.4g} times that is yours."
+    right = attention_cost(**shapes[i])[place]
+    ours = f"{right:,.0f} is right, {given[i][0] / right:.4g} times that is yours."
     raise CheckFailed(f"for {sizes} {name} is {given[i][0]:,.0f}. {said or ours}")
 
 

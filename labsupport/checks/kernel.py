@@ -1,4 +1,4 @@
-"""Checks of the exercise that writes a Triton kernel's heart: the update of (m, l, acc).
+"""Exercise 4-3: the heart of a Triton kernel, the update of (m, l, acc).
 
 The student's `update(m, l, acc, scores, v) -> (m, l, acc)` is put into a small kernel
 (`attention_with_update`), interpreted where there is no GPU and compiled where there is one.
@@ -10,73 +10,116 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labsupport.attention.flash_triton import mode
-from labsupport.attention.online_softmax import finite_or_zero
-from labsupport.checks.verdict import CheckFailed, judge, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, judge, passed, results
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 Inputs = tuple[Tensor, Tensor, Tensor]
 
-MISTAKES = {
-    "nothing rescaled": (
+# What `update` needs of Triton's language, on tensors: its source is the student's, word for word.
+tl = SimpleNamespace(
+    maximum=torch.maximum,
+    max=torch.amax,
+    sum=torch.sum,
+    where=torch.where,
+    exp=torch.exp,
+    exp2=torch.exp2,
+    dot=lambda p, v: p.double() @ v.double(),
+)
+
+
+def update(
+    m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take one tile of keys into the running maximum, sum and accumulator."""
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(scores - shift[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v)
+    return m_new, l, acc
+
+
+_ACC, _L = ("acc * alpha[:, None]", "acc"), ("l * alpha", "l")
+_SUBTRACTED = "scores - shift[:, None]"
+MISTAKES = (
+    Mistake(
+        (*_L, *_ACC),
         "Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new) "
-        "before you add the new tile."
+        "before you add the new tile.",
     ),
-    "l not rescaled": (
-        "acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too."
+    Mistake(
+        _L, "acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too."
     ),
-    "acc not rescaled": (
+    Mistake(
+        _ACC,
         "m and l are right, but acc is not rescaled when the maximum rises: multiply each row of "
-        "it by exp2(m - m_new), that is alpha[:, None], before you add P V."
+        "it by exp2(m - m_new), that is alpha[:, None], before you add P V.",
     ),
-    "maximum of the tile": (
+    Mistake(
+        ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"),
         "m is the maximum of the last tile only: keep the larger one of the old m and of the "
-        "tile's maximum, tl.maximum(m, tl.max(scores, 1))."
+        "tile's maximum, tl.maximum(m, tl.max(scores, 1)).",
     ),
-    "m not returned": (
+    Mistake(
+        ("return m_new", "return m"),
         "The old m comes back: return m_new, or the next tile does not know what l and acc were "
-        "scaled by."
+        "scaled by.",
     ),
-    "exp": (
+    Mistake(
+        ("tl.exp2(", "tl.exp("),
         "exp is used for exp2: the scores carry the factor log2(e), so that exp2(scores - m) is "
-        "the softmax's exponential. (A second factor log2(e) does the same damage.)"
+        "the softmax's exponential. (A second factor log2(e) does the same damage.)",
     ),
-    "exp in P": (
+    Mistake(
+        ("tl.exp2(scores", "tl.exp(scores"),
         "P is computed with exp, alpha with exp2: the scores carry the factor log2(e), so both "
-        "take exp2."
+        "take exp2.",
     ),
-    "exp in alpha": (
+    Mistake(
+        ("tl.exp2(m", "tl.exp(m"),
         "alpha is computed with exp, P with exp2: the scores carry the factor log2(e), so both "
-        "take exp2."
+        "take exp2.",
     ),
-    "nothing subtracted": (
+    Mistake(
+        (_SUBTRACTED, "scores", *_L, *_ACC),
         "The maximum is never subtracted: this is exp2(scores), which overflows for large scores. "
-        "P is exp2(scores - m_new)."
+        "P is exp2(scores - m_new).",
     ),
-    "not subtracted in P": (
-        "l and acc are rescaled, but P is exp2(scores) without the maximum: exp2(scores - m_new)."
+    Mistake(
+        (_SUBTRACTED, "scores"),
+        "l and acc are rescaled, but P is exp2(scores) without the maximum: exp2(scores - m_new).",
     ),
-    "old maximum in P": (
-        "P is computed under the old maximum, which is -inf at first: subtract m_new."
+    Mistake(
+        (_SUBTRACTED, "scores - m[:, None]"),
+        "P is computed under the old maximum, which is -inf at first: subtract m_new.",
     ),
-    "alpha upside down": (
+    Mistake(
+        ("m - shift)", "shift - m)"),
         "Everything is NaN from the first tile on, as with alpha = exp2(m_new - m), where m is "
-        "-inf. What was summed under a smaller maximum has to shrink: alpha = exp2(m - m_new)."
+        "-inf. What was summed under a smaller maximum has to shrink: alpha = exp2(m - m_new).",
     ),
-    "divided in every step": (
-        "acc is divided by l in every step: the kernel divides once, after the last tile."
+    Mistake(
+        ("    return", "    acc = acc / l[:, None]\n    return"),
+        "acc is divided by l in every step: the kernel divides once, after the last tile.",
     ),
-    "nothing added to l": "l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).",
-    "empty rows give NaN": (
+    Mistake(
+        (" + tl.sum(p, 1)", ""),
+        "l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).",
+    ),
+    Mistake(
+        ('tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new"),
         "A row whose keys are all hidden gives NaN: its m is still -inf, and -inf - (-inf) is NaN. "
-        "Subtract 0 where m_new is -inf."
+        "Subtract 0 where m_new is -inf.",
     ),
-}
+)
 WIDENED = (
     "v is widened to float32 for the product: that leaves the fast path of the tensor cores, which "
     "take both factors in 16 bits. Round P instead: p.to(v.dtype)."
@@ -90,68 +133,56 @@ NARROW_ACC = (
 )
 
 
-def check_update_values(update: Any, seed: int = 0) -> None:
+def check_update_values(student: Any, seed: int = 0) -> None:
     """m, l and out of random rows, in tiles that divide the lengths, without a mask.
 
     Args:
-        update: a `@triton.jit` function, as `attention_with_update` takes it.
-        seed: draws other inputs.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
-    _judge(update, _rising(32, 80, seed))
+        student: a `@triton.jit` function, as `attention_with_update` takes it.
+        seed: draws other inputs."""
+    _judge(student, _rising(32, 80, seed))
     passed("m, l and the output agree with the oracle", seed)
 
 
-def check_update_extremes(update: Any, seed: int = 0) -> None:
-    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+def check_update_extremes(student: Any, seed: int = 0) -> None:
+    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands."""
     for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
         where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
-        _judge(update, _rising(n_q, n_k, seed), where, causal=True)
+        _judge(student, _rising(n_q, n_k, seed), where, causal=True)
     for what, scores in {
         "scores around 1000": (1000, 999, 998, 1001),
         "scores around -1000": (-1000, -999, -998, -1001),
         "scores that rise from -2000 to 2000": (-2000, 0, 1000, 2000),
     }.items():
-        out, _, l = _run(update, inputs := _of_scores(scores), softmax_scale=1 / LOG2_E)
+        out, _, l = _run(student, inputs := _of_scores(scores), softmax_scale=1 / LOG2_E)
         if not (out.isfinite().all() and l.isfinite().all()) or (l == 0).any():
             raise CheckFailed(
                 f"With {what} the result is inf, NaN or 0 / 0: subtract the maximum inside of "
                 "exp2, as exp2(scores - m_new). exp2(scores) / exp2(m_new) is the same only on "
                 "paper."
             )
-        _judge(update, inputs, f"(with {what}) ", softmax_scale=1 / LOG2_E)
+        _judge(student, inputs, f"(with {what}) ", softmax_scale=1 / LOG2_E)
     passed("no overflow, no NaN, and rows without a key keep m = -inf, l = 0", seed)
 
 
-def check_update_dtype(update: Any) -> None:
-    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
-    out, _, _ = _run(update, *_two_levels(0, 2.0**12))
+def check_update_dtype(student: Any) -> None:
+    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs."""
+    out, _, _ = _run(student, *_two_levels(0, 2.0**12))
     if not out.isfinite().all():
         raise CheckFailed(NARROW_ACC)
     # 2^-26 is no float16, and rounds to 0.
-    out, _, _ = _run(update, *_two_levels(26, 2.0**14))
+    out, _, _ = _run(student, *_two_levels(26, 2.0**14))
     if out.any():
         raise CheckFailed(WIDENED)
     # Half way between two float16 numbers, or nearly: all of these P are rounded down.
     inputs, scale = _two_levels(-math.log2(0.25 * (1 + 0.98 * 2**-11)), 1.0)
-    _judge(update, inputs, softmax_scale=scale)
+    _judge(student, inputs, softmax_scale=scale)
     single = _rising(32, 48, seed=0, dtype=torch.float32)
-    _judge(update, single, "(float32 inputs) ", allowed=1e-4 if mode.interpreted() else 1e-2)
+    _judge(student, single, "(float32 inputs) ", allowed=1e-4 if mode.interpreted() else 1e-2)
     passed("P is rounded to v's dtype for the product; m, l and acc stay in float32")
 
 
 def _judge(
-    update: Any,
+    student: Any,
     inputs: Inputs,
     where: str = "",
     *,
@@ -159,22 +190,21 @@ def _judge(
     softmax_scale: float | None = None,
     allowed: float | None = None,
 ) -> None:
-    results = _run(update, inputs, causal=causal, softmax_scale=softmax_scale)
+    given = _run(student, inputs, causal=causal, softmax_scale=softmax_scale)
     options = inputs, causal, softmax_scale
     expected = _reference(*options)
     if allowed is None:
         # Half a unit in the last place of float16 for each weight, and one for the output.
         allowed = 2**-10 * float(inputs[2].abs().max())
     limits = allowed, 1e-4, 1e-4 * float(expected[2].max())
-    if _agree(results, expected, limits):
+    if _agree(given, expected, limits):
         return
-    for mistake, diagnosis in MISTAKES.items():
-        wrong = _reference(*options, mistake)
+    for say, wrong in results(update, MISTAKES, lambda f: _reference(*options, f)):
         near = [max(limit, 1e-3 * _size(x)) for limit, x in zip(limits, wrong, strict=True)]
         # On some inputs a mistake does no harm: there it explains nothing.
-        if _agree(results, wrong, near) and not _agree(wrong, expected, near):
-            raise CheckFailed(f"{where}{diagnosis}")
-    _, m, l = results
+        if _agree(given, wrong, near) and not _agree(wrong, expected, near):
+            raise CheckFailed(f"{where}{say}")
+    _, m, l = given
     empty = expected[1] == -torch.inf
     if (m[empty] > -torch.inf).any():
         raise CheckFailed(
@@ -186,7 +216,7 @@ def _judge(
     if in_half and not _agree((l,), expected[2:], limits[2:]):
         raise CheckFailed(where + ROUNDED_SUM.format(dtype=str(inputs[2].dtype)[6:]))
     for index, name in ((1, "m"), (2, "l"), (0, "out")):
-        judge(where + name, results[index], expected[index], allowed=limits[index])
+        judge(where + name, given[index], expected[index], allowed=limits[index])
 
 
 def _agree(results: Sequence[Tensor], expected: Sequence[Tensor], limits: Sequence[float]) -> bool:
@@ -201,26 +231,26 @@ def _size(x: Tensor) -> float:
     return float(finite.max()) if len(finite) else 0.0
 
 
-def _run(update: Any, inputs: Inputs, softmax_scale: float | None = None, *, causal: bool = False):
+def _run(student: Any, inputs: Inputs, softmax_scale: float | None = None, *, causal: bool = False):
     """Out, m and l of the kernel with the student's update, on the CPU.
 
     Raises:
         CheckFailed: it is no kernel function, not written yet, or does not run.
     """
-    name = getattr(update, "__name__", "your update")
+    name = getattr(student, "__name__", "your update")
     # A kernel function in another process brings its own way to run, and says what it is.
-    elsewhere = getattr(update, "run_update", None)
+    elsewhere = getattr(student, "run_update", None)
     if elsewhere is None:
         if (reason := mode.missing()) is not None:
             raise CheckFailed(f"kernels cannot run here: {reason}")
-        function = getattr(update, "fn", None)
+        function = getattr(student, "fn", None)
         if function is None:
             raise CheckFailed(
                 f"{name} is no kernel function: put @triton.jit on the line above it."
             )
         stub = "raise NotImplementedError" in inspect.getsource(function)
     else:
-        stub = update.stub
+        stub = student.stub
     if stub:
         raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
     options = {"causal": causal, "softmax_scale": softmax_scale}
@@ -228,7 +258,7 @@ def _run(update: Any, inputs: Inputs, softmax_scale: float | None = None, *, cau
         if elsewhere is None:
             from labsupport.attention.flash_triton.with_update import run_update
 
-            run = partial(run_update, update)
+            run = partial(run_update, student)
         else:
             run = elsewhere
         results = run(*inputs, block_q=BLOCK, block_k=BLOCK, **options)
@@ -255,9 +285,9 @@ def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
 
 
 def _reference(
-    inputs: Inputs, causal: bool, softmax_scale: float | None, mistake: str = ""
+    inputs: Inputs, causal: bool, softmax_scale: float | None, update: Callable[..., Any] = update
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, m (base 2) and l in float64, tile by tile, with one mistake or without."""
+    """Return out, m (base 2) and l in float64, tile by tile."""
     q, k, v = inputs
     n_q, n_k = q.shape[-2], k.shape[-2]
     scale = LOG2_E * (softmax_scale or 1 / math.sqrt(q.shape[-1]))
@@ -265,27 +295,9 @@ def _reference(
     if causal:
         hidden = torch.ones(n_q, n_k).tril(n_k - n_q) == 0
         scores = scores.masked_fill(hidden, -torch.inf)
-    exp: Callable[[Tensor], Tensor] = torch.exp
-    of_p = exp if mistake in ("exp", "exp in P") else torch.exp2
-    of_alpha = exp if mistake in ("exp", "exp in alpha") else torch.exp2
     m, l, acc = scores.new_full((n_q,), -torch.inf), scores.new_zeros(n_q), q.double() * 0
     for cols in torch.arange(n_k).split(BLOCK):
-        s = scores[:, cols]
-        m_new = s.amax(-1) if mistake == "maximum of the tile" else m.maximum(s.amax(-1))
-        shift = m_new if mistake == "empty rows give NaN" else finite_or_zero(m_new)
-        shift = shift * 0 if mistake == "nothing subtracted" else shift
-        alpha = of_alpha(shift - m if mistake == "alpha upside down" else m - shift)
-        if mistake == "nothing subtracted":
-            alpha = torch.ones_like(alpha)
-        under = m if mistake == "old maximum in P" else shift
-        p = of_p(s if mistake == "not subtracted in P" else s - under[:, None])
-        l = l if mistake in ("l not rescaled", "nothing rescaled") else l * alpha
-        l = l if mistake == "nothing added to l" else l + p.sum(-1)
-        acc = acc if mistake in ("acc not rescaled", "nothing rescaled") else acc * alpha[:, None]
-        acc = acc + p.to(v.dtype).double() @ v[cols].double()
-        if mistake == "divided in every step":
-            acc = acc / l[:, None]
-        m = m if mistake == "m not returned" else m_new
+        m, l, acc = update(m, l, acc, scores[:, cols], v[cols])
     return acc / torch.where(l == 0, 1.0, l)[:, None], m, l
 
 

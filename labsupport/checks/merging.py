@@ -1,28 +1,164 @@
-"""Checks of exercise 3-4: partial results of attention, merged as a ring does it."""
+"""Exercise 3-4: partial results of attention, merged as a ring does it."""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.checks.merging_mistakes import (
-    ALL_MISTAKES,
-    LSE_MISTAKES,
-    OUT_MISTAKES,
-    all_merged,
-    merged,
-)
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 
 NAMES = ("out", "lse")
 Result = tuple[Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, part, part_lse
+LN_2 = math.log(2)
 HIGH = 1000.0  # beyond what exp can represent, in float64 too
 HELD = 3  # parts that a solution may hold at a time: variables outlive their use
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Result:
+    """Return the running result and one more partial result, over the keys of both."""
+    both = torch.logaddexp(lse, part_lse)
+    safe = both.masked_fill(both == -torch.inf, 0.0)
+    weight, part_weight = (lse - safe).exp(), (part_lse - safe).exp()
+    return weight[..., None] * out + part_weight[..., None] * part, both
+
+
+def merge_all(parts: Iterable[Result]) -> Result:
+    """Return all partial results together: one at a time, in float64, rounded once."""
+    parts = iter(parts)
+    part, lse = next(parts)
+    out, dtype = part.double(), part.dtype
+    for part, part_lse in parts:
+        out, lse = merge(out, lse, part, part_lse)
+    return out.to(dtype), lse
+
+
+_OUT = "weight[..., None] * out + part_weight[..., None] * part"
+_WEIGHTS = "(lse - safe).exp(), (part_lse - safe).exp()"
+_LESS_M = (
+    *("- safe).exp()", "- m).exp()"),
+    *("    weight,", "    m = torch.maximum(lse, part_lse).nan_to_num(neginf=0)\n    weight,"),
+)
+OUT_MISTAKES = (
+    Mistake(
+        (_OUT, "(out + part) / 2"),
+        "It is the plain average. A part with more keys, or higher scores, must weigh more: "
+        "exp(its lse), divided by the sum of both.",
+    ),
+    Mistake(
+        (_OUT, "out + part"),
+        "The outputs are added up without weights: each one is an average over its own keys.",
+    ),
+    Mistake(
+        (_WEIGHTS, "lse / (lse + part_lse), part_lse / (lse + part_lse)"),
+        "The weights are the log-sum-exps themselves. They are logarithms: the weights are "
+        "exp(lse) and exp(part_lse), divided by their sum.",
+    ),
+    Mistake(
+        (_WEIGHTS, "lse.exp(), part_lse.exp()"),
+        "The weights do not add up to 1: divide by their sum, exp(lse) + exp(part_lse).",
+    ),
+    Mistake(
+        _LESS_M,
+        "The weights do not add up to 1: exp(lse - m) and exp(part_lse - m) still have to be "
+        "divided by their sum.",
+    ),
+    Mistake(
+        (*_LESS_M, _OUT, f"({_OUT}) / (weight + part_weight)[..., None] ** 2"),
+        "It is divided by the sum of the weights twice.",
+    ),
+    Mistake(
+        ("weight, part_weight =", "part_weight, weight ="),
+        "The weights are swapped: exp(lse) belongs to out, exp(part_lse) to part.",
+    ),
+    Mistake(
+        (_WEIGHTS, "(lse >= part_lse).to(lse), (lse < part_lse).to(lse)"),
+        "Only the part with the larger log-sum-exp is kept. Both count.",
+    ),
+    Mistake(
+        (*_LESS_M, "part_weight[..., None] * part", "part"),
+        "out is scaled by exp(lse - m), but part by nothing: it needs exp(part_lse - m).",
+    ),
+    Mistake((_OUT, "out + 0"), "out comes back as it was: part is not in it."),
+    Mistake((_OUT, "part.to(out)"), "part comes back as it was: out is lost."),
+    Mistake(
+        (_WEIGHTS, "(torch.stack((lse, part_lse)) * LN_2).softmax(0)"),
+        "The weights are powers of 2. The log-sum-exp is a natural logarithm: use exp.",
+    ),
+)
+_LSE = "part, both"
+LSE_MISTAKES = (
+    Mistake(
+        (_LSE, "part, lse + part_lse"),
+        "The two log-sum-exps are added. Their exponentials add up: "
+        "log(exp(lse) + exp(part_lse)), which is torch.logaddexp.",
+    ),
+    Mistake(
+        (_LSE, "part, torch.maximum(lse, part_lse)"),
+        "It is the larger of the two. It is m + log(exp(lse - m) + exp(part_lse - m)), with m the "
+        "larger one.",
+    ),
+    Mistake(
+        (_LSE, "part, (lse + part_lse) / 2"),
+        "It is the mean of the two. It is log(exp(lse) + exp(part_lse)).",
+    ),
+    Mistake(
+        (_LSE, "part, both - torch.maximum(lse, part_lse)"),
+        "The maximum is missing: m + log(exp(lse - m) + exp(part_lse - m)).",
+    ),
+    Mistake(
+        (_LSE, "part, both.exp()"), "The logarithm is missing: it is log(exp(lse) + exp(part_lse))."
+    ),
+    Mistake(
+        (*_LESS_M, "- m).exp()", "- safe).exp()", _LSE, "part, m + (both - m).exp()"),
+        "A logarithm is missing: m + log(sum of the weights), not m + their sum.",
+    ),
+    Mistake(
+        (_LSE, "part, both / LN_2"),
+        "It is in base 2: use torch.log and torch.exp, the natural ones.",
+    ),
+    Mistake(
+        (_LSE, "part, lse + 0"),
+        "The running lse comes back as it was: it has to grow with every part.",
+    ),
+    Mistake((_LSE, "part, part_lse + 0"), "The part's lse comes back: the running one is lost."),
+    Mistake(
+        (_LSE, "part, weight * lse + part_weight * part_lse"),
+        "The log-sum-exps are averaged with the weights of the outputs. Their exponentials add up: "
+        "log(exp(lse) + exp(part_lse)).",
+    ),
+)
+_STEP = "out, lse = merge(out, lse, part, part_lse)"
+ALL_MISTAKES = (
+    Mistake(
+        ("iter(parts)", "list(parts)\n    parts = iter(parts[1:] or parts)"),
+        "The first part is lost: the running result starts with it, or with nothing.",
+    ),
+    Mistake(
+        ("iter(parts)", "list(parts)\n    parts = iter(parts[:-1] or parts)"),
+        "The last part is lost.",
+    ),
+    Mistake(
+        ("    for", "    out, lse = merge(0 * out, 0 * lse, out, lse)\n    for"),
+        "The running lse starts at 0, as if a key with the score 0 had been seen. Nothing seen is "
+        "-inf: log(0).",
+    ),
+    Mistake(
+        ("    for", "    n = 1\n    for", _STEP, "n += 1; out = out + (part - out) / n"),
+        "All parts weigh the same. Merge them one by one, each by its log-sum-exp: "
+        "out, lse = merge(out, lse, part, part_lse).",
+    ),
+    Mistake(
+        ("out, lse = merge", "out, _ = merge"),
+        "The running lse is not carried on: each step must use the lse that the last one returned.",
+    ),
+    Mistake((_STEP, _STEP + "; break"), "Only the first two parts are merged."),
+)
 
 
 class Named(list):
@@ -33,11 +169,7 @@ class Named(list):
 
 
 def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (a): two partial results are attention over the keys of both.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (a): two partial results are attention over the keys of both."""
     for leading, rows, head_dim, keys in (((), 7, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
         whole, parts = _attention(leading, rows, head_dim, keys, seed)
         where = f"({rows} queries, {keys[0]} keys and {keys[1]}) "
@@ -53,11 +185,7 @@ def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (b): rows that see nothing, and scores of any size.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (b): rows that see nothing, and scores of any size."""
     _, parts = _attention((2,), 8, 4, (6, 6), seed)
     for what, empty in (
         ("the part holds no key for some queries", (slice(0), slice(0, 5))),
@@ -85,7 +213,7 @@ def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
         given = (out, lse + high[0], part, part_lse + high[1])
         where = f"(lse about {high[0]:,.0f} and {high[1]:,.0f}) "
         result = unpack(call(student, *given), NAMES)
-        expected = merged(*given)
+        expected = merge(*(t.double() for t in given))
         lost = [not r.isfinite().all() for r in result]
         gone = result[0].shape == out.shape and (result[0] == 0).all()
         if any(lost) or gone:
@@ -102,11 +230,7 @@ def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once."""
     _, parts = _attention((2,), 6, 8, (3, 7, 1, 9, 4), seed)
     # Several mistakes look alike in two parts: five come first.
     for count in (1, 5, 2):
@@ -126,26 +250,21 @@ def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
 
 def _judge(given: Any, inputs: Four, where: str, allowed: float) -> Result:
     out, lse = unpack(given, NAMES)
-    expected = merged(*inputs)
+    exact = [t.double() for t in inputs]
+    expected = merge(*exact)
     if out.dtype in (torch.bfloat16, torch.float16):
         raise CheckFailed(
             f"{where}out is {out.dtype}: the running result stays in float32, or every merge "
             "rounds it again."
         )
-    for name, result, right, known, index in (
-        ("out", out, expected[0], OUT_MISTAKES, 0),
-        ("lse", lse, expected[1], LSE_MISTAKES, 1),
-    ):
+    for index, result, known in ((0, out, OUT_MISTAKES), (1, lse, LSE_MISTAKES)):
         judge(
-            where + name,
+            where + NAMES[index],
             result,
-            right,
+            expected[index],
             allowed=allowed,
             dtype=torch.float32,
-            mistakes=[
-                Mistake(said, lambda n=n, index=index: merged(*inputs, mistake=n)[index])
-                for n, said in known.items()
-            ],
+            mistakes=results(merge, known, lambda f, i=index: f(*exact)[i]),
         )
     return out, lse
 
@@ -154,7 +273,8 @@ def _judge_all(student: Callable[..., Any], parts: Sequence[Result], where: str)
     # The student gets copies: what is done to them in place must not become the expectation.
     copies = Named((part.clone(), part_lse.clone()) for part, part_lse in parts)
     result = unpack(call(student, copies), NAMES)
-    expected = all_merged(parts)
+    exact = [(part.double(), part_lse.double()) for part, part_lse in parts]
+    expected = merge_all(exact)
     for index, name in enumerate(NAMES):
         if result[index].isnan().any():
             raise CheckFailed(f"{where}{name} holds NaN: the running result starts with -inf.")
@@ -164,10 +284,7 @@ def _judge_all(student: Callable[..., Any], parts: Sequence[Result], where: str)
             expected[index],
             allowed=2e-5,
             dtype=torch.float32,
-            mistakes=[
-                Mistake(said, lambda n=n, index=index: all_merged(parts, n)[index])
-                for n, said in ALL_MISTAKES.items()
-            ],
+            mistakes=results(merge_all, ALL_MISTAKES, lambda f, i=index: f(exact)[i]),
         )
 
 
@@ -185,8 +302,9 @@ def _judge_half(
         )
     if lse.dtype != torch.float32:
         raise CheckFailed(f"{where}lse is {lse.dtype}, and stays float32 throughout.")
-    exact, exact_lse = all_merged(parts)
-    known = [Mistake(said, lambda n=n: all_merged(parts, n)[1]) for n, said in ALL_MISTAKES.items()]
+    doubled = [(part.double(), part_lse.double()) for part, part_lse in parts]
+    exact, exact_lse = merge_all(doubled)
+    known = results(merge_all, ALL_MISTAKES, lambda f: f(doubled)[1])
     judge(where + "lse", lse, exact_lse, allowed=2e-5, mistakes=known)
     # One rounding moves a number by half a unit in its last place at most.
     unit = torch.finfo(dtype).eps / 2

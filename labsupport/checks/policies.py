@@ -42,11 +42,7 @@ STREAM, BRANCH = 40_000.0, 100_000.0  # what each of two MLPs adds, on old GPUs 
 
 
 def check_policy_devices(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-5: each device gets dtypes that its kernels and its arithmetic have.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-5: each device gets dtypes that its kernels and its arithmetic have."""
     for device, capability, name in DEVICES:
         policy = _policy(student, device, capability)
         where = f"my_policy({device!r}, {capability}), {name}: "

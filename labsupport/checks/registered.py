@@ -1,13 +1,8 @@
-"""Checks of exercise 2-2: an attention function of one's own inside Transformers' models.
-
-A wrong result is compared with what textbook attention with one typical mistake gives: called
-directly, and inside the same model.
-"""
+"""Exercise 2-2: an attention function of your own inside Transformers' models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,49 +10,95 @@ from torch import Tensor, nn
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
 from labsupport.checks.small_models import decode, small_models, use_attention
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results
 from labsupport.profiling.memory import LargestTensor
 
-MISTAKES = {
-    "is_causal ignored": (
-        "is_causal stands among the keyword arguments, and overrules module.is_causal unless it "
-        "is None."
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None
+) -> Tensor:
+    """Compute what the lab's function of this name does, by the textbook: in float64 too."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    exact = oracle_attention if q.dtype == torch.float64 else standard_attention
+    return exact(q, k, v, causal=causal, softmax_scale=softmax_scale)[0].transpose(1, 2)
+
+
+def lab_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return what Transformers expects of an attention function: (output, None)."""
+    causal: Any = kwargs.get("is_causal")
+    if causal is None:
+        causal = module.is_causal
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attention(q, k, v, causal=causal, softmax_scale=scaling), None
+
+
+_INPUTS = "(x.transpose(1, 2) for x in (query, key, value))"
+_CALL = "flash_attention(q, k, v, causal=causal, softmax_scale=scaling)"
+MISTAKES = (
+    Mistake(
+        ('kwargs.get("is_causal")', "None"),
+        "is_causal is one of the keyword arguments, and overrules module.is_causal unless it is "
+        "None.",
     ),
-    "scaling ignored": (
+    Mistake(
+        ("softmax_scale=scaling", "softmax_scale=None"),
         "`scaling` is ignored. The model decides by what the scores are multiplied: pass it on as "
-        "softmax_scale."
+        "softmax_scale.",
     ),
-    "always causal": (
+    Mistake(
+        ("causal=causal", "causal=True"),
         "It is causal where the model is not: an encoder such as BERT looks both ways. Ask "
-        "module.is_causal."
+        "module.is_causal.",
     ),
-    "never causal": "The future is visible: module.is_causal is True here, so pass causal=True.",
-    "top-left": (
+    Mistake(
+        ("causal=causal", "causal=False"),
+        "The future is visible: module.is_causal is True here, so pass causal=True.",
+    ),
+    Mistake(
+        (
+            _CALL,
+            "torch.nn.functional.scaled_dot_product_attention(query, key, value, "
+            "is_causal=causal, scale=scaling, enable_gqa=True).transpose(1, 2)",
+        ),
         "The causal mask is aligned top-left. With a cache there are more keys than queries, and "
-        "the queries are the last tokens: bottom-right, as flash_attention(causal=True) does it."
+        "the queries are the last tokens: bottom-right, as flash_attention(causal=True) does it.",
     ),
-    "not transposed": (
+    Mistake(
+        (_INPUTS, "(query, key, value)", _CALL, _CALL + ".transpose(1, 2)"),
         "Each token attends across heads: Transformers gives (batch, heads, seqlen, head_dim), "
-        "flash_attention takes (batch, seqlen, heads, head_dim). Transpose q, k and v."
+        "flash_attention takes (batch, seqlen, heads, head_dim). Transpose q, k and v.",
     ),
-    "viewed": (
+    Mistake(
+        (_INPUTS, "(x.reshape(len(x), x.shape[2], x.shape[1], -1) for x in (query, key, value))"),
         "q, k and v were brought to the right shape by view or reshape, which mixes heads and "
-        "positions: swap the dimensions with transpose(1, 2)."
+        "positions: swap the dimensions with transpose(1, 2).",
     ),
-    "k and v swapped": "key and value are swapped.",
-    "heads shared in turns": (
+    Mistake(("(q, k, v,", "(q, v, k,"), "key and value are swapped."),
+    Mistake(
+        (
+            "    return flash",
+            "    group = q.shape[2] // k.shape[2]\n"
+            "    k, v = k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1)\n"
+            "    return flash",
+        ),
         "Key heads are shared in the wrong order: consecutive query heads share one. "
-        "flash_attention takes grouped heads as they are; repeat nothing."
+        "flash_attention takes grouped heads as they are; repeat nothing.",
     ),
-}
+)
 
 
 def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-2: called directly: layout, scaling, causality, grouped heads.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 2-2: called directly: layout, scaling, causality, grouped heads."""
     for n_q, n_k, kv_heads, of_module, options in (
         (6, 6, 4, False, {}),
         (6, 6, 4, True, {}),
@@ -73,20 +114,20 @@ def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
         module = _module(of_module)
         given = (module, *inputs, None)
         out = _output(call(student, *given, **options), given, options)
-        exact = RIGHT(module, *(x.double() for x in inputs), None, **options)[0]
-        textbook = RIGHT(*given, **options)[0]
+        exact = lab_attention(module, *(x.double() for x in inputs), None, **options)[0]
+        textbook = lab_attention(*given, **options)[0]
         said = ", ".join(f"{k}={v}" for k, v in options.items())
-        mistakes = [
-            Mistake(text, partial(_try, partial(_with_mistake(m), *given, **options)))
-            for m, text in MISTAKES.items()
-        ]
         judge(
             f"(seqlen_q {n_q}, seqlen_k {n_k}, heads 4, kv_heads {kv_heads}, "
             f"module.is_causal {of_module}{', ' * bool(said)}{said}) out",
             out,
             exact,
             allowed=compare_with_oracle(textbook, textbook, exact).allowed,
-            mistakes=mistakes,
+            mistakes=results(
+                lab_attention,
+                MISTAKES,
+                lambda f, given=given, options=options: f(*given, **options)[0],
+            ),
             dtype=inputs[0].dtype,
         )
     passed("layout, scaling, causality and grouped heads are right", seed)
@@ -112,10 +153,9 @@ def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
                 run(model, checked),
                 expected,
                 allowed=1e-5,
-                mistakes=[
-                    Mistake(text, partial(_try, partial(run, model, _with_mistake(m))))
-                    for m, text in MISTAKES.items()
-                ],
+                mistakes=results(
+                    lab_attention, MISTAKES, lambda f, run=run, model=model: run(model, f)
+                ),
             )
     passed("GPT-2, Llama and BERT return the same as with eager attention, cache included", seed)
 
@@ -125,7 +165,7 @@ def check_registered_memory(student: Callable[..., Any]) -> None:
 
     Raises:
         CheckFailed: naming the shape of the largest tensor and the operator that made it; or the
-            output where nothing is masked is wrong: who computes nothing needs no memory.
+            output where nothing is masked is wrong: a stub that computes nothing cannot pass.
     """
     for n_q, kv_heads, is_causal in ((512, 4, True), (512, 4, False), (4, 1, False)):
         q, k, v = _inputs(n_q, 512, kv_heads, seed=0)
@@ -138,7 +178,7 @@ def check_registered_memory(student: Callable[..., Any]) -> None:
                 judge(
                     "(no mask; memory counts where the result is right) out",
                     out,
-                    RIGHT(*given)[0],
+                    lab_attention(*given)[0],
                     allowed=1e-3,
                 )
             continue
@@ -195,7 +235,7 @@ def check_registered_refusals(student: Callable[..., Any], seed: int = 0) -> Non
 def _try_refusal(
     student: Callable[..., Any], what: str, *args: Any, **options: Any
 ) -> tuple[bool, Any]:
-    """Whether a call was refused, and if not, what came back."""
+    """Return whether a call was refused, and if not, its result."""
     try:
         result = student(*args, **options)
     except (ValueError, NotImplementedError):
@@ -209,7 +249,7 @@ def _try_refusal(
 
 
 def _output(result: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """The output out of (out, None), of the right shape; anything else is named."""
+    """Return the output out of (out, None); name anything that has another form."""
     if isinstance(result, Tensor):
         raise CheckFailed(
             "you return one tensor; Transformers expects two values: return out, None. (The second "
@@ -227,7 +267,7 @@ def _output(result: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Ten
     if out.shape == (batch, n_q, heads, d):
         return out
     if out.shape == query.shape:
-        numbers = RIGHT(*given, **options)[0].transpose(1, 2)
+        numbers = lab_attention(*given, **options)[0].transpose(1, 2)
         raise CheckFailed(
             f"out has shape {tuple(out.shape)}, Transformers' layout. "
             + (
@@ -244,63 +284,8 @@ def _output(result: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Ten
     )
 
 
-def _with_mistake(mistake: str | None) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for Transformers, by the textbook, with one mistake."""
-
-    def function(
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        if is_causal is None or mistake == "is_causal ignored":
-            is_causal = bool(module.is_causal)
-        causal = {"always causal": True, "never causal": False}.get(mistake or "", is_causal)
-        if mistake == "scaling ignored":
-            scaling = None
-        if mistake == "k and v swapped":
-            k, v = v, k
-        if mistake == "not transposed":
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if mistake == "viewed":
-            q, k, v = (
-                x.reshape(x.shape[0], x.shape[2], x.shape[1], -1).transpose(1, 2) for x in (q, k, v)
-            )
-        group = q.shape[1] // k.shape[1]
-        shared_in_turns = mistake == "heads shared in turns"
-        k, v = (
-            x.repeat(1, group, 1, 1) if shared_in_turns else x.repeat_interleave(group, dim=1)
-            for x in (k, v)
-        )
-        exact = oracle_attention if q.dtype == torch.float64 else standard_attention
-        if causal and mistake == "top-left":
-            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-            out = exact(q, k, v, mask, softmax_scale=scaling)[0]
-        else:
-            out = exact(q, k, v, causal=causal, softmax_scale=scaling)[0]
-        return (out if mistake == "not transposed" else out.transpose(1, 2)), None
-
-    return function
-
-
-RIGHT = _with_mistake(None)
-
-
-def _try(compute: Callable[[], Any]) -> Tensor:
-    """What a mistake gives; where it cannot be computed, a tensor that matches nothing."""
-    try:
-        result = compute()
-    except (RuntimeError, ValueError, ZeroDivisionError):
-        return torch.empty(0)
-    return result[0] if isinstance(result, tuple) else result
-
-
 def _logits(model: Any, attention: Callable[..., Any] | str) -> Tensor:
-    """Everything that a model returns for one batch without padding, in one pass."""
+    """Return the logits of a model for one batch without padding, in one pass."""
     ids = torch.arange(14).view(2, 7) * 5 % 31
     with use_attention(model, attention), torch.no_grad():
         return model(ids)[0]
@@ -317,7 +302,7 @@ def _inputs(n_q: int, n_k: int, kv_heads: int, seed: int) -> tuple[Tensor, Tenso
 
 
 def _module(is_causal: bool) -> nn.Module:
-    """What stands for the model's attention layer."""
+    """Return a stand-in for the model's attention layer."""
     module: Any = nn.Module()
     module.is_causal, module.layer_idx = is_causal, 0
     return module.eval()

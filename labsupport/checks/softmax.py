@@ -1,4 +1,4 @@
-"""Checks of exercise 1-3: the running maximum and sum of a softmax."""
+"""Exercise 1-3: the running maximum and sum of a softmax."""
 
 from __future__ import annotations
 
@@ -9,18 +9,69 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labsupport.attention.online_softmax import finite_or_zero
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, unpack
+from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
 
 NAMES = ("m", "l")
 
 
-def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length.
+def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Return the softmax statistics (m, l) of each row, seen one block at a time."""
+    m = torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype)
+    l = torch.zeros_like(m)
+    for block in scores.split(block_size, dim=-1):
+        m_new = torch.maximum(m, block.amax(-1))
+        shift = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        l = l * (m - shift).exp() + (block - shift[..., None]).exp().sum(-1)
+        m = m_new
+    return m, l
 
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+
+MAXIMUM_MISTAKES = (
+    Mistake(
+        ("torch.maximum(m, block.amax(-1))", "block.amax(-1)"),
+        "It is the maximum of the last block alone.",
+    ),
+    Mistake(
+        ("torch.maximum(m, block.amax(-1))", "torch.where(m == -torch.inf, block.amax(-1), m)"),
+        "It is the maximum of the first block alone.",
+    ),
+    Mistake(
+        ("-torch.inf, dtype", "0.0, dtype"),
+        "m starts at 0, which is wrong when all scores are negative: start at -inf.",
+    ),
+    Mistake(
+        ("scores.split", "scores[..., : scores.shape[-1] // block_size * block_size].split"),
+        "The last, shorter block is left out.",
+    ),
+)
+SUM_MISTAKES = (
+    Mistake(
+        ("l * (m - shift).exp()", "l"),
+        "m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_new).",
+    ),
+    Mistake(
+        ("(m - shift).exp()", "(shift - m).exp().where(m > -torch.inf, 1.0)"),
+        "l is rescaled by exp(m_new - m); the old sum must shrink: exp(m - m_new).",
+    ),
+    Mistake(("l * (m - shift).exp() +", ""), "It is the sum of the last block alone."),
+    Mistake(
+        (
+            "l * (m - shift).exp()",
+            "l",
+            "shift[..., None]",
+            "block.amax(-1, True).nan_to_num(neginf=0)",
+        ),
+        "Each block was summed under its own maximum, and the sums were added.",
+    ),
+    Mistake(
+        ("l * (m - shift).exp()", "l", " - shift[..., None]", ""),
+        "The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.",
+    ),
+)
+
+
+def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
+    """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(3, 4, 40, generator=generator) * 3
     scores[..., -1] += 4  # a later block holds a larger score than the first one
@@ -30,11 +81,7 @@ def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def check_running_extremes(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 1-3: scores whose exp overflows, blocks that are hidden throughout, and empty rows.
-
-    Raises:
-        CheckFailed: naming the likely mistake.
-    """
+    """Exercise 1-3: scores whose exp overflows, blocks that are all hidden, and empty rows."""
     hidden = torch.full((2,), -torch.inf)
     draw = torch.Generator().manual_seed(seed)
     few = torch.randint(64, (2,), generator=draw) / 16  # exact in float32 near 1000, too
@@ -86,78 +133,19 @@ def _judge(student: Callable[..., Any], scores: Tensor, block: int, context: str
     exact = scores.double()
     m_right = exact.amax(-1)
     l_right = (exact - m_right[..., None]).exp().sum(-1)
-    blocks = exact.split(block, dim=-1)
-
-    def without_rescaling() -> Tensor:
-        running, total = torch.full_like(m_right, -torch.inf), torch.zeros_like(m_right)
-        for b in blocks:
-            running = running.maximum(b.amax(-1))
-            total = total + (b - finite_or_zero(running)[..., None]).exp().sum(-1)
-        return total
-
-    def own_maxima() -> Tensor:
-        shifts = [finite_or_zero(b.amax(-1, keepdim=True)) for b in blocks]
-        return torch.stack(
-            [(b - shift).exp().sum(-1) for b, shift in zip(blocks, shifts, strict=True)]
-        ).sum(0)
-
-    def rescaled_upside_down() -> Tensor:
-        running, total = torch.full_like(m_right, -torch.inf), torch.zeros_like(m_right)
-        for b in blocks:
-            new = running.maximum(b.amax(-1))
-            factor = torch.where(running == -torch.inf, 1.0, (new - running).exp())
-            total = total * factor + (b - finite_or_zero(new)[..., None]).exp().sum(-1)
-            running = new
-        return total
-
-    judge(
-        context + "m",
-        m,
-        m_right,
-        allowed=0.0,
-        mistakes=[
-            Mistake("It is the maximum of the last block alone.", lambda: blocks[-1].amax(-1)),
-            Mistake("It is the maximum of the first block alone.", lambda: blocks[0].amax(-1)),
-            Mistake(
-                "m starts at 0, which is wrong when all scores are negative: start at -inf.",
-                lambda: m_right.clamp(min=0),
-            ),
-            Mistake(
-                "The last, shorter block is left out.",
-                lambda: exact[..., : exact.shape[-1] // block * block].amax(-1),
-            ),
-        ],
-    )
-    judge(
-        context + "l",
-        l,
-        l_right,
-        allowed=1e-5 * float(l_right.max()),
-        mistakes=[
-            Mistake(
-                "m is right, but l is not rescaled when m rises: "
-                "multiply the old l by exp(m - m_new).",
-                without_rescaling,
-            ),
-            Mistake(
-                "l is rescaled by exp(m_new - m); the old sum must shrink: exp(m - m_new).",
-                rescaled_upside_down,
-            ),
-            Mistake(
-                "It is the sum of the last block alone.",
-                lambda: (blocks[-1] - m_right[..., None]).exp().sum(-1),
-            ),
-            Mistake(
-                "Each block was summed under its own maximum, and the sums were added.",
-                own_maxima,
-            ),
-            Mistake(
-                "The maximum is never subtracted: this is sum(exp(s)), "
-                "which overflows for large scores.",
-                lambda: exact.exp().sum(-1),
-            ),
-        ],
-    )
+    for index, (result, right, allowed, mistakes) in enumerate(
+        (
+            (m, m_right, 0.0, MAXIMUM_MISTAKES),
+            (l, l_right, 1e-5 * float(l_right.max()), SUM_MISTAKES),
+        )
+    ):
+        judge(
+            context + NAMES[index],
+            result,
+            right,
+            allowed=allowed,
+            mistakes=results(running_max_and_sum, mistakes, lambda f, i=index: f(exact, block)[i]),
+        )
 
 
 def require_maximum(result: Any, scores: Tensor) -> None:

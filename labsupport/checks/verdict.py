@@ -1,15 +1,20 @@
-"""How a check judges a student's result, and how it names the likely mistake.
+"""How a check judges a student's result, and names the likely mistake.
 
-A typical mistake is written down as what it would return (`Mistake`). When a result is wrong, it is
-compared with each of them; the one that matches gives the diagnosis. To teach a check a new
-mistake, add one entry to its list.
+A typical mistake is an edit of the reference solution (`Mistake`). When a result is wrong, the
+edited solutions (`mutant`) run on the same inputs; the one with the same result gives the
+diagnosis. To teach a check a new mistake, add one entry to its table: the tests use it too.
 """
 
 from __future__ import annotations
 
+import ast
+import linecache
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,10 +40,69 @@ class CheckFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical mistake: what to say of it, and what a solution that makes it returns."""
+    """A typical mistake.
 
-    diagnosis: str
-    result: Callable[[], Tensor]
+    Attributes:
+        edit: of the reference solution's source: old text, new text, and so on in turns.
+        say: the diagnosis.
+    """
+
+    edit: tuple[str, ...]
+    say: str
+
+
+@cache
+def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the function (or class) again, compiled with its source edited; see `Mistake`.
+
+    Raises:
+        LookupError: an old text is not in the source.
+    """
+    source = _source(solution)
+    for old, new in zip(edit[::2], edit[1::2], strict=True):
+        if old not in source:
+            raise LookupError(f"{solution.__name__} does not contain {old!r}")
+        source = source.replace(old, new)
+    scope: dict[str, Any] = {}
+    exec(source, vars(sys.modules[solution.__module__]), scope)
+    return scope[solution.__name__]
+
+
+@cache
+def _source(solution: Any) -> str:
+    """Return a function's or autograd function's text; `inspect` finds no class that is sealed."""
+    code = getattr(solution, "forward", solution).__code__
+    text = "".join(linecache.getlines(code.co_filename))
+    (node,) = (n for n in ast.parse(text).body if getattr(n, "name", "") == solution.__name__)
+    return f"{ast.get_source_segment(text, node)}\n"
+
+
+def results(
+    solution: Callable[..., Any],
+    mistakes: Iterable[Mistake],
+    run: Callable[[Callable[..., Any]], Any],
+) -> Iterator[tuple[str, Any]]:
+    """Yield each mistake's diagnosis with what `run` makes of the mutant, unless that raises."""
+    for mistake in mistakes:
+        wrong = mutant(solution, mistake.edit)
+        with suppress(Exception):
+            yield mistake.say, run(wrong)
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Compare two tensors: shapes and values."""
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def explain(
+    given: Any,
+    solution: Callable[..., Any],
+    mistakes: Iterable[Mistake],
+    run: Callable[[Callable[..., Any]], Any],
+    same: Callable[[Any, Any], bool] = equal,
+) -> str:
+    """Return the diagnosis of the first mistake with the `same` result as given, otherwise ""."""
+    return next((say for say, wrong in results(solution, mistakes, run) if same(given, wrong)), "")
 
 
 def passed(what: str, seed: int = 0) -> None:
@@ -107,7 +171,7 @@ def judge(
     expected: Tensor,
     *,
     allowed: float,
-    mistakes: Sequence[Mistake] = (),
+    mistakes: Iterable[tuple[str, Tensor]] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
     """Compare a result with what is expected, and name the mistake if it is wrong.
@@ -116,7 +180,7 @@ def judge(
         name: what the student calls it.
         result, expected: tensors; `expected` in float64 as a rule.
         allowed: largest absolute error that still passes.
-        mistakes: typical mistakes, tried in this order.
+        mistakes: diagnoses with the wrong results that they explain (`results`), in this order.
         dtype: the dtype the result must have, if that is part of the exercise.
 
     Raises:
@@ -131,11 +195,15 @@ def judge(
     result, expected = result.detach().double(), expected.detach().double()
     if _close(result, expected, allowed):
         return
-    for mistake in mistakes:
-        wrong = mistake.result().detach().double()
-        if wrong.shape == result.shape and _close(result, wrong, max(allowed, 1e-4), relative=1e-4):
-            raise CheckFailed(f"{name} is wrong. {mistake.diagnosis}")
-    raise CheckFailed(f"{name} is wrong. {_where(result, expected, allowed)}")
+
+    def like(result: Tensor, wrong: Tensor) -> bool:
+        wrong = wrong.detach().double()
+        return wrong.shape == result.shape and _close(
+            result, wrong, max(allowed, 1e-4), relative=1e-4
+        )
+
+    said = next((say for say, wrong in mistakes if like(result, wrong)), "")
+    raise CheckFailed(f"{name} is wrong. {said or _where(result, expected, allowed)}")
 
 
 def a_few_steps(expected: Tensor, *dtypes: torch.dtype) -> float:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from labsupport import checks
+from labsupport.checks.verdict import mutant
 from labsupport.paths import notebooks_dir
 
 
@@ -36,8 +37,23 @@ def broken(source: str, name: str, *changes: tuple[str, str], **imported):
     return function(source, name, **imported)
 
 
-def diagnosis(check, student, **options) -> str:
-    """What a check that must fail says of the student's function."""
+def diagnosis(check, *student, **options):
+    """What a check that must fail, or the first of several, says of the student's function."""
     with pytest.raises(checks.CheckFailed) as caught:
-        check(student, **options)
+        for one in check if isinstance(check, tuple | list) else (check,):
+            one(*student, **options)
     return str(caught.value)
+
+
+def each(*tables):
+    """Parametrize a test by (check, student, said) for each mistake of (check, solution, table)."""
+    return pytest.mark.parametrize(
+        ("check", "student", "said"),
+        [
+            pytest.param(
+                check, mutant(solution, m.edit), m.say, id=f"{solution.__name__}: {m.say[:60]}"
+            )
+            for check, solution, table in tables
+            for m in table
+        ],
+    )

@@ -3,8 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from labsupport import checks
+from labsupport.checks.chunked_loss import GRADIENT_MISTAKES, LOSS_MISTAKES, ChunkedLoss
+from labsupport.checks.verdict import Mistake, mutant
 from labsupport.training.saving.cross_entropy import chunked_cross_entropy
-from tests.checks.solutions import broken, function, solution_source
+from tests.checks.solutions import diagnosis, each, function, solution_source
 
 
 def source():
@@ -14,15 +16,8 @@ def source():
 ALL = [checks.check_loss_values, checks.check_loss_gradients, checks.check_loss_memory]
 
 
-def solved(*changes):
-    return broken(source(), "ChunkedLoss", *changes)
-
-
-def diagnosis(student, *some):
-    with pytest.raises(checks.CheckFailed) as caught:
-        for check in some or ALL:
-            check(student)
-    return str(caught.value)
+def solved():
+    return function(source(), "ChunkedLoss")
 
 
 @pytest.mark.parametrize("check", ALL)
@@ -88,80 +83,50 @@ def test_the_labs_own_loss_passes(check):
     check(Labs)
 
 
-RANGE, COUNT = "range(0, len(labels), chunk)", "return total / count"
-LOSS = "total -= (log_p.gather(1, target)[:, 0] * kept).sum()"
-VALUES = {
-    "mean of means": (
-        [(LOSS, LOSS.replace(".sum()", ".sum() / kept.sum()")), (COUNT, "return total / -(-len(labels) // chunk)")],
-        "mean of the chunks' means",
-    ),
-    "all tokens": ([(COUNT, "return total / len(labels)")], "divided by all tokens"),
-    "sum": ([(COUNT, "return total")], "It is the sum"),
-    "last chunk dropped": ([(RANGE, "range(0, len(labels) // chunk * chunk, chunk)")], "shorter chunk is left out"),
-    "last chunk only": ([("total -=", "total = -")], "last chunk alone"),
-    "first chunk only": ([("        ctx.save", "            break\n        ctx.save")], "first chunk alone"),
-    "ignored counted": ([("[:, 0] * kept)", "[:, 0])")], "as if their label were 0"),
-    "last class": (
-        [("[:, 0] * kept)", "[:, 0])"), ("labels.masked_fill(~counted, 0)", "labels.where(counted, len(weight) - 100)")],
-        "counts from the end",
-    ),
-    "sign": ([("total -=", "total +=")], "sign is wrong"),
-    "no logsumexp": ([("torch.log_softmax(hidden[part] @ weight.T, dim=-1)", "hidden[part] @ weight.T")], "logsumexp over the vocabulary"),
-    "probability": ([("log_p.gather(1, target)", "log_p.exp().gather(1, target)")], "take its logarithm"),
-    "all ignored": ([(".clamp(min=1)", "")], "every token is ignored"),
-    "overflow": (
-        [("torch.log_softmax(hidden[part] @ weight.T, dim=-1)", "(hidden[part] @ weight.T).exp()\n            log_p = (log_p / log_p.sum(-1, keepdim=True)).log()")],
+COUNT = "return total / count"
+SCORES = "torch.log_softmax(hidden[part] @ weight.T, dim=-1)"
+OTHER_LOSSES = (
+    Mistake((".clamp(min=1)", ""), "every token is ignored"),
+    Mistake(
+        (
+            SCORES,
+            "(hidden[part] @ weight.T).exp()\n            log_p = (log_p / log_p.sum(-1, keepdim=True)).log()",
+        ),
         "overflows float32",
     ),
-    "a number in a list": ([("total / count", "(total / count)[None]")], "of shape ()"),
-    "something else": ([(COUNT, "return total / count + 1")], "entries are wrong"),
-    "nothing": ([(COUNT, "total / count")], "`return`"),
-    "labels changed": ([("targets = labels.masked_fill(", "targets = labels.masked_fill_(")], "in place"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "said"), VALUES.values(), ids=VALUES)
-def test_each_mistake_in_the_loss_gets_its_own_diagnosis(changes, said):
-    assert said in diagnosis(solved(*changes), checks.check_loss_values)
-
-
-D, MINUS = "d *= kept[:, None] / count", "d.scatter_add_(1, target, -torch.ones_like(d[:, :1]))"
+    Mistake(("total / count", "(total / count)[None]"), "of shape ()"),
+    Mistake((COUNT, "return total / count + 1"), "entries are wrong"),
+    Mistake((COUNT, "total / count"), "`return`"),
+    Mistake(("targets = labels.masked_fill(", "targets = labels.masked_fill_("), "in place"),
+)
 RETURN = "return grad_hidden * grad_loss, grad_weight * grad_loss, None, None"
-GRADIENTS = {
-    "incoming ignored": ([(RETURN, "return grad_hidden, grad_weight, None, None")], "incoming gradient is ignored"),
-    "incoming ignored for one": ([(RETURN, "return grad_hidden * grad_loss, grad_weight, None, None")], "gradient of weight is wrong. The incoming"),
-    "incoming twice": ([(RETURN, RETURN.replace("* grad_loss", "* grad_loss**2"))], "multiplied in twice"),
-    "no minus one": ([(MINUS, "pass")], "minus one at the label is missing"),
-    "sign": ([(D, "d *= -1.0 * kept[:, None] / count")], "sign is wrong"),
-    "no softmax": ([("d = log_p.exp()", "d = torch.zeros_like(log_p)")], "softmax is missing"),
-    "ignored get all": ([(D, "d /= count")], "as if their label were 0"),
-    "ignored get softmax": ([(MINUS, MINUS.replace("d[:, :1])", "d[:, :1]) * kept[:, None]")), (D, "d /= count")], "their softmax"),
-    "sum": ([(D, "d *= kept[:, None]")], "not divided by the number"),
-    "all tokens": ([(D, "d *= kept[:, None] / len(labels)")], "divided by all tokens"),
-    "mean of means": (
-        [(D, "d *= kept[:, None] / (kept.sum().clamp(min=1) * -(-len(labels) // chunk))")],
-        "its own number of tokens",
+OTHER_GRADIENTS = (
+    Mistake(
+        ("grad_weight * grad_loss", "grad_weight"), "gradient of weight is wrong. The incoming"
     ),
-    "last chunk dropped": ([(RANGE, "range(0, len(labels) // chunk * chunk, chunk)")], "shorter chunk is left out"),
-    "weight overwritten": ([("grad_weight +=", "grad_weight =")], "gradient of weight is wrong. Each chunk overwrites"),
-    "hidden never written": ([("grad_hidden[part] = d @ weight", "pass")], "all zeros"),
-    "two gradients": ([(", None, None", "")], "returns four values"),
-    "five gradients": ([(", None, None", ", None, None, None, 0")], "returns four values"),
-    "wrong order": ([(RETURN, "return grad_weight * grad_loss, grad_hidden * grad_loss, None, None")], "order of forward's arguments"),
-    "transposed": ([("grad_weight * grad_loss", "grad_weight.T * grad_loss")], "order of forward's arguments"),
-    "none for weight": ([("grad_weight * grad_loss", "None")], "returns None for weight"),
-    "an error": ([("ctx.saved_tensors", "ctx.saved")], "backward raised AttributeError"),
-    "all ignored": (
-        [(".clamp(min=1)", ""), (COUNT, "return total / count.clamp(min=1)")],
-        "must be 0",
+    Mistake(("grad_hidden[part] = d @ weight", "pass"), "all zeros"),
+    Mistake((", None, None", ""), "returns four values"),
+    Mistake((", None, None", ", None, None, None, 0"), "returns four values"),
+    Mistake(
+        (RETURN, "return grad_weight * grad_loss, grad_hidden * grad_loss, None, None"),
+        "order of forward's arguments",
     ),
-    "something else": ([(MINUS, MINUS.replace("-torch", "-2 * torch"))], "entries are wrong"),
-}  # fmt: skip
+    Mistake(
+        ("grad_weight * grad_loss", "grad_weight.T * grad_loss"), "order of forward's arguments"
+    ),
+    Mistake(("grad_weight * grad_loss", "None"), "returns None for weight"),
+    Mistake(("ctx.saved_tensors", "ctx.saved"), "backward raised AttributeError"),
+    Mistake((".clamp(min=1)", "", COUNT, "return total / count.clamp(min=1)"), "must be 0"),
+    Mistake(("-torch.ones", "-2 * torch.ones"), "entries are wrong"),
+)
 
 
-@pytest.mark.parametrize(("changes", "said"), GRADIENTS.values(), ids=GRADIENTS)
-def test_each_mistake_in_the_gradients_gets_its_own_diagnosis(changes, said):
-    assert said in diagnosis(solved(*changes), checks.check_loss_gradients)
+@each(
+    (checks.check_loss_values, ChunkedLoss, LOSS_MISTAKES + OTHER_LOSSES),
+    (checks.check_loss_gradients, ChunkedLoss, GRADIENT_MISTAKES + OTHER_GRADIENTS),
+)
+def test_each_mistake_gets_its_own_diagnosis(check, student, said):
+    assert said in diagnosis(check, student)
 
 
 class AllAtOnce(torch.autograd.Function):
@@ -186,7 +151,7 @@ def test_all_the_logits_at_once_are_refused_though_the_values_are_right():
     for check in ALL[:2]:
         check(AllAtOnce)
     assert "forward created a tensor of shape (1024, 512)" in diagnosis(
-        AllAtOnce, checks.check_loss_memory
+        checks.check_loss_memory, AllAtOnce
     )
 
 
@@ -199,17 +164,20 @@ def test_all_the_logits_in_the_backward_alone_are_refused_too():
 
     for check in ALL[:2]:
         check(InBackward)
-    assert "backward created" in diagnosis(InBackward, checks.check_loss_memory)
+    assert "backward created" in diagnosis(checks.check_loss_memory, InBackward)
 
 
 def test_chunks_of_logits_that_are_all_kept_are_refused_too():
-    keeps = solved(
-        ("            d = log_p.exp()", "            ctx.kept.append(log_p)\n            d = log_p.exp()"),
-        ("        total =", "        ctx.kept = []\n        total ="),
-    )  # fmt: skip
+    edit = (
+        "d = log_p.exp()",
+        "d = log_p.exp(); ctx.kept.append(log_p)",
+        "total =",
+        "ctx.kept = []; total =",
+    )
+    keeps = mutant(ChunkedLoss, edit)
     for check in ALL[:2]:
         check(keeps)
-    assert "kept for the backward pass" in diagnosis(keeps, checks.check_loss_memory)
+    assert "kept for the backward pass" in diagnosis(checks.check_loss_memory, keeps)
 
 
 def test_a_stub_is_called_one():
@@ -223,13 +191,12 @@ def test_a_stub_is_called_one():
         def backward(ctx, grad_loss):
             raise NotImplementedError
 
-    assert "Stub is not written yet" in diagnosis(Stub)
-    assert "backward is not written yet" in diagnosis(HalfStub)
+    assert "Stub is not written yet" in diagnosis(ALL, Stub)
+    assert "backward is not written yet" in diagnosis(ALL, HalfStub)
 
 
 def test_what_is_no_autograd_function_is_refused():
-    assert "the class itself" in diagnosis(lambda hidden, weight, labels, chunk: hidden.sum())
-    assert function(source(), "ChunkedLoss")  # and the solution is one
+    assert "the class itself" in diagnosis(ALL, lambda hidden, weight, labels, chunk: hidden.sum())
 
 
 def test_a_loss_without_gradients_does_not_pass_for_its_little_memory():
@@ -243,4 +210,4 @@ def test_a_loss_without_gradients_does_not_pass_for_its_little_memory():
         def backward(ctx, given):
             return *(torch.zeros_like(x) for x in ctx.saved_tensors), None, None
 
-    assert "gradient of hidden is zero" in diagnosis(Nothing, checks.check_loss_memory)
+    assert "gradient of hidden is zero" in diagnosis(checks.check_loss_memory, Nothing)

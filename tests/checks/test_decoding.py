@@ -2,24 +2,15 @@ import pytest
 import torch
 
 from labsupport import checks
-from tests.checks.solutions import broken, function, solution_source
+from labsupport.checks import decoding
+from labsupport.checks.verdict import Mistake
+from tests.checks.solutions import diagnosis, each, function, solution_source
 
-ALL = [
-    checks.check_visible_positions,
-    checks.check_visible_padding,
-    checks.check_visible_decoding,
-]
+ALL = [checks.check_visible_positions, checks.check_visible_padding, checks.check_visible_decoding]
 
 
 def source():
     return solution_source("02", "ex-2-3-decoding-mask")
-
-
-def diagnosis(student, *some):
-    with pytest.raises(checks.CheckFailed) as caught:
-        for check in some or ALL:
-            check(student)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("check", ALL)
@@ -42,76 +33,32 @@ def test_another_right_way_passes():
         check(by_positions)
 
 
-DIAGONAL, PADDING = "diagonal=seqlen_k - seqlen_q", "causal & valid[:, None, None, :]"
-NAMED = ("return", f"m = None if valid is None else {PADDING}\n    return")
-MISTAKES = {
-    "top-left": ([(DIAGONAL, "")], "starts at the top left"),
-    "strict": ([(DIAGONAL, DIAGONAL + " - 1")], "does not see itself"),
-    "one too many": ([(DIAGONAL, DIAGONAL + " + 1")], "one token of its future"),
-    "inverted": ([(DIAGONAL + ")", DIAGONAL + ").logical_not()")], "It is inverted"),
-    "upper triangle": ([("tril", "triu")], "triangle is inverted"),
-    "nothing hidden in a chunk": (
-        [(DIAGONAL, "diagonal=0 if seqlen_q == seqlen_k else seqlen_k")],
-        "right for one new token",
-    ),
-    "numbers": ([(DIAGONAL + ")", DIAGONAL + ").float()")], "adding 1 hides nothing"),
-    "-inf and 0": (
-        [(DIAGONAL + ")", DIAGONAL + ").float().log()")],
-        "return booleans",
-    ),
-    "padding ignored": ([(PADDING, "causal")], "Is `valid` ignored?"),
-    "padding ignored in the right shape": (
-        [(PADDING, "causal.expand(len(valid), 1, -1, -1)")],
-        "`valid` is ignored",
-    ),
-    "padding of queries": (
-        [(PADDING, "causal & valid[:, None, -seqlen_q:, None]")],
-        "hides queries, not keys",
-    ),
-    "padding of both": (
-        [(PADDING, "causal & valid[:, None, None, :] & valid[:, None, -seqlen_q:, None]")],
-        "queries as well as keys",
-    ),
-    "True for padding": ([(PADDING, "causal & ~valid[:, None, None, :]")], "`valid` is True for text"),
-    "or": ([(PADDING, "causal | valid[:, None, None, :]")], "must be both"),
-    "no dimension for heads": ([(PADDING, "causal & valid[:, None, :]")], "stands for the heads"),
-    "empty rows filled": (
-        [(f"else {PADDING}", "else m | ~m.any(-1, keepdim=True)"), NAMED],
-        "Leave them False",
-    ),
-    "padding sees itself": (
-        [(f"else {PADDING}", "else m | (~m.any(-1, keepdim=True) & causal & ~ones.tril(seqlen_k - seqlen_q - 1))"), NAMED],
-        "the query sees itself",
-    ),
-}  # fmt: skip
+OTHERS = (
+    Mistake(("return mask", "return mask.float()"), "adding 1 hides nothing"),
+    Mistake(("return mask", "return mask.float().log()"), "return booleans"),
+    Mistake(("None, None, :]", "None, :]"), "stands for the heads"),
+    Mistake(("valid is not None", "False"), "Is `valid` ignored?"),
+    Mistake(("return mask", "return mask.roll(1, -2)"), "is at position"),
+)
 
 
-@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_gets_its_own_diagnosis(changes, said):
-    assert said in diagnosis(broken(source(), "visible", *changes))
+@each((ALL, decoding.visible, decoding.MISTAKES + OTHERS))
+def test_each_mistake_gets_its_own_diagnosis(check, student, said):
+    assert said in diagnosis(check, student)
 
 
-def test_a_mistake_without_a_name_is_located():
-    student = broken(source(), "visible", (DIAGONAL + ")", DIAGONAL + ").roll(1, 0)"))
-    assert "is at position" in diagnosis(student)
+DECODING = (
+    Mistake(("tril(seqlen_k - seqlen_q)", "tril()"), "gets other outputs than alone"),
+    Mistake(("valid is not None", "False"), "3 tokens of padding"),
+    Mistake(("- seqlen_q", ""), "step 0 to 3 (prefill"),
+    Mistake(("return mask", "return mask[..., :-1]"), "refuses your mask"),
+    Mistake(("return mask", "return mask.float()"), "boolean tensor"),
+)
 
 
-DECODING = {
-    "top-left": ([(DIAGONAL, "")], "gets other outputs than alone"),
-    "padding ignored": ([(PADDING, "causal")], "3 tokens of padding"),
-    "chunk sees its future": ([(DIAGONAL, "diagonal=seqlen_k")], "step 0 to 3 (prefill"),
-    "a shape that does not fit": (
-        [(PADDING, "(causal & valid[:, None, None, :])[:, :, :, :-1]")],
-        "refuses your mask",
-    ),
-    "numbers": ([(PADDING, "(causal & valid[:, None, None, :]).float()")], "boolean tensor"),
-}
-
-
-@pytest.mark.parametrize(("changes", "said"), DECODING.values(), ids=DECODING)
-def test_a_wrong_mask_shows_in_a_decoded_batch(changes, said):
-    student = broken(source(), "visible", *changes)
-    assert said in diagnosis(student, checks.check_visible_decoding)
+@each((checks.check_visible_decoding, decoding.visible, DECODING))
+def test_a_wrong_mask_shows_in_a_decoded_batch(check, student, said):
+    assert said in diagnosis(check, student)
 
 
 def test_rows_without_keys_may_hold_anything_in_a_decoded_batch():
@@ -127,4 +74,4 @@ def test_a_stub_is_called_one():
     def visible(seqlen_q, seqlen_k, valid=None):
         raise NotImplementedError
 
-    assert "not written yet" in diagnosis(visible)
+    assert "not written yet" in diagnosis(ALL, visible)

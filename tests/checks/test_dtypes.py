@@ -83,10 +83,7 @@ DTYPE_MISTAKES = {
         "    return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float16",
         "not at the first only",
     ),
-    "float32 stays float32": (
-        "    return q.dtype",
-        "take float16 and bfloat16 only",
-    ),
+    "float32 stays float32": ("    return q.dtype", "take float16 and bfloat16 only"),
     "no look at the numbers": (
         "    types = {q.dtype, k.dtype, v.dtype}\n"
         "    return torch.bfloat16 if torch.bfloat16 in types else torch.float16",

@@ -5,33 +5,20 @@ import torch
 
 from labsupport import checks
 from labsupport.analysis.roofline import case_of
+from labsupport.checks import fitting
+from labsupport.checks.verdict import Mistake
 from labsupport.profiling.runs import load_run
 from labsupport.profiling.work import flops_of
-from tests.checks.solutions import broken, diagnosis, solution_source
+from tests.checks.solutions import diagnosis, each, function, solution_source
 
 FIT, PREDICT, HELD_OUT = ALL = checks.check_fit, checks.check_predict, checks.check_held_out
 
 
-def source():
-    return solution_source("04", "ex-4-4-predict")
-
-
-def solved(name, *changes):
-    return broken(source(), name, *changes, np=np)
-
-
 @pytest.mark.parametrize("seed", [0, 5, 31])
 def test_the_solutions_pass(seed, capsys):
-    FIT(solved("fit_time"), seed=seed)
-    PREDICT(solved("predict_time"), seed=seed)
-    HELD_OUT(solved("held_out_error"), seed=seed)
+    for name, check in zip(("fit_time", "predict_time", "held_out_error"), ALL, strict=True):
+        check(function(solution_source("04", "ex-4-4-predict"), name, np=np), seed=seed)
     assert capsys.readouterr().out.count("[ok]") == 3
-
-
-def test_the_labs_own_functions_pass():
-    FIT(checks.fit_time)
-    PREDICT(checks.predict_time)
-    HELD_OUT(checks.held_out_error)
 
 
 def test_other_right_ways_pass():
@@ -89,96 +76,55 @@ def test_two_numbers_predict_recorded_times_on_an_h200(backend):
     assert error < 0.1
 
 
-LINE = "(start_ms, slope), *_ = np.linalg.lstsq(rows, np.ones(len(ms)))"
-RETURN = "return start_ms, 1 / slope"
-FIT_MISTAKES = {
-    "absolute": ([(LINE, "slope, start_ms = np.polyfit(work, ms, 1)")], "minimise errors in ms"),
-    "squared weights": ([(LINE, "slope, start_ms = np.polyfit(work, ms, 1, w=1 / ms**2)")], "divide by ms**2"),
-    "square roots": ([(LINE, "slope, start_ms = np.polyfit(work, ms, 1, w=ms**-0.5)")], "the square root of ms"),
-    "no start": ([("np.stack([1 / ms,", "np.stack([0 / ms,")], "goes through 0"),
-    "smallest time": ([(RETURN, "return ms.min(), 1 / slope")], "shortest time"),
-    "two points": ([(LINE, "a, b = work.argmin(), work.argmax(); slope = (ms[b] - ms[a]) / (work[b] - work[a]); start_ms = ms[a] - slope * work[a]")], "through two rows"),
-    "mean rate": ([(RETURN, "return start_ms, (work / ms).mean()")], "the start is in it"),
-    "swapped": ([(RETURN, "return 1 / slope, start_ms")], "swapped"),
-    "slope": ([(RETURN, "return start_ms, slope")], "The rate is 1 over it"),
-    "FLOP/s": ([(RETURN, "return start_ms, 1e12 / slope")], "in FLOP/s"),
-    "GFLOP/s": ([(RETURN, "return start_ms, 1e3 / slope")], "in GFLOP/s"),
-    "FLOP/ms": ([("flops / 1e9", "flops")], "a millisecond: divide"),
-    "seconds": ([(RETURN, "return start_ms / 1e3, 1 / slope")], "in seconds"),
-    "microseconds": ([(RETURN, "return start_ms * 1e3, 1 / slope")], "in microseconds"),
-    "one value": ([(RETURN, "return start_ms")], "return 2 values (start_ms, tflops), not a float64"),
-    "an array": ([(RETURN, "return np.array([start_ms, 1 / slope])")], "not a ndarray of shape (2,)"),
-    "text": ([(RETURN, "return start_ms, 'fast'")], "tflops must be a number, not a str"),
-    "NaN": ([(RETURN, "return start_ms, math.nan")], "tflops is NaN"),
-    "something else": ([(RETURN, "return start_ms, 0.9 / slope")], "tflops is off"),
-}  # fmt: skip
-TIME = "start_ms + flops / (tflops * 1e12) * 1e3"
-PREDICT_MISTAKES = {
-    "no start": ([("start_ms + flops", "flops")], "start_ms is missing"),
-    "seconds": ([(TIME, f"({TIME}) / 1e3")], "is in ms"),
-    "seconds in part": ([("1e12) * 1e3", "1e12)")], "start_ms in ms"),
-    "multiplied": ([("flops / (tflops * 1e12) * 1e3", "flops * tflops / 1e9")], "Divide by the rate"),
-    "maximum": ([(TIME, "max(start_ms, flops / (tflops * 1e9))")], "first the start, then the work"),
-    "text": ([(TIME, f"f'{{{TIME}}} ms'")], "the time must be a number, not a str"),
-    "an integer": ([(TIME, f"int({TIME})")], "is right"),
-    "one time for many": ([(TIME, f"float(np.max({TIME}))")], "one time for each was expected"),
-    "none": ([("return start_ms +", "start_ms +")], "is a `return` missing"),
-}  # fmt: skip
-ERROR = "((predicted - unseen.median_ms).abs() / unseen.median_ms).mean()"
-OFF = "((predicted - unseen.median_ms) / unseen.median_ms)"
-SIDES = "seen, unseen = ran[~ran.held_out], ran[ran.held_out]"
-HELD_OUT_MISTAKES = {
-    "all fitted": ([("seen, unseen = ran[~ran.held_out],", "seen, unseen = ran,")], "says nothing about others"),
-    "sides swapped": ([("seen, unseen = ran", "unseen, seen = ran")], "the other way round"),
-    "calibration error": ([("    predicted", "    unseen = seen\n    predicted")], "rows that were fitted"),
-    "error of all": ([("    predicted", "    unseen = ran\n    predicted")], "the error on all rows"),
-    "relative to predicted": ([("/ unseen.median_ms)", "/ predicted)")], "not by the predicted"),
-    "signed": ([(".abs()", "")], "cancel"),
-    "squared": ([(ERROR, f"({OFF} ** 2).mean()")], "mean of the squares"),
-    "root": ([(ERROR, f"({OFF} ** 2).mean() ** 0.5")], "root of the mean square"),
-    "largest": ([(").mean()", ").max()")], "largest error"),
-    "median": ([(").mean()", ").median()")], "median of the errors"),
-    "in ms": ([(" / unseen.median_ms).mean()", ").mean()")], "divide each error"),
-    "of sums": ([(ERROR, "(predicted - unseen.median_ms).abs().sum() / unseen.median_ms.sum()")], "the longest calls decide alone"),
-    "percent": ([("error = ", "error = 100 * ")], "in percent"),
-    "absolute fit": ([(LINE, "slope, start_ms = np.polyfit(work, ms, 1)")], "minimise errors in ms"),
-    "rows without a time": ([('table[table.status == "ok"]', "table")], "some rows have no time"),
-    "the table changed": ([("    ran =", "    table['work'] = table.flops / 1e9\n    ran =")], "the table was changed"),
-    "gaps filled in place": ([("    ran =", "    table['median_ms'] = table.median_ms.fillna(0)\n    ran =")], "the table was changed"),
-    "two values": ([("return start_ms, tflops, error", "return start_ms, tflops")], "return 3 values"),
-    "a column": ([(").mean()", ")")], "error must be a number, not a Series"),
-}  # fmt: skip
+RETURN = "return float(start_ms), float(1 / slope)"
+OTHER_FITS = (
+    Mistake((RETURN, "return start_ms"), "return 2 values (start_ms, tflops), not a float64"),
+    Mistake((RETURN, "return np.array([start_ms, 1 / slope])"), "not a ndarray of shape (2,)"),
+    Mistake((RETURN, "return start_ms, 'fast'"), "tflops must be a number, not a str"),
+    Mistake((RETURN, "return start_ms, float('nan')"), "tflops is NaN"),
+    Mistake((RETURN, "return start_ms, 0.9 / slope"), "tflops is off"),
+)
+TIME = "start_ms + flops / tflops / 1e9"
+OTHER_TIMES = (
+    Mistake((TIME, f"f'{{{TIME}}} ms'"), "the time must be a number, not a str"),
+    Mistake((TIME, f"int({TIME})"), "is right"),
+    Mistake((TIME, f"float(np.max({TIME}))"), "one time for each was expected"),
+    Mistake(("return start_ms", "start_ms"), "is a `return` missing"),
+)
+OTHER_TESTS = (
+    Mistake(('table[table.status == "ok"]', "table"), "some rows have no time"),
+    Mistake(
+        ("    ran =", "    table['work'] = table.flops / 1e9\n    ran ="), "the table was changed"
+    ),
+    Mistake(
+        ("    ran =", "    table['median_ms'] = table.median_ms.fillna(0)\n    ran ="),
+        "the table was changed",
+    ),
+    Mistake(("return start, rate, float(error)", "return start, rate"), "return 3 values"),
+    Mistake((").mean()", ")", "float(error)", "error"), "error must be a number, not a Series"),
+)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("changes", "said"), FIT_MISTAKES.values(), ids=FIT_MISTAKES)
-def test_each_mistake_in_the_fit_gets_its_own_diagnosis(changes, said, seed):
-    assert said in diagnosis(FIT, solved("fit_time", *changes), seed=seed)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("changes", "said"), PREDICT_MISTAKES.values(), ids=PREDICT_MISTAKES)
-def test_each_mistake_in_the_prediction_gets_its_own_diagnosis(changes, said, seed):
-    assert said in diagnosis(PREDICT, solved("predict_time", *changes), seed=seed)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("changes", "said"), HELD_OUT_MISTAKES.values(), ids=HELD_OUT_MISTAKES)
-def test_each_mistake_in_the_test_gets_its_own_diagnosis(changes, said, seed):
-    assert said in diagnosis(HELD_OUT, solved("held_out_error", *changes), seed=seed)
+@pytest.mark.parametrize("seed", [0, 1])
+@each(
+    (FIT, fitting.fit_time, fitting.FIT_MISTAKES + OTHER_FITS),
+    (PREDICT, fitting.predict_time, fitting.PREDICT_MISTAKES + OTHER_TIMES),
+    (HELD_OUT, fitting.held_out_error, fitting.TEST_MISTAKES + OTHER_TESTS),
+)
+def test_each_mistake_gets_its_own_diagnosis(check, student, said, seed):
+    assert said in diagnosis(check, student, seed=seed)
 
 
 def test_a_choice_by_held_out_rows_is_found_even_if_both_candidates_are_fair():
     """Two fits on the right rows; the one that does better on the held-out rows is kept."""
-    fit, predict = solved("fit_time"), solved("predict_time")
 
     def best_of_two(table):
         ran = table[table.status == "ok"]
         seen, unseen = ran[~ran.held_out], ran[ran.held_out]
         fits = []
         for factor in (1.0, 0.7):
-            start, rate = fit(seen.flops.to_numpy(), seen.median_ms.to_numpy())
-            off = predict(unseen.flops, start, rate * factor) - unseen.median_ms
+            start, rate = checks.fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
+            off = checks.predict_time(unseen.flops, start, rate * factor) - unseen.median_ms
             fits.append(((off.abs() / unseen.median_ms).mean(), start, rate * factor))
         error, start, rate = min(fits)
         return start, rate, error

@@ -12,8 +12,9 @@ if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
 from labsupport.attention.flash_triton.with_update import softmax_update
-from tests.checks.solutions import solution_source
-from tests.checks.test_textbook import diagnosis
+from labsupport.checks import kernel
+from labsupport.checks.verdict import Mistake
+from tests.checks.solutions import diagnosis, solution_source
 
 UPDATE = [checks.check_update_values, checks.check_update_extremes, checks.check_update_dtype]
 
@@ -58,9 +59,9 @@ def jitted(tmp_path):
 
 @pytest.fixture
 def broken(jitted):
-    def define(*changes):
+    def define(*edit):
         source = solution()
-        for old, new in changes:
+        for old, new in zip(edit[::2], edit[1::2], strict=True):
             assert old in source, f"the solution no longer contains {old!r}"
             source = source.replace(old, new)
         return jitted(source)
@@ -88,79 +89,43 @@ def test_other_seeds_pass_too(seed, jitted):
     checks.check_update_extremes(jitted(solution()), seed=seed)
 
 
-MISTAKES = {
-    "nothing rescaled": (
-        [("l * alpha", "l"), ("acc * alpha[:, None]", "acc")],
-        "Neither l nor acc is rescaled",
-    ),
-    "l not rescaled": ([("l * alpha", "l")], "running sum l is not"),
-    "acc not rescaled": ([("acc * alpha[:, None]", "acc")], "acc is not rescaled"),
-    "maximum of the tile": (
-        [("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)")],
-        "maximum of the last tile",
-    ),
-    "old m returned": ([("return m_new", "return m")], "return m_new"),
-    "exp": ([("tl.exp2(", "tl.exp(")], "exp is used for exp2"),
-    "log2(e) twice": (
-        [("exp2(m - shift)", "exp2((m - shift) * 1.4426950408889634)"),
-         ("exp2(scores - shift[:, None])", "exp2((scores - shift[:, None]) * 1.4426950408889634)")],
-        "second factor log2(e)",
-    ),
-    "exp in P alone": ([("tl.exp2(scores", "tl.exp(scores")], "P is computed with exp,"),
-    "exp in alpha alone": ([("tl.exp2(m", "tl.exp(m")], "alpha is computed with exp,"),
-    "nothing subtracted": (
-        [("scores - shift[:, None]", "scores"), ("l * alpha", "l"), ("acc * alpha[:, None]", "acc")],
-        "never subtracted",
-    ),
-    "not subtracted in P": ([("scores - shift[:, None]", "scores")], "without the maximum"),
-    "old maximum in P": ([("scores - shift[:, None]", "scores - m[:, None]")], "old maximum"),
-    "alpha upside down": ([("m - shift)", "shift - m)")], "has to shrink"),
-    "divided in every step": ([("v)\n", "v)\n    acc = acc / l[:, None]\n")], "divides once"),
-    "nothing added to l": ([(" + tl.sum(p, 1)", "")], "own sum is not added"),
-    "NaN in empty rows": (
-        [('tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new")],
-        "-inf - (-inf) is NaN",
-    ),
-    "0 for -inf": ([("return m_new", "return shift")], "must stay -inf, but is 0"),
-    "a large number for -inf": (
-        [("tl.maximum(m, tl.max(scores, 1))", "tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e6)")],
-        "must stay -inf, but is -1e+06",
-    ),
-    "P not rounded": ([("p.to(v.dtype)", "p")], "one dtype"),
-    "always float16": ([("p.to(v.dtype)", "p.to(tl.float16)")], "the inputs' dtype, float32 here"),
-    "v widened": ([("tl.dot(p.to(v.dtype), v)", "tl.dot(p, v.to(tl.float32))")], "widened"),
-    "l from rounded P": (
-        [("exp2(scores - shift[:, None])", "exp2(scores - shift[:, None]).to(v.dtype).to(tl.float32)")],
-        "exact as float16",
-    ),
-    "two values": ([("return m_new, l, acc", "return m_new, l")], "three values, m, l and acc"),
-}  # fmt: skip
+OTHERS = (
+    Mistake(("- shift)", "- shift) * 1.4426950408889634)", "tl.exp2(m -", "tl.exp2((m -", "- shift[:, None])", "- shift[:, None]) * 1.4426950408889634)", "tl.exp2(scores -", "tl.exp2((scores -"), "second factor log2(e)"),
+    Mistake(("return m_new", "return shift"), "must stay -inf, but is 0"),
+    Mistake(("tl.maximum(m, tl.max(scores, 1))", "tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e6)"), "must stay -inf, but is -1e+06"),
+    Mistake(("p.to(v.dtype)", "p"), "one dtype"),
+    Mistake(("p.to(v.dtype)", "p.to(tl.float16)"), "the inputs' dtype, float32 here"),
+    Mistake(("tl.dot(p.to(v.dtype), v)", "tl.dot(p, v.to(tl.float32))"), "widened"),
+    Mistake(("exp2(scores - shift[:, None])", "exp2(scores - shift[:, None]).to(v.dtype).to(tl.float32)"), "exact as float16"),
+    Mistake(("return m_new, l, acc", "return m_new, l"), "three values, m, l and acc"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_gets_its_own_diagnosis(changes, said, broken):
-    assert said in diagnosis(broken(*changes), *UPDATE)
+@pytest.mark.parametrize("mistake", kernel.MISTAKES + OTHERS, ids=lambda m: m.say[:60])
+def test_each_mistake_gets_its_own_diagnosis(mistake, broken):
+    """The table's edits are of the lab's function on tensors; they fit the notebook's kernel."""
+    assert mistake.say in diagnosis(UPDATE, broken(*mistake.edit))
 
 
 def test_a_quotient_of_exponentials_overflows(broken):
     """The same on paper; and right for small scores."""
     quotient = "tl.exp2(scores) / tl.exp2(shift)[:, None]"
-    student = broken(("tl.exp2(scores - shift[:, None])", quotient))
+    student = broken("tl.exp2(scores - shift[:, None])", quotient)
     checks.check_update_values(student)
-    assert "inside of exp2" in diagnosis(student, *UPDATE)
+    assert "inside of exp2" in diagnosis(UPDATE, student)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ([("v)\n", "v)\n    acc = acc.to(v.dtype)\n")], "acc overflows"),
-        ([("tl.sum(p, 1)", "tl.sum(p, 1).to(v.dtype)")], "exact as float16"),
+        (("v)\n", "v)\n    acc = acc.to(v.dtype)\n"), "acc overflows"),
+        (("tl.sum(p, 1)", "tl.sum(p, 1).to(v.dtype)"), "exact as float16"),
     ],
 )
 def test_sums_in_the_inputs_dtype_are_found(changes, said, broken):
     """Random inputs might let float16 sums pass: these do not."""
     student = broken(*changes)
-    messages = [diagnosis(student, check) for check in UPDATE if check_fails(check, student)]
+    messages = [diagnosis(check, student) for check in UPDATE if check_fails(check, student)]
     assert any(said in message for message in messages), messages
 
 
@@ -173,16 +138,16 @@ def check_fails(check, student):
 
 
 def test_two_mistakes_at_once_say_where_the_result_goes_wrong(broken):
-    student = broken(("l * alpha", "l"), ("return m_new", "return m_new + 1"))
-    assert "m is wrong" in diagnosis(student, *UPDATE)
+    student = broken("l * alpha", "l", "return m_new", "return m_new + 1")
+    assert "m is wrong" in diagnosis(UPDATE, student)
 
 
 def test_a_stub_and_a_plain_function_are_named_as_what_they_are(jitted):
     whole = solution()
     stub = whole[: whole.index("    m_new")] + "    raise NotImplementedError\n"
-    assert "not written yet" in diagnosis(jitted(stub), *UPDATE)
-    assert "@triton.jit" in diagnosis(jitted(whole.replace("@triton.jit", "")), *UPDATE)
+    assert "not written yet" in diagnosis(UPDATE, jitted(stub))
+    assert "@triton.jit" in diagnosis(UPDATE, jitted(whole.replace("@triton.jit", "")))
 
 
 def test_what_does_not_run_says_why(broken):
-    assert "v_new" in diagnosis(broken(("return m_new", "return v_new")), *UPDATE)
+    assert "v_new" in diagnosis(UPDATE, broken("return m_new", "return v_new"))

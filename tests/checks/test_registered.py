@@ -4,8 +4,10 @@ import torch.nn.functional as F
 
 from labsupport import checks
 from labsupport.attention import attention, flash_attention
+from labsupport.checks import registered
 from labsupport.checks.small_models import decode, small_models, use_attention
-from tests.checks.solutions import broken, function, solution_source
+from labsupport.checks.verdict import Mistake
+from tests.checks.solutions import broken, diagnosis, function, solution_source
 
 VALUES, MODELS = checks.check_registered_values, checks.check_registered_models
 MEMORY, REFUSALS = checks.check_registered_memory, checks.check_registered_refusals
@@ -22,13 +24,6 @@ def solved():
 def student_with(*changes):
     names = {"flash_attention": flash_attention, "attention": attention, "F": F}
     return broken(source(), "lab_attention", *changes, **names)
-
-
-def diagnosis(student, *some):
-    with pytest.raises(checks.CheckFailed) as caught:
-        for check in some:
-            check(student)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("check", [VALUES, MODELS, REFUSALS])
@@ -60,38 +55,22 @@ def test_another_right_way_passes():
 
 INPUTS = "(x.transpose(1, 2) for x in (query, key, value))"
 CALL = "flash_attention(q, k, v, causal=causal, softmax_scale=scaling)"
-TOP_LEFT = "F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling, enable_gqa=True).transpose(1, 2)"
-IN_TURNS = "(query.transpose(1, 2), *(x.repeat(1, query.shape[1] // x.shape[1], 1, 1).transpose(1, 2) for x in (key, value)))"
-MISTAKES = {
-    "no transpose": (
-        [(INPUTS, "(query, key, value)"), (CALL, CALL + ".transpose(1, 2)")],
-        "Transpose q, k and v",
-    ),
-    "no transpose at all": ([(INPUTS, "(query, key, value)")], "transpose q, k and v before"),
-    "view for transpose": (
-        [(INPUTS, "(x.reshape(x.shape[0], x.shape[2], x.shape[1], -1) for x in (query, key, value))")],
-        "mixes heads and positions",
-    ),
-    "transposed back": ([(CALL, CALL + ".transpose(1, 2)")], "do not transpose it back"),
-    "scaling ignored": ([(", softmax_scale=scaling", "")], "pass it on as softmax_scale"),
-    "always causal": ([("causal=causal", "causal=True")], "looks both ways"),
-    "never causal": ([("causal=causal", "causal=False")], "The future is visible"),
-    "k and v swapped": ([("(q, k, v, causal", "(q, v, k, causal")], "key and value are swapped"),
-    "top-left": ([(CALL, TOP_LEFT)], "aligned top-left"),
-    "key heads in turns": ([(INPUTS, IN_TURNS)], "consecutive query heads share one"),
-    "bare tensor": ([("softmax_scale=scaling), None", "softmax_scale=scaling)")], "return out, None"),
-}  # fmt: skip
+OTHERS = (
+    Mistake((INPUTS, "(query, key, value)"), "transpose q, k and v before"),
+    Mistake((CALL, CALL + ".transpose(1, 2)"), "do not transpose it back"),
+    Mistake(("softmax_scale=scaling), None", "softmax_scale=scaling)"), "return out, None"),
+)
 
 
 @pytest.mark.parametrize("check", [VALUES, MODELS], ids=["directly", "in models"])
-@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_gets_its_own_diagnosis(changes, said, check):
-    assert said in diagnosis(student_with(*changes), check)
-
-
-def test_an_argument_that_overrules_the_module_must_not_be_ignored():
-    student = student_with(('kwargs.get("is_causal")', "None"))
-    assert "overrules module.is_causal" in diagnosis(student, VALUES)
+@pytest.mark.parametrize("mistake", registered.MISTAKES + OTHERS, ids=lambda m: m.say[:60])
+def test_each_mistake_gets_its_own_diagnosis(check, mistake):
+    """The table's edits are of the lab's textbook version; they fit the notebook's solution."""
+    student = student_with(*zip(mistake.edit[::2], mistake.edit[1::2], strict=True))
+    if check is MODELS and mistake is registered.MISTAKES[0]:
+        MODELS(student)  # none of the models gives is_causal
+    else:
+        assert mistake.say in diagnosis(check, student)
 
 
 def test_a_module_must_be_asked_when_is_causal_is_given_as_none():
@@ -99,28 +78,28 @@ def test_a_module_must_be_asked_when_is_causal_is_given_as_none():
         ('kwargs.get("is_causal")', 'kwargs.get("is_causal", module.is_causal)'),
         ("if causal is None", "if False"),
     )
-    message = diagnosis(student, VALUES)
+    message = diagnosis(VALUES, student)
     assert "is_causal=None" in message
     assert "The future is visible" in message
 
 
 def test_weights_in_the_second_place_are_refused():
     student = student_with(("scaling), None", "scaling), query"))
-    assert "FlashAttention stores none" in diagnosis(student, VALUES)
+    assert "FlashAttention stores none" in diagnosis(VALUES, student)
 
 
 def test_the_textbook_in_place_of_flash_attention_is_found():
     textbook = CALL.replace("flash_attention", "attention").replace(
         "scaling)", "scaling, backend='standard')"
     )
-    assert "This is textbook attention" in diagnosis(student_with((CALL, textbook)), MEMORY)
+    assert "This is textbook attention" in diagnosis(MEMORY, student_with((CALL, textbook)))
 
 
 def test_repeated_keys_are_found():
     repeated = f"(x.repeat_interleave(query.shape[1] // x.shape[2], 2) for x in {INPUTS})"
     student = student_with((INPUTS, repeated))
     VALUES(student)
-    assert "was repeated to 4 heads" in diagnosis(student, MEMORY)
+    assert "was repeated to 4 heads" in diagnosis(MEMORY, student)
 
 
 NOT_REFUSED = {
@@ -144,7 +123,7 @@ NOT_REFUSED = {
 
 @pytest.mark.parametrize(("changes", "said"), NOT_REFUSED.values(), ids=NOT_REFUSED)
 def test_what_it_cannot_do_must_be_refused(changes, said):
-    assert said in diagnosis(student_with(*changes), REFUSALS)
+    assert said in diagnosis(REFUSALS, student_with(*changes))
 
 
 @pytest.mark.parametrize("check", [VALUES, MODELS, MEMORY, REFUSALS])
@@ -152,7 +131,7 @@ def test_a_stub_is_called_one(check):
     def lab_attention(module, query, key, value, attention_mask, **kwargs):
         raise NotImplementedError
 
-    assert "not written yet" in diagnosis(lab_attention, check)
+    assert "not written yet" in diagnosis(check, lab_attention)
 
 
 def test_a_small_model_gets_a_mask_for_padding_only():
@@ -180,7 +159,7 @@ def test_a_small_model_gets_a_mask_for_padding_only():
 def test_a_small_model_keeps_the_attention_that_it_had():
     model = small_models()["GPT-2"]
     before = decode(model, "eager")
-    diagnosis(student_with(("causal=causal", "causal=False")), MODELS)
+    diagnosis(MODELS, student_with(("causal=causal", "causal=False")))
     assert model.config._attn_implementation == "eager"
     assert torch.equal(decode(model, "eager"), before)
 
@@ -189,4 +168,4 @@ def test_a_function_that_computes_nothing_does_not_pass_for_its_little_memory():
     def student(module, query, key, value, attention_mask, **options):
         return query.transpose(1, 2).clone(), None
 
-    assert "memory counts" in diagnosis(student, MEMORY)
+    assert "memory counts" in diagnosis(MEMORY, student)

@@ -2,14 +2,11 @@ import pytest
 import torch
 
 from labsupport import checks
-from tests.checks.solutions import broken, function, solution_source
-from tests.checks.test_textbook import diagnosis
+from labsupport.checks import softmax
+from labsupport.checks.verdict import Mistake
+from tests.checks.solutions import diagnosis, each, function, solution_source
 
-ALL = [
-    checks.check_running_values,
-    checks.check_running_extremes,
-    checks.check_running_streams,
-]
+ALL = [checks.check_running_values, checks.check_running_extremes, checks.check_running_streams]
 
 
 def source():
@@ -37,55 +34,15 @@ def test_another_right_way_passes():
         check(by_columns)
 
 
-MISTAKES = {
-    "l not rescaled": ([("l * torch.exp(m - shift) +", "l +")], "l is not rescaled"),
-    "rescaled upside down": (
-        [("l * torch.exp(m - shift)", "torch.where(l == 0, l, l * torch.exp(shift - m))")],
-        "must shrink",
-    ),
-    "maximum of the last block": (
-        [("torch.maximum(m, block.amax(dim=-1))", "block.amax(dim=-1)")],
-        "last block alone",
-    ),
-    "m starts at 0": (
-        [
-            (
-                "torch.full(scores.shape[:-1], -torch.inf, dtype=scores.dtype, device=scores.device)",
-                "scores.new_zeros(scores.shape[:-1])",
-            )
-        ],
-        "start at -inf",
-    ),
-    "NaN in empty rows": ([("m_new.masked_fill(m_new == -torch.inf, 0.0)", "m_new")], "NaN"),
-    "maximum never subtracted": (
-        [("torch.exp(m - shift)", "1"), ("block - shift[..., None]", "block")],
-        "never subtracted",
-    ),
-    "last block dropped": (
-        [
-            (
-                "scores.split(block_size, dim=-1)",
-                "scores[..., : scores.shape[-1] // block_size * block_size].split(block_size, dim=-1)",
-            )
-        ],
-        "shorter block is left out",
-    ),
-    "own maxima added": (
-        [
-            (
-                "l * torch.exp(m - shift) + torch.exp(block - shift[..., None])",
-                "l + torch.exp(block - block.amax(-1, keepdim=True))",
-            )
-        ],
-        "under its own maximum",
-    ),
-    "wrong order": ([("return m, l", "return l, m")], "m is wrong"),
-}
+OTHERS = (
+    Mistake(("m_new.masked_fill(m_new == -torch.inf, 0.0)", "m_new"), "NaN"),
+    Mistake(("return m, l", "return l, m"), "m is wrong"),
+)
 
 
-@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_gets_its_own_diagnosis(changes, said):
-    assert said in diagnosis(broken(source(), "running_max_and_sum", *changes), *ALL)
+@each((ALL, softmax.running_max_and_sum, softmax.MAXIMUM_MISTAKES + softmax.SUM_MISTAKES + OTHERS))
+def test_each_mistake_gets_its_own_diagnosis(check, student, said):
+    assert said in diagnosis(check, student)
 
 
 def whole_row_by_amax(scores, block_size):
@@ -117,7 +74,7 @@ def two_passes(scores, block_size):
 )
 def test_more_than_one_look_at_one_block_is_refused_though_the_values_are_right(student):
     checks.check_running_values(student)
-    said = diagnosis(student, checks.check_running_streams)
+    said = diagnosis(checks.check_running_streams, student)
     assert "one block" in said or "reads the scores twice" in said
 
 
@@ -126,7 +83,7 @@ def test_writing_into_the_scores_is_refused():
         m = scores.amax(-1)
         return m, scores.sub_(m[..., None]).exp_().sum(-1)
 
-    assert "in place" in diagnosis(in_place, checks.check_running_values)
+    assert "in place" in diagnosis(checks.check_running_values, in_place)
 
 
 @pytest.mark.parametrize(
@@ -139,4 +96,4 @@ def test_writing_into_the_scores_is_refused():
     ids=["a number", "the first scores", "a constant"],
 )
 def test_a_function_that_computes_nothing_does_not_stream(result):
-    diagnosis(lambda scores, block_size: result(scores.clone()), checks.check_running_streams)
+    diagnosis(checks.check_running_streams, lambda scores, block_size: result(scores.clone()))

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from labsupport import checks
-from tests.checks.solutions import broken, function, solution_source
+from labsupport.checks import textbook
+from labsupport.checks.verdict import Mistake, mutant
+from tests.checks.solutions import diagnosis, each, function, solution_source
 
 ATTENTION = [
     checks.check_textbook_values,
@@ -20,14 +22,6 @@ def attention_source():
 
 def memory_source():
     return solution_source("01", "ex-1-2-score-memory")
-
-
-def diagnosis(student, *checks_to_run, **options):
-    """The message of the first check that fails."""
-    with pytest.raises(checks.CheckFailed) as caught:
-        for check in checks_to_run:
-            check(student, **options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("check", ATTENTION)
@@ -63,75 +57,35 @@ def test_a_right_way_passes_whatever_inputs_are_drawn(seed):
     checks.check_textbook_empty_rows(by_hand, seed=seed)
 
 
-MISTAKES = {
-    "missing scale": ([(" / math.sqrt(q.shape[-1])", "")], "not divided by sqrt"),
-    "scale by head_dim": ([("math.sqrt(q.shape[-1])", "q.shape[-1]")], "square root"),
-    "multiplied by the scale": ([("/ math.sqrt", "* math.sqrt")], "divide by it"),
-    "softmax over queries": ([("dim=-1)\n    if", "dim=-2)\n    if")], "over the queries"),
-    "no softmax": ([("torch.softmax(scores, dim=-1)", "scores")], "softmax is missing"),
-    "mask inverted": ([("masked_fill(~mask, ", "masked_fill(mask, ")], "inverted"),
-    "hidden scores 0": (
-        [("masked_fill(~mask, -torch.inf)", "masked_fill(~mask, 0.0)")],
-        "exp(0) is 1",
-    ),
-    "mask ignored": ([("if mask is not None", "if False")], "ignored"),
-    "mask after the softmax": (
-        [
-            ("scores = scores.masked_fill(~mask, -torch.inf)", "pass"),
-            ("weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", "weights * mask"),
-        ],
-        "after the softmax",
-    ),
-    "NaN in empty rows": (
-        [("weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", "pass")],
-        "0 / 0",
-    ),
-    "-1e9": (
-        [
-            ("-torch.inf", "-1e9"),
-            ("weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", "weights"),
-        ],
-        "uniform average",
-    ),
-    "output only": ([("return weights @ v, weights", "return weights @ v")], "2 values"),
-    "mask written into": (
-        [
-            (
-                "scores = scores.masked_fill(~mask, -torch.inf)",
-                "mask.logical_not_(); scores = scores.masked_fill(mask, -torch.inf)",
-            )
-        ],
+EMPTY = "weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)"
+OTHERS = (
+    Mistake((EMPTY, "weights"), "0 / 0"),
+    Mistake(("-torch.inf", "-1e9", EMPTY, "weights"), "uniform average"),
+    Mistake(("return weights @ v, weights", "return weights @ v"), "2 values"),
+    Mistake(
+        (
+            "scores = scores.masked_fill(~mask",
+            "mask.logical_not_(); scores = scores.masked_fill(mask",
+        ),
         "in place",
     ),
-    "scale in place": (
-        [
-            (
-                "scores = q @ k.mT / math.sqrt(q.shape[-1])",
-                "q /= math.sqrt(q.shape[-1]); scores = q @ k.mT",
-            )
-        ],
-        "in place",
-    ),
-    "NaN kept in the weights": (
-        [
-            ("weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", "pass"),
-            ("weights @ v, weights", "torch.nan_to_num(weights @ v), weights"),
-        ],
-        "weights are NaN",
-    ),
-    "forgotten return": ([("return weights @ v, weights", "weights @ v")], "`return`"),
-}
+    Mistake(("scores = q", "q /= 2; scores = 2 * q"), "in place"),
+    Mistake((EMPTY, "weights", "weights @ v", "torch.nan_to_num(weights @ v)"), "weights are NaN"),
+    Mistake(("return weights", "weights"), "`return`"),
+)
 
 
-@pytest.mark.parametrize(("changes", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_gets_its_own_diagnosis(changes, said):
-    student = broken(attention_source(), "textbook_attention", *changes)
-    assert said in diagnosis(student, *ATTENTION)
+@each(
+    (ATTENTION, textbook.textbook_attention, textbook.MISTAKES + OTHERS),
+    (checks.check_score_bytes, textbook.score_bytes, textbook.BYTE_MISTAKES),
+)
+def test_each_mistake_gets_its_own_diagnosis(check, student, said):
+    assert said in diagnosis(check, student)
 
 
 def test_minus_1e9_in_float16_is_reported_as_what_pytorch_says():
-    student = broken(attention_source(), "textbook_attention", ("-torch.inf", "-1e9"))
-    message = diagnosis(student, checks.check_textbook_empty_rows)
+    student = mutant(textbook.textbook_attention, ("-torch.inf", "-1e9"))
+    message = diagnosis(checks.check_textbook_empty_rows, student)
     assert "RuntimeError" in message
     assert "float16" in message
 
@@ -140,8 +94,8 @@ def test_a_stub_is_told_apart_from_a_crash():
     def stub(*args):
         raise NotImplementedError
 
-    assert "NotImplementedError" in diagnosis(stub, checks.check_textbook_values)
-    assert "not written yet" in diagnosis(stub, checks.check_textbook_values)
+    assert "NotImplementedError" in diagnosis(checks.check_textbook_values, stub)
+    assert "not written yet" in diagnosis(checks.check_textbook_values, stub)
 
 
 def test_the_failure_shows_no_traceback_in_a_notebook():
@@ -162,20 +116,8 @@ def test_memory_formulas_pass():
     checks.check_largest_length(function(memory_source(), "longest_that_fits"))
 
 
-BYTES_MISTAKES = {
-    "one matrix": (lambda b, h, n, w: b * h * n * n * w, "count both"),
-    "entries": (lambda b, h, n, w: 2 * b * h * n * n, "bytes of each"),
-    "no heads": (lambda b, h, n, w: 2 * b * n * n * w, "heads"),
-    "no batch": (lambda b, h, n, w: 2 * h * n * n * w, "batch"),
-    "linear": (lambda b, h, n, w: 2 * b * h * n * w, "counts twice"),
-    "MiB": (lambda b, h, n, w: 2 * b * h * n * n * w / 2**20, "return bytes"),
-    "text": (lambda b, h, n, w: "many", "not str"),
-}
-
-
-@pytest.mark.parametrize(("student", "said"), BYTES_MISTAKES.values(), ids=BYTES_MISTAKES)
-def test_each_wrong_formula_gets_its_own_diagnosis(student, said):
-    assert said in diagnosis(student, checks.check_score_bytes)
+def test_a_text_is_no_number_of_bytes():
+    assert "not str" in diagnosis(checks.check_score_bytes, lambda *shape: "many")
 
 
 LENGTH_MISTAKES = {
@@ -188,12 +130,12 @@ LENGTH_MISTAKES = {
 
 @pytest.mark.parametrize(("student", "said"), LENGTH_MISTAKES.values(), ids=LENGTH_MISTAKES)
 def test_each_wrong_length_gets_its_own_diagnosis(student, said):
-    assert said in diagnosis(student, checks.check_largest_length)
+    assert said in diagnosis(checks.check_largest_length, student)
 
 
 def test_a_students_function_is_used_only_when_it_passes(capsys):
     good = function(attention_source(), "textbook_attention")
-    bad = broken(attention_source(), "textbook_attention", (" / math.sqrt(q.shape[-1])", ""))
+    bad = mutant(textbook.textbook_attention, textbook.MISTAKES[0].edit)
     ours = object()
     assert checks.yours_or_ours(good, ours, *ATTENTION) is good
     assert checks.yours_or_ours(bad, ours, *ATTENTION) is ours

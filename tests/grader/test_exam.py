@@ -299,6 +299,28 @@ def test_what_is_sealed_works_and_does_not_show_its_text():
     assert module["square"](3.0) == 9.0
 
 
+SEALED_CHECKS = """
+from labsupport import checks
+from labsupport.checks import chunked_loss, softmax
+from labsupport.checks.verdict import mutant
+
+for check, solution, mistake in (
+    (checks.check_running_values, softmax.running_max_and_sum, softmax.SUM_MISTAKES[0]),
+    (checks.check_loss_values, chunked_loss.ChunkedLoss, chunked_loss.LOSS_MISTAKES[0]),
+):
+    try:
+        check(mutant(solution, mistake.edit))
+    except checks.CheckFailed as failure:
+        assert mistake.say in str(failure), failure
+    else:
+        raise AssertionError(f"{check.__name__} passed")
+"""
+
+
+def test_sealed_checks_name_mistakes_too(edition):
+    assert run_in(edition, "-c", SEALED_CHECKS) == ""
+
+
 def test_a_function_that_is_left_out_can_be_passed_on_and_not_called():
     ours = LeftOutFunction("checks.choose", "4-5")
     assert ours.__name__ == "checks.choose"
