@@ -16,7 +16,7 @@ You need Linux or macOS (on Windows: WSL 2), Python 3.11 to 3.13 and `make`. In 
 make lab
 ```
 
-It installs everything into `.venv`, fetches three small models, puts your own copies of the
+It installs everything into `.venv`, fetches two small models, puts your own copies of the
 notebooks into `work/`, and opens JupyterLab on them. (With an environment that is installed
 already: `make lab PY=python`.) Each exercise has a specification and checks, which run here.
 `make` alone lists the commands. `.venv/bin/labsupport progress` says how far you are. You hand in
