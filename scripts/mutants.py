@@ -138,7 +138,7 @@ def mutants_of(root: Path, rooms: Sequence[str]) -> list[Mutant]:
             if statement is not None and (place := replacement(node)) is not None:
                 at, new = place
                 body = getattr(statement, "body", None)
-                last = body[0].lineno - 1 if body else statement.end_lineno
+                last = body[0].lineno - 1 if body else statement.end_lineno or 0
                 found.append(
                     Mutant(
                         path.relative_to(root).as_posix(),
