@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -268,12 +267,9 @@ def run(root: Path, store: Path, count: int, seed: int, workers: int) -> list[di
     print(f"{count} of {len(everything)} mutants, seed {seed}", flush=True)
     lines, seconds = tests_of_lines(store, root)
     folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-    places = [folder / str(n) for n in range(workers)]
-    for place in places:
-        subprocess.run(["git", "clone", "-q", str(root), str(place)], check=True)
-    free = list(places)
 
-    def one(mutant: Mutant) -> dict[str, Any]:
+    def one(number: int, place: Path) -> dict[str, Any]:
+        mutant = chosen[number]
         found = lines.get(mutant.path, {})
         tests = sorted(
             set().union(*(found.get(n, ()) for n in range(mutant.first, mutant.last + 1))),
@@ -285,23 +281,34 @@ def run(root: Path, store: Path, count: int, seed: int, workers: int) -> list[di
             if quick and total > ENOUGH:
                 break
             quick.append(test)
-        place = free.pop()
-        log = folder / f"{mutant.path.replace('/', '.')}-{mutant.start}.log"
-        result = judge(mutant, place, quick, log) if quick else "not run"
-        free.append(place)
+        result = judge(mutant, place, quick, folder / f"{number}.log") if quick else "not run"
         old = (root / mutant.path).read_bytes()[mutant.start : mutant.end].decode()
         what = f"{' '.join(old.split())} -> {mutant.new}"
+        print(f"{number:3} {result:9} {mutant.path}:{mutant.first}  {what}", flush=True)
         row = {"file": mutant.path, "line": mutant.first, "change": what}
-        row |= {"tests": len(tests), "run": len(quick), "result": result}
-        print(f"{result:9} {mutant.path}:{mutant.first}  {what}", flush=True)
-        return row
+        return row | {"tests": len(tests), "run": len(quick), "result": result}
 
-    with ThreadPoolExecutor(workers) as pool:
-        rows = list(pool.map(one, chosen))
-    print(f"logs: {folder}")
-    for place in places:
+    def share(worker: int) -> None:
+        place = folder / f"checkout-{worker}"
+        subprocess.run(["git", "clone", "-q", str(root), str(place)], check=True)
+        rows = {number: one(number, place) for number in range(worker, count, workers)}
+        (folder / f"{worker}.json").write_text(json.dumps(rows))
         shutil.rmtree(place)
-    return rows
+
+    # No threads: a process with several must not be forked.
+    children = []
+    for worker in range(workers):
+        children.append(os.fork())
+        if not children[-1]:
+            share(worker)
+            os._exit(0)
+    for child in children:
+        os.waitpid(child, 0)
+    print(f"logs: {folder}")
+    rows = {}
+    for file in folder.glob("*.json"):
+        rows |= json.loads(file.read_text())
+    return [rows[number] for number in sorted(rows, key=int)]
 
 
 def main() -> None:
