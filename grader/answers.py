@@ -83,5 +83,5 @@ ANSWERS: tuple[Answer, ...] = (
     Answer("distributed/ring/zigzag.py", "3-5", sealed=True),
 )
 
-# Of the checks, these two know no answer. The others compare with one, so they are all sealed.
+# Of the checks, these know no answer. The others compare with one, so they are all sealed.
 CHECKS_AS_THEY_ARE = ("__init__.py", "verdict.py", "yours.py")

@@ -16,7 +16,7 @@ are safe from it only in so far as a submission is graded without those modules,
 supervised.
 
 A check cannot do without its answer, because it draws inputs and compares with what is right for
-them. Stored results instead would have to be stored for each input, and no diagnosis could be made.
+them. Stored cases (`labsupport.checks.cases`) need none, but always have the same inputs.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Checks of the exercises, which name the likely mistake.
 
-Each check takes the student's function, calls it on inputs of its own and prints one `[ok]` line,
+Each check takes the student's function, calls it on its own inputs and prints one `[ok]` line,
 or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
 
     textbook   exercises 1-1 and 1-2

@@ -76,8 +76,7 @@ SPEEDUP_MISTAKES = (
     ),
     Mistake(
         (_SPEEDUP, "1 - share + share * speedup"),
-        "That is the mean of the two speeds. Times add up, speeds do not: work out the new time, "
-        "relative to the old one, and invert it.",
+        "That is the mean of the two speeds. Add up times, relative to the old one, and invert.",
     ),
     Mistake(
         ("1 - share + ", ""),
@@ -97,8 +96,7 @@ SPEEDUP_MISTAKES = (
 SHARE_MISTAKES = (
     Mistake(
         ("layers * heads", "layers * kv_heads"),
-        "Grouped heads share keys and values, but every query head computes scores of its own: "
-        "count heads, not kv_heads, in attention.",
+        "Every query head computes scores of its own: count heads, not kv_heads, in attention.",
     ),
     Mistake(
         ("2 * kv_heads", "2 * heads"),

@@ -105,8 +105,7 @@ LIMIT_MISTAKES = (
 TIE_MISTAKES = (
     Mistake(
         (_LAST, "min(tied, key=_ms)"),
-        "Times up to 5% above the fastest are a tie: among these, less memory wins. You take the "
-        "fastest.",
+        "Times up to 5% above the fastest are a tie, where less memory wins. You take the fastest.",
     ),
     Mistake(
         (
@@ -144,8 +143,7 @@ TIE_MISTAKES = (
 SOURCE_MISTAKES = (
     Mistake(
         (_KNOWN, 'row["source"] == "measured"'),
-        "Predicted rows are left out altogether: a backend without a measured row is known by its "
-        "prediction.",
+        "Predicted rows are left out. They count for backends without a measured row.",
     ),
     Mistake(
         (_KNOWN, 'row["source"] == "predicted"'),
@@ -175,8 +173,7 @@ SOURCE_MISTAKES = (
     ),
     Mistake(
         ('row["backend"] for row in asked', 'row["backend"] for row in rows'),
-        "A measurement in another dtype overrules the prediction for this one: take the rows of "
-        "the dtype first.",
+        "A measurement in another dtype overrules the prediction: take rows of the dtype first.",
     ),
 )
 

@@ -69,9 +69,7 @@ LOSS_MISTAKES = (
         "It is the sum; divide by the number of tokens that count.",
     ),
     Mistake(
-        (_ALL_CHUNKS, _WHOLE_CHUNKS),
-        "The last, shorter chunk is left out: loop to len(labels), not to "
-        "len(labels) // chunk * chunk.",
+        (_ALL_CHUNKS, _WHOLE_CHUNKS), "The last, shorter chunk is left out: loop to len(labels)."
     ),
     Mistake(("total -=", "total = -"), "It is the loss of the last chunk alone: add up (+=)."),
     Mistake(
@@ -137,14 +135,12 @@ GRADIENT_MISTAKES = (
     ),
     Mistake(
         (_D, "d *= kept[:, None] / (kept.sum().clamp(min=1) * -(-len(labels) // chunk))"),
-        "Each chunk was divided by its own number of tokens. Divide by the number of all tokens "
-        "that count.",
+        "Each chunk was divided by its own number of tokens; divide by that of all that count.",
     ),
     Mistake((_ALL_CHUNKS, _WHOLE_CHUNKS), "The last, shorter chunk is left out."),
     Mistake(
         ("grad_weight +=", "grad_weight ="),
-        "Each chunk overwrites the contribution of the one before. Every token adds to the "
-        "weight's gradient: +=.",
+        "Each chunk overwrites the one before. Every token adds to the weight's gradient: +=.",
     ),
     Mistake(
         ("log_p.exp()", "0 * log_p", "-torch.ones_like", "0 * torch.ones_like"),

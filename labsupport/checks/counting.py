@@ -72,13 +72,11 @@ _ANY_MISTAKES = (
 TEXTBOOK_MISTAKES = (
     Mistake(
         ("seqlen // block_q", "1"),
-        "All of K passes for *each* block of rows of Q, seqlen / block_q times; so does V in the "
-        "second product.",
+        "K passes for *each* block of rows of Q, seqlen / block_q times; so does V.",
     ),
     Mistake(
         ("(square + passes * matrix)", "(square + matrix)"),
-        "Both K and V pass for each block of rows, seqlen / block_q times; one of them passes once "
-        "in your count.",
+        "K and V both pass for each block of rows; one of them passes once in your count.",
     ),
     Mistake(
         ("seqlen // block_q", "seqlen"),
@@ -90,18 +88,15 @@ TEXTBOOK_MISTAKES = (
     ),
     Mistake(
         ("seqlen**2", "0"),
-        "S and P are missing: each kernel writes its result to slow memory, and the next one reads "
-        "it from there.",
+        "S and P are missing: one kernel writes them to slow memory, the next one reads them.",
     ),
     Mistake(
         ("(square + passes", "(passes"),
-        "One matrix of N^2 is missing from what is read: the softmax reads S, the second product "
-        "reads P.",
+        "One matrix of N^2 is not read: the softmax reads S, the second product P.",
     ),
     Mistake(
         ("square + square", "square"),
-        "One matrix of N^2 is missing from what is written: the first product writes S, the "
-        "softmax writes P.",
+        "One matrix of N^2 is not written: the first product writes S, the softmax P.",
     ),
     Mistake(("square + matrix", "square"), "O is missing from what is written."),
     Mistake(("(matrix + passes", "(passes"), "Q is missing from what is read."),
@@ -131,8 +126,7 @@ TILED_MISTAKES = (
     ),
     Mistake(
         ("tiles * 2 * cols", "2 * matrix"),
-        "With queries outside, K and V pass once for *each* block of queries: seqlen / block_q "
-        "times.",
+        "With queries outside, K and V pass for *each* block of queries: seqlen / block_q times.",
     ),
     Mistake(
         ("rows, cols", "cols, rows", "2 * block_q)", "2 * block_k)"),
@@ -202,8 +196,7 @@ CAUSAL_MISTAKES = (
     ),
     Mistake(
         ("math.ceil(end / block_k)", "(end - block_q) // block_k + 1"),
-        "You go by the first row of each block of queries. Its last row sees the most keys: "
-        "ceil((r + 1) * block_q / block_k) blocks.",
+        "You go by each block's first row. Its last row sees the most keys: round up.",
     ),
     Mistake(
         ("math.ceil(end / block_k)", "end // block_k"),
@@ -211,8 +204,7 @@ CAUSAL_MISTAKES = (
     ),
     Mistake(
         (_TILES, "seqlen * (seqlen + 1) / 2 / block_q / block_k"),
-        "You count visible pairs. A block of keys of which one key is visible passes whole: count "
-        "tiles.",
+        "You count visible pairs. A block of keys passes whole: count tiles.",
     ),
     Mistake(
         ("tiles * (rows", "(seqlen // block_q) * (seqlen // block_k) * (rows"),

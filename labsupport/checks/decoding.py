@@ -39,8 +39,7 @@ MISTAKES = (
     Mistake(("tril", "triu"), "The triangle is inverted: it shows the future and hides the past."),
     Mistake(
         ("- seqlen_q", ""),
-        "Nothing is hidden. That is right for one new token; of several new tokens, the first must "
-        "not see the last.",
+        "Nothing is hidden. Of several new tokens, the first must not see the last.",
     ),
     Mistake(
         ("mask & valid[:, None, None, :]", "mask.expand(len(valid), 1, -1, -1)"),
@@ -48,13 +47,11 @@ MISTAKES = (
     ),
     Mistake(
         ("None, :]", "None, :] & valid[:, None, -seqlen_q:, None]"),
-        "`valid` hides queries as well as keys. Nobody looks at what a padding token computes; "
-        "hide it as a key only.",
+        "`valid` hides queries as well as keys. Nobody reads a padding query: hide keys only.",
     ),
     Mistake(
         ("None, :]", "-seqlen_q:, None]"),
-        "`valid` hides queries, not keys: it belongs to the last dimension, "
-        "valid[:, None, None, :].",
+        "`valid` hides queries, not keys: index it as valid[:, None, None, :].",
     ),
     Mistake(
         ("& valid", "& ~valid"), "Padding is shown and text is hidden: `valid` is True for text."

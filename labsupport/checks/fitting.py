@@ -69,13 +69,11 @@ FIT_MISTAKES = (
     ),
     Mistake(
         ("w=1 / ms", "w=1 / ms**2"),
-        "You divide by ms**2. Weights (also those of numpy.polyfit) multiply an error *before* it "
-        "is squared: 1 / ms.",
+        "You divide by ms**2. numpy.polyfit applies weights *before* squaring: 1 / ms.",
     ),
     Mistake(
         ("w=1 / ms", "w=ms**-0.5"),
-        "You divide by the square root of ms. Weights (also those of numpy.polyfit) multiply an "
-        "error *before* it is squared: 1 / ms.",
+        "You divide by sqrt(ms). numpy.polyfit applies weights *before* squaring: 1 / ms.",
     ),
     Mistake(
         (_LINE, "start_ms, slope = 0, (work / ms).sum() / ((work / ms) ** 2).sum()"),
@@ -130,8 +128,7 @@ _ERROR = "((predicted - measured).abs() / measured).mean()"
 TEST_MISTAKES = (
     Mistake(
         ("ran[~ran.held_out],", "ran,"),
-        "The held-out rows were fitted, too: an error on rows that the fit has seen says nothing "
-        "about others.",
+        "The held-out rows were fitted, too: their error then says nothing about others.",
     ),
     Mistake(
         ("seen, unseen =", "unseen, seen ="),

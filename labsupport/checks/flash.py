@@ -111,8 +111,7 @@ OUT_MISTAKES = (
     ),
     Mistake(
         ("torch.maximum(m, s.amax(dim=-1))", "s.amax(dim=-1)"),
-        "m is the maximum of the last block only: keep the larger of the old m and the block's "
-        "maximum.",
+        "m is the maximum of the last block only: keep the larger of it and the old m.",
     ),
     Mistake((_DIVIDED, ""), "O is never divided by l."),
     Mistake(
@@ -137,8 +136,7 @@ OUT_MISTAKES = (
     ),
     Mistake(
         ("range(0, seqlen_k, block_k)", "range(0, seqlen_k // block_k * block_k, block_k)"),
-        "The last, shorter block of keys is left out: loop to seqlen_k, not to "
-        "seqlen_k // block_k * block_k.",
+        "The last, shorter block of keys is left out: loop to seqlen_k.",
     ),
     Mistake(
         ("range(0, seqlen_q, block_q)", "range(0, seqlen_q // block_q * block_q, block_q)"),

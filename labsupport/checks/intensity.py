@@ -75,8 +75,7 @@ FLOP_MISTAKES = (
     ),
     Mistake(
         ("batch * heads * pairs", "batch * kv_heads * pairs"),
-        "Grouped heads share keys, but every query head computes scores of its own: count heads, "
-        "not kv_heads.",
+        "Every query head computes scores of its own: count heads, not kv_heads.",
     ),
     Mistake(
         ("batch * heads * pairs", "batch * pairs"),
@@ -113,8 +112,7 @@ FLOP_MISTAKES = (
     Mistake(("10 if", "4 if"), "`backward` is ignored: that pass has five products, not two."),
     Mistake(
         ("10 if", "8 if"),
-        "The backward pass has five products: S = Q K^T once more, because nobody stored it; dV, "
-        "dP, dQ and dK.",
+        "The backward has five products: S again, because nobody stored it, dV, dP, dQ, dK.",
     ),
     Mistake(
         ("10 if", "14 if"),
@@ -163,8 +161,7 @@ BYTE_MISTAKES = (
             "    return",
             "    moved += 2 * batch * heads * seqlen_q * seqlen_k * dtype.itemsize\n    return",
         ),
-        "That counts S and P as well. A fused kernel keeps them in fast memory: they need not "
-        "move.",
+        "That counts S and P as well, but a fused kernel keeps them in fast memory.",
     ),
     Mistake(
         ("    lse", "    k = k / 2 if causal else k\n    lse"),
@@ -179,8 +176,7 @@ BYTE_MISTAKES = (
     ),
     Mistake(
         ("4 * q", "3 * q"),
-        "In the backward pass dO is missing, the gradient that comes in, or O, which D = "
-        "rowsum(dO * O) needs.",
+        "In the backward dO is missing, the incoming gradient, or O, which rowsum(dO * O) needs.",
     ),
     Mistake(
         ("4 * q + 2 * k + 2 * k", "3 * q + 2 * k"),

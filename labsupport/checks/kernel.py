@@ -52,8 +52,7 @@ _SUBTRACTED = "scores - shift[:, None]"
 MISTAKES = (
     Mistake(
         (*_L, *_ACC),
-        "Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new) "
-        "before you add the new tile.",
+        "Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new).",
     ),
     Mistake(
         _L, "acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too."
@@ -70,8 +69,7 @@ MISTAKES = (
     ),
     Mistake(
         ("return m_new", "return m"),
-        "The old m comes back: return m_new, or the next tile does not know what l and acc were "
-        "scaled by.",
+        "The old m comes back: return m_new, the maximum under which l and acc were scaled.",
     ),
     Mistake(
         ("tl.exp2(", "tl.exp("),
@@ -80,18 +78,15 @@ MISTAKES = (
     ),
     Mistake(
         ("tl.exp2(scores", "tl.exp(scores"),
-        "P is computed with exp, alpha with exp2: the scores carry the factor log2(e), so both "
-        "take exp2.",
+        "P is computed with exp, alpha with exp2: scores carry the factor log2(e), so use exp2.",
     ),
     Mistake(
         ("tl.exp2(m", "tl.exp(m"),
-        "alpha is computed with exp, P with exp2: the scores carry the factor log2(e), so both "
-        "take exp2.",
+        "alpha is computed with exp, P with exp2: scores carry the factor log2(e), so use exp2.",
     ),
     Mistake(
         (_SUBTRACTED, "scores", *_L, *_ACC),
-        "The maximum is never subtracted: this is exp2(scores), which overflows for large scores. "
-        "P is exp2(scores - m_new).",
+        "The maximum is never subtracted, and exp2(scores) overflows: P is exp2(scores - m_new).",
     ),
     Mistake(
         (_SUBTRACTED, "scores"),
@@ -165,7 +160,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 
 def check_update_dtype(student: Any) -> None:
-    """What is rounded to v's dtype, and what stays in float32; float16 and float32 inputs."""
+    """Rounding to v's dtype for the product alone; float16 and float32 inputs."""
     out, _, _ = _run(student, *_two_levels(0, 2.0**12))
     if not out.isfinite().all():
         raise CheckFailed(NARROW_ACC)

@@ -118,8 +118,7 @@ QKV_MISTAKES = (
             "        k, v = (x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))\n"
             "    return q, k, v",
         ),
-        "K and V were repeated to q's number of heads. That copies them; flash-attn takes kv_heads "
-        "heads as they are.",
+        "K and V were repeated to q's heads, which copies them; flash-attn takes kv_heads heads.",
     ),
 )
 

@@ -95,13 +95,11 @@ _LSE = "part, both"
 LSE_MISTAKES = (
     Mistake(
         (_LSE, "part, lse + part_lse"),
-        "The two log-sum-exps are added. Their exponentials add up: "
-        "log(exp(lse) + exp(part_lse)), which is torch.logaddexp.",
+        "The two log-sum-exps are added. Use torch.logaddexp: log(exp(lse) + exp(part_lse)).",
     ),
     Mistake(
         (_LSE, "part, torch.maximum(lse, part_lse)"),
-        "It is the larger of the two. It is m + log(exp(lse - m) + exp(part_lse - m)), with m the "
-        "larger one.",
+        "It is the larger of the two: add log(exp(lse - m) + exp(part_lse - m)) to it.",
     ),
     Mistake(
         (_LSE, "part, (lse + part_lse) / 2"),
@@ -129,8 +127,7 @@ LSE_MISTAKES = (
     Mistake((_LSE, "part, part_lse + 0"), "The part's lse comes back: the running one is lost."),
     Mistake(
         (_LSE, "part, weight * lse + part_weight * part_lse"),
-        "The log-sum-exps are averaged with the weights of the outputs. Their exponentials add up: "
-        "log(exp(lse) + exp(part_lse)).",
+        "The log-sum-exps are averaged. It is log(exp(lse) + exp(part_lse)).",
     ),
 )
 _STEP = "out, lse = merge(out, lse, part, part_lse)"
@@ -145,8 +142,7 @@ ALL_MISTAKES = (
     ),
     Mistake(
         ("    for", "    out, lse = merge(0 * out, 0 * lse, out, lse)\n    for"),
-        "The running lse starts at 0, as if a key with the score 0 had been seen. Nothing seen is "
-        "-inf: log(0).",
+        "The running lse starts at 0, like a key with score 0. Nothing seen is log(0) = -inf.",
     ),
     Mistake(
         ("    for", "    n = 1\n    for", _STEP, "n += 1; out = out + (part - out) / n"),
@@ -155,7 +151,7 @@ ALL_MISTAKES = (
     ),
     Mistake(
         ("out, lse = merge", "out, _ = merge"),
-        "The running lse is not carried on: each step must use the lse that the last one returned.",
+        "The running lse is not carried on: use the one that the last step returned.",
     ),
     Mistake((_STEP, _STEP + "; break"), "Only the first two parts are merged."),
 )

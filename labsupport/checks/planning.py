@@ -88,36 +88,30 @@ MISTAKES = (
     ),
     Mistake(
         ("mlp + scores", "mlp + 2 * scores"),
-        "The block keeps one matrix a head, the probabilities. The scores before the softmax are "
-        "not needed again.",
+        "The block keeps one matrix a head, the probabilities; not the scores before the softmax.",
     ),
     Mistake(
         ("+ 2 * scores", ""),
-        "In attention's backward pass two more matrices a head are there: the gradients of the "
-        "probabilities and of the scores.",
+        "In attention's backward, the gradients of the probabilities and the scores are missing.",
     ),
     Mistake(
         ("scores - mlp", "scores"),
-        "When attention's turn comes in the backward pass, the MLP's two tensors of that block are "
-        "gone: - 2 * seqlen * mlp_width.",
+        "In attention's backward, the block's two MLP tensors are gone: - 2 * seqlen * mlp_width.",
     ),
     Mistake(
         ("again + seqlen * mlp_width", "again"),
         "In the MLP's backward pass one gradient of seqlen * mlp_width is on its way.",
     ),
     Mistake(
-        ("max(", "sum("),
-        "You added up the moments. They come one after the other: take the largest.",
+        ("max(", "sum("), "You added up the moments. They follow one another: take the largest."
     ),
     Mistake(
         (_PEAK, "(len(moments) * kept + sum(moments.values()))"),
-        "You added up the moments, and what is kept in each of them. They come one after the "
-        "other: take the largest.",
+        "You added up the moments, each with all that is stored. Take the largest moment.",
     ),
     Mistake(
         (_BLOCK, "8 * seqlen * width + mlp // 2 + scores"),
-        "The MLP keeps two tensors of seqlen * mlp_width: GELU's derivative needs what goes in, "
-        "the second matrix what comes out.",
+        "The MLP stores two tensors of seqlen * mlp_width, before and after GELU.",
     ),
     Mistake(
         (_BLOCK, "8 * seqlen * width + scores"),
@@ -146,13 +140,11 @@ MISTAKES = (
     ),
     Mistake(
         ("(seqlen * width if", "(0 if"),
-        "With checkpoint a block still keeps its input, seqlen * width in each layer: the backward "
-        "pass starts again from there.",
+        "With checkpoint a block still stores its input, seqlen * width in each layer.",
     ),
     Mistake(
         ("again = block", "again = 0"),
-        "The block being recomputed is missing: while it goes backward, all its tensors are there "
-        "again, those of one block.",
+        "The block being recomputed is missing: in its backward all its tensors are there again.",
     ),
     Mistake(
         ("again = block", "again = layers * block"),
@@ -160,8 +152,7 @@ MISTAKES = (
     ),
     Mistake(
         ('loss": logits', 'loss": logits + again'),
-        "At the moment of the loss no block is being recomputed yet: add the block in the backward "
-        "pass only.",
+        "At the loss no block is recomputed yet: add the block in the backward only.",
     ),
     Mistake(
         ("3 * seqlen * vocab", "0", "min(loss_chunk, seqlen) * vocab +", ""),
@@ -169,18 +160,15 @@ MISTAKES = (
     ),
     Mistake(
         ("3 * seqlen * vocab", "seqlen * vocab"),
-        "Without loss_chunk three tensors of seqlen * vocab meet: the log-softmax, and two "
-        "gradients on their way back.",
+        "Without loss_chunk the log-softmax meets two gradients: three tensors, not one.",
     ),
     Mistake(
         ("3 * seqlen * vocab", "2 * seqlen * vocab"),
-        "Without loss_chunk three tensors of seqlen * vocab meet, not two: the log-softmax, its "
-        "gradient, and the gradient of the logits.",
+        "Without loss_chunk the log-softmax meets two gradients: three tensors, not two.",
     ),
     Mistake(
         ("= min(loss_chunk", "= 3 * min(loss_chunk"),
-        "The chunked loss holds one tensor of its chunk's logits, which it changes in place; three "
-        "are for loss_chunk=None.",
+        "The chunked loss has one tensor of logits, changed in place; three without loss_chunk.",
     ),
     Mistake(
         ("loss_chunk is None", "True"),
@@ -188,8 +176,7 @@ MISTAKES = (
     ),
     Mistake(
         ("min(loss_chunk, seqlen)", "loss_chunk"),
-        "loss_chunk may be larger than seqlen; there are only seqlen tokens: "
-        "min(loss_chunk, seqlen).",
+        "loss_chunk may be larger than seqlen: take min(loss_chunk, seqlen).",
     ),
     Mistake(
         ("classifier = vocab * width", "classifier = 0"),

@@ -1,4 +1,4 @@
-"""Checks of exercise 2-5: a precision policy for inference, judged by what a model does under it.
+"""Exercise 2-5: a precision policy for inference, judged by what a model does under it.
 
 The model is a small Llama that does what large ones do: its first token carries *massive
 activations*, a few entries thousands of times as large as the others (M. Sun et al. 2024,
@@ -127,7 +127,7 @@ class _Measured:
 
 @lru_cache(maxsize=64)
 def _measure(policy: FlashAttentionConfig, size: float, seed: int) -> _Measured:
-    """What the small Llama does under a policy; on a CPU, where all dtypes run."""
+    """Run the small Llama under a policy; on a CPU, where all dtypes run."""
     reference = _llama(size, seed)
     model = copy.deepcopy(reference)
     apply_precision_policy(model, policy)
@@ -138,9 +138,9 @@ def _measure(policy: FlashAttentionConfig, size: float, seed: int) -> _Measured:
 
 
 def _of_overflow(policy: FlashAttentionConfig, size: float, seed: int) -> str:
-    """Which float16 overflowed: found by mending one setting after the other."""
+    """Say which float16 overflowed: find it by changing one setting after the other."""
     said = f"logits are NaN. The MLPs write {size:,.0f} into the residual stream"
-    mended: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for setting, why in (
         (
             "norm_statistics",
@@ -158,8 +158,8 @@ def _of_overflow(policy: FlashAttentionConfig, size: float, seed: int) -> str:
             "float32's",
         ),
     ):
-        mended[setting] = torch.float32
-        values = {f: getattr(policy, f) for f in (*COMPUTES, "loss", "optimizer")} | mended
+        changed[setting] = torch.float32
+        values = {f: getattr(policy, f) for f in (*COMPUTES, "loss", "optimizer")} | changed
         if setting == "residual" and size == BRANCH:
             continue  # each summand overflows by itself
         if not _measure(_quietly(FlashAttentionConfig, **values), size, seed).not_finite:

@@ -47,18 +47,15 @@ _CALL = "flash_attention(q, k, v, causal=causal, softmax_scale=scaling)"
 MISTAKES = (
     Mistake(
         ('kwargs.get("is_causal")', "None"),
-        "is_causal is one of the keyword arguments, and overrules module.is_causal unless it is "
-        "None.",
+        "The argument is_causal overrules module.is_causal unless it is None.",
     ),
     Mistake(
         ("softmax_scale=scaling", "softmax_scale=None"),
-        "`scaling` is ignored. The model decides by what the scores are multiplied: pass it on as "
-        "softmax_scale.",
+        "`scaling` is ignored: pass it on as softmax_scale.",
     ),
     Mistake(
         ("causal=causal", "causal=True"),
-        "It is causal where the model is not: an encoder such as BERT looks both ways. Ask "
-        "module.is_causal.",
+        "It is causal where the model is not, such as in BERT: ask module.is_causal.",
     ),
     Mistake(
         ("causal=causal", "causal=False"),

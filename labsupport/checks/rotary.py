@@ -101,16 +101,14 @@ ANGLE_MISTAKES = (
     ),
     Mistake(
         ("positions[:", "positions.half().double()[:"),
-        "Positions were rounded to float16, which counts to 2,048 and ends at 65,504. Use float32 "
-        "or float64.",
+        "Positions were rounded to float16, which counts to 2,048. Use float32 or float64.",
     ),
     Mistake(
         (
             "positions[:, None] * frequencies",
             "(positions.bfloat16()[:, None] * frequencies.bfloat16()).double()",
         ),
-        "The angles were computed in bfloat16, which cannot count beyond 256. Compute them in "
-        "float32 or float64.",
+        "The angles were computed in bfloat16, which cannot count beyond 256. Use float32.",
     ),
 )
 _TABLES, _JOINED = "cos[:, None, :], sin[:, None, :]", "torch.cat(turned, dim=-1)"
@@ -123,8 +121,7 @@ TURN_MISTAKES = (
     ),
     Mistake(
         (_JOINED, _INTERLEAVED),
-        "The pairs are right, but the result interleaves them: join the halves with torch.cat, not "
-        "with stack and flatten.",
+        "The pairs are right, but the result interleaves them: join the halves with torch.cat.",
     ),
     Mistake(
         ("cos - second", "cos + second", "cos + first", "cos - first"),
@@ -149,8 +146,7 @@ TURN_MISTAKES = (
             *("    turned =", "    first = first * cos - second * sin\n    turned ="),
             *("(first * cos - second * sin", "(first"),
         ),
-        "y' was computed from the new x', not from x: the first half was overwritten before the "
-        "second one was made.",
+        "y' was computed from the new x': the first half was overwritten too early.",
     ),
     Mistake(
         ("second * cos + first * sin", "second"),

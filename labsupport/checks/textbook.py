@@ -59,8 +59,7 @@ MISTAKES = (
     ),
     Mistake(
         ("softmax(scores, dim=-1)", "softmax(scores, dim=-2)"),
-        "The softmax runs over the queries (dim=-2); each query's weights over the keys must sum "
-        "to 1 (dim=-1).",
+        "The softmax runs over the queries; a query's weights over the keys must sum to 1: dim=-1.",
     ),
     Mistake(
         ("torch.softmax(scores, dim=-1)", "scores"),
@@ -75,8 +74,7 @@ MISTAKES = (
             "weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)",
             "weights * mask",
         ),
-        "The mask is applied after the softmax, so the weights no longer sum to 1: put -inf into "
-        "the scores instead.",
+        "The mask is applied after the softmax: put -inf into the scores before it instead.",
     ),
     Mistake(
         ("(~mask, -torch.inf)", "(~mask, 0.0)"),

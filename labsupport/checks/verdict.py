@@ -1,4 +1,4 @@
-"""How a check judges a student's result, and names the likely mistake.
+"""Judge a student's result, and name the likely mistake.
 
 A typical mistake is an edit of the reference solution (`Mistake`). When a result is wrong, the
 edited solutions (`mutant`) run on the same inputs; the one with the same result gives the
@@ -207,7 +207,7 @@ def judge(
 
 
 def a_few_steps(expected: Tensor, *dtypes: torch.dtype) -> float:
-    """What rounding alone may do to a result of few entries, whatever the textbook's error was.
+    """Return what rounding alone may do to a result of few entries.
 
     flash-attn's rule takes the textbook's largest error as the yardstick, among thousands of
     entries. Among a few dozen it is now and then a fraction of one rounding, by luck, and twice

@@ -1,4 +1,4 @@
-"""What a notebook does with a student's own work besides checking it."""
+"""Use a student's own work in a notebook, and compare predictions."""
 
 from __future__ import annotations
 

@@ -40,13 +40,11 @@ CHUNK_MISTAKES = (
     ),
     Mistake(
         (_PAIR, "2 * rank, 2 * rank + 1"),
-        "Those are neighbours, 2 * rank and 2 * rank + 1: one contiguous shard, and the work is as "
-        "unequal as before.",
+        "Those are neighbours, a contiguous shard: the work is as unequal as before.",
     ),
     Mistake(
         ("2 * world - 1 - rank", "2 * world - rank"),
-        "The second chunk is one too far: the last chunk is number 2 * world - 1, and it belongs "
-        "to rank 0.",
+        "The second chunk is one too far: rank 0 has the last one, number 2 * world - 1.",
     ),
     Mistake(
         ("2 * world - 1", "world - 1"),
@@ -88,16 +86,14 @@ POSITION_MISTAKES = (
     ),
     Mistake(
         ("size) for", "size).flip([0] * (c >= world)) for"),
-        "The second chunk's tokens are in falling order. The ranks go back and forth; within a "
-        "chunk tokens keep their order.",
+        "The second chunk's tokens are in falling order; within a chunk tokens keep their order.",
     ),
     Mistake(("in chunks", "in chunks[::-1]"), "The late chunk comes first; the early one should."),
     Mistake(("in chunks", "in chunks[:1]"), "The second chunk is missing."),
     Mistake((_ALL, _ALL + " + 1"), "Positions start at 0."),
     Mistake(
         (_ALL, "torch.tensor(chunks).repeat_interleave(size)"),
-        "Those are the numbers of the chunks. A chunk c has the positions c * size ... "
-        "(c + 1) * size - 1.",
+        "Those are the numbers of the chunks. Chunk c starts at position c * size.",
     ),
 )
 
@@ -105,8 +101,7 @@ _JOINED = "torch.cat([*early, *reversed(late)], dim=1)"
 INVERSE_MISTAKES = (
     Mistake(
         ("[*early, *reversed(late)]", "shards"),
-        "The shards follow one another as if they were contiguous: each of them has two chunks "
-        "from different places.",
+        "The shards follow one another, but each of them has two chunks from different places.",
     ),
     Mistake(
         (
@@ -115,8 +110,7 @@ INVERSE_MISTAKES = (
             "    order = torch.cat([zigzag_positions(seqlen, r, world) for r in range(world)])\n"
             "    return torch.cat(shards, dim=1)[:, order]",
         ),
-        "You applied the order of the shards once more, instead of undoing it: index by "
-        "order.argsort(), not by order.",
+        "You applied the order of the shards again. To undo it, index by order.argsort().",
     ),
     Mistake(
         ("*reversed(late)", "*late"),
@@ -125,8 +119,7 @@ INVERSE_MISTAKES = (
     ),
     Mistake(
         ("*reversed(late)", "torch.cat(late, 1).flip(1)"),
-        "The late half is reversed token by token. Reverse the order of the chunks, not of the "
-        "tokens within them.",
+        "The late half is reversed token by token. Reverse the order of its chunks only.",
     ),
     Mistake(("*early, *reversed(late)", "*reversed(late), *early"), "The late half comes first."),
     Mistake(
@@ -164,7 +157,7 @@ def check_zigzag_chunks(student: Callable[..., Any], seed: int = 0) -> None:
             f"and the one as far from the end, {right[rank]}."
         )
         raise CheckFailed(f"(world {world}) {said}")
-    passed("each rank has an early chunk and a late one", seed)
+    passed("each rank holds an early chunk and a late one", seed)
 
 
 def check_zigzag_positions(student: Callable[..., Any], seed: int = 0) -> None:

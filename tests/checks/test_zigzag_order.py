@@ -78,7 +78,7 @@ OTHER_POSITIONS = (
     Mistake(("in chunks])", "in chunks])[:-1]"), "a rank has"),
 )
 OTHER_INVERSES = (
-    Mistake(("*reversed(late)", "*(part.flip(1) for part in reversed(late))"), "not of the tokens"),
+    Mistake(("*reversed(late)", "*(part.flip(1) for part in reversed(late))"), "its chunks only"),
     Mistake(("], dim=1)", "], dim=0)"), "has shape"),
     Mistake(("], dim=1)", "], dim=1).roll(1, 1)"), "wrong place is at 0"),
     Mistake(("], dim=1)", "], dim=1).float()"), "the shards torch.int64"),

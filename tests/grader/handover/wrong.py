@@ -39,7 +39,7 @@ WRONG = [
      "heads", "were copied"),
     ("ex-2-1-layout", [("x.transpose(1, 2)", "x")], "flash", "Transformers' layout"),
     ("ex-2-1-layout", [("q, k, v = qkv.split", "k, q, v = qkv.split")],
-     "qkv", "holds the numbers of k"),
+     "qkv", "has the numbers of k"),
     ("ex-2-2-own-attention", [("softmax_scale=scaling", "softmax_scale=None")],
      "values", "`scaling` is ignored"),
     ("ex-2-2-own-attention", [("softmax_scale=scaling", "softmax_scale=None")],
