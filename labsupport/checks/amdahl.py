@@ -211,7 +211,7 @@ def check_attention_share(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def _judge_share(
-    student: Callable[..., Any], shape: dict[str, int], *options: dict[str, bool], where: str = ""
+    student: Callable[..., Any], shape: dict[str, Any], *options: dict[str, Any], where: str = ""
 ) -> None:
     """Judge what is returned with each of the options; a mistake must explain all of them."""
     given = [call(student, **shape, **option) for option in options]

@@ -111,7 +111,8 @@ def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
         module = _module(of_module)
         given = (module, *inputs, None)
         out = _output(call(student, *given, **options), given, options)
-        exact = lab_attention(module, *(x.double() for x in inputs), None, **options)[0]
+        q, k, v = (x.double() for x in inputs)
+        exact = lab_attention(module, q, k, v, None, **options)[0]
         textbook = lab_attention(*given, **options)[0]
         said = ", ".join(f"{k}={v}" for k, v in options.items())
         judge(

@@ -78,9 +78,9 @@ def _source(solution: Any) -> str:
 
 
 def results(
-    solution: Callable[..., Any],
+    solution: Any,  # a function or a class
     mistakes: Iterable[Mistake],
-    run: Callable[[Callable[..., Any]], Any],
+    run: Callable[[Any], Any],
 ) -> Iterator[tuple[str, Any]]:
     """Yield each mistake's diagnosis with what `run` makes of the mutant, unless that raises."""
     for mistake in mistakes:
@@ -96,9 +96,9 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def explain(
     given: Any,
-    solution: Callable[..., Any],
+    solution: Any,  # a function or a class
     mistakes: Iterable[Mistake],
-    run: Callable[[Callable[..., Any]], Any],
+    run: Callable[[Any], Any],
     same: Callable[[Any, Any], bool] = equal,
 ) -> str:
     """Return the diagnosis of the first mistake with the `same` result as given, otherwise ""."""
