@@ -66,19 +66,20 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
     A causal mask makes the blocks of a head unequal. Then a program takes them in pairs, the
     longest with the shortest and so on, and all pairs take the same time.
     """
-    heads, group, seqlen_q, seqlen_k, left, right, blocks, units = sizes
+    heads, _, seqlen_q, seqlen_k, left, right, blocks, units = sizes
     LEFT: gl.constexpr = mask[0]
     RIGHT: gl.constexpr = mask[1]
     PACKED: gl.constexpr = mask[2]
     PAIRS: gl.constexpr = mask[3]
     BLOCK_Q: gl.constexpr = tile[0]
     BLOCK_K: gl.constexpr = tile[1]
+    # This program's work: one block in each turn, or one pair in each two turns.
     unit = gl.minimum(turn // PAIRS * gl.num_programs(0) + gl.program_id(0), units - 1)
     units_of_head = gl.cdiv(blocks, PAIRS)
-    head = unit // units_of_head
+    head = unit // units_of_head  # of all sequences
     block = blocks - 1 - unit % units_of_head
     if turn % PAIRS == 1:
-        # Of an odd number of blocks, the middle one has no partner: skipped, since it has no rows.
+        # The middle one of an odd number has no partner. Block `blocks` has no rows: skipped.
         block = gl.where(2 * block == blocks - 1, blocks, blocks - 1 - block)
     batch = head // heads
     head = head % heads
@@ -104,19 +105,19 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def _produce(work, descriptors, mask: gl.constexpr, tile: gl.constexpr):
+def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
     """Ask for the tiles in the order in which the consumers need them, as soon as there is room."""
     buffers, barriers, sizes, cu_q, cu_k, turns = work
-    q_desc, k_desc, v_desc = descriptors
+    q_desc, k_desc, v_desc = inputs
     q_buffers, k_buffers, v_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, order = barriers
+    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = barriers
     BLOCK_K: gl.constexpr = tile[1]
     STAGES: gl.constexpr = k_buffers.shape[0]
     CONSUMERS: gl.constexpr = tile[0] // ROWS
     n = 0  # blocks so far
     t = 0  # tiles so far
     for turn in range(turns):
-        batch, head, row, rows, k_row, seqlen_k, diagonal, col, tiles = _block(
+        batch, head, row, rows, k_row, _seqlen_k, _diagonal, col, tiles = _block(
             turn, sizes, cu_q, cu_k, mask, tile
         )
         if rows > 0:
@@ -129,7 +130,7 @@ def _produce(work, descriptors, mask: gl.constexpr, tile: gl.constexpr):
                     q_ready.index(n % 2), q_buffers.index(n % 2 * CONSUMERS + i),
                 )  # fmt: skip
             n += 1
-            for _ in range(tiles):
+            for _i in range(tiles):
                 stage = t % STAGES
                 at = [batch, kv_head, k_row + col, 0]
                 mbarrier.wait(k_empty.index(stage), t // STAGES & 1 ^ 1)
@@ -190,7 +191,7 @@ def _two_products(
 ):  # fmt: skip
     """Start S = Q K(t)^T and O = O + P V(t - 1) together; return S, and O, which is not ready."""
     _, k_buffers, v_buffers = buffers
-    _, _, k_ready, k_empty, v_ready, v_empty, order = barriers
+    _, _, k_ready, k_empty, v_ready, _, order = barriers
     STAGES: gl.constexpr = k_buffers.shape[0]
     BLOCK_K: gl.constexpr = k_buffers.shape[3]
     D: gl.constexpr = k_buffers.shape[4]
@@ -215,14 +216,14 @@ def _two_products(
 
 @gluon.jit
 def _consume(
-    ME: gl.constexpr, work, rest, mask: gl.constexpr, tile: gl.constexpr, PINGPONG: gl.constexpr
+    ME: gl.constexpr, work, outputs, mask: gl.constexpr, tile: gl.constexpr, PINGPONG: gl.constexpr
 ):
     """Attend with the ME-th 64 queries of each block."""
     buffers, barriers, sizes, cu_q, cu_k, turns = work
-    O, L, scale = rest
-    q_buffers, k_buffers, v_buffers = buffers
-    q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, order = barriers
-    heads, group, seqlen_q, _, left, right, blocks, units = sizes
+    O, L, scale = outputs
+    q_buffers, k_buffers, _ = buffers
+    q_ready, q_empty, _, _, _, v_empty, _ = barriers
+    heads, _, seqlen_q, _, left, right, _, _ = sizes
     BLOCK_K: gl.constexpr = tile[1]
     CONSUMERS: gl.constexpr = tile[0] // ROWS
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -246,7 +247,7 @@ def _consume(
     n = 0  # blocks so far
     t = 0  # tiles so far
     for turn in range(turns + 1):  # the last turn only completes the block before
-        batch, head, row, rows, k_row, seqlen_k, diagonal, col, tiles = _block(
+        batch, head, row, rows, _k_row, seqlen_k, diagonal, col, tiles = _block(
             turn, sizes, cu_q, cu_k, mask, tile
         )
         diagonal += ME * ROWS
@@ -344,22 +345,30 @@ def _attn_fwd(
     sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks, units)
     turns = ((units - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * PAIRS
     work = (buffers, barriers, sizes, cu_q, cu_k, turns)
-    rest = (O, L, scale)
-    load = (q_desc, k_desc, v_desc)
-    # Registers: the producer's warps need few and give up the rest for the consumers.
+    inputs = (q_desc, k_desc, v_desc)
+    outputs = (O, L, scale)
+    # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, (0, work, rest, mask, tile, PINGPONG)), (_consume, (1, work, rest, mask, tile, PINGPONG)), (_produce, (work, load, mask, tile))],
-            [4, 1], [240, 24],
-        )  # fmt: skip
+            [
+                (_consume, (0, work, outputs, mask, tile, PINGPONG)),
+                (_consume, (1, work, outputs, mask, tile, PINGPONG)),
+                (_produce, (work, inputs, mask, tile)),
+            ],
+            [4, 1],  # warps of all jobs but the first, which has num_warps
+            [240, 24],  # their registers a thread
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, rest, mask, tile, PINGPONG)), (_consume, (1, work, rest, mask, tile, PINGPONG)), (_consume, (2, work, rest, mask, tile, PINGPONG)),
-                (_produce, (work, load, mask, tile)),
+                (_consume, (0, work, outputs, mask, tile, PINGPONG)),
+                (_consume, (1, work, outputs, mask, tile, PINGPONG)),
+                (_consume, (2, work, outputs, mask, tile, PINGPONG)),
+                (_produce, (work, inputs, mask, tile)),
             ],
-            [4, 4, 1], [160, 160, 24],
-        )  # fmt: skip
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 def why_unsupported(
@@ -375,10 +384,14 @@ def why_unsupported(
         return f"takes bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
     if q.shape[-1] not in (64, 128) or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
         return "takes head_dim 64 or 128, the same for q, k and v"
+    if q.shape[-2] % k.shape[-2]:
+        return f"{q.shape[-2]} heads of q are no multiple of the {k.shape[-2]} of k and v"
     if softmax_scale is not None and softmax_scale <= 0:
         return "takes a softmax_scale above 0"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
+        steps = [
+            stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1
+        ]
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s <= 0 or s % 8 for s in steps):
             return f"{name}: the copy engine needs contiguous rows in 16-byte steps"
     return None
@@ -431,9 +444,8 @@ def flash_gluon_forward(
     if packed:
         sequences = len(cu_seqlens_q) - 1
         q, k, v = q[None], k[None], v[None]
-    _, seqlen_q, heads, head_dim = q.shape
     grid, arguments = launch_arguments(
-        q, k, v, out, lse, sequences=sequences, longest_q=max_seqlen_q if packed else seqlen_q,
+        q, k, v, out, lse, sequences=sequences, longest_q=max_seqlen_q if packed else q.shape[1],
         causal=causal, softmax_scale=softmax_scale, window_size=window_size,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         processors=torch.cuda.get_device_properties(q.device).multi_processor_count, **config,
