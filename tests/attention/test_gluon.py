@@ -121,3 +121,19 @@ def test_packed_sequences_may_be_empty():
         assert_right(out[None, rows], lse[None, :, rows], *parts, causal=True)
     assert not out[starts_q[4] :].any()
     assert torch.isneginf(lse[:, starts_q[4] :]).all()
+
+
+@on_hopper
+def test_inputs_may_be_views():
+    q, k, v = torch.randn(2, 300, 3, 4, 64, dtype=torch.float16, device="cuda").unbind(2)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_right(*flash_gluon_forward(q, k, v, causal=True), q, k, v, causal=True)
+
+
+@on_hopper
+def test_repeats_give_the_same_bits():
+    q, k, v = make(2048, 2048, 20, 20, 64)
+    first = flash_gluon_forward(q, k, v, causal=True)
+    for _ in range(100):
+        again = flash_gluon_forward(q, k, v, causal=True)
+        assert all(map(torch.equal, first, again))

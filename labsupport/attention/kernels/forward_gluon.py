@@ -7,16 +7,16 @@ lets us give the warps of a program different jobs (`gl.warp_specialize`):
     producer      one warp: asks the copy engine (TMA) for the tiles of Q, K and V
     consumers     two or three groups of four warps, 64 queries each: products and softmax
 
-A program works through several blocks of queries, one after the other (there is one program for
-each multiprocessor), without a pause in between: the producer runs ahead, and a consumer starts
-the scores of the next block together with the last product of this one. A consumer's step t is
+There is one program for each multiprocessor. It works through several blocks of queries without a
+pause in between: the producer runs ahead, and a consumer starts the scores of the next block
+together with the last product of this one. A consumer's step for the tile t of keys and values is
 
-    S = Q K(t+1)^T,  O = O + P V(t)     tensor cores, two products at once, which nobody waits for
+    S = Q K(t)^T,  O = O + P V(t-1)     tensor cores, two products started together
     m, l, P, alpha = softmax of S       exp2 on the special function units
     O = alpha O                         because the running maximum m has changed
 
-and with PINGPONG the consumers take turns, so that the tensor cores compute for one of them while
-the other takes its softmax. Masks cost only the tiles that cross an edge of the mask.
+With PINGPONG the consumers start their products in turn, so that the tensor cores compute for one
+of them while another takes its softmax. Only tiles that cross an edge of the mask are masked.
 
 Barriers in shared memory (`mbarrier`) connect the jobs. A barrier counts arrivals, and each time
 that its count is reached its phase flips (0, 1, 0, ...). To wait for phase p is to wait until the
@@ -246,7 +246,9 @@ def _consume(
     old_batch, old_head, old_row, old_rows, old_tiles = 0, 0, 0, 0, 0
     n = 0  # blocks so far
     t = 0  # tiles so far
-    for turn in range(turns + 1):  # the last turn only completes the block before
+    # The first turn has no block before it: it multiplies zeros with whatever V's buffer holds, and
+    # stores no rows. The last turn has no block of its own.
+    for turn in range(turns + 1):
         batch, head, row, rows, _k_row, seqlen_k, diagonal, col, tiles = _block(
             turn, sizes, cu_q, cu_k, mask, tile
         )
@@ -308,7 +310,7 @@ def _attn_fwd(
     PAIRS: gl.constexpr, D: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """Q, K and V are descriptors of (batch, heads, seqlen, head_dim). Grid: one per SM."""
+    """Q, K, V: descriptors of (batch, heads, seqlen, head_dim). Grid: one per multiprocessor."""
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     mask: gl.constexpr = (LEFT, RIGHT, PACKED, PAIRS)
     tile: gl.constexpr = (BLOCK_Q, BLOCK_K)
