@@ -37,9 +37,9 @@ for head_dim, packed in ((128, True), (64, False)):
     q = torch.empty(2, 4096, 4, head_dim, dtype=torch.bfloat16)
     cu_seqlens = torch.zeros(3, dtype=torch.int32) if packed else None
     grid, arguments = launch_arguments(
-        q, q, q, q, torch.empty(2, 4, 4096), sequences=2, longest_q=4096, causal=packed,
+        q, q, q, q, torch.empty(2, 4, 4096), causal=packed,
         softmax_scale=None, window_size=(-1, -1), cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens, processors=132,
+        cu_seqlens_k=cu_seqlens, max_seqlen_q=4096, processors=132,
     )
     built = _attn_fwd.warmup(**arguments, grid=grid)
     ptx = built.asm["ptx"]

@@ -423,7 +423,7 @@ def flash_gluon_forward(
         softmax_scale: factor on the scores, head_dim ** -0.5 unless given.
         window_size: keys to the left and right of the diagonal; -1 means no limit.
         cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences.
-        max_seqlen_q, max_seqlen_k: the longest packed sequence.
+        max_seqlen_q: the longest packed sequence, or more; max_seqlen_k is not needed.
         config: constants of the kernel to use instead of the tuned ones.
 
     Returns:
@@ -442,14 +442,11 @@ def flash_gluon_forward(
     lse = q.new_empty(shape, dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    sequences = q.shape[0]
     if packed:
-        sequences = len(cu_seqlens_q) - 1
         q, k, v = q[None], k[None], v[None]
     grid, arguments = launch_arguments(
-        q, k, v, out, lse, sequences=sequences, longest_q=max_seqlen_q if packed else q.shape[1],
-        causal=causal, softmax_scale=softmax_scale, window_size=window_size,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale, window_size=window_size,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         processors=torch.cuda.get_device_properties(q.device).multi_processor_count, **config,
     )  # fmt: skip
     with torch.cuda.device_of(q):
@@ -464,13 +461,12 @@ def launch_arguments(
     out: Tensor,
     lse: Tensor,
     *,
-    sequences: int,
-    longest_q: int,
     causal: bool,
     softmax_scale: float | None,
     window_size: tuple[int, int],
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
     processors: int,
     **config: int,
 ) -> tuple[tuple[int], dict[str, object]]:
@@ -480,9 +476,12 @@ def launch_arguments(
     left, right = (min(side, seqlen_q + seqlen_k) for side in window_size)
     if causal:
         right = 0
+    sequences, longest = len(q), seqlen_q
     packed = cu_seqlens_q is not None
+    if packed:
+        sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_q or seqlen_q
     config = tuned(head_dim, seqlen_k, limited=left >= 0 or right >= 0) | config
-    blocks = triton.cdiv(longest_q, 64 * config["CONSUMERS"])
+    blocks = triton.cdiv(longest, 64 * config["CONSUMERS"])
     pairs = 2 if right >= 0 and blocks * heads * sequences > processors else 1
     units = triton.cdiv(blocks, pairs) * heads * sequences
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
