@@ -22,10 +22,14 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Import nothing of ours. Everybody may import them.
 LEAVES = {"paths", "interrupt", "plotting"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
-# Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
+# Kernels are defined when their file is imported. So Triton's doors are two folders and a file, and
 # others import kernel files inside of functions only.
 DOORS = {
-    "triton": ("labsupport/attention/flash_triton/", "labsupport/distributed/ring/merge_kernel.py")
+    "triton": (
+        "labsupport/attention/flash_triton/",
+        "labsupport/attention/kernels/",
+        "labsupport/distributed/ring/merge_kernel.py",
+    )
 }
 KERNELS = (
     *(
@@ -35,6 +39,7 @@ KERNELS = (
             *("decode", "version1", "with_update"),
         )
     ),
+    "labsupport.attention.kernels.forward_gluon",
     "labsupport.distributed.ring.merge_kernel",
 )
 
