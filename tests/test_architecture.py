@@ -30,10 +30,14 @@ LEAVES = {"paths", "interrupt", "plotting"}
 # Files in labsupport/commands that are no command.
 COMMAND_HELPERS = {"grid_options", "train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
-# Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
+# Kernels are defined when their file is imported. So Triton's doors are two folders and a file, and
 # others import kernel files inside of functions only.
 DOORS = {
-    "triton": ("labsupport/attention/flash_triton/", "labsupport/distributed/ring/merge_kernel.py")
+    "triton": (
+        "labsupport/attention/flash_triton/",
+        "labsupport/attention/kernels/",
+        "labsupport/distributed/ring/merge_kernel.py",
+    )
 }
 KERNELS = (
     *(
@@ -43,6 +47,7 @@ KERNELS = (
             *("decode", "version1", "with_update"),
         )
     ),
+    "labsupport.attention.kernels.forward_gluon",
     "labsupport.distributed.ring.merge_kernel",
 )
 

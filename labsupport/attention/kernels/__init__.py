@@ -1,0 +1,1 @@
+"""GPU kernels, each in one file with its launcher."""
