@@ -251,6 +251,7 @@ class HookManager:
         self._clock = 0
         self._model, self._backward, self._choose = model, backward, choose
         self._collect = StatsCollector() if ranges else None
+        self._shared: dict[tuple[Any, ...], TensorStats] = {}
         self._on = False
         self._handles: list[RemovableHandle] = []
         self._mode = _AttentionMode(self)
@@ -306,7 +307,12 @@ class HookManager:
         return self._clock
 
     def _stats(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> TensorStats:
-        return TensorStats(tensors, names, self._collect)
+        if self._collect is not None:
+            return TensorStats(tensors, names, self._collect)
+        key = names, *[tensor.dtype for tensor in tensors]
+        if key not in self._shared:  # without ranges, equal dtypes share one object: it is quicker
+            self._shared[key] = TensorStats(tensors, names)
+        return self._shared[key]
 
     def _begin(self, site: Site) -> Record:
         key = site[:2]  # a module may make attention calls, too
@@ -435,10 +441,15 @@ def autocast_is_on(device: str) -> bool:
         return False
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def _tensors_in(value: Any, found: list[Tensor] | None = None) -> list[Tensor]:
     """Return the tensors in an argument or a result, also in tuples, lists and mappings."""
+    found = [] if found is None else found
     if isinstance(value, Tensor):
-        return [value]
-    if not isinstance(value, (tuple, list)):
-        value = value.values() if value is not None and isinstance(value, Mapping) else ()
-    return [tensor for inner in value for tensor in _tensors_in(inner)]
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            _tensors_in(inner, found)
+    elif value is not None and isinstance(value, Mapping):
+        for inner in value.values():
+            _tensors_in(inner, found)
+    return found
