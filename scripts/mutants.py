@@ -239,7 +239,7 @@ def judge(mutant: Mutant, place: Path, tests: list[str], log: Path) -> str:
                 return "timeout"
             time.sleep(0.05)
         code = os.waitstatus_to_exitcode(status[1])
-        return {0: "survived", 4: "error", 5: "error"}.get(code, "killed")
+        return "killed" if code else "survived"
     finally:
         path.write_bytes(source)
 
