@@ -38,6 +38,7 @@ ANSWERS: tuple[Answer, ...] = (
     # Left out. `attention` then passes over the lab's own two backends.
     Answer("attention/flash_torch.py", "1-4, 1-5", needed=("autocast_off", "_block_sizes")),
     *(Answer(f"attention/flash_triton/{name}.py", "4-3") for name in _KERNELS),
+    Answer("attention/kernels/forward_gluon.py", "4-3"),
     Answer(
         "attention/flash_triton/with_update.py",
         "4-3",
