@@ -1,4 +1,4 @@
-"""How training scales over devices: time of a step and memory, under DDP and under FSDP.
+"""Scaling of training over devices: time of a step and memory, under DDP and under FSDP.
 
 torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
 python -m benchmarks data_parallel --processes 2      (starts them itself)
@@ -236,14 +236,14 @@ def _tried(
 
 
 def _told(own: Any, meeting: dist.ProcessGroup, place: Place) -> list[Any]:
-    """What each rank says, on all ranks; who comes first waits."""
+    """Gather one value from each rank on all ranks; this blocks until all have come."""
     said: list[Any] = [None] * place.world
     dist.all_gather_object(said, own, group=meeting)
     return said
 
 
 def _does_not_fit(case: Case, place: Place) -> str:
-    """Why a case is not tried on a GPU; "" if it may fit.
+    """Reason not to try a case on a GPU; "" if it may fit.
 
     One rank that runs out of memory while another does not would leave that one waiting.
     """

@@ -188,7 +188,7 @@ def _inputs(shape: DecodeShape, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 def _shortage(shape: DecodeShape, device: torch.device) -> str:
-    """Why the caches do not fit beside 2 GiB for everything else; empty if they do."""
+    """Reason why the caches do not fit beside 2 GiB for the rest; empty if they do."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

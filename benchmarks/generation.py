@@ -1,4 +1,4 @@
-"""How fast models decode, prefill and train, beside what bounds them.
+"""Speed of decoding, prefill and training, beside the bound of each.
 
 python -m benchmarks generation                       everything that fits here
 python -m benchmarks generation --what decode --save NAME

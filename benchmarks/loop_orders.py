@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def version1_tiling(plan: Tiling) -> Tiling:
-    """What `forward_version1` makes of version 2's tiling: O comes from memory, in small tiles."""
+    """Tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
     return Tiling(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
 
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, for a GPU that need not be there.
+"""Compile report of the Triton kernels, for a GPU that need not be there.
 
     python -m benchmarks resources --capability 90 --head-dim 64,128
     python -m benchmarks resources --kernel keys --head-dim 128 --search

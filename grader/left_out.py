@@ -1,4 +1,4 @@
-"""What stands in an exam edition for the answers to its exercises (`grader.exam`).
+"""Stubs that replace the answers in an exam edition (`grader.exam`).
 
 The exam edition holds a copy of this file as `labsupport/left_out.py`, and imports it from there.
 """
