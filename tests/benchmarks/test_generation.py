@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main
-from benchmarks.generation_models import decode_bytes, llama, random_ids
+from benchmarks.generation import decode_bytes, llama, random_ids
 from labsupport.models.flops import model_flops
 from labsupport.profiling.runs import load_run
 

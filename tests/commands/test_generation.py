@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
-from tests.models.test_generation import TEXTS, lively, words
+from tests.models.tiny import TEXTS, lively, words
 
 
 @pytest.fixture(scope="module")
