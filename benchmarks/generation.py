@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Case, Row, run, some_of
+from benchmarks.runner import Case, Row, not_measured, run, some_of
 from labsupport.attention import BackendUnavailableError, available_backends
 from labsupport.attention.flash_triton import mode
 from labsupport.models.flops import model_flops
@@ -82,12 +82,12 @@ def measure(options: Namespace) -> pd.DataFrame:
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
     columns = ["what", "name", "compiled", "batch", "seqlen", "median_ms", "q1_ms", "q3_ms"]
-    columns += ["tokens_per_s", "of_ceiling", "peak_memory_bytes", "kernel", "status", "reason"]
-    shown = table.reindex(columns=columns).to_string(
-        index=False, na_rep="-", float_format="{:,.3f}".format,
-        formatters={"peak_memory_bytes": lambda b: "-" if b != b else format_bytes(b)},
-    )  # fmt: skip
-    return f"{table.attrs['provenance']['device']}; random weights\n{shown}"
+    columns += ["tokens_per_s", "of_ceiling", "peak_memory_bytes", "kernel"]
+    shown = table[table.status == "ok"].reindex(columns=columns)
+    shown["peak_memory_bytes"] = shown.peak_memory_bytes.map(format_bytes)
+    text = shown.to_string(index=False, na_rep="-", float_format="{:,.3f}".format)
+    head = f"{table.attrs['provenance']['device']}; random weights"
+    return "\n".join([head, text, *not_measured(table, "what", "name")])
 
 
 def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
