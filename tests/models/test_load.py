@@ -76,7 +76,7 @@ def test_the_argument_else_the_variable_else_auto_chooses_the_attention(folder, 
         name()
 
 
-@pytest.mark.parametrize("damage", ["cut", "tensor lost", "other shape", "tokenizer", "tokens"])
+@pytest.mark.parametrize("damage", ["cut", "tensor lost", "other shape", "tokenizer"])
 def test_a_broken_folder_is_named_and_never_filled_with_random_weights(folder, damage):
     weights, match = folder / "model.safetensors", f"{folder} holds no whole model.*: ."
     state = load_file(weights)
@@ -88,9 +88,6 @@ def test_a_broken_folder_is_named_and_never_filled_with_random_weights(folder, d
         config = {"tokenizer_class": "GPT2Tokenizer"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         match = "the tokenizer has no vocabulary"
-    elif damage == "tokens":
-        words(62).save_pretrained(folder)
-        match = "has 62 tokens, .* 61 rows: they do not belong"
     else:
         lost = state.pop(name)
         if damage == "other shape":

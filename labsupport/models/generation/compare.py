@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from labsupport.models.generation.generate import Generation, generate
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
@@ -132,6 +133,9 @@ def compare_attention(
     Raises:
         ValueError: not two different backends; otherwise as `generate` and `set_attention`.
     """
+    import pandas as pd
+
+    from labsupport.models.integration import set_attention
     from labsupport.models.integration.trace import each_line_once
 
     if len(set(backends)) != 2 or len(backends) != 2:
@@ -139,58 +143,23 @@ def compare_attention(
     check_model(model)
     batch = encode(tokenizer, prompt, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)
-
-    def write(count: int) -> Generation:
-        return generate(model, tokenizer, prompt, max_new_tokens=count, chat=chat)
-
-    with each_line_once():
-        return _compare(model, batch, backends, max_new_tokens, repeats, write)
-
-
-def _compare(
-    model: PreTrainedModel,
-    batch: Batch,
-    backends: tuple[str, str],
-    max_new_tokens: int,
-    repeats: int,
-    write: Any,
-) -> Comparison:
-    import pandas as pd
-
-    from labsupport.models.integration.select import set_attention
-
-    truth, oracle = oracle_logits(model, batch)
     runs: dict[str, list[Generation]] = {name: [] for name in backends}
     logits, extra = {}, {}
-    for name in backends:
-        set_attention(model, name)
-        write(min(2, max_new_tokens))
-        logits[name] = prompt_logits(model, batch)
-        extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
-    for _ in range(repeats):
+    with each_line_once():
+        truth, oracle = oracle_logits(model, batch)
         for name in backends:
             set_attention(model, name)
-            runs[name].append(write(max_new_tokens))
+            generate(model, tokenizer, prompt, max_new_tokens=min(2, max_new_tokens), chat=chat)
+            logits[name] = prompt_logits(model, batch)
+            extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
+        for _ in range(repeats):
+            for name in backends:
+                set_attention(model, name)
+                options = {"max_new_tokens": max_new_tokens, "chat": chat}
+                runs[name].append(generate(model, tokenizer, prompt, **options))
 
-    def median(name: str, rate: str) -> float:
-        return statistics.median(getattr(run, rate) for run in runs[name])
-
-    error = {name: _distance(logits[name], truth) for name in backends}
-    table = pd.DataFrame(
-        {
-            "backend": name,
-            "kernel": " and ".join(dict.fromkeys(use.kernel for use in runs[name][-1].attention)),
-            "prefill_tokens_per_s": median(name, "prefill_tokens_per_s"),
-            "decode_tokens_per_s": median(name, "decode_tokens_per_s"),
-            "prefill_peak_bytes": extra[name].peak_bytes,
-            # The largest: on a CPU a later run may find memory that was not given back.
-            "peak_bytes": max(run.peak_bytes for run in runs[name]),
-            "mean_bytes": max(run.mean_bytes for run in runs[name]),
-            "max_error": error[name],
-        }
-        for name in backends
-    )
     first, second = backends
+    error = {name: _distance(logits[name], truth) for name in backends}
     bound = FACTOR * error[first] + SLACK * truth.std().item()
     generations = {name: runs[name][-1] for name in backends}
     rows = [generations[name].token_ids[0] for name in backends]
@@ -200,6 +169,20 @@ def _compare(
         gap = _gap(model, batch, rows, parted_at)
         near_tie = 2 * (error[first] + bound)
         set_attention(model, second)
+    table = pd.DataFrame(
+        {
+            "backend": name,
+            "kernel": " and ".join(dict.fromkeys(use.kernel for use in runs[name][-1].attention)),
+            "prefill_tokens_per_s": statistics.median(r.prefill_tokens_per_s for r in runs[name]),
+            "decode_tokens_per_s": statistics.median(r.decode_tokens_per_s for r in runs[name]),
+            "prefill_peak_bytes": extra[name].peak_bytes,
+            # The largest: on a CPU a later run may find memory that was not given back.
+            "peak_bytes": max(run.peak_bytes for run in runs[name]),
+            "mean_bytes": max(run.mean_bytes for run in runs[name]),
+            "max_error": error[name],
+        }
+        for name in backends
+    )
     return Comparison(
         backends=backends,
         table=table,
@@ -253,44 +236,31 @@ def prompt_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def oracle_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, str]:
     """Return `prompt_logits` as exact as this device computes them, and in words how that was."""
-    from labsupport.models.integration.select import set_attention
+    from labsupport.models.integration import set_attention
 
     wide = torch.float64
     if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16):
         wide = torch.float32  # exact enough to judge 16 bits, and fast on every GPU
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():  # not the buffers: rotary angles are float32 by definition
+        parameter.data = parameter.data.to(wide)
+    set_attention(exact, "standard")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # no TF32
     try:
-        exact: Any = copy.deepcopy(model).to(wide)
-        set_attention(exact, "standard")
-        rounding = widen_norms(exact)
-        but = f" (but {', '.join(rounding)} in float32)" if rounding else ""
-        return prompt_logits(exact, batch), f"the model in {str(wide).removeprefix('torch.')}{but}"
+        with _StayWide():
+            return prompt_logits(exact, batch), f"the model in {str(wide).removeprefix('torch.')}"
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-@torch.no_grad()
-def widen_norms(model: Any) -> list[str]:
-    """Replace RMSNorms by PyTorch's where those agree; return the names of the others.
+class _StayWide(TorchFunctionMode):
+    """Leave float64 tensors as they are where a module asks for float32, as RMSNorms do."""
 
-    Transformers' RMSNorms compute in float32 whatever they are given. Agreement is tried out on
-    rows of which some are so small that eps matters.
-    """
-    others = set()
-    for parent in list(model.modules()):
-        for name, norm in parent.named_children():
-            if not type(norm).__name__.endswith("RMSNorm") or isinstance(norm, nn.RMSNorm):
-                continue
-            eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-            weight = norm.weight
-            exact = nn.RMSNorm(weight.shape, eps=eps, device=weight.device, dtype=weight.dtype)
-            exact.weight.copy_(weight)
-            sizes = torch.tensor([[1.0], [10.0], [1e-2], [1e-3]], device=weight.device)
-            rows = sizes * torch.linspace(-2, 3, len(weight), device=weight.device)
-            rows = rows.to(weight.dtype)
-            if torch.allclose(exact(rows), norm(rows), rtol=1e-5, atol=1e-5):
-                setattr(parent, name, exact)
-            else:
-                others.add(type(norm).__name__)
-    return sorted(others)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        narrows = func is Tensor.float or (func is Tensor.to and torch.float32 in args)
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))

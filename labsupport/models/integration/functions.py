@@ -34,7 +34,6 @@ from labsupport.models.integration.masks import (
     AttentionRefusedError,
     MaskDescription,
     Packing,
-    mask_of,
 )
 from labsupport.models.integration.trace import IO_AWARE, note
 
@@ -178,7 +177,7 @@ def _checked_mask(
             f"{_name(module)} asks for {what} without a mask, for {q_length} queries and "
             f"{kv_length} keys: their alignment is not known."
         )
-    return mask_of(shape, query.device, causal=causal, end=kv_length)
+    return MaskDescription(shape, query.device, causal=causal, end=kv_length)
 
 
 def window_that_hides(mask: MaskDescription) -> tuple[int, int]:

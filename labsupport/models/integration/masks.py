@@ -74,13 +74,32 @@ class MaskDescription(torch.Tensor):
         packing: the same, ready for `attention_varlen`.
     """
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(
+        cls,
+        shape: tuple[int, int, int, int],
+        device: torch.device | str,
+        *,
+        causal: bool,
+        end: int,
+        window: tuple[int, int] = NO_WINDOW,
+        padding: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> MaskDescription:
+        """Describe a mask of shape (batch, 1, q_length, kv_length)."""
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        made.causal, made.window, made.end = causal, window, end
+        made.padding, made.packing = padding, packing
+        return made
+
     causal: bool
     window: tuple[int, int]
     end: int
     padding: Tensor | None
     packing: Packing | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(
@@ -167,28 +186,9 @@ def describe_mask(
             )
         packing = _pack(padding, q_length, device, drop_queries=causal or window != NO_WINDOW)
     shape = (batch_size, 1, q_length, kv_length)
-    return mask_of(
+    return MaskDescription(
         shape, device, causal=causal, window=window, end=end, padding=padding, packing=packing
     )
-
-
-def mask_of(
-    shape: tuple[int, int, int, int],
-    device: torch.device | str,
-    *,
-    causal: bool,
-    window: tuple[int, int] = NO_WINDOW,
-    end: int,
-    padding: Tensor | None = None,
-    packing: Packing | None = None,
-) -> MaskDescription:
-    """Make a `MaskDescription` of shape (batch, 1, q_length, kv_length) with these attributes."""
-    made: Any = torch.Tensor._make_wrapper_subclass(
-        MaskDescription, shape, dtype=torch.bool, device=torch.device(device)
-    )
-    made.causal, made.window, made.end = causal, window, end
-    made.padding, made.packing = padding, packing
-    return made
 
 
 def visible_pairs(mask: MaskDescription) -> Tensor:

@@ -107,14 +107,11 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
     """
     path = _as_path(name)
     if path is None and name in CATALOG:
-        entry = CATALOG[str(name)]
-        if not is_built(entry.name) and not download:
-            if entry.hub_id and in_hub_cache(entry.hub_id):
-                return _open_tokenizer(entry.hub_id, local_files_only=True)
-            raise FileNotFoundError(_not_here(entry))
-        (path,) = fetch([entry.name])
+        if not download and not is_built(str(name)):
+            raise FileNotFoundError(_not_here(CATALOG[str(name)]))
+        (path,) = fetch([str(name)])
     if path is None:
-        return ask_hub(str(name), download, lambda **how: _open_tokenizer(str(name), **how))[0]
+        return _ask_hub(str(name), download, lambda **how: _open_tokenizer(str(name), **how))[0]
     tokenizer = _tokenizer_in(path)
     if tokenizer is None:
         raise ValueError(f"{path} holds no tokenizer")
@@ -146,10 +143,10 @@ def _not_here(entry: Model) -> str:
 
 def _from_catalog(entry: Model, dtype: torch.dtype, download: bool) -> Loaded:
     built, hub = entry.has_weights and is_built(entry.name), ""
-    if entry.hub_id and (in_hub_cache(entry.hub_id) or (download and not built)):
+    if entry.hub_id and (_in_hub_cache(entry.hub_id) or (download and not built)):
         try:
             return _from_hub(entry.name, entry.hub_id, dtype, download)
-        except (DownloadError, ValueError) as error:
+        except (DownloadError, FileNotFoundError) as error:
             hub = f"The hub could not be used: {error}"
     if not entry.has_weights:
         raise (DownloadError if download else FileNotFoundError)(
@@ -166,89 +163,42 @@ def _from_catalog(entry: Model, dtype: torch.dtype, download: bool) -> Loaded:
 
 def _from_disk(name: str, path: Path, dtype: torch.dtype) -> Loaded:
     folder = path if path.is_dir() else path.parent
-    model: Any
+    note = note_of(folder)
     try:
         if (path / "config.json").is_file():
             model = _open_model(str(path), dtype)
         else:
             from labsupport.models.llama2c import read_checkpoint
 
-            found = [path] if path.is_file() else list(path.glob("*.bin"))
-            (checkpoint,) = (file for file in found if file.name != "tokenizer.bin")
-            model = read_checkpoint(checkpoint).to(dtype)
+            candidates = [path] if path.is_file() else path.glob("*.bin")
+            (checkpoint,) = (file for file in candidates if file.name != "tokenizer.bin")
+            model: Any = read_checkpoint(checkpoint).to(dtype)
         tokenizer = _tokenizer_in(folder)
     except Exception as error:
-        again = f" Delete it, then `labsupport fetch {folder.name}`." if note_of(folder) else ""
+        again = f" Delete it, then `labsupport fetch {folder.name}`." if note else ""
         raise ValueError(
             f"{path} holds no whole model, neither as Transformers saves it (config.json) nor as "
             f"llama2.c does (one .bin): {error}.{again}"
         ) from error
-    rows = model.get_input_embeddings().weight.shape[0]
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{rows} rows: they do not belong together"
-        )
-    return Loaded(name, model, tokenizer, _source_of(path, folder, tokenizer))
-
-
-def _source_of(path: Path, folder: Path, tokenizer: Any) -> str:
-    alone = "" if tokenizer is not None else ", with no tokenizer beside it"
-    note = note_of(folder)
     entry = next((m for m in CATALOG.values() if m.package.sha256 == note.get("sha256")), None)
+    source = f"{'the folder' if path.is_dir() else 'the llama2.c checkpoint'} {path}"
     if entry and (path == folder or path.name in note["files"]):
-        return f"{entry.title.split(',')[0]}, from {entry.package}: {entry.note}{alone}"
-    return f"{'the folder' if path.is_dir() else 'the llama2.c checkpoint'} {path}{alone}"
+        source = f"{entry.title.split(',')[0]}, from {entry.package}: {entry.note}"
+    if tokenizer is None:
+        source += ", with no tokenizer beside it"
+    return Loaded(name, model, tokenizer, source)
 
 
-def _from_hub(name: str, hub_id: str, dtype: torch.dtype, download: bool) -> Loaded:
-    def opened(*, local_files_only: bool) -> tuple[Any, Any]:
-        model = _open_model(hub_id, dtype, local_files_only=local_files_only)
-        return model, _open_tokenizer(hub_id, local_files_only=local_files_only)
+def _tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer in a folder; None if there is none."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return _open_tokenizer(str(folder))
+    for name in ("tokenizer.bin", "tokenizer.model"):
+        if (folder / name).is_file():
+            from labsupport.models.llama2c import read_tokenizer
 
-    (model, tokenizer), cached = ask_hub(hub_id, download, opened)
-    where = "the hub's local cache" if cached else "the hub"
-    return Loaded(name, model, tokenizer, f"{hub_id}, the weights as published: {where}")
-
-
-def in_hub_cache(hub_id: str) -> bool:
-    """Say whether the hub's local cache knows a model; its files may be incomplete."""
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
-
-
-def ask_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> tuple[Any, bool]:
-    """Open a model of the hub, from the local cache if it is whole there.
-
-    Args:
-        hub_id: "owner/name".
-        download: whether the network may be used.
-        opened: called with `local_files_only`.
-
-    Returns:
-        What `opened` returns, and whether the cache was enough.
-
-    Raises:
-        FileNotFoundError: it is not in the cache, or not whole, and no `download`.
-        DownloadError: the hub cannot be reached, or does not have the model.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        return opened(local_files_only=True), True
-    except Exception as error:
-        cached = f" ({error})" if in_hub_cache(hub_id) else ""
-    if not download:
-        raise FileNotFoundError(
-            f"{hub_id} is not whole in the hub's cache on this machine{cached}; download=True "
-            f"(--download) fetches what is missing. Without the hub: {', '.join(CATALOG)}"
-        )
-    try:
-        HfApi().model_info(hub_id, timeout=10)  # from_pretrained would try for half a minute
-        return opened(local_files_only=False), False
-    except Exception as error:
-        raise DownloadError(f"the hub gave no {hub_id}: {error}{cached}") from error
+            return read_tokenizer(folder / name)
+    return None
 
 
 def _open_model(source: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -278,14 +228,45 @@ def _open_tokenizer(source: str, **options: Any) -> Any:
     return tokenizer
 
 
-def _tokenizer_in(path: Path) -> Any:
-    """Return the tokenizer in a folder, or beside a file; None if there is none."""
-    folder = path if path.is_dir() else path.parent
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return _open_tokenizer(str(folder))
-    for name in ("tokenizer.bin", "tokenizer.model"):
-        if (folder / name).is_file():
-            from labsupport.models.llama2c import read_tokenizer
+# --- the hub --------------------------------------------------------------------------------------
 
-            return read_tokenizer(folder / name)
-    return None
+
+def _in_hub_cache(hub_id: str) -> bool:
+    """Say whether the hub's local cache knows a model; its files may be incomplete."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+
+
+def _from_hub(name: str, hub_id: str, dtype: torch.dtype, download: bool) -> Loaded:
+    def opened(**how: Any) -> tuple[Any, Any]:
+        return _open_model(hub_id, dtype, **how), _open_tokenizer(hub_id, **how)
+
+    (model, tokenizer), cached = _ask_hub(hub_id, download, opened)
+    where = "the hub's local cache" if cached else "the hub"
+    return Loaded(name, model, tokenizer, f"{hub_id}, the weights as published: {where}")
+
+
+def _ask_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> tuple[Any, bool]:
+    """Return what `opened` makes of a model on the hub, and whether the local cache was enough.
+
+    Raises:
+        FileNotFoundError: it is not in the cache, or not whole, and no `download`.
+        DownloadError: the hub cannot be reached, or does not have the model.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        return opened(local_files_only=True), True
+    except Exception as error:
+        if not download:
+            detail = f" ({error})" if _in_hub_cache(hub_id) else ""
+            raise FileNotFoundError(
+                f"{hub_id} is not whole in the hub's cache on this machine{detail}; download=True "
+                f"(--download) fetches what is missing. Without the hub: {', '.join(CATALOG)}"
+            ) from error
+    try:
+        HfApi().model_info(hub_id, timeout=10)  # from_pretrained would try for half a minute
+        return opened(local_files_only=False), False
+    except Exception as error:
+        raise DownloadError(f"the hub gave no {hub_id}: {error}") from error
