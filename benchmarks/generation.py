@@ -278,9 +278,9 @@ def gpt2(device: torch.device, *, length: int) -> Any:
     size: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50_257}
     if device.type == "cpu":
         size = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
-    options = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    options |= {"bos_token_id": None, "eos_token_id": None}
-    return _made(GPT2Config(**size, **options, n_positions=length), device, torch.float32)
+    size |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": length}
+    config = GPT2Config(**size, bos_token_id=None, eos_token_id=None)
+    return _made(config, device, torch.float32)
 
 
 def _made(config: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -37,9 +37,10 @@ def model_flops(
     """
     config: Any = model.config
     # GPT-2's linear layers are `Conv1D` in Transformers.
+    modules: Any = model.get_decoder().modules()
     linear = sum(
         module.weight.numel()
-        for module in model.get_decoder().modules()
+        for module in modules
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     )
     head = config.hidden_size * config.vocab_size

@@ -102,14 +102,11 @@ def read_header(file: IO[bytes]) -> Header:
     """
     raw = file.read(28)
     sizes = struct.unpack("<7i", raw) if len(raw) == 28 else (0,) * 7
-    *others, vocabulary, length = sizes
-    header = Header(*others, abs(vocabulary), length, shared_classifier=vocabulary > 0)
-    fits = min(*others, abs(vocabulary), length) > 0 and not (
-        header.dim % header.n_heads or header.n_heads % header.n_kv_heads or header.head_dim % 2
-    )
-    if not fits:
+    dim, hidden, layers, heads, kv_heads, vocabulary, length = sizes
+    fits = min(dim, hidden, layers, heads, kv_heads, abs(vocabulary), length) > 0
+    if not fits or dim % heads or heads % kv_heads or dim // heads % 2:
         raise ValueError(f"no llama2.c checkpoint of version 0: its header would be {sizes}")
-    return header
+    return Header(dim, hidden, layers, heads, kv_heads, abs(vocabulary), length, vocabulary > 0)
 
 
 def read_checkpoint(path: str | Path) -> LlamaForCausalLM:

@@ -89,7 +89,7 @@ class GPT2Step:
         _require(config, add_cross_attention=False)
         self.kv_heads = config.num_attention_heads
         self.head_dim = config.hidden_size // self.kv_heads
-        self.layers = self.body.h
+        self.layers: Any = self.body.h
         self.head = _classifier(model)
 
     def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:

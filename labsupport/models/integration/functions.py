@@ -177,7 +177,7 @@ def _checked_mask(
             f"{_name(module)} asks for {what} without a mask, for {q_length} queries and "
             f"{kv_length} keys: their alignment is not known."
         )
-    return MaskDescription(shape, query.device, causal=causal, end=kv_length)
+    return MaskDescription.of(shape, query.device, causal=causal, end=kv_length)
 
 
 def window_that_hides(mask: MaskDescription) -> tuple[int, int]:

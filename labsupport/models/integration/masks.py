@@ -76,7 +76,8 @@ class MaskDescription(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __new__(
+    @classmethod
+    def of(
         cls,
         shape: tuple[int, int, int, int],
         device: torch.device | str,
@@ -186,7 +187,7 @@ def describe_mask(
             )
         packing = _pack(padding, q_length, device, drop_queries=causal or window != NO_WINDOW)
     shape = (batch_size, 1, q_length, kv_length)
-    return MaskDescription(
+    return MaskDescription.of(
         shape, device, causal=causal, window=window, end=end, padding=padding, packing=packing
     )
 

@@ -71,16 +71,14 @@ def load_model(
     """
     import torch
 
+    from labsupport.models.integration import chosen_attention, set_attention
     from labsupport.profiling.timing import resolve_device
 
     device = resolve_device(device)
     if dtype is None:
         wide = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if wide else torch.float32
-    if attention is not None:
-        from labsupport.models.integration import chosen_attention, set_attention
-
-        # An unknown name is an error before the weights are read.
+    if attention is not None:  # an unknown name is an error before the weights are read
         attention = chosen_attention(None if attention == "default" else attention)
     path = _as_path(name)
     if path is not None:
@@ -172,7 +170,9 @@ def _from_disk(name: str, path: Path, dtype: torch.dtype) -> Loaded:
 
             candidates = [path] if path.is_file() else path.glob("*.bin")
             (checkpoint,) = (file for file in candidates if file.name != "tokenizer.bin")
-            model: Any = read_checkpoint(checkpoint).to(dtype)
+            model: Any = read_checkpoint(checkpoint)
+            for parameter in model.parameters():  # and not the frequencies of rotary positions
+                parameter.data = parameter.data.to(dtype)
         tokenizer = _tokenizer_in(folder)
     except Exception as error:
         again = f" Delete it, then `labsupport fetch {folder.name}`." if note else ""
