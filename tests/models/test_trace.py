@@ -106,22 +106,6 @@ def test_a_fused_kernel_with_a_stored_mask_is_not_called_flash(caplog):
     assert reported == kinds
 
 
-def test_where_counts_begin_again_the_log_can_say_each_line_once(caplog):
-    model = tiny("llama", num_hidden_layers=1)
-    caplog.set_level(logging.INFO, "labsupport.models")
-
-    def switch() -> None:
-        for backend in ("standard", "flash_torch", "standard"):
-            set_attention(model, backend)
-            model(tokens(1, 4))
-
-    with trace.each_line_once():
-        switch()
-    assert len(caplog.records) == 2
-    switch()
-    assert len(caplog.records) == 2 + 3
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 

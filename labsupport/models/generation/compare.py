@@ -136,7 +136,7 @@ def compare_attention(
     import pandas as pd
 
     from labsupport.models.integration import set_attention
-    from labsupport.models.integration.trace import each_line_once
+    from labsupport.models.integration.trace import silent
 
     if len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
@@ -145,13 +145,14 @@ def compare_attention(
     check_room(model, batch, max_new_tokens)
     runs: dict[str, list[Generation]] = {name: [] for name in backends}
     logits, extra = {}, {}
-    with each_line_once():
+    with silent():
         truth, oracle = oracle_logits(model, batch)
-        for name in backends:
-            set_attention(model, name)
-            generate(model, tokenizer, prompt, max_new_tokens=min(2, max_new_tokens), chat=chat)
-            logits[name] = prompt_logits(model, batch)
-            extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
+    for name in backends:
+        set_attention(model, name)
+        generate(model, tokenizer, prompt, max_new_tokens=min(2, max_new_tokens), chat=chat)
+        logits[name] = prompt_logits(model, batch)
+        extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
+    with silent():
         for _ in range(repeats):
             for name in backends:
                 set_attention(model, name)
@@ -165,8 +166,9 @@ def compare_attention(
     rows = [generations[name].token_ids[0] for name in backends]
     parted_at, gap, near_tie = first_difference(*rows), float("nan"), float("nan")
     if parted_at is not None:
-        set_attention(model, first)
-        gap = _gap(model, batch, rows, parted_at)
+        with silent():
+            set_attention(model, first)
+            gap = _gap(model, batch, rows, parted_at)
         near_tie = 2 * (error[first] + bound)
         set_attention(model, second)
     table = pd.DataFrame(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -194,14 +195,13 @@ def generate(
             parameter.detach().flatten()[::1024].sum()
     if cache == "graphed":
         length = batch.width + max_new_tokens
-        decoder = GraphedDecoder(model, batch=len(batch.lengths), length=length)
-        with MemorySampler(model.device) as memory:
-            done = decoder.run(batch, max_new_tokens, ends=ends)
+        run = GraphedDecoder(model, batch=len(batch.lengths), length=length).run
     else:
         sample = sampler(temperature, top_k, seed, model.device)
-        options: dict[str, Any] = {"cache": cache, "sample": sample, "ends": ends}
-        with MemorySampler(model.device) as memory:
-            done = prefill_and_decode(model, batch, max_new_tokens, on_step=on_step, **options)
+        options: dict[str, Any] = {"cache": cache, "sample": sample, "on_step": on_step}
+        run = partial(prefill_and_decode, model, **options)
+    with MemorySampler(model.device) as memory:
+        done = run(batch, max_new_tokens, ends=ends)
     return Generation(
         texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in done.tokens],
         token_ids=done.tokens,

@@ -259,15 +259,10 @@ def kind_of(mask_function: Callable[..., Any]) -> tuple[bool, tuple[int, int]]:
 
 
 def _unknown(part: str) -> str:
-    meaning = {
-        "packed_sequence_mask_function": "several sequences packed in one row",
-        "chunked_overlay": "attention within chunks",
-        "blockwise_overlay": "blocks of tokens that see each other in both directions (prefix-LM)",
-        "or_masks": "a union of masks (prefix-LM, images)",
-    }.get(part, "a mask of its own")
+    packed = " (several sequences packed in one row)" if part.startswith("packed") else ""
     return (
-        f"this model asks for {meaning} ({part}), which labsupport's attention does not compute: "
-        "it knows causal and bidirectional masks, sliding windows and padding. Use "
+        f"this model's mask has a part {part}{packed}, which labsupport's attention does not "
+        "compute: it knows causal and bidirectional masks, sliding windows and padding. Use "
         "model.set_attn_implementation('sdpa') for this model or these inputs."
     )
 

@@ -89,7 +89,7 @@ def _ensure(model: Model, folder: Path, say: Callable[[str], None]) -> None:
         FileLock(folder.with_name(f".{model.name}.lock")),
         tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
     ):
-        if is_built(model.name, folder.parent):  # another process has done it meanwhile
+        if is_built(model.name, folder.parent):  # by another process meanwhile
             return
         built = Path(temporary, "built")
         built.mkdir()
