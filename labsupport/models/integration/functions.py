@@ -29,12 +29,8 @@ from labsupport.attention import (
     flash_attention,
     last_call,
 )
-from labsupport.models.integration.masks import (
-    NO_WEIGHTS,
-    AttentionRefusedError,
-    MaskDescription,
-    Packing,
-)
+from labsupport.models.integration.kinds import NO_WEIGHTS, AttentionRefusedError
+from labsupport.models.integration.masks import MaskDescription, Packing
 from labsupport.models.integration.trace import IO_AWARE, note
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
@@ -101,22 +97,27 @@ def backend_function(backend: str) -> AttentionFunction:
         }
         if mask.packing is None:
             k, v = k[:, : mask.end], v[:, : mask.end]
-            options["check_layout"] = False  # Transformers has its dimensions in one order only
-            if backend == "flash":
-                out = flash_attention(q, k, v, **options)
-            else:
-                out = attention(q, k, v, backend=backend, **options)
+            out = _batched(backend, q, k, v, options)
         elif not len(mask.packing.rows_k) or not mask.packing.cu_q[-1]:
             return torch.zeros_like(q), None  # nothing but padding: no backend is asked
         else:
             out = _packed(backend, q, k, v, mask.packing, options)
         report = last_call()
-        assert isinstance(out, Tensor)
         assert report is not None
         note(module, report.backend, report.kernel, report.io_aware)
         return out, None
 
     return layer_function(compute)
+
+
+def _batched(backend: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    # No check of the layout: Transformers has its dimensions in one order only.
+    if backend == "flash":
+        out = flash_attention(q, k, v, check_layout=False, **options)
+    else:
+        out = attention(q, k, v, backend=backend, check_layout=False, **options)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _packed(

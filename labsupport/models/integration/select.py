@@ -31,13 +31,8 @@ from labsupport.models.integration.functions import (
     outside_graphs,
     window_that_hides,
 )
-from labsupport.models.integration.masks import (
-    NO_WINDOW,
-    AttentionRefusedError,
-    MaskDescription,
-    describe_mask,
-    visible_pairs,
-)
+from labsupport.models.integration.kinds import NO_WINDOW, AttentionRefusedError
+from labsupport.models.integration.masks import MaskDescription, describe_mask, visible_pairs
 from labsupport.models.integration.trace import IO_AWARE, note, reset_attention_used
 
 VARIABLE = "LABSUPPORT_ATTENTION"
