@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from labsupport.models.generation.generate import Generation, generate
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
+from labsupport.models.integration import set_attention
+from labsupport.models.integration.trace import silent
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.units import format_bytes
 
@@ -135,9 +137,6 @@ def compare_attention(
     """
     import pandas as pd
 
-    from labsupport.models.integration import set_attention
-    from labsupport.models.integration.trace import silent
-
     if len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
     check_model(model)
@@ -238,8 +237,6 @@ def prompt_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def oracle_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, str]:
     """Return `prompt_logits` as exact as this device computes them, and in words how that was."""
-    from labsupport.models.integration import set_attention
-
     wide = torch.float64
     if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16):
         wide = torch.float32  # exact enough to judge 16 bits, and fast on every GPU

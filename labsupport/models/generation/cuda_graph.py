@@ -119,8 +119,9 @@ class GraphedDecoder:
         self._prefill(batch)
         prefill_s = now(self.model.device) - start
         made = min(1, max_new_tokens)
+        endings = torch.tensor(ends, device=self.model.device)
         start = now(self.model.device)
-        while made < max_new_tokens and not self._all_ended(batch.width, made, ends):
+        while made < max_new_tokens and not self._all_ended(batch.width, made, endings):
             for _ in range(min(CHECK_EVERY, max_new_tokens - made)):
                 self._next(batch.width + made)
                 made += 1
@@ -197,8 +198,7 @@ class GraphedDecoder:
             self._run_step(span)
         return graph
 
-    def _all_ended(self, width: int, made: int, ends: Sequence[int]) -> bool:
-        if not ends:
+    def _all_ended(self, width: int, made: int, ends: Tensor) -> bool:
+        if not len(ends):  # then the CPU need not wait for the GPU
             return False
-        new = self.output[:, width : width + made]
-        return bool(torch.isin(new, torch.tensor(ends, device=new.device)).any(dim=1).all())
+        return bool(torch.isin(self.output[:, width : width + made], ends).any(dim=1).all())

@@ -30,13 +30,12 @@ from labsupport.models.generation.prompts import (
     cut,
     encode,
 )
+from labsupport.models.integration.trace import Used, attention_used, kind_of_attention, ranges
 from labsupport.profiling.timing import now
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from labsupport.models.integration.trace import Used
 
 Kind = Literal["dynamic", "static", "graphed"]
 KINDS = ("dynamic", "static", "graphed")
@@ -128,8 +127,6 @@ class Generation:
 
 def attention_lines(uses: Sequence[Used]) -> list[str]:
     """Say which attention ran, a line for each: 'FlashAttention (sdpa_flash: …) in layers 0-29'."""
-    from labsupport.models.integration.trace import kind_of_attention, ranges
-
     layers: dict[str, list[int]] = {}
     for use in uses:
         kind = kind_of_attention(use.backend, use.io_aware)
@@ -309,6 +306,4 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
 
 
 def _attention_of(model: PreTrainedModel) -> dict[Used, int]:
-    from labsupport.models.integration.trace import attention_used
-
     return {replace(use, calls=0): use.calls for use in attention_used(model)}
