@@ -8,7 +8,8 @@ python -m benchmarks generation --what decode --save NAME
     prefill      FLOP/s of a forward, beside a matrix product's, by attention
     training     time and memory of a training step, by attention and length
 
-On a GPU the models have real shapes, on a CPU tiny ones; the weights are random.
+Only shapes matter for speed, so the weights are random. On a GPU the models have real shapes, on a
+CPU tiny ones.
 
 Columns: what, name, compiled, batch, seqlen (prompt or sequence), new_tokens, dtype; kernel;
 median_ms, q1_ms, q3_ms, repeats (of a decode step, a prefill, a training step); tokens_per_s;
@@ -22,33 +23,31 @@ from __future__ import annotations
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.generation_models import decode_bytes, gpt2, llama, random_ids
-from benchmarks.runner import Case, Row, run, some_of
+from benchmarks.runner import Case, Row, not_measured, run, some_of
 from labsupport.attention import BackendUnavailableError, available_backends
 from labsupport.attention.flash_triton import mode
 from labsupport.models.flops import model_flops
+from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import prefill_and_decode
-from labsupport.models.generation.graphed import GraphedDecoder
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import Batch
-from labsupport.models.integration.used import attention_used
-from labsupport.models.measure import choose_attention
+from labsupport.models.measure import choose_attention, kernels_used
 from labsupport.profiling.hardware import Ceilings, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory
-from labsupport.profiling.timing import Timing, format_ms, measure_time, now, resolve_device
+from labsupport.profiling.timing import Timing, measure_time, now, resolve_device
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
 PARTS = ("decode", "throughput", "prefill", "training")
-# What each loop is. "loop" is the one in generate.py, "transformers" is `model.generate`.
+# "loop" is the one in generate.py, "transformers" is `model.generate`.
 LOOPS = (
     "loop, dynamic cache",
     "loop, static cache",
@@ -59,6 +58,12 @@ LOOPS = (
 TRAINING = ("eager", "sdpa_flash", "flash_triton", "fa4")
 REPEATS = 3  # of a decode
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
+# Width, MLP width, layers, query heads, key heads, vocabulary.
+LLAMAS = {
+    "110M": (768, 2048, 12, 12, 12, 32_000),  # stories110M (llama2.c)
+    "1B": (2048, 8192, 16, 32, 8, 128_256),  # Llama 3.2 1B
+    "tiny": (64, 128, 2, 4, 2, 256),
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -76,32 +81,13 @@ def measure(options: Namespace) -> pd.DataFrame:
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
-    header = ["what", "name", "batch", "seqlen", "ms", "IQR", "tokens/s", "of ceiling", "memory"]
-    lines = [[*header, "kernel or reason"]]
-    for _, row in table.iterrows():
-        name = f"{row['name']}, compiled" if row["compiled"] is True else row["name"]
-        start = [row["what"], name, str(row["batch"]), str(row["seqlen"])]
-        if row["status"] != "ok":
-            lines.append([*start, *5 * ["-"], f"{row['status']}: {row['reason']}"])
-            continue
-        share = row.get("of_ceiling", float("nan"))
-        lines.append(
-            [
-                *start,
-                format_ms(row["median_ms"]),
-                f"{format_ms(row['q1_ms'])}-{format_ms(row['q3_ms'])}",
-                f"{row['tokens_per_s']:,.0f}",
-                "-" if share != share else f"{share:.1%}",
-                format_bytes(row["peak_memory_bytes"]),
-                row["kernel"],
-            ]
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]) - 1)]
-    text = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-        for line in lines
-    ]
-    return "\n".join([f"{table.attrs['provenance']['device']}; random weights", *text])
+    columns = ["what", "name", "compiled", "batch", "seqlen", "median_ms", "q1_ms", "q3_ms"]
+    columns += ["tokens_per_s", "of_ceiling", "peak_memory_bytes", "kernel"]
+    shown = table[table.status == "ok"].reindex(columns=columns)
+    shown["peak_memory_bytes"] = shown.peak_memory_bytes.map(format_bytes)
+    text = shown.to_string(index=False, na_rep="-", float_format="{:,.3f}".format)
+    head = f"{table.attrs['provenance']['device']}; random weights"
+    return "\n".join([head, text, *not_measured(table, "what", "name")])
 
 
 def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
@@ -114,7 +100,15 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
     ) -> Case:
         row = {"what": what, "name": name, "compiled": False, "batch": batch, "seqlen": seqlen}
         row |= {"new_tokens": 0, "dtype": str(dtype).removeprefix("torch."), "kernel": ""} | more
-        return Case(row, _alone()(partial(function, row, device, dtype, ceilings)))
+
+        def alone() -> Row:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # compilers' warnings about small devices
+                if gpu:
+                    torch._dynamo.reset()  # what the case before compiled
+                return function(row, device, dtype, ceilings)
+
+        return Case(row, alone)
 
     prompt, new = (128, 256) if gpu else (16, 32)
     for batch in (1, 8) if gpu else (1, 2):
@@ -142,18 +136,6 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
             yield case("training", _training, name, tokens // seqlen, seqlen, dtype=mixed)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Drop what a case compiled before the next one, and compilers' warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about small devices
-        try:
-            yield
-        finally:
-            if torch.cuda.is_available():
-                torch._dynamo.reset()
-
-
 def io_aware_backends(device: torch.device) -> list[str]:
     """Those that run causal, grouped-query attention here, and are worth timing.
 
@@ -166,16 +148,6 @@ def io_aware_backends(device: torch.device) -> list[str]:
     slow |= {"flash_triton"} if mode.interpreted() else set()
     statuses = available_backends(q, k, k, causal=True)
     return [s.name for s in statuses if s.runs and s.io_aware and s.name not in slow]
-
-
-def _times(timing: Timing) -> dict[str, Any]:
-    names = ("median", "q1", "q3")
-    return {f"{name}_ms": getattr(timing, name) for name in names} | {"repeats": timing.repeats}
-
-
-def _kernel(model: Any, name: str) -> str:
-    kernels = dict.fromkeys(use.kernel for use in attention_used(model))
-    return " and ".join(kernels) or f"Transformers' {name}"
 
 
 def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
@@ -192,7 +164,7 @@ def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilin
     elif name.startswith("loop"):
         loop = lambda: prefill_and_decode(model, ids, new, cache=cache).decode_s  # noqa: E731
     else:
-        loop = partial(_transformers_own, model, ids, new, cache)
+        loop = partial(_transformers_own, model, ids.ids, new, cache)
     loop()
     with MemorySampler(device) as memory:
         steps = Timing(tuple(1e3 * loop() / (new - 1) for _ in range(REPEATS)), str(device))
@@ -208,20 +180,14 @@ def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilin
     }
 
 
-def _transformers_own(model: Any, ids: Batch, new: int, cache: str) -> float:
+def _transformers_own(model: Any, ids: Tensor, new: int, cache: str) -> float:
     """`model.generate` says no times: a long call less one that ends after the first token."""
+    options: dict[str, Any] = {"do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
 
     def seconds(count: int) -> float:
         start = now(model.device)
-        model.generate(
-            ids.ids,
-            attention_mask=torch.ones_like(ids.ids),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            cache_implementation=cache,
-            pad_token_id=0,
-        )
+        model.generate(ids, max_new_tokens=count, min_new_tokens=count, **options)
         return now(model.device) - start
 
     return seconds(new) - seconds(1)
@@ -237,18 +203,10 @@ def _prefill(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceili
     def call() -> object:
         return forward(ids, use_cache=True, logits_to_keep=1)
 
-    memory = measure_peak_memory(call, device=device)
-    timing = measure_time(call, device=device, max_seconds=MAX_SECONDS[device.type])
-    tflops = model_flops(model, *ids.shape, logits=1) / timing.median / 1e9
+    measured = _measured(call, model, ids)
+    tflops = model_flops(model, *ids.shape, logits=1) / measured["median_ms"] / 1e9
     ceiling = ceilings.matmul_tflops[row["dtype"]]
-    return _times(timing) | {
-        "tokens_per_s": 1e3 * ids.numel() / timing.median,
-        "tflops": tflops,
-        "ceiling": ceiling,
-        "of_ceiling": tflops / ceiling,
-        "peak_memory_bytes": memory.peak_bytes,
-        "kernel": _kernel(model, row["name"]),
-    }
+    return measured | {"tflops": tflops, "ceiling": ceiling, "of_ceiling": tflops / ceiling}
 
 
 def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
@@ -256,7 +214,7 @@ def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceil
     if row["name"] == "flash_triton" and mode.interpreted():
         raise BackendUnavailableError("interpreted kernels are not worth timing", {})
     gpu = device.type == "cuda"
-    model = gpt2(device, medium=gpu, length=row["seqlen"]).train()
+    model = gpt2(device, length=row["seqlen"]).train()
     with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
         choose_attention(model, row["name"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)
@@ -270,10 +228,82 @@ def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceil
         optimizer.zero_grad(set_to_none=True)
 
     step()  # makes the optimizer's state, which is not a step's own memory
-    memory = measure_peak_memory(step, device=device)
-    timing = measure_time(step, device=device, max_seconds=MAX_SECONDS[device.type])
+    return _measured(step, model, ids)
+
+
+def _measured(call: Callable[[], object], model: Any, ids: Tensor) -> dict[str, Any]:
+    memory = measure_peak_memory(call, device=model.device)
+    timing = measure_time(call, device=model.device, max_seconds=MAX_SECONDS[model.device.type])
     return _times(timing) | {
         "tokens_per_s": 1e3 * ids.numel() / timing.median,
         "peak_memory_bytes": memory.peak_bytes,
-        "kernel": _kernel(model, row["name"]),
+        "kernel": kernels_used(model),
     }
+
+
+def _times(timing: Timing) -> dict[str, Any]:
+    names = ("median", "q1", "q3")
+    return {f"{name}_ms": getattr(timing, name) for name in names} | {"repeats": timing.repeats}
+
+
+# --- models with random weights -------------------------------------------------------------------
+
+
+def llama(size: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama of one of `LLAMAS`; on a CPU always the tiny one."""
+    from transformers import LlamaConfig
+
+    width, mlp, layers, heads, kv_heads, vocabulary = LLAMAS[
+        size if device.type == "cuda" else "tiny"
+    ]
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return _made(config, device, dtype).eval()
+
+
+def gpt2(device: torch.device, *, length: int) -> Any:
+    """GPT-2 medium's shape (345 million weights), on a CPU a tiny one; float32, no dropout."""
+    from transformers import GPT2Config
+
+    size: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50_257}
+    if device.type == "cpu":
+        size = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
+    size |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": length}
+    config = GPT2Config(**size, bos_token_id=None, eos_token_id=None)
+    return _made(config, device, torch.float32)
+
+
+def _made(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def random_ids(model: Any, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen) tokens, the same for the same shape."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (batch, seqlen), generator=generator)
+    return ids.to(model.device)
+
+
+def decode_bytes(model: Any, batch: int, cached: float) -> float:
+    """Bytes that one decode step must read: the weights, and `cached` keys and values a row.
+
+    Tied input and output embeddings are one matrix, and all of it is read for the output.
+    """
+    config = model.config
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return (weights + batch * cached * cache) * model.dtype.itemsize

@@ -42,9 +42,7 @@ def _grade_id(cell: nbformat.NotebookNode) -> str:
 def solutions_of(solved: nbformat.NotebookNode) -> dict[str, str]:
     """What the solution cells hold, by grade_id, without the markers that only instructors see."""
     return {
-        _grade_id(cell): "\n".join(
-            line for line in cell.source.split("\n") if not re.search(r"### (BEGIN|END) ", line)
-        )
+        _grade_id(cell): re.sub(r"(?m)^\s*### (BEGIN|END) .*\n?", "", cell.source)
         for cell in solved.cells
         if cell.metadata.get("nbgrader", {}).get("solution")
     }
@@ -53,8 +51,7 @@ def solutions_of(solved: nbformat.NotebookNode) -> dict[str, str]:
 def submissions(count: int) -> list[str]:
     """Notebooks of students, of whom each has solved one exercise less than the one before."""
     source = paths.notebooks_dir() / f"{NAME}.ipynb"
-    solved = nbformat.read(source, as_version=4)
-    solutions = solutions_of(solved)
+    solutions = solutions_of(nbformat.read(source, as_version=4))
     edition, made = make_edition(source).text, []
     for number in range(count):
         # Most of a class solves most of it: 6, 5, 4, 6, 5, 4, ... exercises, the last student none.
@@ -128,10 +125,10 @@ class Course:
         self.run("generate_assignment", "lab")
 
     def run(self, *command: str) -> float:
-        """Wall seconds of an nbgrader command.
+        """Return the wall seconds of an nbgrader command.
 
         Raises:
-            RuntimeError: it failed; with the end of what it said.
+            RuntimeError: it failed; with the end of its messages.
         """
         # Nothing of the user's own configuration; the lab, and this Python's kernel.
         environment = {
@@ -144,27 +141,24 @@ class Course:
             "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
         }
+        call = [sys.executable, "-m", "nbgrader", *command]
         start = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-m", "nbgrader", *command],
-            cwd=self.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
+            call, cwd=self.folder, env=environment, capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"nbgrader {command[0]} failed: {done.stderr[-2000:]}")
         return time.perf_counter() - start
 
     def hand_in(self, student: str, text: str) -> Path:
-        """Put a student's notebook where nbgrader expects it; its file."""
+        """Write a student's notebook where nbgrader expects it; returns its file."""
         path = self.folder / "submitted" / student / "lab" / f"{NAME}.ipynb"
         path.parent.mkdir(parents=True)
         path.write_text(text, encoding="utf-8")
         return path
 
     def grade(self, student: str, text: str) -> tuple[float, float]:
-        """Wall seconds of autograding one student's notebook, and its points."""
+        """Autograde one student's notebook; returns wall seconds and points."""
         from nbgrader.api import Gradebook
 
         self.hand_in(student, text)
@@ -176,19 +170,15 @@ class Course:
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines = not_measured(table, "program")
     ran = table[table.status == "ok"]
+    summary = ran.groupby("program")[["seconds", "batch_seconds"]].median()
+    lines.append(f"median seconds of a submission, alone and by the batch:\n{summary}")
     ours, theirs = (ran[ran.program == name] for name in ("labsupport", "nbgrader"))
-    if len(ours):
-        lines.append(
-            f"labsupport grade: {ours.seconds.median():.1f} s a submission (median of {len(ours)}; "
-            f"{ours.seconds.min():.1f} to {ours.seconds.max():.1f}), "
-            f"{ours.batch_seconds.iloc[0]:.1f} s by the whole batch"
-        )
     both = ours.merge(theirs, on="submission", suffixes=("", "_theirs"))
     if len(both):
-        median, own = both.seconds_theirs.median(), both.seconds.median()
+        times = both.seconds_theirs.median() / both.seconds.median()
+        same = (both.points == both.points_theirs).sum()
         lines.append(
-            f"nbgrader autograde, the first {len(both)}: {median:.1f} s (median); labsupport "
-            f"grade, the same ones: {own:.1f} s, {median / own:.1f} times faster; the same points "
-            f"for {(both.points == both.points_theirs).sum()}"
+            f"the {len(both)} that both graded: labsupport is {times:.1f} times faster; the same "
+            f"points for {same}"
         )
     return "\n".join(lines)

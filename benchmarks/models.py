@@ -9,11 +9,8 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from benchmarks.runner import lengths, names
-from labsupport.models.measure import measure_model
-from labsupport.models.sources.load import load_model
-from labsupport.models.sources.text import source_text, tokens_of
-from labsupport.profiling.hardware import measured_ceilings
-from labsupport.profiling.tables import readable, speedup
+from labsupport.models import load_model, measure_model, source_text, tokens_of
+from labsupport.profiling import measured_ceilings, readable, speedup
 
 if TYPE_CHECKING:
     import pandas as pd

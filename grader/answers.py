@@ -75,7 +75,7 @@ ANSWERS: tuple[Answer, ...] = (
         gone_in_grading=("_batched", "_packed"),
     ),
     Answer("models/integration/masks.py", "2-3", sealed=True),
-    Answer("models/llama2c/checkpoint.py", "3-1", sealed=True),
+    Answer("models/llama2c.py", "3-1", sealed=True),
     Answer("training/saving/cross_entropy.py", "3-2", sealed=True),
     Answer("training/planner/kept.py", "3-3", sealed=True),
     Answer("training/planner/moments.py", "3-3", sealed=True),

@@ -965,7 +965,7 @@ print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_str
 # %% [markdown]
 # All loops compute the same. What separates 160 from 2,600 tokens a second is everything *around* the arithmetic: an ordinary loop
 # launches several hundred kernels for each token, from Python, one after the other. `graphed`
-# (`labsupport/models/generation/graphed.py`) compiles the step and records it as one CUDA graph. And even so it stays a factor of
+# (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. And even so it stays a factor of
 # seven below what the memory would allow.
 #
 # At last, training GPT-2 medium there, 8,192 tokens a step, in sequences of growing length:

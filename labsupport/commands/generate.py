@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    import torch
-
-    from labsupport.models.generation.compare import Comparison
-    from labsupport.models.generation.result import Generation
+    from labsupport.models.generation.generate import Generation
 
 Option = typer.Option
 
@@ -36,13 +32,13 @@ def generate_command(
             "Default: the environment variable LABSUPPORT_ATTENTION, else auto."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, Option(help="At most so many; 0 runs the prefill alone.")] = 64,
+    max_new_tokens: Annotated[int, Option(help="0 runs the prefill alone.")] = 64,
     cache: Annotated[str, Option(help="dynamic, static, or graphed (the lab's fast loop).")] = (
         "dynamic"
     ),
-    batch: Annotated[int, Option(min=1, help="Run the prompt so many times side by side.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Run this many copies of the prompt together.")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, Option(help="Sample among so many likeliest tokens.")] = None,
+    top_k: Annotated[int | None, Option(help="Sample among this many likeliest tokens.")] = None,
     seed: Annotated[int, Option(help="Of the sampling.")] = 0,
     dtype: Annotated[
         str | None, Option(help="float32, bfloat16, float16. Default: what suits the device.")
@@ -79,144 +75,89 @@ def generate_command(
     labsupport generate "What is attention?" -v
     labsupport generate --prompt-file long.txt --attention flash --compare
     """
-    text = _prompt(prompt, prompt_file)
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError("give a prompt, or --prompt-file FILE (one of them)")
+    text = prompt_file.read_text(encoding="utf-8") if prompt_file else str(prompt)
     if compare and (temperature or batch > 1 or cache != "dynamic"):
         raise ValueError(
             "--compare takes one greedy text with the dynamic cache: "
-            "leave --temperature, --batch and --cache away"
+            "leave out --temperature, --batch and --cache"
         )
-    _check_json(json_file)
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    if dtype not in (None, *dtypes):
+        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(dtypes)}")
+    if json_file:  # a file that cannot be written is an error before anything long begins
+        json_file.touch(exist_ok=False)
+        json_file.unlink()
     if verbose:
-        _log_to_stderr()
+        log = logging.getLogger("labsupport.models")
+        log.addHandler(logging.StreamHandler(sys.stderr))
+        log.setLevel(logging.INFO)
 
-    from labsupport.models import generate, load_model
-    from labsupport.models.integration.select import chosen_attention
+    import torch
+
+    from labsupport.models import compare_attention, generate, load_model
+    from labsupport.models.integration import chosen_attention
     from labsupport.profiling.provenance import provenance
 
     chosen = chosen_attention(attention)
     loaded = load_model(
-        model, attention=chosen, dtype=_dtype(dtype), device=device, download=download
+        model,
+        attention=chosen,
+        dtype=getattr(torch, dtype) if dtype else None,
+        device=device,
+        download=download,
     )
+    pair = loaded.model, loaded.tokenizer
     if chat is None:
         chat = bool(getattr(loaded.tokenizer, "chat_template", None))
     typer.echo(f"{loaded.name} on {loaded.model.device}: {loaded.source}", err=True)
-    agree = True
     result: dict[str, Any] = {"model": loaded.name, "source": loaded.source, "prompt": text}
     if compare:
-        from labsupport.models import compare_attention
-
-        backends = ("standard", "flash" if chosen in ("standard", "auto") else chosen)
-        comparison = compare_attention(
-            loaded.model,
-            loaded.tokenizer,
-            text,
-            backends=backends,
-            max_new_tokens=max_new_tokens,
-            chat=chat,
+        second = "flash" if chosen in ("standard", "auto") else chosen
+        both = compare_attention(
+            *pair, text, backends=("standard", second), max_new_tokens=max_new_tokens, chat=chat
         )
-        typer.echo(comparison.generations[backends[1]].text)
-        typer.echo(f"\n{comparison}")
-        result |= _comparison_as_json(comparison)
-        agree = comparison.agree
+        typer.echo(f"{both.generations[second].text}\n\n{both}")
+        result |= {name: getattr(both, name) for name in both.__dataclass_fields__}
+        result |= {"same_text": both.same_text, "agree": both.agree}
+        result["table"] = both.table.to_dict("records")
+        result["generations"] = {name: _as_dict(one) for name, one in both.generations.items()}
     else:
-        options: dict[str, Any] = {
-            "cache": cache,
-            "temperature": temperature,
-            "top_k": top_k,
-            "seed": seed,
-            "chat": chat,
-        }
         prompts = [text] * batch
+        options: dict[str, Any] = {"cache": cache, "chat": chat}
+        options |= {"temperature": temperature, "top_k": top_k, "seed": seed}
         if warm_up:
-            first = min(2, max_new_tokens)
-            generate(loaded.model, loaded.tokenizer, prompts, max_new_tokens=first, **options)
-        done = generate(
-            loaded.model,
-            loaded.tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            on_step=_print_step if verbose > 1 else None,
-            **options,
-        )
+            generate(*pair, prompts, max_new_tokens=min(2, max_new_tokens), **options)
+        on_step = _print_step if verbose > 1 else None
+        done = generate(*pair, prompts, max_new_tokens=max_new_tokens, on_step=on_step, **options)
         # Greedy rows of one prompt are all the same.
         for index, answer in enumerate(done.texts if temperature else done.texts[:1], 1):
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")
-        result |= _generation_as_json(done)
-    if json_file is not None:
+        result |= _as_dict(done)
+    if json_file:
         result["provenance"] = provenance(loaded.model.device)
-        text = json.dumps(_as_json(result), indent=2, ensure_ascii=False, allow_nan=False)
-        json_file.write_text(text + "\n", "utf-8")
-    if not agree:
+        written = json.dumps(_without_nan(result), indent=2, ensure_ascii=False, allow_nan=False)
+        json_file.write_text(written + "\n", "utf-8")
+    if not result.get("agree", True):
         raise typer.Exit(1)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise ValueError("give a prompt, or --prompt-file FILE (one of them)")
-    if file is None:
-        return str(prompt)
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error.reason}") from None
-
-
-def _check_json(file: Path | None) -> None:
-    """Refuse a file that could not be written, before anything long begins."""
-    if file is None:
-        return
-    if file.exists():
-        raise FileExistsError(f"{file} exists: choose another name for --json")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {file.parent} to write {file.name} to")
-    if not os.access(file.parent, os.W_OK):
-        raise PermissionError(f"the folder {file.parent} cannot be written to")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    known = ("float32", "bfloat16", "float16", "float64")
-    if name is None:
-        return None
-    if name not in known:
-        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(known)}")
-    return getattr(torch, name)
-
-
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log = logging.getLogger("labsupport.models")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-
-
 def _print_step(step: int, tokens: Any, seconds: float) -> None:
-    kind = "prefill" if step == 0 else f"step {step}"
+    kind = f"step {step}" if step else "prefill"
     typer.echo(f"{kind}: {1e3 * seconds:.2f} ms, tokens {tokens.tolist()}", err=True)
 
 
-def _generation_as_json(done: Generation) -> dict[str, Any]:
+def _as_dict(done: Generation) -> dict[str, Any]:
     rates = ("new_tokens", "prefill_tokens_per_s", "decode_tokens_per_s")
     return asdict(done) | {name: getattr(done, name) for name in rates}
 
 
-def _comparison_as_json(comparison: Comparison) -> dict[str, Any]:
-    names = ("max_difference", "bound", "oracle", "parted_at", "gap", "near_tie")
-    record = {name: getattr(comparison, name) for name in (*names, "same_text", "agree")}
-    record["table"] = comparison.table.to_dict("records")
-    record["generations"] = {
-        name: _generation_as_json(done) for name, done in comparison.generations.items()
-    }
-    return record
-
-
-def _as_json(value: Any) -> Any:
-    """JSON has no NaN (no decode step, no rate), and no infinity."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN (the rate without a decode step) by None: JSON has no NaN."""
     if isinstance(value, dict):
-        return {name: _as_json(one) for name, one in value.items()}
+        return {name: _without_nan(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
+        return [_without_nan(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def head_dim_of(config: Any) -> int:
+    """Return the width of a head, as the config says it or as hidden_size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def model_flops(
     model: PreTrainedModel,
     batch: int,
@@ -24,25 +29,24 @@ def model_flops(
     backward: bool = False,
     logits: int | None = None,
 ) -> int:
-    """FLOPs of one pass of a causal language model over (batch, seqlen) tokens.
+    """Return the FLOPs of one pass of a causal language model over (batch, seqlen) tokens.
 
     Args:
         backward: count the backward pass, too.
         logits: for how many positions a row they are computed; None: for all.
     """
-    body: Any = model.get_decoder()
     config: Any = model.config
-    linear = sum(m.weight.numel() for m in body.modules() if _multiplies(m))
+    # GPT-2's linear layers are `Conv1D` in Transformers.
+    modules: Any = model.get_decoder().modules()
+    linear = sum(
+        module.weight.numel()
+        for module in modules
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    )
     head = config.hidden_size * config.vocab_size
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width = config.num_attention_heads * head_dim_of(config)
     products = 2 * batch * (linear * seqlen + head * (seqlen if logits is None else logits))
     attention = 2 * batch * config.num_hidden_layers * seqlen**2 * width
     if backward:
         return 3 * products + round(3.5 * attention)
     return products + attention
-
-
-def _multiplies(module: nn.Module) -> bool:
-    # GPT-2's linear layers are `Conv1D` in Transformers.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

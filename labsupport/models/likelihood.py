@@ -13,7 +13,7 @@ from labsupport.precision.losses import compute_loss
 
 @torch.no_grad()
 def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> float:
-    """The mean negative log-likelihood of each token but the first, in nats.
+    """Return the mean negative log-likelihood of each token but the first, in nats.
 
     The logits of N tokens are the largest tensor of a small model: with SmolLM2's 49,152 tokens,
     N = 8,192 make 1.6 GB in float32, and the softmax the same again. Here the layers run over the
@@ -30,16 +30,18 @@ def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> flo
         classifier in the model's dtype, as the model's own loss does.
 
     Raises:
-        ValueError: ids of another shape, more of them than the model has positions, or outside of
-            its vocabulary; a model whose logits are not its classifier's output for its last hidden
-            states; a model in training mode that has dropout.
-        TypeError: ids that are not integers.
+        ValueError: ids of another shape or dtype, more of them than the model has positions, or
+            outside of its vocabulary; a model whose logits are not its classifier's output for its
+            last hidden states; a model in training mode that has dropout.
     """
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, not {ids.dtype}")
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(f"ids {tuple(ids.shape)} must be (batch, N) with N of at least 2")
-    if model.training and _has_dropout(model):
+    if ids.ndim != 2 or ids.shape[1] < 2 or ids.is_floating_point():
+        raise ValueError(
+            f"ids {tuple(ids.shape)} of {ids.dtype} must be integers (batch, N), N at least 2"
+        )
+    # Attention's own dropout is a number in the configuration.
+    rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
+    if model.training and any(rates):
         raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
     ids = ids.to(model.device)
     check_room(model, Batch(ids, (ids.shape[1],) * len(ids)), 0)
@@ -48,51 +50,26 @@ def negative_log_likelihood(model: Any, ids: Tensor, *, chunk: int = 512) -> flo
 
 
 def _last_hidden(model: Any, ids: Tensor) -> tuple[Tensor, nn.Module]:
-    """The last hidden states, (batch, N, width), and what makes logits of them.
+    """Return the last hidden states, (batch, N, width), and what makes logits of them.
 
-    The model itself runs, for the logits of one position: they must be the classifier's output, and
-    its input the last hidden state. (Some models transform, scale or cap before or afterwards.)
+    The model runs once, for the logits of one position: they must be the classifier's output for
+    the last hidden state. (Some models transform, scale or cap before or afterwards.)
     """
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal language model, or has no classifier")
-    seen: dict[str, Tensor] = {}
-
-    def keep_hidden(module: nn.Module, given: Any, out: Any) -> None:
-        seen["hidden"] = out.last_hidden_state
-
-    def keep_head(module: nn.Module, given: Any, out: Tensor) -> None:
-        seen["in"], seen["out"] = given[0], out.clone()
-
-    hooks = [
-        model.base_model.register_forward_hook(keep_hidden),
-        head.register_forward_hook(keep_head),
-    ]
+    hidden: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(
+        lambda module, args, out: hidden.append(out.last_hidden_state)
+    )
     try:
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
     finally:
-        for hook in hooks:
-            hook.remove()
-    if not (
-        {"hidden", "in"} <= set(seen)
-        and _same(seen["in"], seen["hidden"][:, -1:])
-        and _same(seen["out"], logits)
-    ):
+        hook.remove()
+    own = head(hidden[0][:, -1:])
+    if not torch.allclose(own.float(), logits.float(), rtol=0.0, atol=0.0, equal_nan=True):
         raise ValueError(
             f"{name} does more than one matrix product between its last hidden states and its "
             "logits: take its own loss, model(ids, labels=ids).loss"
         )
-    return seen["hidden"], head
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(
-        a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True
-    )
-
-
-def _has_dropout(model: Any) -> bool:
-    # Attention's own is a number in the configuration; a module in it may belong to another head.
-    rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
-    rates.append(getattr(model.config.get_text_config(), "attention_dropout", 0.0))
-    return any(rates)
+    return hidden[0], head

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from labsupport.attention import BackendUnavailableError
-from labsupport.models.flops import model_flops
+from labsupport.models.flops import head_dim_of, model_flops
 from labsupport.models.integration.select import set_attention
-from labsupport.models.integration.used import attention_used, reset_attention_used
+from labsupport.models.integration.trace import attention_used, reset_attention_used
 from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.profiling import measure_peak_memory, measure_time
 from labsupport.profiling.provenance import provenance
@@ -30,8 +30,8 @@ Direction = Literal["forward", "forward+backward"]
 
 # Transformers' own implementations, by its own names: its textbook, and its call of SDPA.
 TRANSFORMERS_OWN = ("eager", "sdpa")
-# A call that takes longer is timed while its memory is measured, and not a second time: counting
-# some hundred allocations costs it less than a thousandth.
+# A longer call is timed while its memory is measured, and not a second time: counting some hundred
+# allocations costs it less than a thousandth.
 LONG_CALL_S = 0.4
 # Tokens whose logits exist together: few, so that memory is attention's, not the vocabulary's.
 CHUNK = 128
@@ -50,6 +50,12 @@ def choose_attention(model: PreTrainedModel, attention: str) -> None:
         set_attention(model, attention)
 
 
+def kernels_used(model: PreTrainedModel) -> str:
+    """Name the kernels that ran in a model since its attention was chosen."""
+    kernels = dict.fromkeys(use.kernel for use in attention_used(model))
+    return " and ".join(kernels) or f"Transformers' {model.config._attn_implementation}"
+
+
 def measure_model(
     model: PreTrainedModel,
     ids: Tensor,
@@ -60,7 +66,7 @@ def measure_model(
     max_seconds: float = 1.0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Time and extra memory of a language model on a text, by attention and length.
+    """Measure time and extra memory of a language model on a text, by attention and length.
 
     Args:
         model: a causal language model; its attention is left at the last one measured.
@@ -88,19 +94,27 @@ def measure_model(
         raise ValueError(
             f"ids has shape {tuple(ids.shape)}; (batch, {max(lengths)} or more) is needed"
         )
+    config: Any = model.config
     cases = [(length, attention) for length in lengths for attention in attentions]
-    record = provenance(model.device, model=model.config.model_type, direction=direction)
+    record = provenance(model.device, model=config.model_type, direction=direction)
     rows = []
     for length, attention in tqdm(cases, disable=not progress, unit="case", leave=False):
-        row = _shape(model, ids) | {
+        row: dict[str, Any] = {
             "backend": attention,
             "seqlen": length,
             "kv_seqlen": length,
+            "batch": ids.shape[0],
+            "heads": config.num_attention_heads,
+            "kv_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+            "head_dim": head_dim_of(config),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "causal": True,
             "direction": direction,
+            "status": "ok",
+            "reason": "",
         }
         try:
             choose_attention(model, attention)
-            row |= {"status": "ok", "reason": ""}
             row |= _measure(model, ids[:, :length], direction, max_seconds)
         except BackendUnavailableError as error:
             row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
@@ -116,62 +130,40 @@ def measure_model(
     return table
 
 
-def _shape(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    config = model.config
-    heads = config.num_attention_heads
-    return {
-        "batch": ids.shape[0],
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "causal": True,
-    }
-
-
 def _measure(
     model: PreTrainedModel, ids: Tensor, direction: Direction, max_seconds: float
 ) -> dict[str, Any]:
-    losses: list[float] = []
+    loss = seconds = 0.0
 
-    def evaluate() -> None:
-        losses.append(negative_log_likelihood(model, ids, chunk=CHUNK))
+    def call() -> None:
+        nonlocal loss, seconds
+        start = time.perf_counter()
+        if direction == "forward":
+            loss = negative_log_likelihood(model, ids, chunk=CHUNK)
+        else:
+            model.zero_grad(set_to_none=True)
+            result = model(ids, labels=ids, use_cache=False).loss
+            result.backward()
+            loss = float(result.detach())
+        seconds = time.perf_counter() - start
 
-    def train() -> None:
-        model.zero_grad(set_to_none=True)
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        losses.append(float(loss.detach()))
-
-    call = evaluate if direction == "forward" else train
-    seconds: list[float] = []
-    memory = measure_peak_memory(_clocked(call, seconds), device=model.device)
-    kernels = dict.fromkeys(use.kernel for use in attention_used(model))
-    row: dict[str, Any] = {
-        "kernel": " and ".join(kernels) or f"Transformers' {model.config._attn_implementation}",
-        "peak_memory_bytes": memory.peak_bytes,
-        "loss": losses[-1],
-    }
-    if model.device.type == "cpu" and seconds[-1] > LONG_CALL_S:
-        median = q1 = q3 = 1000 * seconds[-1]
-        repeats = 1
+    memory = measure_peak_memory(call, device=model.device)
+    if model.device.type == "cpu" and seconds > LONG_CALL_S:
+        ms = 1000 * seconds
+        times = {"median_ms": ms, "q1_ms": ms, "q3_ms": ms, "repeats": 1}
     else:
         timing = measure_time(  # measuring the memory has warmed it up
             call, device=model.device, warmup=0, min_repeats=3, min_seconds=0.0,
             max_seconds=max_seconds,
         )  # fmt: skip
-        median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats
-    row |= {"median_ms": median, "q1_ms": q1, "q3_ms": q3, "repeats": repeats}
-    row["tokens_per_s"] = ids.numel() / median * 1000
+        times = {f"{name}_ms": getattr(timing, name) for name in ("median", "q1", "q3")}
+        times["repeats"] = timing.repeats
     flops = model_flops(model, *ids.shape, backward=direction == "forward+backward")
-    row["tflops"] = flops / median / 1e9
-    return row
-
-
-def _clocked(call: Callable[[], None], seconds: list[float]) -> Callable[[], None]:
-    def clocked() -> None:
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-
-    return clocked
+    return {
+        "kernel": kernels_used(model),
+        "peak_memory_bytes": memory.peak_bytes,
+        "loss": loss,
+        **times,
+        "tokens_per_s": 1000 * ids.numel() / times["median_ms"],
+        "tflops": flops / times["median_ms"] / 1e9,
+    }

@@ -13,7 +13,7 @@ from labsupport.attention.rotary import (
     rotary_angles,
     scaled_base,
 )
-from labsupport.models.llama2c.checkpoint import halves_from_neighbours, neighbours_from_halves
+from labsupport.models.llama2c import halves_from_neighbours
 from labsupport.profiling import measure_peak_memory
 
 BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 11, 3, 8
@@ -127,7 +127,7 @@ def test_weights_for_the_other_convention_give_other_scores_until_they_are_permu
 def test_rows_are_permuted_as_llama2c_files_need_it_and_back():
     weight, bias = normal(HEADS * HEAD_DIM, 5), normal(HEADS * HEAD_DIM)
     neighbours = permute_rotary_rows(weight, HEADS, to_interleaved=True)
-    assert torch.equal(neighbours, neighbours_from_halves(weight, HEAD_DIM))
+    assert torch.equal(halves_from_neighbours(neighbours, HEAD_DIM), weight)
     halves = permute_rotary_rows(weight, HEADS, to_interleaved=False)
     assert torch.equal(halves, halves_from_neighbours(weight, HEAD_DIM))
     assert torch.equal(permute_rotary_rows(neighbours, HEADS, to_interleaved=False), weight)

@@ -3,28 +3,12 @@
 import pandas as pd
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main
-from benchmarks.generation_models import decode_bytes, llama, random_ids
-from labsupport.models.flops import model_flops
+from benchmarks.generation import decode_bytes, llama, random_ids
 from labsupport.profiling.runs import load_run
 
 CPU = torch.device("cpu")
-
-
-def test_the_flops_are_those_that_pytorch_counts_with_attention_halved():
-    model = llama("tiny", CPU, torch.float32)
-    model.set_attn_implementation("eager")
-    ids = random_ids(model, 3, 50)
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        model(ids, logits_to_keep=1)
-    products = counter.get_flop_counts()["Global"]
-    attention = products[torch.ops.aten.bmm]
-    # Rotary angles are a product as well: one of (head_dim / 2) x 1 x seqlen a row, at most.
-    linear = counter.get_total_flops() - attention
-    assert linear + attention // 2 == pytest.approx(model_flops(model, 3, 50, logits=1), rel=1e-3)
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():

@@ -9,14 +9,12 @@ import torch
 from transformers import BertLMHeadModel, CompileConfig, DynamicCache, StaticCache
 
 from labsupport.attention import available_backends
-from labsupport.models.integration.select import set_attention
-from labsupport.models.integration.used import attention_used, reset_attention_used
+from labsupport.models.integration import attention_used, reset_attention_used, set_attention
 from tests.models.tiny import DECODERS, padding, tiny, tokens
 
 # Those that compile or interpret take seconds a shape: they get one test of their own.
-SLOW = {"flex", "flash_triton"}
 RUNS = [status.name for status in available_backends(device="cpu") if status.runs]
-BACKENDS = [name for name in RUNS if name not in SLOW]
+BACKENDS = [name for name in RUNS if name not in ("flex", "flash_triton")]
 FAMILIES = [*DECODERS, "bert"]
 SIDES = ["none", "ones", "left", "right", "lengths"]
 LENGTH = 9
@@ -34,29 +32,21 @@ def run(
     with torch.no_grad():
         if steps is None:
             return model(ids, attention_mask=mask).logits
-        config = model.config
-        past: Any = DynamicCache(config=config)
+        past: Any = DynamicCache(config=model.config)
         if cache_kind == "static":
-            past = StaticCache(config=config, max_cache_len=LENGTH + 4)
+            past = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
         parts, seen = [], 0
         for length in steps:
-            seen += length
-            parts.append(
-                model(
-                    ids[:, seen - length : seen],
-                    attention_mask=None if mask is None else mask[:, :seen],
-                    past_key_values=past,
-                ).logits
-            )
+            new, seen = ids[:, seen : seen + length], seen + length
+            valid = None if mask is None else mask[:, :seen]
+            parts.append(model(new, attention_mask=valid, past_key_values=past).logits)
     return torch.cat(parts, dim=1)
 
 
 @cache
 def expected(family: str, side: str) -> torch.Tensor:
-    model = tiny(family)
-    assert model.config._attn_implementation == "eager"
-    with torch.autocast("cpu", enabled=False):  # whoever asks first
-        return run(model, side)
+    with torch.autocast("cpu", enabled=False):
+        return run(tiny(family), side)
 
 
 def error(logits: torch.Tensor, family: str, side: str) -> float:
@@ -68,47 +58,40 @@ def error(logits: torch.Tensor, family: str, side: str) -> float:
     return float((logits - expected(family, side))[valid].abs().max())
 
 
-@pytest.mark.parametrize("side", SIDES)
+def test_the_bound_is_far_below_what_a_wrong_mask_costs():
+    for family in FAMILIES:
+        assert error(run(tiny(family), "none"), family, "left") > 1000 * BOUND
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "flash", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forward_gives_the_logits_of_the_eager_path(family, backend, side):
+def test_a_forward_gives_the_logits_of_the_eager_path(family, backend):
     model = model_of(family)
     set_attention(model, backend)
-    assert error(run(model, side), family, side) < BOUND
+    for side in [*SIDES, "empty"]:  # a row of nothing but padding harms no other
+        assert error(run(model, side), family, side) < BOUND, side
     assert {use.layer for use in attention_used(model)} == {0, 1}
     if backend in BACKENDS:
         assert {use.backend for use in attention_used(model)} == {backend}
 
 
-@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
-@pytest.mark.parametrize("side", ["none", "left", "right", "lengths"])
-@pytest.mark.parametrize("steps", [[LENGTH], [4, 3, 2], [5, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("steps", "cache_kind"), [([4, 3, 2], "dynamic"), ([5, 1, 3], "static")])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", DECODERS)
-def test_prefill_chunks_and_decode_give_the_same_as_one_forward(
-    family, backend, steps, side, cache_kind
-):
+def test_prefill_chunks_and_decode_give_the_same_as_one_forward(family, backend, steps, cache_kind):
     model = model_of(family)
     set_attention(model, backend)
-    assert error(run(model, side, steps, cache_kind), family, side) < BOUND
+    for side in ("none", "left", "lengths"):
+        assert error(run(model, side, steps, cache_kind), family, side) < BOUND, side
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_holes_in_the_padding_are_left_out(family):
-    model = model_of(family)
+def test_holes_in_the_padding_are_left_out_and_nothing_but_padding_is_no_call():
+    model = model_of("llama")
     set_attention(model, "flash")
-    assert error(run(model, "holes"), family, "holes") < BOUND
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_nothing_but_padding_gives_finite_numbers_and_harms_no_other(family):
-    model = model_of(family)
-    for backend in BACKENDS:
-        set_attention(model, backend)
-        assert error(run(model, "empty"), family, "empty") < BOUND
+    assert error(run(model, "holes"), "llama", "holes") < BOUND
     reset_attention_used(model)
-    ids, nothing = tokens(2, 4), torch.zeros(2, 4, dtype=torch.long)
-    assert model(ids, attention_mask=nothing).logits.isfinite().all()
+    nothing = torch.zeros(2, 4, dtype=torch.long)
+    assert model(tokens(2, 4), attention_mask=nothing).logits.isfinite().all()
     assert len(attention_used(model)) == 0
 
 
@@ -131,9 +114,15 @@ def test_flex_attention_runs_without_padding():
 # --- text -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_kind", ["dynamic", "static"])
-@pytest.mark.parametrize("backend", ["flash_torch", "sdpa_flash"])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize(
+    ("family", "backend", "cache_kind"),
+    [
+        ("gpt2", "flash_torch", "dynamic"),
+        ("llama", "sdpa_flash", "static"),
+        ("mistral", "flash_torch", "static"),
+        ("qwen2", "sdpa_flash", "dynamic"),
+    ],
+)
 def test_a_left_padded_batch_generates_what_each_prompt_generates_alone(
     family, backend, cache_kind
 ):
@@ -141,23 +130,12 @@ def test_a_left_padded_batch_generates_what_each_prompt_generates_alone(
     set_attention(model, backend)
     ids, mask = tokens(3, 8), padding(3, 8, "left")
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    if cache_kind == "static":
-        options["cache_implementation"] = "static"
-    together = model.generate(ids, attention_mask=mask, **options)[:, 8:]
+    kind = {"cache_implementation": "static"} if cache_kind == "static" else {}
+    together = model.generate(ids, attention_mask=mask, **options, **kind)[:, 8:]
     model.set_attn_implementation("eager")
     for row in range(3):
-        alone = model.generate(ids[row : row + 1, 2 * row :], max_new_tokens=6, do_sample=False)
+        alone = model.generate(ids[row : row + 1, 2 * row :], **options)
         assert together[row].tolist() == alone[0, 8 - 2 * row :].tolist()
-
-
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_generate_in_chunks_of_the_prompt_gives_the_same_text(family):
-    model, ids = model_of(family), tokens(2, 11)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
-    model.set_attn_implementation("eager")
-    whole = model.generate(ids, **options)
-    set_attention(model, "flash")
-    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), whole)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -176,8 +154,8 @@ def gradients(model: Any, side: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("side", ["none", "lengths"])
-@pytest.mark.parametrize("backend", ["flash_torch", "sdpa_flash", "standard"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["flash_torch", "sdpa_flash"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "bert"])
 def test_gradients_are_those_of_the_eager_path(family, backend, side):
     model = tiny(family)
     wanted = gradients(model, side)
@@ -188,8 +166,7 @@ def test_gradients_are_those_of_the_eager_path(family, backend, side):
         assert (found[name] - gradient).abs().max() < 1e-5 * (1 + gradient.abs().max()), name
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "reentrant"), [("gpt2", False), ("llama", True)])
 def test_gradient_checkpointing_changes_nothing(family, reentrant):
     model = tiny(family, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).train()
     set_attention(model, "flash")
@@ -199,23 +176,15 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant):
     assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_autocast_gives_the_accuracy_of_its_dtype(family):
     model = model_of(family)
     with torch.autocast("cpu", torch.bfloat16):
         model.set_attn_implementation("eager")
         theirs = error(run(model, "left"), family, "left")
         set_attention(model, "flash")
-        ours = error(run(model, "left"), family, "left")
-    assert BOUND < ours <= 2 * theirs
-
-
-def test_a_compiled_model_runs_around_the_attention():
-    torch._dynamo.reset()
-    model = tiny("llama")
-    set_attention(model, "flash")
-    compiled = torch.compile(model, backend="eager")
-    assert error(run(compiled, "none"), "llama", "none") < BOUND
+        found = error(run(model, "left"), family, "left")
+    assert BOUND < found <= 2 * theirs
 
 
 def test_generate_compiles_around_the_attention_with_a_static_cache():
@@ -231,12 +200,6 @@ def test_generate_compiles_around_the_attention_with_a_static_cache():
     options |= {"cache_implementation": "static", "compile_config": compiled}
     assert torch.equal(model.generate(ids, **options), wanted)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def test_a_compiled_model_without_breaks_is_told_why_it_cannot_be():
-    torch._dynamo.reset()
-    model = tiny("llama")
-    set_attention(model, "flash")
     with pytest.raises(Exception, match="Compile without fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 4))
 
@@ -257,11 +220,10 @@ def test_gpt2_scales_by_layer_where_its_config_says_so():
 def test_heads_that_share_keys_go_in_without_copies(monkeypatch):
     from labsupport.models.integration import functions
 
-    shapes = []
-    real = functions.attention
+    seen, real = [], functions.attention
 
     def watched(q, k, v, **options):
-        shapes.append((tuple(q.shape), tuple(k.shape), k.untyped_storage().data_ptr()))
+        seen.append((tuple(q.shape), tuple(k.shape), k.untyped_storage().data_ptr()))
         return real(q, k, v, **options)
 
     monkeypatch.setattr(functions, "attention", watched)
@@ -269,15 +231,14 @@ def test_heads_that_share_keys_go_in_without_copies(monkeypatch):
     set_attention(model, "auto")
     past: Any = StaticCache(config=model.config, max_cache_len=32)
     model(tokens(2, 7), past_key_values=past)
-    assert [shape[:2] for shape in shapes] == [((2, 7, 4, 8), (2, 7, 2, 8))] * 2
     memory = [layer.keys.untyped_storage().data_ptr() for layer in past.layers]
-    assert [shape[2] for shape in shapes] == memory  # the cache itself, sliced
+    # The cache itself, sliced.
+    assert seen == [((2, 7, 4, 8), (2, 7, 2, 8), pointer) for pointer in memory]
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_cross_attention_sees_all_valid_keys_of_the_encoder(padded):
-    model = tiny("bert")
-    config = model.config
+    config = tiny("bert").config
     config.is_decoder, config.add_cross_attention = True, True
     torch.manual_seed(0)
     decoder: Any = BertLMHeadModel(config).eval()
@@ -295,8 +256,3 @@ def test_cross_attention_sees_all_valid_keys_of_the_encoder(padded):
     assert (logits() - wanted).abs().max() < BOUND
     states[1, 5] += 100  # the padded key, if there is padding
     assert ((logits() - wanted).abs().max() < BOUND) == padded
-
-
-def test_the_bound_is_far_below_what_a_wrong_mask_costs():
-    for family in FAMILIES:
-        assert error(run(tiny(family), "none"), family, "left") > 1000 * BOUND

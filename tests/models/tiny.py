@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 61
 WINDOW = 5
@@ -81,3 +83,27 @@ def padding(batch: int, length: int, side: str) -> torch.Tensor | None:
         elif side == "empty" and row == 0:
             mask[row] = 0
     return mask
+
+
+ROWS = [[5, 9, 17, 3, 44, 21], [7, 8], [11, 2, 3, 4, 9]]
+TEXTS = [" ".join(f"w{token:02}" for token in row) for row in ROWS]
+
+
+def words(vocabulary: int = VOCABULARY, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose token 7 is the word 'w07'."""
+    table = {f"w{n:02}": n for n in range(vocabulary)}
+    made = Tokenizer(models.WordLevel(table, unk_token="w00"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w00", **special)
+
+
+def lively(family: str, *, noise: float = 0.3, **options: Any) -> Any:
+    """A tiny model that does not repeat itself, with trained norms and biases."""
+    deep = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
+    model = tiny(family, **({"tie_word_embeddings": False} | deep | options))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # 1 and 0 would hide a step without them
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return model

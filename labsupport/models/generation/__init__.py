@@ -1,13 +1,9 @@
 """Generation: one prefill, many decode steps, and what each of them costs.
 
-prompts    from texts to a batch of tokens, padded on the left; what does not fit is refused
-generate   the loop: prefill, then one token at a time, through Transformers' models and caches
-result     what a generation gives back
-memory     how much memory a block of code takes, at the peak and on average
-steps      one token through a Llama or a GPT-2, written over the model's own weights
-graphed    a fast loop over such a step: fixed shapes, compiled, captured as a CUDA graph
-compare    the same weights and prompt under two kinds of attention
-oracle     the logits that both are judged by
-benchmark  the recorded runs on a GPU: decode, throughput, prefill, training
-command    `labsupport generate`
+prompts     from texts to a batch of tokens, padded on the left
+generate    the loop: prefill, then one token at a time, through Transformers' models and caches
+memory      how much memory a block of code takes, at the peak and on average
+steps       one token through a Llama or a GPT-2, written over the model's own weights
+cuda_graph  a fast loop over such a step: fixed shapes, compiled, captured as a CUDA graph
+compare     the same weights and prompt under two kinds of attention, judged by an exact model
 """

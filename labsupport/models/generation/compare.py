@@ -7,7 +7,7 @@ kind in question may be twice that of the standard one, plus 1e-5. Theirs are ou
 size; so here the 1e-5 is a part of the logits' standard deviation.
 
 **May the texts differ?** The greedy choice jumps where two logits are closer than both errors
-together. Up to there the texts are equal; behind it they are two different texts. If e is the
+together. Up to there the texts are equal; from there on they are two different texts. If e is the
 standard kind's error and b the other's bound, the choice can change as long as the standard kind's
 logits of the two tokens are at most 2 (e + b) apart: each of the two logits moves by e + b at most.
 (e and b come from the prompt's positions, so this judges, and does not prove.)
@@ -15,17 +15,20 @@ logits of the two tokens are at most 2 (e + b) apart: each of the two logits mov
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from labsupport.models.generation.generate import generate
-from labsupport.models.generation.oracle import oracle_logits, prompt_logits
+from labsupport.models.generation.generate import Generation, generate
 from labsupport.models.generation.prompts import Batch, check_model, check_room, encode
-from labsupport.models.generation.result import Generation
+from labsupport.models.integration import set_attention
+from labsupport.models.integration.trace import silent
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.units import format_bytes
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0  # the other kind's error against the standard one's
 SLACK = 1e-5  # of the logits' standard deviation
-DECODE = "decode_tokens_per_s"  # NaN without a decode step
+POSITIONS = 256  # the logits of all positions of a long prompt would not fit
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Comparison:
     """Two kinds of attention on one prompt; the first named is the standard to judge by.
 
     backends: their names.
-    table: one row a kind: backend, kernel, prefill_tokens_per_s, decode_tokens_per_s (medians),
-        prefill_peak_bytes (extra memory of the prefill, exact), peak_bytes and mean_bytes (of the
-        whole generation), max_error (of the prompt's logits against the oracle).
+    table: one row a kind: backend, kernel, prefill_tokens_per_s, decode_tokens_per_s (medians; NaN
+        without a decode step), prefill_peak_bytes (extra memory of the prefill, exact), peak_bytes
+        and mean_bytes (of the whole generation), max_error (of the prompt's logits against the
+        oracle).
     generations: the last run of each kind.
     max_difference: of the prompt's logits between the two.
     bound: what max_error of the second may be.
@@ -81,28 +85,27 @@ class Comparison:
         return self.logits_agree and (self.same_text or self.gap <= self.near_tie)
 
     def __str__(self) -> str:
-        first, second = self.table.to_dict("records")
         lines = []
-        for row in (first, second):
+        for row in self.table.to_dict("records"):
+            rate = row["decode_tokens_per_s"]
             lines += [
                 f"{row['backend']} ({row['kernel']})",
                 f"  prefill {row['prefill_tokens_per_s']:,.1f} tokens/s, "
                 f"{format_bytes(row['prefill_peak_bytes'])} extra",
-                *([f"  decode  {rate:,.1f} tokens/s"] if (rate := row[DECODE]) == rate else []),
+                *([f"  decode  {rate:,.1f} tokens/s"] if rate == rate else []),
                 f"  memory  {format_bytes(row['peak_bytes'])} at the peak, "
                 f"{format_bytes(row['mean_bytes'])} on average "
                 f"({self.generations[row['backend']].memory})",
                 f"  logits  {row['max_error']:.2e} at most from {self.oracle}",
             ]
+        first, second = self.backends
         verdict = "within" if self.logits_agree else "OUTSIDE"
         lines.append(
-            f"logits: {self.max_difference:.2e} apart; the error of {second['backend']} is "
-            f"{verdict} {self.bound:.2e} "
-            f"({FACTOR:g} x that of {first['backend']} + {SLACK:g} of their spread)"
+            f"logits: {self.max_difference:.2e} apart; the error of {second} is {verdict} "
+            f"{self.bound:.2e} ({FACTOR:g} x that of {first} + {SLACK:g} of their spread)"
         )
-        count = min(len(g.token_ids[0]) for g in self.generations.values())
         if self.same_text:
-            lines.append(f"text:   the same {count} tokens")
+            lines.append(f"text:   the same {len(self.generations[first].token_ids[0])} tokens")
         else:
             kind = "a near-tie" if self.gap <= self.near_tie else "NOT a near-tie"
             lines.append(
@@ -132,60 +135,58 @@ def compare_attention(
     Raises:
         ValueError: not two different backends; otherwise as `generate` and `set_attention`.
     """
-    from labsupport.models.integration.used import each_line_once
+    import pandas as pd
 
     if len(set(backends)) != 2 or len(backends) != 2:
         raise ValueError(f"two different backends are needed, got {', '.join(backends)}")
     check_model(model)
     batch = encode(tokenizer, prompt, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)
-    with each_line_once():
-        return _compare(model, tokenizer, prompt, batch, backends, max_new_tokens, chat, repeats)
-
-
-def _compare(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    batch: Batch,
-    backends: tuple[str, str],
-    max_new_tokens: int,
-    chat: bool,
-    repeats: int,
-) -> Comparison:
-    from labsupport.models.integration.select import set_attention
-
-    truth, oracle = oracle_logits(model, batch)
-
     runs: dict[str, list[Generation]] = {name: [] for name in backends}
-    logits, prefill_bytes = {}, {}
+    logits, extra = {}, {}
+    with silent():
+        truth, oracle = oracle_logits(model, batch)
     for name in backends:
         set_attention(model, name)
         generate(model, tokenizer, prompt, max_new_tokens=min(2, max_new_tokens), chat=chat)
         logits[name] = prompt_logits(model, batch)
-        memory = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
-        prefill_bytes[name] = memory.peak_bytes
-    for _ in range(repeats):
-        for name in backends:
-            set_attention(model, name)
-            run = generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, chat=chat)
-            runs[name].append(run)
+        extra[name] = measure_peak_memory(lambda: _prefill(model, batch), device=model.device)
+    with silent():
+        for _ in range(repeats):
+            for name in backends:
+                set_attention(model, name)
+                options = {"max_new_tokens": max_new_tokens, "chat": chat}
+                runs[name].append(generate(model, tokenizer, prompt, **options))
 
     first, second = backends
     error = {name: _distance(logits[name], truth) for name in backends}
-    slack = SLACK * truth.std().item()
-    bound = FACTOR * error[first] + slack
+    bound = FACTOR * error[first] + SLACK * truth.std().item()
     generations = {name: runs[name][-1] for name in backends}
-    parted_at = first_difference(*(generations[name].token_ids[0] for name in backends))
-    gap = near_tie = float("nan")
+    rows = [generations[name].token_ids[0] for name in backends]
+    parted_at, gap, near_tie = first_difference(*rows), float("nan"), float("nan")
     if parted_at is not None:
-        set_attention(model, first)
-        gap = _gap(model, batch, [generations[name].token_ids[0] for name in backends], parted_at)
+        with silent():
+            set_attention(model, first)
+            gap = _gap(model, batch, rows, parted_at)
         near_tie = 2 * (error[first] + bound)
         set_attention(model, second)
+    table = pd.DataFrame(
+        {
+            "backend": name,
+            "kernel": " and ".join(dict.fromkeys(use.kernel for use in runs[name][-1].attention)),
+            "prefill_tokens_per_s": statistics.median(r.prefill_tokens_per_s for r in runs[name]),
+            "decode_tokens_per_s": statistics.median(r.decode_tokens_per_s for r in runs[name]),
+            "prefill_peak_bytes": extra[name].peak_bytes,
+            # The largest: on a CPU a later run may find memory that was not given back.
+            "peak_bytes": max(run.peak_bytes for run in runs[name]),
+            "mean_bytes": max(run.mean_bytes for run in runs[name]),
+            "max_error": error[name],
+        }
+        for name in backends
+    )
     return Comparison(
         backends=backends,
-        table=_table(runs, prefill_bytes, error),
+        table=table,
         generations=generations,
         max_difference=_distance(logits[first], logits[second]),
         bound=bound,
@@ -197,14 +198,13 @@ def _compare(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first index at which two rows of tokens differ, None if they are equal.
+    """Return the first index at which two rows of tokens differ, None if they are equal.
 
     A row that ends earlier differs where it ends.
     """
-    for index, pair in enumerate(zip(a, b, strict=False)):
-        if pair[0] != pair[1]:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    shorter = min(len(a), len(b))
+    differing = (index for index in range(shorter) if a[index] != b[index])
+    return next(differing, None if len(a) == len(b) else shorter)
 
 
 @torch.inference_mode()
@@ -212,40 +212,54 @@ def _prefill(model: PreTrainedModel, batch: Batch) -> Any:
     return model(batch.ids, use_cache=True, logits_to_keep=1)
 
 
+@torch.inference_mode()
 def _gap(model: PreTrainedModel, batch: Batch, rows: list[list[int]], index: int) -> float:
-    """How far apart the two chosen tokens' logits are, in the text that both rows share."""
-    if any(len(row) <= index for row in rows):
-        raise AssertionError("greedy rows that end differently differ in the token that ends one")
+    """Return how far apart the two chosen tokens' logits are, after the text that rows share."""
     shared = torch.tensor([rows[0][:index]], dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        ids = torch.cat([batch.ids, shared], dim=1)
-        logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    ids = torch.cat([batch.ids, shared], dim=1)
+    logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
     return float(logits[rows[0][index]] - logits[rows[1][index]])
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def _distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-def _table(
-    runs: dict[str, list[Generation]], prefill_bytes: dict[str, int], error: dict[str, float]
-) -> pd.DataFrame:
-    import pandas as pd
+# --- the oracle -----------------------------------------------------------------------------------
 
-    rows = []
-    for name, done in runs.items():
-        kernels = dict.fromkeys(use.kernel for use in done[-1].attention)
-        rows.append(
-            {
-                "backend": name,
-                "kernel": " and ".join(kernels),
-                "prefill_tokens_per_s": statistics.median(g.prefill_tokens_per_s for g in done),
-                DECODE: statistics.median(g.decode_tokens_per_s for g in done),
-                "prefill_peak_bytes": prefill_bytes[name],
-                # The largest: on a CPU a later run may find memory that was not given back.
-                "peak_bytes": max(g.peak_bytes for g in done),
-                "mean_bytes": max(g.mean_bytes for g in done),
-                "max_error": error[name],
-            }
-        )
-    return pd.DataFrame(rows)
+
+@torch.inference_mode()
+def prompt_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return logits of the last POSITIONS positions, on the CPU: (positions, vocabulary)."""
+    keep = min(batch.width, POSITIONS)
+    return model(batch.ids, use_cache=False, logits_to_keep=keep).logits[0].double().cpu()
+
+
+def oracle_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, str]:
+    """Return `prompt_logits` as exact as this device computes them, and in words how that was."""
+    wide = torch.float64
+    if model.device.type == "cuda" and model.dtype in (torch.float16, torch.bfloat16):
+        wide = torch.float32  # exact enough to judge 16 bits, and fast on every GPU
+    exact = copy.deepcopy(model)
+    for parameter in exact.parameters():  # not the buffers: rotary angles are float32 by definition
+        parameter.data = parameter.data.to(wide)
+    set_attention(exact, "standard")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    try:
+        with _StayWide():
+            return prompt_logits(exact, batch), f"the model in {str(wide).removeprefix('torch.')}"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _StayWide(TorchFunctionMode):
+    """Leave float64 tensors as they are where a module asks for float32, as RMSNorms do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        narrows = func is Tensor.float or (func is Tensor.to and torch.float32 in args)
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))

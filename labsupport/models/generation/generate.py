@@ -11,37 +11,127 @@ options, and does not say when the prefill ends.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from labsupport.models.generation.graphed import GraphedDecoder
+from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import (
     Batch,
+    Decoded,
     check_model,
     check_room,
     cut,
     encode,
-    end_tokens,
 )
-from labsupport.models.generation.result import Decoded, Generation
+from labsupport.models.integration.trace import Used, attention_used, kind_of_attention, ranges
 from labsupport.profiling.timing import now
+from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.cache_utils import Cache
-
-    from labsupport.models.integration.used import Used
 
 Kind = Literal["dynamic", "static", "graphed"]
 KINDS = ("dynamic", "static", "graphed")
-Pick = Callable[[Tensor], Tensor]
+Sampler = Callable[[Tensor], Tensor]  # from logits (batch, vocabulary) to tokens (batch,)
 # Called after each step: its number (0 is the prefill), the new tokens (batch,), its seconds.
 OnStep = Callable[[int, Tensor, float], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generated texts, and what they cost.
+
+    texts: the new text of each prompt, without special tokens.
+    token_ids: its tokens, the end token included.
+    prompt_tokens: tokens of each prompt, padding not counted.
+    prefill_s, decode_s: seconds; the first new token belongs to the prefill. In a process's first
+        call, libraries still initialise.
+    step_s: seconds of each decode step (empty with the graphed loop, which does not stop for it).
+    peak_bytes, mean_bytes: memory beyond what there was at the start (the weights), cache included;
+        `memory` says how it was counted.
+    attention_name: the model's attention, by Transformers' name for it.
+    attention: of labsupport's, what ran in each layer of this call, as `attention_used` gives it;
+        empty when the model uses another. The graphed loop's decode steps are not in it.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    prompt_tokens: tuple[int, ...]
+    prefill_s: float
+    decode_s: float
+    step_s: tuple[float, ...]
+    peak_bytes: int
+    mean_bytes: int
+    memory: str
+    cache: str
+    attention_name: str
+    attention: tuple[Used, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The first prompt's new text."""
+        return self.texts[0]
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all rows together."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def decoded_tokens(self) -> int:
+        """New tokens of all rows, without each row's first, which is the prefill's."""
+        return sum(max(0, len(row) - 1) for row in self.token_ids)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens, of all rows, per second."""
+        return sum(self.prompt_tokens) / self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Decoded tokens per second; NaN without such tokens."""
+        return self.decoded_tokens / self.decode_s if self.decoded_tokens else float("nan")
+
+    def __str__(self) -> str:
+        rows = len(self.token_ids)
+        lines = [
+            f"prefill  {sum(self.prompt_tokens):6} tokens in {self.prefill_s:8.3f} s: "
+            f"{self.prefill_tokens_per_s:10,.1f} tokens/s"
+        ]
+        if self.decoded_tokens:
+            lines.append(
+                f"decode   {self.decoded_tokens:6} tokens in {self.decode_s:8.3f} s: "
+                f"{self.decode_tokens_per_s:10,.1f} tokens/s"
+                + (f" (batch {rows})" if rows > 1 else "")
+            )
+        if self.step_s:
+            lines[-1] += f", {1e3 * statistics.median(self.step_s):.2f} ms a step (median)"
+        lines.append(
+            f"memory   {format_bytes(self.peak_bytes)} at the peak, "
+            f"{format_bytes(self.mean_bytes)} on average, beyond the start ({self.memory})"
+        )
+        ran = attention_lines(self.attention) or [f"Transformers' own ({self.attention_name})"]
+        lines += [f"attention  {line}" for line in ran]
+        if self.cache == "graphed":
+            lines[-1] += " (prefill)"
+            lines.append("attention  in the decode steps: two products over the cache (cuda_graph)")
+        return "\n".join(lines)
+
+
+def attention_lines(uses: Sequence[Used]) -> list[str]:
+    """Say which attention ran, a line for each: 'FlashAttention (sdpa_flash: …) in layers 0-29'."""
+    layers: dict[str, list[int]] = {}
+    for use in uses:
+        kind = kind_of_attention(use.backend, use.io_aware)
+        layers.setdefault(f"{kind} ({use.backend}: {use.kernel})", []).append(use.layer)
+    return [f"{name} in layers {ranges(numbers)}" for name, numbers in layers.items()]
 
 
 def generate(
@@ -63,11 +153,11 @@ def generate(
     Args:
         model: a causal language model of Transformers, in eval mode.
         prompts: one text or a list; different lengths are padded on the left.
-        max_new_tokens: at most so many; 0 runs the prefill alone.
+        max_new_tokens: the largest number of new tokens; 0 runs the prefill alone.
         cache: "dynamic" grows by one column a token; "static" has its full size from the start;
             "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama and GPT-2).
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
-        top_k: sample among so many likeliest tokens.
+        top_k: sample among this many likeliest tokens.
         seed: of the sampling; the same seed gives the same text on the same device.
         stop_at_end: a row stops at its end token; the loop, when all rows have.
         chat: wrap each prompt by the tokenizer's chat template.
@@ -77,28 +167,38 @@ def generate(
         ValueError: options that make no sense; a prompt, or a tokenizer, that does not fit; a model
             in training mode, or one that does not continue texts.
     """
-    _check_options(model, max_new_tokens, cache, temperature, top_k, on_step)
+    check_model(model)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if cache not in KINDS:
+        raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or more, and finite, got {temperature}")
+    if top_k is not None and (top_k < 1 or not temperature):
+        raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
+    if cache == "graphed" and (temperature or on_step):
+        raise ValueError(
+            "the graphed loop is greedy, and does not stop after each step: "
+            'use cache="dynamic" to sample or to watch the steps'
+        )
     batch = encode(tokenizer, prompts, model.device, chat=chat)
     check_room(model, batch, max_new_tokens)
     ends = end_tokens(model, tokenizer) if stop_at_end else ()
-    ran_before = _attention_of(model)
-    _read_weights(model)
+    before = _attention_of(model)
+    if model.device.type == "cpu":
+        # Weights may still be in their file, memory-mapped: an element of every page brings them
+        # in, so that the prefill neither waits for the disk nor counts them as its memory.
+        for parameter in model.parameters():
+            parameter.detach().flatten()[::1024].sum()
     if cache == "graphed":
         length = batch.width + max_new_tokens
-        decoder = GraphedDecoder(model, batch=len(batch.lengths), length=length)
-        with MemorySampler(model.device) as memory:
-            done = decoder.run(batch, max_new_tokens, ends=ends)
+        run = GraphedDecoder(model, batch=len(batch.lengths), length=length).run
     else:
-        with MemorySampler(model.device) as memory:
-            done = prefill_and_decode(
-                model,
-                batch,
-                max_new_tokens,
-                cache=cache,
-                pick=picker(temperature, top_k, seed, model.device),
-                ends=ends,
-                on_step=on_step,
-            )
+        sample = sampler(temperature, top_k, seed, model.device)
+        options: dict[str, Any] = {"cache": cache, "sample": sample, "on_step": on_step}
+        run = partial(prefill_and_decode, model, **options)
+    with MemorySampler(model.device) as memory:
+        done = run(batch, max_new_tokens, ends=ends)
     return Generation(
         texts=[str(tokenizer.decode(row, skip_special_tokens=True)) for row in done.tokens],
         token_ids=done.tokens,
@@ -111,7 +211,11 @@ def generate(
         memory=memory.what,
         cache=cache,
         attention_name=str(model.config._attn_implementation),
-        attention=_since(ran_before, _attention_of(model)),
+        attention=tuple(
+            replace(use, calls=calls - before.get(use, 0))
+            for use, calls in _attention_of(model).items()
+            if calls > before.get(use, 0)
+        ),
     )
 
 
@@ -122,19 +226,23 @@ def prefill_and_decode(
     max_new_tokens: int,
     *,
     cache: Literal["dynamic", "static"] = "dynamic",
-    pick: Pick = lambda logits: logits.argmax(-1),
+    sample: Sampler = lambda logits: logits.argmax(-1),
     ends: Sequence[int] = (),
     on_step: OnStep | None = None,
 ) -> Decoded:
-    """The loop of `generate`: one prefill, then a forward for every further token.
+    """Run one prefill, then a forward for every further token: the loop of `generate`.
 
     Args:
         batch: the prompts' tokens.
-        pick: from logits (batch, vocabulary) to tokens (batch,).
+        sample: from logits (batch, vocabulary) to tokens (batch,).
         ends: tokens that end a row; none: all rows get `max_new_tokens`.
     """
-    past = _new_cache(model, cache, batch.width + max_new_tokens)
-    mask = batch.mask(batch.width + max_new_tokens)
+    from transformers import DynamicCache, StaticCache
+
+    length, config = batch.width + max_new_tokens, model.config
+    static = cache == "static"
+    past: Any = StaticCache(config, max_cache_len=length) if static else DynamicCache(config=config)
+    mask = batch.mask(length)
     endings = torch.tensor(ends, device=model.device)
 
     def forward(ids: Tensor, positions: Tensor, seen: int) -> Tensor:
@@ -147,7 +255,7 @@ def prefill_and_decode(
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]  # (batch, vocabulary)
-        return pick(logits)  # (batch,)
+        return sample(logits)  # (batch,)
 
     start = now(model.device)
     token = forward(batch.ids, batch.positions, batch.width)
@@ -170,8 +278,8 @@ def prefill_and_decode(
     return Decoded(cut(tokens, batch, ends), prefill_s, sum(step_s), tuple(step_s))
 
 
-def picker(temperature: float, top_k: int | None, seed: int, device: torch.device) -> Pick:
-    """How the next token is chosen from the logits: the likeliest, or sampled."""
+def sampler(temperature: float, top_k: int | None, seed: int, device: torch.device) -> Sampler:
+    """Return the choice of the next token from the logits: the likeliest, or a random one."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def sample(logits: Tensor) -> Tensor:
@@ -184,58 +292,18 @@ def picker(temperature: float, top_k: int | None, seed: int, device: torch.devic
     return sample if temperature else lambda logits: logits.argmax(-1)
 
 
-def _new_cache(model: PreTrainedModel, kind: str, length: int) -> Cache:
-    from transformers import DynamicCache, StaticCache
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a text: the model's generation settings, else the tokenizer's.
 
-    if kind == "static":
-        return StaticCache(config=model.config, max_cache_len=length)
-    return DynamicCache(config=model.config)
-
-
-def _attention_of(model: PreTrainedModel) -> tuple[Used, ...]:
-    from labsupport.models.integration.used import attention_used
-
-    return tuple(attention_used(model))
-
-
-def _read_weights(model: PreTrainedModel) -> None:
-    """Bring weights that are still in their file (memory-mapped) into the memory of a CPU.
-
-    Otherwise the first prefill would wait for the disk, and the weights would count as its memory.
+    (An instruction-tuned model may end its turn with another token than its texts.)
     """
-    if model.device.type == "cpu":
-        for parameter in model.parameters():
-            parameter.detach().flatten()[::1024].sum()  # an element of every page is enough
+    settings: Any = model.generation_config
+    ends = settings.eos_token_id if settings else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        return ()
+    return tuple(ends) if isinstance(ends, list | tuple) else (ends,)
 
 
-def _since(before: Sequence[Used], after: Sequence[Used]) -> tuple[Used, ...]:
-    """What ran between two readings of `attention_used`."""
-    counted = {replace(use, calls=0): use.calls for use in before}
-    new = (replace(use, calls=use.calls - counted.get(replace(use, calls=0), 0)) for use in after)
-    return tuple(use for use in new if use.calls)
-
-
-def _check_options(
-    model: PreTrainedModel,
-    max_new_tokens: int,
-    cache: str,
-    temperature: float,
-    top_k: int | None,
-    on_step: OnStep | None,
-) -> None:
-    check_model(model)
-    if model.training:
-        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if cache not in KINDS:
-        raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or more, and finite, got {temperature}")
-    if top_k is not None and (top_k < 1 or not temperature):
-        raise ValueError(f"top_k={top_k} must be 1 or more, and needs a temperature above 0")
-    if cache == "graphed" and (temperature or on_step):
-        raise ValueError(
-            "the graphed loop is greedy, and does not stop after each step: "
-            'use cache="dynamic" to sample or to watch the steps'
-        )
+def _attention_of(model: PreTrainedModel) -> dict[Used, int]:
+    return {replace(use, calls=0): use.calls for use in attention_used(model)}

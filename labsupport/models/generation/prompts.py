@@ -1,7 +1,7 @@
-"""From texts to one batch of tokens.
+"""From texts to one batch of tokens, and from columns of new tokens back to rows.
 
 Texts of different lengths are padded on the left: so the last column holds every row's newest
-token, and the next one is appended to all rows at once. Two things then follow from the padding:
+token, and the next one is appended to all rows together. Two things then follow from the padding:
 
     attention mask    False where a row is padded: no query may see these keys
     positions         0, 1, 2 ... from each row's own first token on
@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Columns: the length of the longest prompt."""
+        """Length of the longest prompt."""
         return self.ids.shape[1]
 
     @property
@@ -55,17 +55,27 @@ class Batch:
         return (columns - self.starts[:, None]).clamp(min=0)
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """New tokens by row, cut after the first end token, and times in seconds.
+
+    step_s holds the decode steps one by one; it is empty for a loop that does not stop after each.
+    """
+
+    tokens: list[list[int]]
+    prefill_s: float
+    decode_s: float
+    step_s: tuple[float, ...] = ()
+
+
 def batch_of(rows: Sequence[Sequence[int]], device: torch.device | str, pad: int = 0) -> Batch:
-    """Rows of token ids as a `Batch`; `pad` fills the left of the shorter ones.
+    """Make a `Batch` of rows of token ids; `pad` fills the left of the shorter ones.
 
     Raises:
         ValueError: no row, or an empty one.
     """
-    if not rows:
-        raise ValueError("no prompt was given: pass a text, or a list of texts")
-    if not all(rows):
-        empty = [index for index, row in enumerate(rows) if not row]
-        raise ValueError(f"a prompt needs at least one token, but row {empty[0]} has none")
+    if not rows or not all(rows):
+        raise ValueError("no prompt was given, or one without a single token")
     width = max(map(len, rows))
     padded = [[pad] * (width - len(row)) + list(row) for row in rows]
     return Batch(torch.tensor(padded, device=device), tuple(map(len, rows)))
@@ -78,18 +88,16 @@ def encode(
     *,
     chat: bool = False,
 ) -> Batch:
-    """Texts as a `Batch`.
+    """Make a `Batch` of one text or several.
 
     Args:
-        prompts: one text, or several.
         chat: wrap each text as a user's message, by the tokenizer's chat template.
 
     An empty text becomes the tokenizer's begin-of-sequence token.
 
     Raises:
-        TypeError: a prompt is no text.
-        ValueError: no prompt, or no tokenizer; an empty text without such a token; a text of which
-            the tokenizer makes no tokens; `chat` without a template.
+        TypeError: a prompt is not a text.
+        ValueError: no prompt, or no tokenizer; a text without tokens; `chat` without a template.
     """
     if tokenizer is None:
         raise ValueError(
@@ -99,19 +107,23 @@ def encode(
     for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"a prompt is a text, but a {type(text).__name__} was given: {text!r}")
-    if chat:
-        texts = [_as_message(tokenizer, text) for text in texts]
-    # The chat template writes the special tokens itself.
-    rows = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in texts]
-    for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
-        if row:
-            continue
-        if text:
-            raise ValueError(
-                f"the tokenizer makes no token of the text {text[:40]!r}: "
-                "it has no vocabulary, or drops such characters"
+    if chat and not tokenizer.chat_template:
+        raise ValueError(
+            "chat=True (--chat) needs a tokenizer with a chat template: leave it out, or use an "
+            "instruction-tuned model such as smollm2"
+        )
+    rows = []
+    for text in texts:
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = str(
+                tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
             )
-        rows[index] = [_first_token(tokenizer)]
+        # The chat template writes the special tokens itself.
+        row = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        if not row and (text or tokenizer.bos_token_id is None):
+            raise ValueError(f"the tokenizer makes no token of the text {text[:40]!r}")
+        rows.append(row or [tokenizer.bos_token_id])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return batch_of(rows, device, 0 if pad is None else pad)
 
@@ -120,7 +132,7 @@ def check_model(model: PreTrainedModel) -> None:
     """Refuse what cannot continue a text.
 
     Raises:
-        ValueError: the model has no classifier, sees what follows, or is an encoder and a decoder.
+        ValueError: no causal language model, or one in training mode.
     """
     able = getattr(model, "can_generate", lambda: False)()
     if not able or model.config.is_encoder_decoder:
@@ -128,6 +140,8 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} does not continue texts: this needs a causal language model "
             "of Transformers, such as LlamaForCausalLM (and no encoder-decoder)"
         )
+    if model.training:
+        raise ValueError("the model is in training mode, and its dropout is active: model.eval()")
 
 
 def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> None:
@@ -135,7 +149,7 @@ def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> Non
 
     Raises:
         ValueError: a token beyond the rows of the embedding; a prompt that, with the new tokens, is
-            longer than the model's positions. With both numbers, and what would fit.
+            longer than the model's positions.
     """
     embedding: Any = model.get_input_embeddings()
     rows, largest = embedding.weight.shape[0], int(batch.ids.max())
@@ -146,36 +160,15 @@ def check_room(model: PreTrainedModel, batch: Batch, max_new_tokens: int) -> Non
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(batch.lengths)
-    if limit is None or longest + max_new_tokens <= limit:
-        return
-    if longest > limit:
+    if limit is not None and longest + max_new_tokens > limit:
         raise ValueError(
-            f"the text has {longest} tokens, and the model has {limit} positions: shorten it"
+            f"{longest} tokens of text and {max_new_tokens} new ones are more than the model's "
+            f"{limit} positions: shorten the text, or pass a smaller max_new_tokens"
         )
-    raise ValueError(
-        f"{longest} tokens of prompt and {max_new_tokens} new ones are "
-        f"{longest + max_new_tokens}, and the model has {limit} positions: "
-        f"pass max_new_tokens={limit - longest} or less, or a shorter prompt"
-    )
-
-
-def end_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[int, ...]:
-    """The tokens that end a text: those of the model's generation settings, else the tokenizer's.
-
-    (An instruction-tuned model may end its turn with another token than its texts.)
-    """
-    found = model.generation_config.eos_token_id if model.generation_config else None
-    if found is None and tokenizer is not None:
-        found = tokenizer.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list | tuple) else (found,)
 
 
 def cut(tokens: Sequence[Tensor], batch: Batch, ends: Sequence[int]) -> list[list[int]]:
-    """Columns of tokens as rows, each cut behind its first end token."""
+    """Turn columns of tokens into rows, each cut after its first end token."""
     if not tokens:
         return [[] for _ in batch.lengths]
     rows = torch.stack(list(tokens), dim=1).tolist()
@@ -183,24 +176,3 @@ def cut(tokens: Sequence[Tensor], batch: Batch, ends: Sequence[int]) -> list[lis
         next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in rows
     )
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "chat=True (--chat) wraps the prompt by the tokenizer's chat template, and this "
-            "tokenizer has none: leave it away, or use an instruction-tuned model such as smollm2"
-        )
-    messages = [{"role": "user", "content": text}]
-    wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert isinstance(wrapped, str)
-    return wrapped
-
-
-def _first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.bos_token_id is None:
-        raise ValueError(
-            "the prompt is empty, and this tokenizer has no token that begins a text: "
-            "write at least one word"
-        )
-    return tokenizer.bos_token_id

@@ -17,7 +17,6 @@ V, gate and up) are a second copy of about half of the weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,16 +29,6 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the cache must know of a model."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 class LlamaStep:
     """Llama (Touvron et al., 2023): RMSNorm, rotary positions, SwiGLU, no biases.
 
@@ -49,29 +38,19 @@ class LlamaStep:
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         config: Any = model.config
         body: Any = model.get_decoder()
-        _refuse(
-            {
-                "hidden_act": (config.hidden_act, "silu"),
-                "attention_bias": (config.attention_bias, False),
-                "mlp_bias": (config.mlp_bias, False),
-            }
-        )
-        kind = config.rope_parameters["rope_type"]
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rotary positions of type {kind!r} change with the length")
-        self.head_dim = config.head_dim
-        self.shape = Shape(
-            len(body.layers), config.num_attention_heads, config.num_key_value_heads, self.head_dim
-        )
-        self.sizes = [
-            heads * self.head_dim
-            for heads in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
-        ]
+        _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False)
+        if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+            raise ValueError(
+                "the decode step knows no rotary positions that change with the length"
+            )
+        self.head_dim, self.kv_heads = config.head_dim, config.num_key_value_heads
+        self.layers = [_llama_weights(layer) for layer in body.layers]
+        heads = (config.num_attention_heads, self.kv_heads, self.kv_heads)
+        self.sizes = [count * self.head_dim for count in heads]
         self.eps = config.rms_norm_eps
         self.embedding = body.embed_tokens.weight.detach()  # (vocabulary, dim)
         self.norm = body.norm.weight.detach()
         self.head = _classifier(model)
-        self.layers = [_llama_weights(layer) for layer in body.layers]
         # The model's own table of angles, so that scaled variants come out right.
         positions = torch.arange(length, device=model.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1], positions)
@@ -105,24 +84,18 @@ class GPT2Step:
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         config: Any = model.config
-        body: Any = model.get_decoder()
-        _refuse(
-            {
-                "scale_attn_weights": (config.scale_attn_weights, True),
-                "scale_attn_by_inverse_layer_idx": (config.scale_attn_by_inverse_layer_idx, False),
-                "add_cross_attention": (config.add_cross_attention, False),
-            }
-        )
-        heads = config.num_attention_heads
-        self.head_dim = config.hidden_size // heads
-        self.shape = Shape(len(body.h), heads, heads, self.head_dim)
-        self.body = body
+        self.body: Any = model.get_decoder()
+        _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
+        _require(config, add_cross_attention=False)
+        self.kv_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // self.kv_heads
+        self.layers: Any = self.body.h
         self.head = _classifier(model)
 
     def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """(batch,), (batch,) -> logits (batch, vocabulary)."""
         x = self.body.wte(token) + self.body.wpe(position)  # (batch, dim)
-        for index, block in enumerate(self.body.h):
+        for index, block in enumerate(self.layers):
             q, k, v = (
                 part.unflatten(-1, (-1, self.head_dim))  # (batch, heads, head_dim)
                 for part in _affine(block.ln_1(x), block.attn.c_attn).chunk(3, dim=-1)
@@ -134,7 +107,7 @@ class GPT2Step:
 
 
 def step_of(model: PreTrainedModel, length: int) -> LlamaStep | GPT2Step:
-    """The step of a model, for positions below `length`.
+    """Return the step of a model, for positions below `length`.
 
     Raises:
         ValueError: the model is neither a Llama nor a GPT-2, or has an option that no step knows.
@@ -165,30 +138,29 @@ def _classifier(model: PreTrainedModel) -> Tensor:
     return layer.weight.detach()  # (vocabulary, dim)
 
 
+@torch.no_grad()
 def _llama_weights(layer: Any) -> dict[str, Tensor]:
     attention, mlp = layer.self_attn, layer.mlp
-    with torch.no_grad():
-        return {
-            "norm_1": layer.input_layernorm.weight.detach(),
-            "qkv": torch.cat(
-                [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-            ),
-            "out": attention.o_proj.weight.detach(),
-            "norm_2": layer.post_attention_layernorm.weight.detach(),
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            "down": mlp.down_proj.weight.detach(),
-        }
+    qkv = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    return {
+        "norm_1": layer.input_layernorm.weight.detach(),
+        "qkv": torch.cat(qkv),
+        "out": attention.o_proj.weight.detach(),
+        "norm_2": layer.post_attention_layernorm.weight.detach(),
+        "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        "down": mlp.down_proj.weight.detach(),
+    }
 
 
 def _affine(x: Tensor, layer: Any) -> Tensor:
-    """GPT-2's `Conv1D`: a linear layer whose weight is stored as (in, out)."""
+    """Apply GPT-2's `Conv1D`, a linear layer whose weight is stored as (in, out)."""
     return torch.addmm(layer.bias, x, layer.weight)
 
 
-def _refuse(options: dict[str, tuple[Any, Any]]) -> None:
-    for name, (given, known) in options.items():
-        if given != known:
+def _require(config: Any, **known: Any) -> None:
+    for name, value in known.items():
+        if getattr(config, name) != value:
             raise ValueError(
-                f"the decode step knows {name}={known!r}, but the model has {given!r}: "
-                'use cache="static" or "dynamic"'
+                f"the decode step knows {name}={value!r}, but the model has "
+                f'{getattr(config, name)!r}: use cache="static" or "dynamic"'
             )

@@ -1,15 +1,33 @@
-"""labsupport's attention inside Transformers' models, and which of it really ran.
+"""labsupport's attention inside Transformers' models, and a record of what really ran.
 
-masks      what the mask function returns: a description instead of N_q x N_k booleans
 kinds      which masks are known, and which are refused
-functions  what an attention layer calls: one function a backend
-register   the names under which Transformers finds them, and a student's own function
-select     set_attention: the choice, checked before the first forward
-used       attention_used: what ran in which layer, and the log
+masks      the model's mask as a description instead of N_q x N_k booleans
+functions  the function that an attention layer calls, one for each backend
+select     set_attention and register_attention: the choice, checked before the first forward
+trace      attention_used: what ran in which layer, and the log
 """
 
 import labsupport.attention as _attention  # noqa: F401  before Transformers: both import Triton
-from labsupport.models.integration.register import register_backends
+from labsupport.models.integration.functions import backend_function, layer_function
+from labsupport.models.integration.kinds import AttentionRefusedError
+from labsupport.models.integration.select import (
+    chosen_attention,
+    register_attention,
+    register_backends,
+    set_attention,
+)
+from labsupport.models.integration.trace import attention_used, reset_attention_used
 
-# A model that was saved whole by `torch.save` finds its attention's name again.
+__all__ = [
+    "AttentionRefusedError",
+    "attention_used",
+    "backend_function",
+    "chosen_attention",
+    "layer_function",
+    "register_attention",
+    "reset_attention_used",
+    "set_attention",
+]
+
+# A model that `torch.save` saved whole finds its attention's name again.
 register_backends()

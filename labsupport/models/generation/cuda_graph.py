@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from labsupport.models.generation.prompts import Batch, check_room, cut
-from labsupport.models.generation.result import Decoded
+from labsupport.models.generation.prompts import Batch, Decoded, check_room, cut
 from labsupport.models.generation.steps import step_of
 from labsupport.profiling.timing import now
 
@@ -70,24 +69,18 @@ class GraphedDecoder:
         compile: bool | None = None,
     ) -> None:
         device, gpu = model.device, model.device.type == "cuda"
-        if compile is None:
-            compile = gpu and has_triton()
+        compile = gpu and has_triton() if compile is None else compile
         self.how = "compiled" if compile else "not compiled"
         self.how += ", a step is one CUDA graph" if gpu else ", without a graph (CPU)"
-        self.model = model
-        self.length = length
-        self.step = step_of(model, length)
-        shape = self.step.shape
-        size = (batch, shape.kv_heads, length, shape.head_dim)
-        self.keys = [
-            torch.zeros(size, dtype=model.dtype, device=device) for _ in range(shape.layers)
-        ]
+        self.model, self.length, self.step = model, length, step_of(model, length)
+        size = (batch, self.step.kv_heads, length, self.step.head_dim)
+        self.keys = [torch.zeros(size, dtype=model.dtype, device=device) for _ in self.step.layers]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
         self.slots = torch.arange(length, device=device)
         # The state that a step moves on.
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # where `token` belongs
-        self.first = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # behind the padding
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # of `token`
+        self.first = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # after the padding
         self.output = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
 
         self.spans = [FIRST_SPAN]
@@ -100,8 +93,10 @@ class GraphedDecoder:
                 self._advance, fullgraph=True, dynamic=False, mode=MODE if gpu else None
             )
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        if compile or gpu:
-            self._prepare()
+        if gpu:
+            # Each span is a compilation of its own; so is each decoder that was made before.
+            with torch._dynamo.config.patch(recompile_limit=64), torch.cuda.device(device):
+                self.graphs = [self._capture(span) for span in self.spans]
 
     @torch.no_grad()
     def run(self, batch: Batch, max_new_tokens: int, *, ends: Sequence[int] = ()) -> Decoded:
@@ -109,6 +104,9 @@ class GraphedDecoder:
 
         The prefill is the model's own. Rows that have ended are computed on until all have, and
         cut; so are the up to CHECK_EVERY steps until that is noticed. Their time counts.
+
+        Raises:
+            ValueError: more rows or tokens than this decoder was made for.
         """
         rows = len(self.token)
         if len(batch.lengths) != rows or batch.width + max_new_tokens > self.length:
@@ -121,8 +119,9 @@ class GraphedDecoder:
         self._prefill(batch)
         prefill_s = now(self.model.device) - start
         made = min(1, max_new_tokens)
+        endings = torch.tensor(ends, device=self.model.device)
         start = now(self.model.device)
-        while made < max_new_tokens and not self._all_ended(batch.width, made, ends):
+        while made < max_new_tokens and not self._all_ended(batch.width, made, endings):
             for _ in range(min(CHECK_EVERY, max_new_tokens - made)):
                 self._next(batch.width + made)
                 made += 1
@@ -151,7 +150,7 @@ class GraphedDecoder:
         self.output[:, batch.width] = self.token
 
     def _next(self, used: int) -> None:
-        """One step, when `used` slots hold a token or are about to."""
+        """Run one step, when `used` slots hold a token or are about to."""
         index = next(index for index, span in enumerate(self.spans) if span >= used)
         if self.graphs:
             self.graphs[index].replay()
@@ -180,24 +179,12 @@ class GraphedDecoder:
         self.output.index_copy_(1, self.slot, self.token[:, None])
 
     @torch.no_grad()
-    def _prepare(self) -> None:
-        """Compile, and on a GPU capture, a step for each span.
-
-        What happens here is written into slot 0, which every prefill writes again.
-        """
-        # Each span is a compilation of its own; so is each decoder that was made before.
-        with torch._dynamo.config.patch(recompile_limit=64):
-            for span in self.spans:
-                if self.model.device.type == "cuda":
-                    with torch.cuda.device(self.model.device):
-                        self.graphs.append(self._capture(span))
-                else:
-                    self.slot.zero_()
-                    self._run_step(span)
-
     def _capture(self, span: int) -> torch.cuda.CUDAGraph:
-        # Compiling, choosing between kernels and the libraries' workspaces come before the capture,
-        # on a stream of their own.
+        """Capture a step. What it computes goes to slot 0, which every prefill writes again.
+
+        Compiling, choosing between kernels and the libraries' workspaces come before the capture,
+        on a stream of their own.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -211,8 +198,7 @@ class GraphedDecoder:
             self._run_step(span)
         return graph
 
-    def _all_ended(self, width: int, made: int, ends: Sequence[int]) -> bool:
-        if not ends:
+    def _all_ended(self, width: int, made: int, ends: Tensor) -> bool:
+        if not len(ends):  # then the CPU need not wait for the GPU
             return False
-        new = self.output[:, width : width + made]
-        return bool(torch.isin(new, torch.tensor(ends, device=new.device)).any(dim=1).all())
+        return bool(torch.isin(self.output[:, width : width + made], ends).any(dim=1).all())

@@ -4,15 +4,15 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from labsupport.models.generation import graphed
+from labsupport.models.generation import cuda_graph
+from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import prefill_and_decode
-from labsupport.models.generation.graphed import GraphedDecoder
 from labsupport.models.generation.prompts import batch_of
 from labsupport.models.generation.steps import rotate, step_of
-from tests.models.tiny import tiny
+from tests.models.tiny import ROWS, lively, tiny
 
-ROWS = [[5, 9, 17, 3, 44, 21], [7, 8], [11, 2, 3, 4, 9]]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -23,72 +23,48 @@ LLAMA3 = {
 }
 VARIANTS = [
     ("llama", {}),
-    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    ("llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 16}),
     ("llama", {"rope_parameters": LLAMA3}),
-    ("gpt2", {}),
     ("gpt2", {"n_inner": 40, "activation_function": "relu"}),
 ]
 
 
-def lively(family, **options):
-    """A tiny model whose norms and biases are trained: 1 and 0 would hide a step without them."""
-    deep = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
-    model = tiny(family, **({"tie_word_embeddings": False} | deep | options))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_the_logits_of_a_step_are_those_of_the_model(family, options):
+def test_the_logits_of_a_step_and_the_tokens_are_those_of_the_model(family, options):
     model = lively(family, **options)
     ids = torch.tensor([[5, 9, 17, 3, 44, 21, 50, 2]])
     expected = model(ids).logits[0]
     step = step_of(model, 8)
-    past = []  # one (keys, values) a layer, grown by hand
+    past = {}  # of each layer, keys and values grown by hand
 
     def attend(layer, q, k, v):
-        if layer == len(past):
-            past.append((k[:, :, None], v[:, :, None]))
-        else:
-            old = past[layer]
-            past[layer] = (
-                torch.cat([old[0], k[:, :, None]], 2),
-                torch.cat([old[1], v[:, :, None]], 2),
-            )
-        keys, values = past[layer]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q[:, :, None], keys, values, enable_gqa=True
-        )
+        new = torch.stack([k, v])[:, :, :, None]
+        past[layer] = torch.cat([past[layer], new], 3) if layer in past else new
+        out = F.scaled_dot_product_attention(q[:, :, None], *past[layer], enable_gqa=True)
         return out.flatten(1)
 
     with torch.no_grad():
         for position in range(ids.shape[1]):
             logits = step(ids[:, position], torch.tensor([position]), attend)
             torch.testing.assert_close(logits[0], expected[position], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_its_tokens_are_those_of_the_ordinary_loop(family, options):
-    model = lively(family, **options)
     batch = batch_of(ROWS, "cpu")
-    expected = prefill_and_decode(model, batch, 40).tokens
-    assert GraphedDecoder(model, batch=3, length=46).run(batch, 40).tokens == expected
+    decoder = GraphedDecoder(model, batch=3, length=46)
+    assert decoder.run(batch, 40).tokens == prefill_and_decode(model, batch, 40).tokens
+
+
+def watched(decoder):
+    """The spans of a decoder's steps, as it runs."""
+    spans, advance = [], decoder._run_step
+    decoder._run_step = lambda span: (spans.append(span), advance(span))
+    return spans
 
 
 def test_the_cache_is_read_up_to_a_bound_that_grows(monkeypatch):
-    monkeypatch.setattr(graphed, "FIRST_SPAN", 4)
-    model = lively("llama")
-    batch = batch_of(ROWS, "cpu")
+    monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 4)
+    model, batch = lively("llama"), batch_of(ROWS, "cpu")
     decoder = GraphedDecoder(model, batch=3, length=50)
     assert decoder.spans == [4, 8, 16, 32, 50]
-    spans = []
-    advance = decoder._run_step
-    decoder._run_step = lambda span: (spans.append(span), advance(span))
+    spans = watched(decoder)
     assert decoder.run(batch, 44).tokens == prefill_and_decode(model, batch, 44).tokens
     # The prompt fills 6 slots; the first step writes the seventh and sees seven.
     assert spans == [8] * 2 + [16] * 8 + [32] * 16 + [50] * 17
@@ -103,14 +79,11 @@ def test_a_decoder_is_used_again_and_remembers_nothing():
 
 
 def test_the_loop_notices_the_end_of_all_rows_within_a_few_steps(monkeypatch):
-    monkeypatch.setattr(graphed, "CHECK_EVERY", 4)
-    model = lively("llama")
-    batch = batch_of(ROWS[:1], "cpu")
+    monkeypatch.setattr(cuda_graph, "CHECK_EVERY", 4)
+    model, batch = lively("llama"), batch_of(ROWS[:1], "cpu")
     free = prefill_and_decode(model, batch, 60).tokens[0]
     decoder = GraphedDecoder(model, length=66)
-    steps = []
-    advance = decoder._run_step
-    decoder._run_step = lambda span: (steps.append(span), advance(span))
+    steps = watched(decoder)
     done = decoder.run(batch, 60, ends=[free[5]])
     assert done.tokens == [free[: free.index(free[5]) + 1]]
     assert len(steps) <= free.index(free[5]) + 4
@@ -118,8 +91,7 @@ def test_the_loop_notices_the_end_of_all_rows_within_a_few_steps(monkeypatch):
 
 def test_rotation_keeps_lengths_and_depends_on_the_distance_only():
     angles = torch.arange(9.0)[:, None] * torch.tensor([1.0, 0.1]).repeat(2)
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 4, generator=generator)
+    q, k = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     turned_q, turned_k = (rotate(x, angles.cos(), angles.sin()) for x in (q, k))
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(9))
     near = [turned_q[i + 2] @ turned_k[i] for i in range(7)]
@@ -152,9 +124,8 @@ def test_a_batch_that_a_decoder_was_not_made_for_is_refused():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_compiles_as_one_graph_and_computes_the_same(family, monkeypatch):
-    monkeypatch.setattr(graphed, "FIRST_SPAN", 16)
-    model = tiny(family)
-    batch = batch_of(ROWS, "cpu")
+    monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 16)
+    model, batch = tiny(family), batch_of(ROWS, "cpu")
     decoder = GraphedDecoder(model, batch=3, length=46, compile=True)
     assert decoder.how.startswith("compiled")
     assert decoder.run(batch, 40).tokens == prefill_and_decode(model, batch, 40).tokens
@@ -164,9 +135,8 @@ def test_a_step_compiles_as_one_graph_and_computes_the_same(family, monkeypatch)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_on_a_gpu_a_replayed_graph_computes_the_same(family, compile, monkeypatch):
-    monkeypatch.setattr(graphed, "FIRST_SPAN", 16)
-    model = lively(family).cuda()
-    batch = batch_of(ROWS, "cuda")
+    monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 16)
+    model, batch = lively(family).cuda(), batch_of(ROWS, "cuda")
     decoder = GraphedDecoder(model, batch=3, length=46, compile=compile)
     assert len(decoder.graphs) == 3
     for _ in range(2):

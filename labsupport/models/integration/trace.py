@@ -1,0 +1,130 @@
+"""Which attention really ran, layer by layer: counted where it ran, and logged once.
+
+    INFO labsupport.models: Using FlashAttention for layer 3 (sdpa_flash)
+
+The counts belong to a model's attention modules and vanish with them: two models do not mix, and a
+copy of a model starts at zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from labsupport.attention.implementations import BACKENDS
+
+log = logging.getLogger("labsupport.models")
+
+IO_AWARE = {entry.name: entry.io_aware for entry in BACKENDS}
+# Of each attention module: calls of each (backend, kernel, io_aware).
+_calls: WeakKeyDictionary[nn.Module, Counter[tuple[str, str, bool | None]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Used:
+    """One line of `attention_used`.
+
+    Attributes:
+        layer: the layer's number.
+        module: the attention module's name in the model.
+        backend, kernel: as in `labsupport.attention.last_call()`.
+        io_aware: no matrix of N_q x N_k was stored; None for a function of the user's own.
+        calls: how often; a forward that checkpointing repeats counts again.
+    """
+
+    layer: int
+    module: str
+    backend: str
+    kernel: str
+    io_aware: bool | None
+    calls: int
+
+
+class UsedTable(list[Used]):
+    """The lines of `attention_used`; prints as a table in which equal layers share a line."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "labsupport's attention has not run in this model"
+        stored = {True: "no N x N tensor", False: "N x N tensor", None: "not known"}
+        layers: dict[tuple[str, ...], list[int]] = {}
+        for use in self:
+            cells = (use.backend, stored[use.io_aware], str(use.calls), use.kernel)
+            layers.setdefault(cells, []).append(use.layer)
+        rows = [("layers", "backend", "stored", "calls each", "kernel")]
+        rows += [(ranges(numbers), *cells) for cells, numbers in layers.items()]
+        a, b, c, d = (max(len(row[column]) for row in rows) for column in range(4))
+        return "\n".join(
+            f"{row[0]:>{a}}  {row[1]:{b}}  {row[2]:{c}}  {row[3]:>{d}}  {row[4]}" for row in rows
+        )
+
+    __repr__ = __str__
+
+
+def attention_used(model: nn.Module) -> UsedTable:
+    """Return what ran in a model's layers since `set_attention` or `reset_attention_used`.
+
+    Only labsupport's functions count: after `set_attn_implementation("sdpa")` nothing is added.
+
+    >>> set_attention(model, "flash")
+    >>> model.generate(ids, max_new_tokens=8)
+    >>> print(attention_used(model))
+    """
+    recorded = [(name, module) for name, module in model.named_modules() if module in _calls]
+    table = UsedTable()
+    for order, (name, module) in enumerate(recorded):
+        layer = getattr(module, "layer_idx", None)
+        layer = order if layer is None else layer
+        table += [Used(layer, name, *what, calls) for what, calls in _calls[module].items()]
+    return table
+
+
+def reset_attention_used(model: nn.Module) -> None:
+    """Forget what ran in this model; the log may name it again."""
+    for module in model.modules():
+        _calls.pop(module, None)
+
+
+def note(module: nn.Module, backend: str, kernel: str, io_aware: bool | None) -> None:
+    """Count one call of an attention module, and log the first of each kind."""
+    calls = _calls.setdefault(module, Counter())
+    new = all((backend, io_aware) != (seen, aware) for seen, _, aware in calls)
+    calls[backend, kernel, io_aware] += 1
+    if new:
+        index = getattr(module, "layer_idx", None)
+        layer = type(module).__name__ if index is None else f"layer {index}"
+        log.info("Using %s for %s (%s)", kind_of_attention(backend, io_aware), layer, backend)
+
+
+def kind_of_attention(backend: str, io_aware: bool | None) -> str:
+    """Name what ran: "FlashAttention", "standard attention", or what is neither."""
+    if io_aware is None:
+        return "your function"
+    if io_aware:
+        return "FlashAttention"
+    # A fused kernel that was given a stored mask has lost what FlashAttention is for.
+    return "a fused kernel with a stored mask" if IO_AWARE[backend] else "standard attention"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Write [0, 1, 2, 5] as "0-2, 5"."""
+    ordered = sorted(set(numbers))
+    starts = [n for n in ordered if n - 1 not in ordered]
+    ends = [n for n in ordered if n + 1 not in ordered]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keep the log silent inside: for calls that repeat what it has named."""
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
