@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, not_measured, run
-from labsupport.profiling.baseline_worker import call_of
-from labsupport.profiling.bench.request import chosen_backend, dtype_named
+from labsupport.profiling.baseline import call_of
+from labsupport.profiling.bench import chosen_backend, dtype_named
 from labsupport.profiling.cases import Case as Shape
 from labsupport.profiling.cases import grid
 from labsupport.profiling.timing import format_ms, measure_time, quantile, resolve_device

@@ -1,4 +1,4 @@
-"""What can this device do at most: by its specification, and by measurement?
+"""The most that a device can do: by its specification, and by measurement.
 
 `data/hardware.csv` holds the specified figures, each row with its source; rates are dense (never
 with sparsity), tensor-core rates accumulate in float32.  An empty cell means that the hardware
@@ -84,19 +84,9 @@ class OnChipMemory:
     last_level_mib: the cache that all units share (L2 of a GPU, L3 of a CPU); None if unknown.
     """
 
-    kind: str
     kib_per_unit: float
     units: int
     last_level_mib: float | None
-
-    @property
-    def total_kib(self) -> float:
-        """Of all units together."""
-        return self.kib_per_unit * self.units
-
-    def elements(self, bytes_per_element: int) -> int:
-        """How many numbers one unit holds: the M of the paper's theorem 2."""
-        return int(self.kib_per_unit * 1024) // bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -164,12 +154,7 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
         return DeviceInfo("cpu", cpu_name(), psutil.virtual_memory().total, note=note)
     properties = torch.cuda.get_device_properties(where)
     spec = find_spec(properties.name)
-    note = (
-        ""
-        if spec
-        else f"unknown device: {properties.name!r} is not in data/hardware.csv, so no specified "
-        "peak is shown; measured_ceilings() works all the same"
-    )
+    unknown = f"unknown device: {properties.name!r} is not in data/hardware.csv; measure it instead"
     return DeviceInfo(
         "cuda",
         properties.name,
@@ -177,7 +162,7 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
         f"{properties.major}.{properties.minor}",
         properties.multi_processor_count,
         spec,
-        note,
+        "" if spec else unknown,
     )
 
 
@@ -191,7 +176,6 @@ def on_chip_memory(device: torch.device | str | None = None) -> OnChipMemory:
     if where.type == "cuda":
         properties = torch.cuda.get_device_properties(where)
         return OnChipMemory(
-            "shared memory of a multiprocessor",
             properties.shared_memory_per_multiprocessor / 1024,
             properties.multi_processor_count,
             properties.L2_cache_size / 2**20,
@@ -199,12 +183,8 @@ def on_chip_memory(device: torch.device | str | None = None) -> OnChipMemory:
     caches = _cpu_caches_kib()
     last = caches.get(3)
     # 1 MiB is a common size; it only stands in where the system does not tell (macOS).
-    return OnChipMemory(
-        "L2 cache of a core" if 2 in caches else "L2 cache of a core (size assumed)",
-        caches.get(2, 1024.0),
-        torch.get_num_threads(),
-        last / 1024 if last else None,
-    )
+    threads = torch.get_num_threads()
+    return OnChipMemory(caches.get(2, 1024.0), threads, last / 1024 if last else None)
 
 
 def cpu_name() -> str:
@@ -230,26 +210,23 @@ def measured_ceilings(device: str | None = None) -> Ceilings:
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
-    matmul_tflops: dict[str, float] = {}
-    matmul_size: dict[str, int] = {}
-    for name in _matmul_dtypes(where):
-        matmul_size[name], matmul_tflops[name] = _matmul_rate(name, where)
-    copy_bytes = 2**30 if where.type == "cuda" else 2**28
-    info = detect_device(where)
+    on_gpu = where.type == "cuda"
+    dtypes = ["float32", "bfloat16", "float16"]
+    if on_gpu:
+        ampere = torch.cuda.get_device_capability(where) >= (8, 0)
+        dtypes = ["float32", "tf32", "float16", "bfloat16"] if ampere else ["float32", "float16"]
+    rates = {name: _matmul_rate(name, where) for name in dtypes}
+    copy_bytes = 2**30 if on_gpu else 2**28
     try:
         bandwidth = _copy_rate(copy_bytes, where)
     except torch.OutOfMemoryError:
         bandwidth = _copy_rate(copy_bytes // 8, where)
-    return Ceilings(info.name, bandwidth, matmul_tflops, matmul_size)
-
-
-def _matmul_dtypes(device: torch.device) -> list[str]:
-    import torch
-
-    if device.type != "cuda":
-        return ["float32", "bfloat16", "float16"]
-    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-    return ["float32", "tf32", "float16", "bfloat16"] if ampere else ["float32", "float16"]
+    return Ceilings(
+        detect_device(where).name,
+        bandwidth,
+        {name: rate for name, (_, rate) in rates.items()},
+        {name: size for name, (size, _) in rates.items()},
+    )
 
 
 def _copy_rate(nbytes: int, device: torch.device) -> float:
@@ -312,16 +289,12 @@ def _cpu_caches_kib() -> dict[int, float]:
 
 
 def _read_row(row: dict[str, str], path: Path) -> HardwareSpec:
+    kinds = {"int": int, "float": float, "float | None": float, "str": str}
     values: dict[str, Any] = {}
     for column in fields(HardwareSpec):
         text = (row.get(column.name) or "").strip()
-        optional = column.type == "float | None" or column.name == "notes"
-        if not text and not optional:
+        if not text and column.type != "float | None" and column.name != "notes":
             raise ValueError(f"{path}: {row.get('name') or 'a row'} has no {column.name}")
-        if column.type == "str":
-            values[column.name] = text
-        elif column.type == "int":
-            values[column.name] = int(text)
-        else:
-            values[column.name] = float(text) if text else None
+        empty = "" if column.type == "str" else None
+        values[column.name] = kinds[str(column.type)](text) if text else empty
     return HardwareSpec(**values)

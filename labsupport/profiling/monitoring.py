@@ -1,0 +1,461 @@
+"""Memory of a block of code, or of any program, over time; and of the GPU beside it.
+
+    with monitor(interval=0.05) as watch:
+        train()
+    print(watch)          # peak and average
+    watch.chart()
+
+`run_monitored` does the same for a program (`labsupport monitor -- COMMAND`). Memory is sampled, so
+a peak shorter than the gap between two samples can be missed; resident set sizes are summed, so
+pages that processes share count more than once. `measure_peak_memory` counts the tensors of one
+call exactly. Nothing here imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import math
+import os
+import resource
+import shlex
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import psutil
+
+from labsupport.profiling.gpu import GpuState, read_gpus
+from labsupport.profiling.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from labsupport.plotting import Chart
+
+DEFAULT_INTERVAL_S = 0.1
+SHORTEST_INTERVAL_S = 0.001
+GRACE_S = 30.0
+TERM_S = 5.0  # from SIGTERM to SIGKILL
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
+CHART_TYPES = (".png", ".svg", ".pdf")
+COLUMNS = ("time_s", "processes", "rss_bytes")
+GPU_COLUMNS = (
+    *("gpu_tree_bytes", "gpu_used_bytes", "gpu_util_percent"),
+    *("gpu_sm_mhz", "gpu_power_w", "gpu_throttle"),
+)
+
+
+class monitor:  # lower case: it reads as a statement, `with monitor() as watch: ...`
+    """Sample the memory of a process, its descendants and a GPU while a block runs.
+
+    A thread takes the samples, the first at the start and the last at the end. Everything below
+    can also be read while the block runs.
+
+    Args:
+        interval: seconds between samples, 0.001 or more.
+        device: the GPU, in PyTorch's count; without an NVIDIA driver only the processes are seen.
+        pid: the process; by default this one.
+        out: a CSV file, to which each sample is written when it is taken.
+
+    Raises:
+        ValueError: the interval is too short.
+
+    Example:
+        >>> with monitor(interval=0.05) as watch:
+        ...     train()
+        >>> watch.peak_bytes, watch.mean_bytes
+    """
+
+    def __init__(
+        self,
+        interval: float = DEFAULT_INTERVAL_S,
+        device: int = 0,
+        *,
+        pid: int | None = None,
+        out: Path | None = None,
+    ) -> None:
+        self.interval, self._device = checked_interval(interval), device
+        self._root = psutil.Process(pid)
+        self._members: set[psutil.Process] = {self._root}  # those that outlive a parent too
+        self._looked_at: set[int] = {self._root.pid}
+        gpus = read_gpus()
+        self.gpu: GpuState | None = gpus[device] if device < len(gpus) else None
+        self.columns = (*COLUMNS, *(GPU_COLUMNS if self.gpu else ()))
+        self._rows: list[tuple[Any, ...]] = []
+        self._file: TextIO | None = out.open("w", newline="", encoding="utf-8") if out else None
+        if self._file is not None:
+            csv.writer(self._file).writerow(self.columns)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._began = time.perf_counter()
+
+    def __enter__(self) -> monitor:
+        self._began = time.perf_counter()
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            # The grid is fixed, so that delays do not add up.
+            passed = time.perf_counter() - self._began
+            if not self._stop.wait(self.interval - passed % self.interval):
+                self._sample()
+
+    def _sample(self) -> None:
+        row = (round(time.perf_counter() - self._began, 3), *self._read_tree())
+        if self.gpu is not None:
+            row += self._read_gpu()
+        self._rows.append(row)
+        if self._file is not None:
+            csv.writer(self._file).writerow(row)
+            self._file.flush()
+
+    def _read_tree(self) -> tuple[int, int]:
+        """Number of processes, and the sum of their resident set sizes in bytes."""
+        now = set(psutil.pids())
+        for pid in sorted(now - self._looked_at):  # a parent is usually older than its child
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.ppid() in {member.pid for member in self._members}:
+                    self._members.add(process)
+        self._looked_at = now
+        sizes = []
+        for process in list(self._members):
+            try:
+                sizes.append(process.memory_info().rss)
+            except psutil.Error:
+                self._members.discard(process)
+        used = [size for size in sizes if size]  # a process that has ended has none
+        return len(used), sum(used)
+
+    def _read_gpu(self) -> tuple[Any, ...]:
+        gpus = read_gpus()
+        if self._device >= len(gpus):
+            return (None,) * len(GPU_COLUMNS)
+        gpu = gpus[self._device]
+        pids = {process.pid for process in self._members}
+        return (
+            *(gpu.bytes_of(pids), gpu.used_bytes, gpu.busy_percent),
+            *(gpu.sm_mhz, gpu.power_w, gpu.held_down_by()),
+        )
+
+    def members(self) -> list[psutil.Process]:
+        """The processes of the tree that still run, without the first one."""
+        self._read_tree()
+        return [process for process in self._members if process != self._root]
+
+    def samples(self) -> pd.DataFrame:
+        """All samples: time_s, processes, rss_bytes, and on a GPU `GPU_COLUMNS`; NaN if not read.
+
+        Raises:
+            RuntimeError: the block has not begun.
+        """
+        import pandas as pd
+
+        if not self._rows:
+            raise RuntimeError("nothing is sampled yet: use `with monitor() as watch: ...`")
+        table = pd.DataFrame(list(self._rows), columns=list(self.columns))
+        numbers = [name for name in self.columns if name != "gpu_throttle"]
+        return table.astype(dict.fromkeys(numbers, float))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most resident memory of the process tree."""
+        return int(self.samples()["rss_bytes"].max())
+
+    @property
+    def extra_peak_bytes(self) -> int:
+        """The peak above the first sample."""
+        return self.peak_bytes - int(self.samples()["rss_bytes"].iloc[0])
+
+    @property
+    def mean_bytes(self) -> float:
+        """Resident memory of the process tree, averaged over time."""
+        return mean_over_time(self.samples(), "rss_bytes")
+
+    @property
+    def gpu_peak_bytes(self) -> int | None:
+        """The most GPU memory of the process tree or, where the driver does not tell, of all."""
+        table = self.samples()
+        for name in ("gpu_tree_bytes", "gpu_used_bytes"):
+            if name in table and table[name].notna().any():
+                return int(table[name].max())
+        return None
+
+    def __str__(self) -> str:
+        table = self.samples()
+        lines = [_memory_line("memory", table, "rss_bytes")]
+        lines.append(f"processes: at most {table['processes'].max():.0f}")
+        if self.gpu is not None:
+            lines += _gpu_lines(self.gpu.name, table)
+        return "\n".join([*lines, self._small_print()])
+
+    __repr__ = __str__
+
+    def chart(self, title: str | None = None) -> Chart:
+        """The curve; `title` is the finding, by default the peak and the average."""
+        from labsupport.plotting.monitor import plot_monitor
+
+        limit, label = memory_limit()
+        peak, mean, gpu = self.peak_bytes, self.mean_bytes, self.gpu
+        found = f"at most {format_bytes(peak)}, {format_bytes(mean)} on average"
+        return plot_monitor(
+            self.samples(),
+            title=found.capitalize() if title is None else f"{title}: {found}",
+            limit=(label, limit),
+            gpu_limit=(f"memory of this GPU ({gpu.name})", gpu.total_bytes or 0) if gpu else None,
+            start_bytes=peak - self.extra_peak_bytes,
+            small_print=f"{gpu.name if gpu else 'no NVIDIA GPU'}, {os.cpu_count()} CPU cores, "
+            f"{datetime.date.today()}. {self._small_print()}",
+        )
+
+    def _small_print(self) -> str:
+        gap = self.samples()["time_s"].diff().max()
+        return (
+            f"{len(self._rows)} samples, one every {self.interval:g} s, largest gap {gap:.3f} s: "
+            "shorter peaks can be missed. Memory is the sum of resident set sizes, in which shared "
+            "pages count more than once."
+        )
+
+
+def mean_over_time(samples: pd.DataFrame, column: str) -> float:
+    """The average of a column over time: between two samples the value changes evenly."""
+    import numpy as np
+
+    read = samples[["time_s", column]].dropna().to_numpy(float)
+    if len(read) < 2 or read[-1, 0] == read[0, 0]:
+        return float(read[0, 1]) if len(read) else math.nan
+    return float(np.trapezoid(read[:, 1], read[:, 0]) / (read[-1, 0] - read[0, 0]))
+
+
+def _memory_line(what: str, table: pd.DataFrame, column: str) -> str:
+    read = table[table[column].notna()]
+    peak = read.loc[read[column].idxmax()]
+    return (
+        f"{what}: peak {format_bytes(peak[column])} "
+        f"({format_bytes(peak[column] - read[column].iloc[0])} above the start) at "
+        f"{peak['time_s']:.1f} s, {format_bytes(mean_over_time(table, column))} on average"
+    )
+
+
+def _gpu_lines(name: str, table: pd.DataFrame) -> list[str]:
+    words = {"gpu_tree_bytes": "of these processes", "gpu_used_bytes": "of all processes"}
+    lines = [
+        _memory_line(f"{name}, memory {text}", table, column)
+        for column, text in words.items()
+        if table[column].notna().any()
+    ]
+    figures = {
+        "gpu_util_percent": "a kernel ran in {:.0f}% of the time",
+        "gpu_sm_mhz": "SM clock {:.0f} MHz",
+        "gpu_power_w": "power {:.0f} W",
+    }
+    read = [
+        text.format(mean_over_time(table, column))
+        for column, text in figures.items()
+        if table[column].notna().any()
+    ]
+    if read:
+        lines.append(f"{name}, on average: {', '.join(read)}")
+    slowed = table["gpu_throttle"].replace("", None).dropna().value_counts() / len(table)
+    return lines + [f"{name}, clocks held down by: {k} ({v:.0%})" for k, v in slowed.items()]
+
+
+def memory_limit() -> tuple[int, str]:
+    """The most that processes here can use, in bytes, and what sets that limit."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no control group, or "max"
+        limit = total
+    if limit < total:
+        return limit, "memory limit of this container or job"
+    return total, "memory of this machine"
+
+
+def own_peak() -> int:
+    """The operating system's own peak of this process's resident set, in bytes."""
+    return _maxrss(resource.RUSAGE_SELF)
+
+
+def _maxrss(who: int) -> int:
+    # macOS counts bytes, Linux KiB: getrusage(2).
+    return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def run_monitored(
+    command: list[str],
+    *,
+    interval: float = DEFAULT_INTERVAL_S,
+    out: Path | None = None,
+    chart: Path | None = None,
+    device: int = 0,
+    grace: float = GRACE_S,
+    force: bool = False,
+    live: float | None = None,
+) -> int:
+    """Run a program, sample its memory, and print on stderr what was found.
+
+    The program keeps stdin, stdout and stderr. What it leaves running is ended with it.
+
+    Args:
+        command: the program and its arguments.
+        interval: seconds between samples.
+        out: a CSV file, written while the program runs.
+        chart: a picture of the curve, written at the end.
+        device: the GPU, in PyTorch's count.
+        grace: seconds that an interrupted program has to end, before SIGTERM and then SIGKILL. A
+            third interrupt ends it immediately.
+        force: overwrite `out` and `chart`.
+        live: seconds between lines about GPU and machine on stderr; None for none.
+
+    Returns:
+        The program's exit status; 128 + n if signal n ended it; 127 if it was not found, 126 if it
+        cannot be executed.
+
+    Raises:
+        ValueError: the interval is too short, or the chart's type unknown.
+        OSError: a file exists already, or its folder does not. Then nothing is run.
+    """
+    checked_interval(interval)
+    if chart is not None and chart.suffix.lower() not in CHART_TYPES:
+        raise ValueError(f"{chart}: a chart's name ends in {', '.join(CHART_TYPES)}")
+    for path in filter(None, (out, chart)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} exists: choose another name, or overwrite with --force")
+    signals: list[int] = []
+    with _collected(signals):
+        try:
+            child = psutil.Popen(command)
+        except FileNotFoundError:
+            _say(f"command not found: {command[0]}")
+            return NOT_FOUND
+        except OSError as error:
+            _say(f"{command[0]} cannot be executed: {error.strerror}")
+            return NOT_EXECUTABLE
+        with monitor(interval, device, pid=child.pid, out=out) as watch:
+            _wait(child, watch, signals, grace, live)
+            left = watch.members()
+            _end(left)
+    status = 128 - child.returncode if child.returncode < 0 else child.returncode
+    program = shlex.join([Path(command[0]).name, *command[1:]])
+    program = program if len(program) <= 60 else f"{program[:57]}..."
+    _say(f"{program} ended with status {status}")
+    if left:
+        _say(f"  it had left {len(left)} processes running, which were ended")
+    for line in str(watch).splitlines():
+        _say(f"  {line}")
+    largest = format_bytes(_maxrss(resource.RUSAGE_CHILDREN))
+    _say(f"  the operating system's own peak of its largest process: {largest}")
+    if chart is not None:
+        watch.chart(program).savefig(chart)
+    for path in filter(None, (out, chart)):
+        _say(f"  written: {path}")
+    return status
+
+
+@contextlib.contextmanager
+def _collected(signals: list[int]) -> Any:
+    """Collect the signals that would end this process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN  # as under nohup
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _wait(
+    child: psutil.Popen, watch: monitor, signals: list[int], grace: float, live: float | None
+) -> None:
+    """Wait for the program; pass signals on to it, and end it when its grace is over."""
+    passed_on, deadline = 0, math.inf
+    next_line = 0.0 if live is not None else math.inf
+    while True:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            child.wait(timeout=0.05)
+            return
+        now = time.perf_counter()
+        for number in signals[passed_on:]:
+            passed_on += 1
+            deadline = min(deadline, now + grace)
+            # At a terminal, Control-C reaches the program too.
+            if number != signal.SIGINT or not sys.stdin.isatty():
+                child.send_signal(number)
+        if now >= deadline or passed_on >= 3:
+            _end([child, *watch.members()], wait=passed_on < 3)
+            return
+        if now >= next_line:
+            next_line = now + (live or 0)
+            _say(live_line())
+
+
+def _end(processes: list[psutil.Process], wait: bool = True) -> None:
+    """End processes: by SIGTERM and, after some seconds, by SIGKILL."""
+    for process in processes if wait else []:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, left = psutil.wait_procs(processes, timeout=TERM_S if wait else 0)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=TERM_S)
+
+
+def _say(text: str) -> None:
+    print(f"labsupport monitor: {text}", file=sys.stderr, flush=True)
+
+
+def live_line() -> str:
+    """What the machine and its GPUs do now, in one line."""
+    memory = psutil.virtual_memory()
+    used = f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)}"
+    parts = [f"{datetime.datetime.now():%H:%M:%S}  CPU {psutil.cpu_percent():.0f}%, memory {used}"]
+    for gpu in read_gpus():
+        figures = {
+            f"{gpu.busy_percent}% in use": gpu.busy_percent,
+            f"{format_bytes(gpu.used_bytes or 0)} of {format_bytes(gpu.total_bytes or 0)}": (
+                gpu.used_bytes
+            ),
+            f"SM {gpu.sm_mhz} of {gpu.max_sm_mhz} MHz": gpu.sm_mhz,
+            f"memory {gpu.memory_mhz} MHz": gpu.memory_mhz,
+            f"{gpu.power_w or 0:.0f} W": gpu.power_w,
+            f"{gpu.celsius} °C": gpu.celsius,
+            f"held down by {gpu.held_down_by()}": gpu.held_down_by() or None,
+        }
+        read = ", ".join(text for text, value in figures.items() if value is not None)
+        parts.append(f"GPU {gpu.index} {read or 'not readable here'}")
+    return "  |  ".join(parts if len(parts) > 1 else [*parts, "no NVIDIA GPU"])
+
+
+def checked_interval(interval: float) -> float:
+    """The interval, if it can be kept.
+
+    Raises:
+        ValueError: it is too short, or endless.
+    """
+    if not SHORTEST_INTERVAL_S <= interval < math.inf:
+        raise ValueError(
+            f"the interval is {interval} s; it must be {SHORTEST_INTERVAL_S} s or more"
+        )
+    return interval
