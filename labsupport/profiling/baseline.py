@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,24 +80,27 @@ class Verdict:
         return f"{self.word}: {self.change:+.1%} (the yardstick itself {self.machine:+.1%})"
 
 
-def judge(before: Baseline, now: Baseline, tolerance: float = 0.05) -> Verdict:
-    """Apply the rule to the processes of then and of now."""
+def judge(
+    before: Sequence[float], now: Sequence[float], machine: float = 0.0, tolerance: float = 0.05
+) -> Verdict:
+    """Apply the rule to the log ratios of the processes of then and of now.
+
+    Args:
+        machine: by how much the yardstick's own time has changed, as a logarithm.
+    """
     from scipy.stats import trim_mean, ttest_ind
 
-    def significant(values: list[float], alternative: str) -> bool:
-        options = {"equal_var": False, "trim": 0.2, "alternative": alternative}
-        return ttest_ind(now.log_ratios, values, **options).pvalue < ALPHA
+    def significant(values: Sequence[float], alternative: str) -> bool:
+        found = ttest_ind(now, values, equal_var=False, trim=0.2, alternative=alternative)
+        return found.pvalue < ALPHA
 
-    d = trim_mean(now.log_ratios, 0.2) - trim_mean(before.log_ratios, 0.2)
-    medians = [statistics.median(one.yardstick_ms) for one in (before, now)]
-    machine = math.log(medians[1] / medians[0])
+    d = trim_mean(now, 0.2) - trim_mean(before, 0.2)
     border, far = math.log1p(tolerance), math.log1p(2 * tolerance)
     word = "cannot tell"
-    if d > max(border, abs(machine)) and significant(before.log_ratios, "greater"):
+    if d > max(border, abs(machine)) and significant(before, "greater"):
         word = "slower"
-    elif d <= border and abs(machine) < far:
-        shifted = [value + far for value in before.log_ratios]
-        word = "unchanged" if significant(shifted, "less") else word
+    elif d <= border and abs(machine) < far and significant([x + far for x in before], "less"):
+        word = "unchanged"
     return Verdict(word, math.expm1(d), math.expm1(machine))
 
 
@@ -135,7 +138,10 @@ def check_baseline(
     here, there = detect_device(before.job.device).name, before.provenance["device"]
     if here != there:
         raise ValueError(f"the baseline is of {there}, and this is {here}: save one here first")
-    return judge(before, make_baseline(before.job, say), tolerance)
+    now = make_baseline(before.job, say)
+    medians = [statistics.median(one.yardstick_ms) for one in (before, now)]
+    machine = math.log(medians[1] / medians[0])
+    return judge(before.log_ratios, now.log_ratios, machine, tolerance)
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
