@@ -181,22 +181,19 @@ def plan(case: Case, device: str | None = None) -> Job:
     from labsupport.profiling.timing import measure_time, resolve_device
 
     where = resolve_device(device)
-
-    def fastest(call: Callable[[], Any]) -> float:
-        return measure_time(call, device=where, min_repeats=3, max_seconds=0.3).min
-
+    size = 4096 if where.type == "cuda" else 256  # more arithmetic than launch
+    calls = (call_of(case, where), yardstick(case, size, 1, where))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        case_ms = fastest(captured(call_of(case, where), where)[0])
-        size = 8192 if where.type == "cuda" else 1024
-        # From 256 on, a product is more arithmetic than launch; several make up the rest.
-        while (one := fastest(yardstick(case, size, 1, where))) > case_ms and size > 256:
-            size //= 2
+        case_ms, one_ms = (
+            measure_time(captured(call, where)[0], device=where, max_seconds=0.3).min
+            for call in calls
+        )
     finally:
         torch.set_num_threads(threads)
-    products = max(1, round(case_ms / one))
-    pairs = round(SECONDS * 1e3 / (case_ms + products * one))
+    products = max(1, round(case_ms / one_ms))
+    pairs = round(SECONDS * 1e3 / (case_ms + products * one_ms))
     return Job(case, str(where), size, products, min(MOST_PAIRS, max(FEWEST_PAIRS, pairs)))
 
 

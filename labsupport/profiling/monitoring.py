@@ -22,6 +22,7 @@ import resource
 import shlex
 import signal
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -44,10 +45,17 @@ TERM_S = 5.0  # from SIGTERM to SIGKILL
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
 CHART_TYPES = (".png", ".svg", ".pdf")
 COLUMNS = ("time_s", "processes", "rss_bytes")
-GPU_COLUMNS = (
-    *("gpu_tree_bytes", "gpu_used_bytes", "gpu_util_percent"),
-    *("gpu_sm_mhz", "gpu_power_w", "gpu_throttle"),
-)
+MEMORY = {
+    "rss_bytes": "memory",
+    "gpu_tree_bytes": "GPU memory of these processes",
+    "gpu_used_bytes": "GPU memory of all processes",
+}
+AVERAGES = {
+    "gpu_util_percent": "GPU: some kernel ran in {:.0f}% of the time",
+    "gpu_sm_mhz": "GPU: SM clock {:.0f} MHz on average",
+    "gpu_power_w": "GPU: power {:.0f} W on average",
+}
+GPU_COLUMNS = (*list(MEMORY)[1:], *AVERAGES, "gpu_throttle")
 
 
 class monitor:  # lower case: it reads as a statement, `with monitor() as watch: ...`
@@ -189,18 +197,28 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
     @property
     def gpu_peak_bytes(self) -> int | None:
         """The most GPU memory of the process tree or, where the driver does not tell, of all."""
-        table = self.samples()
-        for name in ("gpu_tree_bytes", "gpu_used_bytes"):
-            if name in table and table[name].notna().any():
-                return int(table[name].max())
-        return None
+        peaks = self.samples().reindex(columns=list(MEMORY)[1:]).max().dropna()
+        return int(peaks.iloc[0]) if len(peaks) else None
 
     def __str__(self) -> str:
         table = self.samples()
-        lines = [_memory_line("memory", table, "rss_bytes")]
+        lines = []
+        for column, words in MEMORY.items():
+            if column in table and table[column].notna().any():
+                peak = table.loc[table[column].idxmax()]
+                extra = peak[column] - table[column].dropna().iloc[0]
+                lines.append(
+                    f"{words}: peak {format_bytes(peak[column])} ({format_bytes(extra)} above the "
+                    f"start) at {peak['time_s']:.1f} s, "
+                    f"{format_bytes(mean_over_time(table, column))} on average"
+                )
         lines.append(f"processes: at most {table['processes'].max():.0f}")
-        if self.gpu is not None:
-            lines += _gpu_lines(self.gpu.name, table)
+        for column, words in AVERAGES.items():
+            if column in table and table[column].notna().any():
+                lines.append(words.format(mean_over_time(table, column)))
+        if "gpu_throttle" in table:
+            shares = table["gpu_throttle"].replace("", None).value_counts() / len(table)
+            lines += [f"GPU clocks held down by: {k} ({v:.0%})" for k, v in shares.items()]
         return "\n".join([*lines, self._small_print()])
 
     __repr__ = __str__
@@ -239,39 +257,6 @@ def mean_over_time(samples: pd.DataFrame, column: str) -> float:
     if len(read) < 2 or read[-1, 0] == read[0, 0]:
         return float(read[0, 1]) if len(read) else math.nan
     return float(np.trapezoid(read[:, 1], read[:, 0]) / (read[-1, 0] - read[0, 0]))
-
-
-def _memory_line(what: str, table: pd.DataFrame, column: str) -> str:
-    read = table[table[column].notna()]
-    peak = read.loc[read[column].idxmax()]
-    return (
-        f"{what}: peak {format_bytes(peak[column])} "
-        f"({format_bytes(peak[column] - read[column].iloc[0])} above the start) at "
-        f"{peak['time_s']:.1f} s, {format_bytes(mean_over_time(table, column))} on average"
-    )
-
-
-def _gpu_lines(name: str, table: pd.DataFrame) -> list[str]:
-    words = {"gpu_tree_bytes": "of these processes", "gpu_used_bytes": "of all processes"}
-    lines = [
-        _memory_line(f"{name}, memory {text}", table, column)
-        for column, text in words.items()
-        if table[column].notna().any()
-    ]
-    figures = {
-        "gpu_util_percent": "a kernel ran in {:.0f}% of the time",
-        "gpu_sm_mhz": "SM clock {:.0f} MHz",
-        "gpu_power_w": "power {:.0f} W",
-    }
-    read = [
-        text.format(mean_over_time(table, column))
-        for column, text in figures.items()
-        if table[column].notna().any()
-    ]
-    if read:
-        lines.append(f"{name}, on average: {', '.join(read)}")
-    slowed = table["gpu_throttle"].replace("", None).dropna().value_counts() / len(table)
-    return lines + [f"{name}, clocks held down by: {k} ({v:.0%})" for k, v in slowed.items()]
 
 
 def memory_limit() -> tuple[int, str]:
@@ -351,10 +336,9 @@ def run_monitored(
         with monitor(interval, device, pid=child.pid, out=out) as watch:
             _wait(child, watch, signals, grace, live)
             left = watch.members()
-            _end(left)
+            _end(left, signal.SIGTERM, signal.SIGKILL)
     status = 128 - child.returncode if child.returncode < 0 else child.returncode
-    program = shlex.join([Path(command[0]).name, *command[1:]])
-    program = program if len(program) <= 60 else f"{program[:57]}..."
+    program = textwrap.shorten(shlex.join([Path(command[0]).name, *command[1:]]), 60)
     _say(f"{program} ended with status {status}")
     if left:
         _say(f"  it had left {len(left)} processes running, which were ended")
@@ -390,11 +374,11 @@ def _wait(
 ) -> None:
     """Wait for the program; pass signals on to it, and end it when its grace is over."""
     passed_on, deadline = 0, math.inf
-    next_line = 0.0 if live is not None else math.inf
+    next_line = math.inf if live is None else 0.0
     while True:
         with contextlib.suppress(psutil.TimeoutExpired):
             child.wait(timeout=0.05)
-            return
+            return None
         now = time.perf_counter()
         for number in signals[passed_on:]:
             passed_on += 1
@@ -402,24 +386,22 @@ def _wait(
             # At a terminal, Control-C reaches the program too.
             if number != signal.SIGINT or not sys.stdin.isatty():
                 child.send_signal(number)
-        if now >= deadline or passed_on >= 3:
-            _end([child, *watch.members()], wait=passed_on < 3)
-            return
+        if passed_on >= 3:
+            return _end([child, *watch.members()], signal.SIGKILL)
+        if now >= deadline:
+            return _end([child, *watch.members()], signal.SIGTERM, signal.SIGKILL)
         if now >= next_line:
             next_line = now + (live or 0)
             _say(live_line())
 
 
-def _end(processes: list[psutil.Process], wait: bool = True) -> None:
-    """End processes: by SIGTERM and, after some seconds, by SIGKILL."""
-    for process in processes if wait else []:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    _, left = psutil.wait_procs(processes, timeout=TERM_S if wait else 0)
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=TERM_S)
+def _end(processes: list[psutil.Process], *signals: int) -> None:
+    """Send each signal to those that still run, and wait some seconds for their end."""
+    for number in signals:
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        _, processes = psutil.wait_procs(processes, timeout=TERM_S)
 
 
 def _say(text: str) -> None:
@@ -432,18 +414,17 @@ def live_line() -> str:
     used = f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)}"
     parts = [f"{datetime.datetime.now():%H:%M:%S}  CPU {psutil.cpu_percent():.0f}%, memory {used}"]
     for gpu in read_gpus():
-        figures = {
-            f"{gpu.busy_percent}% in use": gpu.busy_percent,
-            f"{format_bytes(gpu.used_bytes or 0)} of {format_bytes(gpu.total_bytes or 0)}": (
-                gpu.used_bytes
-            ),
-            f"SM {gpu.sm_mhz} of {gpu.max_sm_mhz} MHz": gpu.sm_mhz,
-            f"memory {gpu.memory_mhz} MHz": gpu.memory_mhz,
-            f"{gpu.power_w or 0:.0f} W": gpu.power_w,
-            f"{gpu.celsius} °C": gpu.celsius,
-            f"held down by {gpu.held_down_by()}": gpu.held_down_by() or None,
-        }
-        read = ", ".join(text for text, value in figures.items() if value is not None)
+        memory = f"{format_bytes(gpu.used_bytes or 0)} of {format_bytes(gpu.total_bytes or 0)}"
+        figures = (
+            (gpu.busy_percent, f"{gpu.busy_percent}% in use"),
+            (gpu.used_bytes, memory),
+            (gpu.sm_mhz, f"SM {gpu.sm_mhz} of {gpu.max_sm_mhz} MHz"),
+            (gpu.memory_mhz, f"memory {gpu.memory_mhz} MHz"),
+            (gpu.power_w, f"{gpu.power_w or 0:.0f} W"),
+            (gpu.celsius, f"{gpu.celsius} °C"),
+            (gpu.held_down_by() or None, f"held down by {gpu.held_down_by()}"),
+        )
+        read = ", ".join(text for value, text in figures if value is not None)
         parts.append(f"GPU {gpu.index} {read or 'not readable here'}")
     return "  |  ".join(parts if len(parts) > 1 else [*parts, "no NVIDIA GPU"])
 

@@ -93,7 +93,6 @@ def test_a_fresh_process_measures_as_many_pairs_as_it_is_asked_for_or_says_why_n
 
 def test_a_plan_names_a_yardstick_and_pairs_within_bounds():
     job = plan(Case("sdpa_flash", 64, direction="forward+backward"), "cpu")
-    assert job.size in (256, 512, 1024)
     assert job.products >= 1
     assert 11 <= job.pairs <= 41
     assert len(measure(job)) == job.pairs
