@@ -177,12 +177,13 @@ def plan(case: Case, device: str | None = None) -> Job:
     """
     import torch
 
+    from labsupport.profiling.benchmark import call_of, make_inputs
     from labsupport.profiling.graphs import captured
     from labsupport.profiling.timing import measure_time, resolve_device
 
     where = resolve_device(device)
     size = 4096 if where.type == "cuda" else 256  # more arithmetic than launch
-    calls = (call_of(case, where), yardstick(case, size, 1, where))
+    calls = call_of(case, make_inputs(case, where, seed=0)), yardstick(case, size, 1, where)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -212,21 +213,19 @@ def in_fresh_process(job: Job) -> list[tuple[float, float]]:
 
 
 def measure(job: Job) -> list[tuple[float, float]]:
-    """Time a job in this process, on a CPU with one thread."""
-    import torch
-
+    """Time a job in this process."""
+    from labsupport.profiling.benchmark import call_of, make_inputs
     from labsupport.profiling.graphs import captured
     from labsupport.profiling.timing import measure_interleaved, resolve_device
 
     where = resolve_device(job.device)
-    case = call_of(job.case, where)
+    case = call_of(job.case, make_inputs(job.case, where, seed=0))
     reference = yardstick(job.case, job.size, job.products, where)
     if where.type == "cuda":
         calls = {"case": captured(case, where)[0], "yardstick": captured(reference, where)[0]}
         bounds = {"min_repeats": job.pairs, "max_repeats": job.pairs, "max_seconds": math.inf}
         timings = measure_interleaved(calls, device=where, **bounds)
         return list(zip(timings["case"].samples, timings["yardstick"].samples, strict=True))
-    torch.set_num_threads(1)
 
     def cpu_ms(call: Callable[[], Any]) -> float:
         start = time.thread_time()
@@ -234,25 +233,6 @@ def measure(job: Job) -> list[tuple[float, float]]:
         return (time.thread_time() - start) * 1e3
 
     return [(cpu_ms(case), cpu_ms(reference)) for _ in range(job.pairs + 2)][2:]
-
-
-def call_of(case: Case, device: Any) -> Callable[[], Any]:
-    """The case as a function without arguments."""
-    import torch
-
-    from labsupport.attention.backends import attention
-    from labsupport.profiling.benchmark import make_inputs
-
-    q, k, v, gradient = make_inputs(case, device, seed=0)
-    backward = case.direction == "forward+backward"
-
-    def call() -> Any:
-        with torch.set_grad_enabled(backward):
-            options: dict[str, Any] = {"causal": case.causal, "backend": case.backend}
-            out: Any = attention(q, k, v, check_layout=False, **options)
-            return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
-
-    return call
 
 
 def yardstick(case: Case, size: int, products: int, device: Any) -> Callable[[], None]:
@@ -270,4 +250,7 @@ def yardstick(case: Case, size: int, products: int, device: Any) -> Callable[[],
 
 
 if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
     print(json.dumps(measure(_job(json.loads(sys.argv[1])))))

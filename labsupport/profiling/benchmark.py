@@ -13,9 +13,9 @@ a row as well, and `status` and `reason` say why:
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,8 +96,8 @@ def run_grid(
     rows: list[dict[str, Any]] = []
     try:
         for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            bounds = {"max_seconds": max_seconds, "repeats": repeats}
-            rows.append(run_case(case, where, oracle=oracle, seed=seed, **bounds))
+            options = {"max_seconds": max_seconds, "repeats": repeats, "seed": seed}
+            rows.append(run_case(case, where, oracle=oracle, **options))
     except KeyboardInterrupt:
         record["interrupted"] = True
     table = pd.DataFrame(rows, columns=COLUMNS)
@@ -114,20 +114,18 @@ COLUMNS = [
 
 
 def run_case(
-    case: Case,
-    device: torch.device,
-    *,
-    oracle: Oracle | None = None,
-    max_seconds: float = 1.0,
-    repeats: int | None = None,
-    seed: int = 0,
+    case: Case, device: torch.device, *, oracle: Oracle | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Measure one case; a case that does not run is reported in `status` and `reason`."""
+    """Measure one case; a case that does not run is reported in `status` and `reason`.
+
+    Args:
+        options: max_seconds, repeats and seed of `run_grid`.
+    """
     row: dict[str, Any] = asdict(case) | {"kernel": ""}
     try:
         if device.type == "cpu" and (reason := predicted_shortage(case)):
             return row | {"status": "out of memory", "reason": reason}
-        row |= _measure(case, device, oracle, max_seconds, repeats, seed)
+        row |= _measure(case, device, oracle, **options)
         return row | {"status": "ok", "reason": ""}
     except Exception as error:
         return row | refusal(error)
@@ -144,10 +142,8 @@ def refusal(error: Exception) -> dict[str, str]:
     if isinstance(error, BackendUnavailableError | AttentionInputError | NotImplementedError):
         return {"status": "unsupported", "reason": reason}
     # The CPU allocator has no exception class of its own.
-    words = ("can't allocate memory", "std::bad_alloc")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        word in str(error) for word in words
-    ):
+    refused = any(word in str(error) for word in ("can't allocate memory", "std::bad_alloc"))
+    if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return {"status": "out of memory", "reason": reason}
     return {"status": "failed", "reason": f"{type(error).__name__}: {reason}"}
 
@@ -177,40 +173,44 @@ def _measure(
     case: Case,
     device: torch.device,
     oracle: Oracle | None,
-    max_seconds: float,
-    repeats: int | None,
-    seed: int,
+    max_seconds: float = 1.0,
+    repeats: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    q, k, v, gradient = make_inputs(case, device, seed)
-    with torch.set_grad_enabled(case.direction == "forward+backward"):
-
-        def forward() -> torch.Tensor:
-            # More heads than tokens is no mistake in a grid: do not guess at swapped dimensions.
-            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
-            return cast(torch.Tensor, out)  # a pair only with return_lse
-
-        def both() -> Tensors:
-            return torch.autograd.grad(forward(), (q, k, v), gradient)
-
-        call = forward if case.direction == "forward" else both
-        # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
-        warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
-        memory = measure_peak_memory(call, device=device, warmup=warmup)
-        report = last_call()
-        row: dict[str, Any] = {"kernel": report.kernel if report else ""}
-        row["peak_memory_bytes"] = memory.peak_bytes
-        bounds: dict[str, Any] = {"min_repeats": repeats, "max_repeats": repeats}
-        if repeats is None:
-            seconds = {"min_seconds": min(0.1, max_seconds), "max_seconds": max_seconds}
-            bounds = {"min_repeats": 3, **seconds}
-        timing = measure_time(call, device=device, **bounds)
-        for name in ("median", "q1", "q3", "min", "mean", "max"):
-            row[f"{name}_ms"] = getattr(timing, name)
-        row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
-        if oracle is not None:
-            with torch.no_grad():
-                row |= oracle.errors(case.shape_key, q, k, v, forward(), causal=case.causal)
+    inputs = make_inputs(case, device, seed)
+    call = call_of(case, inputs)
+    # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
+    warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
+    memory = measure_peak_memory(call, device=device, warmup=warmup)
+    report = last_call()
+    bounds: dict[str, Any] = {"min_repeats": repeats, "max_repeats": repeats}
+    if repeats is None:
+        seconds = {"min_seconds": min(0.1, max_seconds), "max_seconds": max_seconds}
+        bounds = {"min_repeats": 3, **seconds}
+    timing = measure_time(call, device=device, **bounds)
+    names = ("median", "q1", "q3", "min", "mean", "max")
+    row: dict[str, Any] = {f"{name}_ms": getattr(timing, name) for name in names}
+    row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
+    row |= {"kernel": report.kernel if report else "", "peak_memory_bytes": memory.peak_bytes}
+    if oracle is not None:
+        out = call_of(replace(case, direction="forward"), inputs)()
+        row |= oracle.errors(case.shape_key, *inputs[:3], out, causal=case.causal)
     return row
+
+
+def call_of(case: Case, inputs: Tensors) -> Callable[[], Any]:
+    """The case as a function without arguments, which returns the output or the gradients."""
+    q, k, v, gradient = inputs
+    backward = case.direction == "forward+backward"
+
+    def call() -> Any:
+        with torch.set_grad_enabled(backward):
+            # More heads than tokens is no mistake in a grid: do not guess at swapped dimensions.
+            options: dict[str, Any] = {"causal": case.causal, "check_layout": False}
+            out: Any = attention(q, k, v, backend=case.backend, **options)
+            return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
+
+    return call
 
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:

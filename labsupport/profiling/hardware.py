@@ -15,7 +15,6 @@ import csv
 import functools
 import platform
 import re
-import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,24 +68,6 @@ class DeviceInfo:
     sms: int | None = None
     spec: HardwareSpec | None = None
     note: str = ""
-
-    def __str__(self) -> str:
-        capability = f", compute capability {self.compute_capability}" if self.sms else ""
-        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB{capability})"
-
-
-@dataclass(frozen=True)
-class OnChipMemory:
-    """The fast memory next to the arithmetic: what the FlashAttention paper calls SRAM.
-
-    kib_per_unit: shared memory of one multiprocessor, or the L2 cache of one CPU core.
-    units: multiprocessors, or cores.
-    last_level_mib: the cache that all units share (L2 of a GPU, L3 of a CPU); None if unknown.
-    """
-
-    kib_per_unit: float
-    units: int
-    last_level_mib: float | None
 
 
 @dataclass(frozen=True)
@@ -166,25 +147,20 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
     )
 
 
-def on_chip_memory(device: torch.device | str | None = None) -> OnChipMemory:
-    """Size of the fast memory of the device at hand, as driver or operating system report it."""
+def last_level_cache_mib(device: torch.device | str | None = None) -> float | None:
+    """Size of the cache that all units share: a GPU's L2, a CPU's L3; None if unknown."""
     import torch
 
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
     if where.type == "cuda":
-        properties = torch.cuda.get_device_properties(where)
-        return OnChipMemory(
-            properties.shared_memory_per_multiprocessor / 1024,
-            properties.multi_processor_count,
-            properties.L2_cache_size / 2**20,
-        )
-    caches = _cpu_caches_kib()
-    last = caches.get(3)
-    # 1 MiB is a common size; it only stands in where the system does not tell (macOS).
-    threads = torch.get_num_threads()
-    return OnChipMemory(caches.get(2, 1024.0), threads, last / 1024 if last else None)
+        return torch.cuda.get_device_properties(where).L2_cache_size / 2**20
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii")
+        return float(size.strip().removesuffix("K")) / 1024
+    except (OSError, ValueError):
+        return None
 
 
 def cpu_name() -> str:
@@ -247,7 +223,7 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
     """(n, TFLOP/s) of the largest square matrix whose product takes about 50 ms or less."""
     import torch
 
-    from labsupport.profiling.timing import measure_time
+    from labsupport.profiling.timing import measure_time, now
 
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     size, largest = (2048, 16384) if device.type == "cuda" else (256, 2048)
@@ -257,12 +233,10 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
             a @ a
-            start = time.perf_counter()
+            start = now(device)
             a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
             # Doubling n takes eight times as long.
-            if size == largest or 8 * (time.perf_counter() - start) > 0.05:
+            if size == largest or 8 * (now(device) - start) > 0.05:
                 break
             size *= 2
         timing = measure_time(
@@ -271,21 +245,6 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     return size, 2 * size**3 / (timing.min * 1e-3) / 1e12
-
-
-def _cpu_caches_kib() -> dict[int, float]:
-    """Size of core 0's data caches by level, in KiB; empty where the system does not tell."""
-    caches: dict[int, float] = {}
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            kind = (index / "type").read_text().strip()
-            size = (index / "size").read_text().strip()
-            level = int((index / "level").read_text())
-        except (OSError, ValueError):
-            continue
-        if kind != "Instruction" and size.endswith("K"):
-            caches[level] = float(size[:-1])
-    return caches
 
 
 def _read_row(row: dict[str, str], path: Path) -> HardwareSpec:

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
-from labsupport.profiling.monitoring import run_monitored
+from labsupport.commands.monitor import run_monitored
 
 MIB = 2**20
 STEPS = """

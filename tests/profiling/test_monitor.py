@@ -85,7 +85,7 @@ def test_an_error_in_the_block_passes_through_and_wrong_use_is_refused():
 def test_importing_the_monitor_imports_no_torch():
     code = (
         "import sys\n"
-        "from labsupport.profiling.monitoring import run_monitored\n"
+        "from labsupport.commands.monitor import run_monitored\n"
         "from labsupport.profiling import monitor\n"
         "print(sorted({'torch', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
