@@ -67,8 +67,9 @@ def plot_monitor(
         if panel == "GPU in use":
             words = [_draw_share(axes, samples)]
         else:
-            lines = [gpu_limit, None] if panel == "GPU memory" else [limit, start_bytes]
-            words = _draw_memory(axes, samples, panel, columns, *lines)
+            gpu = panel == "GPU memory"
+            most, start = (gpu_limit, None) if gpu else (limit, start_bytes)
+            words = _draw_memory(axes, samples, panel, columns, most, start)
         figure.description += f" {' '.join(words)}"
     all_axes[-1].set_xlabel("time since the start (s)")
     figure.headline(textwrap.fill(title, 76), textwrap.fill(small_print, 130))
@@ -89,10 +90,10 @@ def _draw_memory(
     for name in columns:
         read = samples[samples[name].notna()]
         _, colour, label = _LINES[name]
-        peak = read.loc[read[name].idxmax()]
-        label = f"{label}: peak {_readable(peak[name])} at {peak['time_s']:,.1f} s"
+        peak, when = float(read[name].max()), read["time_s"][read[name].idxmax()]
+        label = f"{label}: peak {_readable(peak)} at {when:,.1f} s"
         axes.plot(read["time_s"], read[name] / size, color=colour, linewidth=1.8, label=label)
-        axes.plot([peak["time_s"]], [peak[name] / size], color=colour, marker="o")
+        axes.plot([when], [peak / size], color=colour, marker="o")
         words.append(f"{label}, {_readable(read[name].iloc[-1])} at the end.")
     if start is not None:
         words.append(_reference(axes, start / size, f"at the start: {_readable(start)}", ":"))

@@ -176,12 +176,13 @@ def compare_report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
         f"fastest: {ran['backend'].iloc[0]}, {format_ms(ran['median_ms'].iloc[0])} ms",
         f"leanest: {leanest['backend']}, {format_bytes(leanest['peak_memory_bytes'])}",
     ]
+    advice = zip(map(str, ran["backend"]), map(str, ran["next"]), strict=True)
     impossible = ran[(ran["verdict"] == "-") & (case.dtype in ceilings.matmul_tflops)]
     if len(impossible):
         names = ", ".join(impossible["backend"])
         lines.append(f"not judged: {names}: faster than the ceilings, which were measured too low")
     return "\n".join(
-        [*lines, "", "what next", *aligned([[f"  {r.backend}", r.next] for r in ran.itertuples()])]
+        [*lines, "", "what next", *aligned([[f"  {name}", text] for name, text in advice])]
     )
 
 

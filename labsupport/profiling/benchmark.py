@@ -194,7 +194,8 @@ def _measure(
     row |= {"kernel": report.kernel if report else "", "peak_memory_bytes": memory.peak_bytes}
     if oracle is not None:
         out = call_of(replace(case, direction="forward"), inputs)()
-        row |= oracle.errors(case.shape_key, *inputs[:3], out, causal=case.causal)
+        q, k, v, _ = inputs
+        row |= oracle.errors(case.shape_key, q, k, v, out, causal=case.causal)
     return row
 
 

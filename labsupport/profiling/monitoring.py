@@ -198,13 +198,11 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
         lines = []
         for column, words in MEMORY.items():
             if column in table and table[column].notna().any():
-                peak = table.loc[table[column].idxmax()]
-                extra = peak[column] - table[column].dropna().iloc[0]
-                lines.append(
-                    f"{words}: peak {format_bytes(peak[column])} ({format_bytes(extra)} above the "
-                    f"start) at {peak['time_s']:.1f} s, "
-                    f"{format_bytes(mean_over_time(table, column))} on average"
-                )
+                peak, when = table[column].max(), table["time_s"][table[column].idxmax()]
+                extra = format_bytes(peak - table[column].dropna().iloc[0])
+                mean = format_bytes(mean_over_time(table, column))
+                found = f"peak {format_bytes(peak)} ({extra} above the start) at {when:.1f} s"
+                lines.append(f"{words}: {found}, {mean} on average")
         lines.append(f"processes: at most {table['processes'].max():.0f}")
         for column, words in AVERAGES.items():
             if column in table and table[column].notna().any():

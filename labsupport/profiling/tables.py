@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -74,7 +74,7 @@ def format_table(table: pd.DataFrame) -> str:
     axes = ["batch", "heads", "kv_heads", "kv_seqlen", "head_dim", "dtype", "causal", "direction"]
     varying = [axis for axis in axes if table[axis].nunique() > 1]
     rows = []
-    for row in table.to_dict("records"):
+    for _, row in table.iterrows():
         start = {name: str(row[name]) for name in ("backend", "seqlen", *varying)}
         rows.append(start | _cells(row))
     shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
@@ -85,7 +85,7 @@ def format_table(table: pd.DataFrame) -> str:
     )
 
 
-def _cells(row: dict[str, Any]) -> dict[str, str]:
+def _cells(row: pd.Series) -> dict[str, str]:
     """The measured figures of a row by column; "-" where there is none."""
 
     def figure(name: str, form: Callable[[float], str]) -> str:

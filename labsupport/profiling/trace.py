@@ -160,8 +160,9 @@ class Trace:
             f"{format_ms(self.wall_ms)} ms under the profiler on {self.device}, "
             f"{format_bytes(self.peak_bytes)} extra at the peak"
         ]
-        for row in self.kernels().head(8).itertuples():
-            lines.append(f"{row.share:6.1%} {format_ms(row.device_ms):>8} ms  {row.name}")
+        for row in self.kernels().head(8).to_dict("records"):
+            took = format_ms(row["device_ms"])
+            lines.append(f"{row['share']:6.1%} {took:>8} ms  {row['name']}")
         return "\n".join(lines)
 
     __repr__ = __str__
