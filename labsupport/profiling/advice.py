@@ -30,11 +30,11 @@ ROWS_OF_A_BLOCK = 128  # queries that a block of a GPU's kernel takes, about
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time in ms, and what sets it: "arithmetic" or "memory"."""
+    """The least time in ms, what sets it ("arithmetic" or "memory"), and at which rate."""
 
     ms: float
     by: str
-    tflops: float
+    rate: str
 
 
 def bound_of(case: Case, ceilings: Ceilings) -> Bound | None:
@@ -48,13 +48,9 @@ def bound_of(case: Case, ceilings: Ceilings) -> Bound | None:
         return None
     arithmetic = case.flops() / rate / 1e9
     memory = bytes_of(case) / ceilings.copy_gb_s / 1e6
-    return Bound(max(arithmetic, memory), "arithmetic" if arithmetic >= memory else "memory", rate)
-
-
-def reached(case: Case, ms: float, ceilings: Ceilings | None) -> float:
-    """The part of the ceiling that a time reaches: 1 is all of it; NaN where none is known."""
-    bound = None if ceilings is None else bound_of(case, ceilings)
-    return math.nan if bound is None else bound.ms / ms
+    if arithmetic >= memory:
+        return Bound(arithmetic, "arithmetic", f"matrix products at {rate:.3g} TFLOP/s")
+    return Bound(memory, "memory", f"copying at {ceilings.copy_gb_s:.0f} GB/s")
 
 
 def verdict(share: float) -> str:

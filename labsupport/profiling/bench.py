@@ -20,7 +20,6 @@ from labsupport.attention.backends import attention, available_backends, last_ca
 from labsupport.profiling.advice import (
     IMPOSSIBLE,
     bound_of,
-    reached,
     verdict,
     what_next,
     why_not,
@@ -149,15 +148,17 @@ def judge_table(
     best = (float(ran["median_ms"].iloc[0]), str(ran["backend"].iloc[0])) if len(ran) else (0.0, "")
     rows = []
     for row in table.to_dict("records"):
-        own, ms = replace(case, backend=row["backend"]), row["median_ms"]
-        bound, share = bound_of(own, ceilings), reached(own, ms, ceilings)
         if row["status"] != "ok":
             rows.append((math.nan, math.nan, "", ""))
             continue
-        known = bound is not None and share <= IMPOSSIBLE
-        advice = what_next(own, ms, share, bound.by if bound and known else "", best, sms)
-        of_ceiling = share if known else math.nan
-        rows.append((bound.ms if bound and known else math.nan, of_ceiling, verdict(share), advice))
+        own, ms = replace(case, backend=row["backend"]), row["median_ms"]
+        bound = bound_of(own, ceilings)
+        share = bound.ms / ms if bound else math.nan
+        if share > IMPOSSIBLE:
+            bound = None
+        advice = what_next(own, ms, share, bound.by if bound else "", best, sms)
+        figures = (bound.ms, share) if bound else (math.nan, math.nan)
+        rows.append((*figures, verdict(share), advice))
     names = ["bound_ms", "of_ceiling", "verdict", "next"]
     return table.assign(**dict(zip(names, zip(*rows, strict=True), strict=True)))
 
@@ -207,13 +208,10 @@ def bench_report(
         f"speed    peak {row['peak_tflops']:.3g}, average {row['average_tflops']:.3g} TFLOP/s",
         f"memory   {format_bytes(row['peak_memory_bytes'])} at the peak, inputs left out",
     ]
-    share = reached(case, row["median_ms"], ceilings)
-    bound = bound_of(case, ceilings) if ceilings is not None else None
-    if bound is not None:
-        rate = f"matrix products at {bound.tflops:.3g} TFLOP/s"
-        if bound.by == "memory" and ceilings is not None:
-            rate = f"copying at {ceilings.copy_gb_s:.0f} GB/s"
-        limit = f"what this device reaches: {rate}, {format_ms(bound.ms)} ms at least"
+    bound = bound_of(case, ceilings) if ceilings else None
+    share = bound.ms / row["median_ms"] if bound else math.nan
+    if bound:
+        limit = f"what this device reaches: {bound.rate}, {format_ms(bound.ms)} ms at least"
         lines.append(f"ceiling  {share:.0%} of {limit} ({verdict(share)})")
     return "\n".join([*lines, *why_slow(row, case, device, share)])
 

@@ -295,34 +295,25 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:
-    if calls is not None:
-        for _ in range(calls):
-            fn()
-        _synchronize(device)
-        return
-    start = time.perf_counter()
-    fn()
-    _synchronize(device)
-    if device.type == "cpu" and time.perf_counter() - start > SLOW_CALL_SECONDS:
+    start = now(device)
+    for _ in range(1 if calls is None else calls):
+        fn()
+    took = now(device) - start
+    if calls is not None or (device.type == "cpu" and took > SLOW_CALL_SECONDS):
         return
     # The first call may have compiled something for seconds: the clock starts after it.
-    start = time.perf_counter()
+    start = now(device)
     for _ in range(25):
         fn()
-        _synchronize(device)
-        if time.perf_counter() - start > WARMUP_SECONDS:
+        if now(device) - start > WARMUP_SECONDS:
             return
 
 
 def now(device: torch.device) -> float:
     """Seconds on a clock, read when the GPU has finished what it was given."""
-    _synchronize(device)
-    return time.perf_counter()
-
-
-def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def format_ms(ms: float) -> str:
