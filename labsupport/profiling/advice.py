@@ -63,7 +63,7 @@ def verdict(share: float) -> str:
 def what_next(
     case: Case, ms: float, share: float, bound_by: str, best: tuple[float, str], sms: int | None
 ) -> str:
-    """What to do next about a time: the first rule that applies.
+    """Return advice about a time: the first rule that applies.
 
     Args:
         share: the part of the ceiling, or NaN.

@@ -1,4 +1,4 @@
-"""Has a call become slower? `labsupport bench --save-baseline FILE`, then `--check-baseline FILE`.
+"""A guard against slower calls: `labsupport bench --save-baseline` and `--check-baseline`.
 
 Clocks and neighbours slow a whole machine, so not a time is kept but a ratio: of the call's time to
 that of a yardstick, a fixed number of matrix products, timed in turns in the same process
@@ -45,7 +45,7 @@ EXIT_STATUS = {"unchanged": 0, "slower": 1, "cannot tell": 3}
 
 @dataclass(frozen=True)
 class Job:
-    """What one process times: a case in turns with `products` times A @ A, A of `size` x `size`."""
+    """A case to time in turns with `products` times A @ A, A of `size` x `size`."""
 
     case: Case
     device: str

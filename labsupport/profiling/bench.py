@@ -86,7 +86,7 @@ def one_case(
 
 
 def chosen_backend(case: Case, device: torch.device) -> str:
-    """What `attention(backend="auto")` takes for such a case, found by a call of 32 tokens.
+    """The backend that `attention(backend="auto")` takes for such a case, by a call of 32 tokens.
 
     Raises:
         BackendUnavailableError: nothing can run it.
@@ -164,7 +164,7 @@ def judge_table(
 
 
 def compare_report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
-    """What `labsupport compare` prints about the table of `judge_table`."""
+    """The text of `labsupport compare` about the table of `judge_table`."""
     lines = [headline(replace(case, backend="all")), str(ceilings), ""]
     ran = table[table["status"] == "ok"].sort_values("median_ms")
     rest = table[table["status"] != "ok"]
@@ -190,7 +190,7 @@ def compare_report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
 def bench_report(
     table: pd.DataFrame, case: Case, device: torch.device, ceilings: Ceilings | None
 ) -> str:
-    """What `labsupport bench` prints about a table of one row, or of none."""
+    """The text of `labsupport bench` about a table of one row, or of none."""
     if table.empty:
         return "stopped before it was measured"
     row: dict[str, Any] = table.iloc[0].to_dict()
@@ -217,7 +217,7 @@ def bench_report(
 
 
 def headline(case: Case) -> str:
-    """What is measured, in a line."""
+    """The case in a line."""
     shared = "" if case.kv_heads == case.heads else f" ({case.kv_heads} of keys and values)"
     mask = "causal" if case.causal else "not causal"
     return (

@@ -149,7 +149,7 @@ def refusal(error: Exception) -> dict[str, str]:
 
 
 def predicted_shortage(case: Case, available: int | None = None) -> str:
-    """Why the case would not fit into the memory of the CPU's machine; empty if it would.
+    """The reason why the case would not fit into the CPU's memory; empty if it would.
 
     Args:
         available: bytes; by default what the operating system says is available now.

@@ -58,7 +58,7 @@ def write_report(path: Path, log: Path | None = None) -> None:
 
 
 def _run(module: str) -> str:
-    """What a module prints when it runs as a program, and how it ended if not well."""
+    """Run a module as a program; return its output, and its status if it failed."""
     command = [sys.executable, "-X", "faulthandler", "-m", module]
     try:
         done = subprocess.run(

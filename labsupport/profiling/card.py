@@ -11,7 +11,7 @@ from labsupport.profiling.provenance import package_version
 
 @dataclass(frozen=True)
 class EnvironmentCard:
-    """What the reader must know about the machine before the first measurement.
+    """Facts about the machine that a reader needs before the first measurement.
 
     Attributes:
         rows: (label, text) pairs.

@@ -53,7 +53,7 @@ def diagnose(quick: bool = False) -> list[Check]:
 
 
 def check_python(version: tuple[int, ...]) -> Check:
-    """Whether a version of Python is new enough."""
+    """Check that a version of Python is new enough."""
     text, wanted = (".".join(map(str, numbers)) for numbers in (version, MIN_PYTHON))
     if version[:2] < MIN_PYTHON:
         remedy = f"install Python {wanted} or newer, remove .venv, then: {LAB}"
@@ -62,7 +62,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_system(system: str) -> Check:
-    """Whether the lab is tested on this operating system."""
+    """Check that the lab is tested on this operating system."""
     detail = f"{system} {platform.release()} {platform.machine()}"
     if system in ("Linux", "Darwin"):
         return Check("System", "ok", detail)
@@ -71,7 +71,7 @@ def check_system(system: str) -> Check:
 
 
 def check_ram() -> Check:
-    """Whether the heaviest notebook fits into the memory that is free now."""
+    """Check that the heaviest notebook fits into the free memory."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -87,7 +87,7 @@ def _check_room(name: str, free: int, total: int, wanted_gib: int, remedy: str) 
 
 
 def nvidia_driver() -> str | None:
-    """How an NVIDIA driver shows itself here, or None; nothing is started or imported."""
+    """A file that shows an NVIDIA driver, or None; nothing is started or imported."""
     for trace in ("/proc/driver/nvidia/version", "/dev/nvidiactl"):
         if os.path.exists(trace):
             return trace
@@ -121,7 +121,7 @@ def judge_torch(version: str | None, cuda: str | None, driver: str | None) -> Ch
 
 
 def check_jupyter() -> Check:
-    """Whether JupyterLab and a Python kernel for it are installed."""
+    """Check that JupyterLab and a Python kernel for it are installed."""
     versions = {name: package_version(name) for name in ("jupyterlab", "ipykernel")}
     if missing := [name for name, version in versions.items() if version is None]:
         return Check("Jupyter", "warn", f"not installed: {', '.join(missing)}", LAB)
@@ -129,7 +129,7 @@ def check_jupyter() -> Check:
 
 
 def check_working_copy(root: Path) -> Check:
-    """Whether the student's working copy is there, and can be written."""
+    """Check that the student's working copy can be written, if there is one."""
     folder = root / "work"
     if not folder.exists():
         return Check("Working copy", "ok", f"none yet; `{LAB}` makes it in {folder}")
@@ -181,7 +181,7 @@ def check_no_gpu(cuda: str | None, driver: str | None) -> Check:
 
 
 def check_capability(capability: Capability) -> Check:
-    """What the compute capability allows: below 8.0 neither flash-attn 2 nor bfloat16."""
+    """Check the compute capability: below 8.0 neither flash-attn 2 nor bfloat16."""
     text = f"{capability[0]}.{capability[1]}"
     if capability >= (8, 0):
         return Check("Compute capability", "ok", f"{text}: float16 and bfloat16 on tensor cores")

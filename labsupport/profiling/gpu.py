@@ -61,7 +61,7 @@ class GpuState:
     persistence: bool | None = None
 
     def held_down_by(self) -> str:
-        """Why the clocks are low against the user's will; empty if they are not."""
+        """The reasons why the clocks are low against the user's will; empty if they are not."""
         mask = (self.reasons or 0) & ~WANTED
         return ", ".join(word for bit, word in REASONS.items() if mask & bit)
 
@@ -121,7 +121,7 @@ def visible_gpus(count: int, visible: str | None) -> list[int | str]:
 
 
 def foreign_pids() -> bool:
-    """Whether the driver knows processes by other numbers than this one does (a container)."""
+    """True where the driver knows processes by other numbers than we do, as in a container."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino != HOST_PID_NAMESPACE
     except OSError:

@@ -122,7 +122,7 @@ def find_spec(driver_name: str) -> HardwareSpec | None:
 
 
 def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
-    """What the device is, with its row of the table if there is one."""
+    """Describe the device, with its row of the table if there is one."""
     import torch
 
     from labsupport.profiling.timing import resolve_device

@@ -1,4 +1,4 @@
-"""Would a measurement here be disturbed? Read-only: nothing is ever changed.
+"""Disturbances of a measurement on this machine. Read-only: nothing is ever changed.
 
 `labsupport doctor` shows these findings; a remedy is only named. What a driver or a user may not
 read is "not readable here", which is no fault. Work of others on a quarter of the cores, or a
@@ -102,14 +102,14 @@ def check_load(seconds: float = 0.2) -> Check:
 
 
 def read_governors() -> tuple[set[str], str]:
-    """How the system chooses the clocks of all cores (Linux), and the driver of the first one."""
+    """The governors of all cores' clocks (Linux), and the driver of the first core."""
     folder = Path("/sys/devices/system/cpu")
     governors = {_read(path) for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
     return governors - {""}, _read(folder / "cpu0/cpufreq/scaling_driver")
 
 
 def check_governor(governors: set[str], driver: str) -> Check:
-    """Whether the CPU's clock may stay at its lowest."""
+    """Check that the CPU's clock does not stay at its lowest."""
     detail = f"governor {', '.join(sorted(governors)) or UNREADABLE}"
     if "powersave" not in governors or driver in FOLLOWS_LOAD:
         return Check("CPU clock", "ok", detail)
@@ -118,7 +118,7 @@ def check_governor(governors: set[str], driver: str) -> Check:
 
 
 def check_battery() -> list[Check]:
-    """Whether power comes from outside; empty without a battery."""
+    """Check that power comes from outside; empty without a battery."""
     # Absent from psutil where the system has no such reading.
     battery = getattr(psutil, "sensors_battery", lambda: None)()
     if battery is None:

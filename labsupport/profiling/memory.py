@@ -118,7 +118,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
 
 
 def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
-    """What the CPU's allocator did: (time in ns, bytes), releases negative, in order of time.
+    """The CPU allocator's work: (time in ns, bytes), releases negative, in order of time.
 
     Only releases of what was allocated under this profiler.  PyTorch looks the size of a block up
     by its address, in a table that it writes while some profiler runs and reads at any later one;

@@ -274,7 +274,7 @@ def peak_rss(who: int) -> int:
 
 
 def live_line() -> str:
-    """What the machine and its GPUs do now, in one line."""
+    """The state of the machine and its GPUs, in one line."""
     memory = psutil.virtual_memory()
     used = f"{format_bytes(memory.total - memory.available)} of {format_bytes(memory.total)}"
     parts = [f"{datetime.datetime.now():%H:%M:%S}  CPU {psutil.cpu_percent():.0f}%, memory {used}"]

@@ -123,7 +123,7 @@ PEER_SHAPE = ["head_dim", "causal", "seqlen"]
 def compare_with_peers(
     table: pd.DataFrame, ours: str, *, column: str = "median_ms"
 ) -> pd.DataFrame:
-    """How many times as fast `ours` is as each other implementation, by shape.
+    """The speed of `ours` over that of each other implementation, by shape.
 
     Args:
         table: a run of `python -m benchmarks peers`.

@@ -1,4 +1,4 @@
-"""How long does a call take?  Times in milliseconds, with their spread.
+"""Time of calls in milliseconds, with its spread.
 
 Three things make a single stopwatch reading wrong, and each has its remedy here:
 
@@ -105,7 +105,7 @@ class Timing(Samples):
 
 @dataclass(frozen=True)
 class Ratio(Samples):
-    """How many times longer `numerator` takes than `denominator`, pair by pair in one run."""
+    """The time of `numerator` over that of `denominator`, pair by pair in one run."""
 
     numerator: Timing
     denominator: Timing
@@ -264,7 +264,7 @@ def measure_ratio(
     device: torch.device | str | None = None,
     **bounds: Any,
 ) -> Ratio:
-    """How many times longer `a` takes than `b`, run in turns: the median of the pairs' ratios.
+    """Measure the time of `a` over that of `b`, run in turns: the median of the pairs' ratios.
 
     `bounds` are those of `measure_interleaved`.  A ratio above 1 means that `a` is slower.
 

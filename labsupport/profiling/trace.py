@@ -39,7 +39,7 @@ SPAN = "the traced call"
 
 
 class Trace:
-    """What one call did; `trace` makes it.
+    """Operators, kernels and memory of one call; `trace` makes it.
 
     Attributes:
         device: where it ran.
