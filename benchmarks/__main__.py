@@ -23,7 +23,6 @@ PROGRAMS = {
     "agreement": "losses and gradients under two attentions",
     "attention": "time, memory and error of attention over a grid",
     "baseline_noise": "how the time of an unchanged program varies",
-    "baseline_power": "how often a baseline's rule is wrong",
     "claims": "the lab's own claims, with targets",
     "clocks": "this lab's clock beside others",
     "data_parallel": "training steps under DDP and FSDP by number of ranks",

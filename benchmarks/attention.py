@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from benchmarks.runner import names, numbers
-from labsupport.profiling.bench.request import measurable_backends
+from labsupport.profiling.bench import measurable_backends
 from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, grid
 from labsupport.profiling.tables import format_table

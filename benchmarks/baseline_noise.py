@@ -2,8 +2,8 @@
 
     python -m benchmarks baseline_noise --minutes 15 --save noise-cpu
 
-`baseline_power` draws from such a run to find how often a baseline's rule is wrong. Two calls of
-different length take turns, so that both meet the same hours.
+Chapter 8 tries the rule of `labsupport bench --check-baseline` on such runs. Two calls of different
+length take turns, so that both meet the same hours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.runner import Case, Row, run
-from labsupport.profiling.baseline_worker import Job, in_fresh_process, plan
+from labsupport.profiling.baseline import Job, in_fresh_process, plan
 from labsupport.profiling.cases import Case as Shape
 from labsupport.profiling.timing import resolve_device
 
@@ -38,12 +38,11 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
     Returns:
         One row for each pair of samples: case ("default", "short"), process, started_s (since the
-        run began), case_ms, reference_ms.
+        run began), case_ms, reference_ms (of the yardstick).
     """
     device = resolve_device(options.device)
     jobs = {name: plan(case, options.device) for name, case in CASES.items()}
-    note = {name: f"{job.case}, {job.reference}" for name, job in jobs.items()}
-    return run(_rounds(jobs, options.minutes * 60), device, threads_measured=1, jobs=note)
+    return run(_rounds(jobs, options.minutes * 60), device, threads_measured=1)
 
 
 def _rounds(jobs: dict[str, Job], seconds: float) -> Iterator[Case]:
@@ -51,18 +50,14 @@ def _rounds(jobs: dict[str, Job], seconds: float) -> Iterator[Case]:
     for process in itertools.count():
         for name, job in jobs.items():
             began = round(time.perf_counter() - start, 1)
-            row = {"case": name, "process": process, "started_s": began}
-            yield Case(row, partial(_pairs, job))
+            yield Case({"case": name, "process": process, "started_s": began}, partial(_pairs, job))
         if time.perf_counter() - start >= seconds:
             return
 
 
 def _pairs(job: Job) -> list[Row]:
     pairs = in_fresh_process(job)
-    return [
-        {"case_ms": round(case_ms, 4), "reference_ms": round(reference_ms, 4)}
-        for case_ms, reference_ms in zip(pairs.case_ms, pairs.reference_ms, strict=True)
-    ]
+    return [{"case_ms": round(ms, 4), "reference_ms": round(y, 4)} for ms, y in pairs]
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:

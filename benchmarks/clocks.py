@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, not_measured, run
-from labsupport.profiling.baseline_worker import call_of
-from labsupport.profiling.bench.request import chosen_backend, dtype_named
+from labsupport.profiling.bench import chosen_backend, dtype_named
+from labsupport.profiling.benchmark import call_of, make_inputs
 from labsupport.profiling.cases import Case as Shape
 from labsupport.profiling.cases import grid
 from labsupport.profiling.timing import format_ms, measure_time, quantile, resolve_device
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 def _compare(
     shape: Shape, device: torch.device, name: str, other: Clock, rounds: int
 ) -> dict[str, Any]:
-    pairs = _rounds(call_of(shape, device), device, other, rounds)
+    pairs = _rounds(call_of(shape, make_inputs(shape, device, seed=0)), device, other, rounds)
     ratios = tuple(ours / theirs for ours, theirs in pairs)
     ratio, allowed = statistics.median(ratios), ALLOWED[device.type]
     return {

@@ -26,7 +26,7 @@ from labsupport.analysis.predictor.device import CPU_CACHE_MIB
 from labsupport.attention.backends import attention, last_call
 from labsupport.profiling.benchmark import make_inputs, predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
-from labsupport.profiling.hardware import measured_ceilings, on_chip_memory
+from labsupport.profiling.hardware import last_level_cache_mib, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, measure_interleaved, resolve_device
@@ -157,7 +157,7 @@ def record(
             for name in ceilings[0].matmul_tflops
         },
         "units": units_of(where),
-        "cache_mib": on_chip_memory(where).last_level_mib or CPU_CACHE_MIB,
+        "cache_mib": last_level_cache_mib(where) or CPU_CACHE_MIB,
     }
     measured = {case: samples[case] if rows[case]["status"] == "ok" else [] for case in cases}
     table = pd.DataFrame(

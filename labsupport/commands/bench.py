@@ -1,45 +1,29 @@
 """The command `labsupport bench`: PyTorch is imported when it runs, not with this file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from labsupport.commands.grid_options import (
-    CSV,
-    DEVICE,
-    DTYPE,
-    JSON,
-    NO_GRAD,
-    OVERWRITE,
-    PRESET,
-    SAVE,
-    keep_table,
-)
+from labsupport.commands import grid_options as options
 from labsupport.interrupt import interrupted_status
 
 Option = typer.Option
 
 
 def bench_command(
-    batch: Annotated[int | None, Option(help="Sequences. Default: 2.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens in each. Default: 1024.")] = None,
-    nheads: Annotated[int | None, Option(help="Query heads. Default: 8.")] = None,
-    headdim: Annotated[int | None, Option(help="Numbers in a head's vectors. Default: 64.")] = None,
-    causal: Annotated[
-        bool | None, Option("--causal/--no-causal", help="Hide the future. Default: no.")
-    ] = None,
-    dtype: Annotated[str | None, DTYPE] = None,
-    repeats: Annotated[
-        int | None, Option(min=1, help="Exactly so many. Default: until the median is known to 2%.")
-    ] = None,
-    no_grad: Annotated[bool, NO_GRAD] = False,
+    batch: options.Batch = None,
+    seqlen: options.Seqlen = None,
+    nheads: options.Nheads = None,
+    headdim: options.Headdim = None,
+    causal: options.Causal = None,
+    dtype: options.Dtype = None,
+    repeats: options.Repeats = None,
+    no_grad: options.NoGrad = False,
     backend: Annotated[str, Option(help="A name from `labsupport compare`.")] = "auto",
-    kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")] = None,
-    preset: Annotated[str | None, PRESET] = None,
-    list_presets: Annotated[bool, Option("--list-presets", help="Say the presets.")] = False,
+    kv_heads: options.KvHeads = None,
+    preset: options.Preset = None,
+    list_presets: Annotated[bool, Option("--list-presets", help="Print the presets.")] = False,
     save_baseline: Annotated[
         Path | None, Option(help="Keep how long this case takes in a file, for later checks.")
     ] = None,
@@ -50,11 +34,11 @@ def bench_command(
     tolerance: Annotated[
         str, Option(help="Slower than this is an alarm; twice this is caught.")
     ] = "5%",
-    device: Annotated[str | None, DEVICE] = None,
-    to_json: Annotated[str | None, JSON] = None,
-    to_csv: Annotated[Path | None, CSV] = None,
-    save: Annotated[str | None, SAVE] = None,
-    overwrite: Annotated[bool, OVERWRITE] = False,
+    device: options.Device = None,
+    to_json: options.Json = None,
+    to_csv: options.Csv = None,
+    save: options.Save = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure one attention call: time, speed, memory, and how far from this device's ceilings.
 
@@ -74,57 +58,47 @@ def bench_command(
             raise ValueError("--save-baseline and --check-baseline: one at a time")
         raise typer.Exit(_check(check_baseline, _fraction(tolerance)))
 
-    from labsupport.profiling.bench.one import report, run_bench
-    from labsupport.profiling.bench.request import one_case
+    from labsupport.profiling.bench import bench_report, one_case
+    from labsupport.profiling.benchmark import run_grid
     from labsupport.profiling.hardware import measured_ceilings
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
-    case = one_case(
-        where,
-        backend=backend,
-        preset=preset,
-        dtype=dtype,
-        grad=not no_grad,
-        batch=batch,
-        seqlen=seqlen,
-        heads=nheads,
-        head_dim=headdim,
-        causal=causal,
-        kv_heads=kv_heads,
-    )
+    shape = {"batch": batch, "seqlen": seqlen, "heads": nheads, "head_dim": headdim}
+    shape |= {"causal": causal, "kv_heads": kv_heads}
+    case = one_case(where, backend=backend, preset=preset, dtype=dtype, grad=not no_grad, **shape)
     if save_baseline is not None:
-        from labsupport.profiling.baseline import make_baseline, write_baseline
+        from labsupport.profiling.baseline import make_baseline, plan, write_baseline
 
-        made = make_baseline(case, str(where), tolerance=_fraction(tolerance), say=typer.echo)
-        write_baseline(made, save_baseline)
-        typer.echo(f"saved: {save_baseline} ({len(made.log_ratios)} processes)")
+        write_baseline(make_baseline(plan(case, str(where)), typer.echo), save_baseline)
+        typer.echo(f"saved: {save_baseline}")
         return
-    table = run_bench(case, where, repeats=repeats)
-    ran = len(table) == 1 and table["status"].iloc[0] == "ok"
-    ceilings = measured_ceilings(str(where)) if ran else None
-    lines = report(table, case, where, ceilings)
-    typer.echo("\n".join(lines), err=to_json == "-")
-    keep_table(table, to_json, to_csv, save, overwrite)
+    bounds = {"max_seconds": 2.0, "repeats": repeats}
+    table = run_grid([case], device=where, measure_error=False, progress=False, **bounds)
+    for name, column in (("peak_tflops", "min_ms"), ("average_tflops", "mean_ms")):
+        table[name] = case.flops() / table[column].astype(float) / 1e9
+    ran = table["status"].tolist() == ["ok"]
+    text = bench_report(table, case, where, measured_ceilings(str(where)) if ran else None)
+    options.show_table(text, table, to_json, to_csv, save, overwrite)
     if not ran:
         interrupted = table.attrs["provenance"].get("interrupted")
         raise typer.Exit(interrupted_status() if interrupted else 1)
 
 
 def _check(path: Path, tolerance: float) -> int:
-    """Check a baseline, say the verdict, and return the exit status."""
-    from labsupport.profiling.baseline import NotComparableError, check_baseline, read_baseline
-    from labsupport.profiling.bench.one import headline
+    """Check a baseline, print the verdict, and return the exit status."""
+    from labsupport.profiling.baseline import EXIT_STATUS, check_baseline, read_baseline
+    from labsupport.profiling.bench import headline
 
     baseline = read_baseline(path)
     typer.echo(headline(baseline.job.case))
     try:
-        verdict = check_baseline(baseline, tolerance=tolerance, say=typer.echo)
-    except NotComparableError as error:
+        verdict = check_baseline(baseline, tolerance, typer.echo)
+    except ValueError as error:  # another device
         typer.echo(f"cannot tell: {error}", err=True)
-        return 3
+        return EXIT_STATUS["cannot tell"]
     typer.echo(str(verdict))
-    return verdict.exit_status
+    return EXIT_STATUS[verdict.word]
 
 
 def _fraction(text: str) -> float:

@@ -1,45 +1,26 @@
 """The command `labsupport compare`: PyTorch is imported when it runs, not with this file."""
 
-from __future__ import annotations
+from dataclasses import asdict, replace
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from labsupport.commands.grid_options import (
-    CSV,
-    DEVICE,
-    DTYPE,
-    JSON,
-    NO_GRAD,
-    OVERWRITE,
-    PRESET,
-    SAVE,
-    keep_table,
-)
-
-Option = typer.Option
+from labsupport.commands import grid_options as options
 
 
 def compare_command(
-    batch: Annotated[int | None, Option(help="Sequences. Default: 2.")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens in each. Default: 1024.")] = None,
-    nheads: Annotated[int | None, Option(help="Query heads. Default: 8.")] = None,
-    headdim: Annotated[int | None, Option(help="Default: 64.")] = None,
-    causal: Annotated[
-        bool | None, Option("--causal/--no-causal", help="Hide the future. Default: no.")
-    ] = None,
-    dtype: Annotated[str | None, DTYPE] = None,
-    no_grad: Annotated[bool, NO_GRAD] = False,
-    kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")] = None,
-    preset: Annotated[str | None, PRESET] = None,
-    max_seconds: Annotated[float, Option(help="For the repeats of each.")] = 1.0,
-    device: Annotated[str | None, DEVICE] = None,
-    to_json: Annotated[str | None, JSON] = None,
-    to_csv: Annotated[Path | None, CSV] = None,
-    save: Annotated[str | None, SAVE] = None,
-    overwrite: Annotated[bool, OVERWRITE] = False,
+    batch: options.Batch = None,
+    seqlen: options.Seqlen = None,
+    nheads: options.Nheads = None,
+    headdim: options.Headdim = None,
+    causal: options.Causal = None,
+    dtype: options.Dtype = None,
+    no_grad: options.NoGrad = False,
+    kv_heads: options.KvHeads = None,
+    preset: options.Preset = None,
+    max_seconds: options.MaxSeconds = 1.0,
+    device: options.Device = None,
+    to_json: options.Json = None,
+    to_csv: options.Csv = None,
+    save: options.Save = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Compare all implementations that run here: the fastest, the leanest, and what to do next.
 
@@ -50,28 +31,30 @@ def compare_command(
     labsupport compare --seqlen 2048 --causal --no-grad
     labsupport compare --preset long-8k --no-grad --csv table.csv
     """
-    from dataclasses import asdict
+    import torch
 
-    from labsupport.profiling.bench.compare import report, run_compare
-    from labsupport.profiling.bench.request import one_case
+    from labsupport.profiling.bench import (
+        compare_report,
+        judge_table,
+        measurable_backends,
+        one_case,
+    )
+    from labsupport.profiling.benchmark import run_grid
     from labsupport.profiling.hardware import measured_ceilings
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
+    shape = {"batch": batch, "seqlen": seqlen, "heads": nheads, "head_dim": headdim}
+    shape |= {"causal": causal, "kv_heads": kv_heads}
     case = one_case(
-        where,
-        backend="standard",
-        preset=preset,
-        dtype=dtype,
-        grad=not no_grad,
-        batch=batch,
-        seqlen=seqlen,
-        heads=nheads,
-        head_dim=headdim,
-        causal=causal,
-        kv_heads=kv_heads,
+        where, backend="standard", preset=preset, dtype=dtype, grad=not no_grad, **shape
     )
     ceilings = measured_ceilings(str(where))
-    table = run_compare(case, where, ceilings, max_seconds=max_seconds)
-    typer.echo("\n".join(report(table, case, ceilings)), err=to_json == "-")
-    keep_table(table, to_json, to_csv, save, overwrite, ceilings=asdict(ceilings))
+    cases = [replace(case, backend=name) for name in measurable_backends(where)]
+    table = run_grid(cases, device=where, max_seconds=max_seconds)
+    sms = None
+    if where.type == "cuda":
+        sms = torch.cuda.get_device_properties(where).multi_processor_count
+    table = judge_table(table, case, ceilings, sms)
+    text = compare_report(table, case, ceilings)
+    options.show_table(text, table, to_json, to_csv, save, overwrite, ceilings=asdict(ceilings))

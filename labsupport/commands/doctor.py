@@ -1,5 +1,7 @@
 """The command `labsupport doctor`."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,37 +14,28 @@ def doctor_command(
         bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Write a file with all that a bug report needs.")
+        Path | None, typer.Option(help="Write a file with everything that a bug report needs.")
     ] = None,
     log: Annotated[Path | None, typer.Option(help="A log whose end goes into the report.")] = None,
 ) -> None:
-    """Say what works on this machine, what does not, and how to mend it."""
+    """Show what works on this machine, what does not, and how to fix it."""
     if report is not None:
-        for option, given in (("--json", as_json), ("--quick", quick)):
-            if given:
-                raise ValueError(f"a report is always whole, and Markdown: run it without {option}")
-        _write_report(report, log)
+        from labsupport.profiling.bug_report import BEFORE_POSTING, write_report
+
+        write_report(report, log)
+        typer.echo(f"written: {report}\n{BEFORE_POSTING}")
         return
     if log is not None:
         raise ValueError("--log FILE goes with --report FILE")
-    from labsupport.profiling import environment
+    from labsupport.profiling.environment import diagnose
 
-    items = environment.diagnose(quick=quick)
+    items = diagnose(quick=quick)
     if as_json:
-        typer.echo(environment.to_json(items))
+        typer.echo(json.dumps([asdict(item) for item in items], indent=2, ensure_ascii=False))
     else:
         for item in items:
             typer.echo(f"{f'[{item.status}]':6} {item.name}: {item.detail}")
-            if item.status != "ok" and item.remedy:
-                typer.echo(f"       to mend it: {item.remedy}")
+            if item.remedy:
+                typer.echo(f"       to fix it: {item.remedy}")
     if any(item.status == "fail" for item in items):
         raise typer.Exit(1)
-
-
-def _write_report(path: Path, log: Path | None) -> None:
-    from labsupport.profiling.bug_report.report import BEFORE_POSTING, write_report
-
-    typer.echo("Collecting what a bug report needs; the self-test takes some seconds.")
-    typer.echo(f"written: {write_report(path, log)}")
-    for line in BEFORE_POSTING:
-        typer.echo(f"- {line}")

@@ -1,9 +1,9 @@
-"""Options that `labsupport bench`, `sweep` and `compare` share."""
+"""Options that `labsupport bench`, `compare` and `sweep` share, and what becomes of a table."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +11,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Option = typer.Option
-
-DEVICE = Option(help="cpu or cuda. Default: the GPU, if any.")
-DTYPE = Option(help="fp16, bf16, fp32 or PyTorch's names. Default: bf16 on GPUs, fp32 on CPUs.")
-PRESET = Option(help="A model's shape: --list-presets says which. Options beside it win.")
-JSON = Option("--json", help="Write all as JSON to this file; - is the terminal.")
-CSV = Option("--csv", help="Write the rows as CSV to this file.")
 
 
 def _run_name(name: str | None) -> str | None:
@@ -28,12 +22,38 @@ def _run_name(name: str | None) -> str | None:
     return name
 
 
-SAVE = Option(callback=_run_name, help="Keep the table under data/runs/SAVE, with its provenance.")
-OVERWRITE = Option("--overwrite", help="Replace a run of that name.")
-NO_GRAD = Option("--no-grad", help="The forward pass alone. Default: with the backward pass.")
+# One shape: `bench` and `compare`.
+Batch = Annotated[int | None, Option(help="Sequences. Default: 2.")]
+Seqlen = Annotated[int | None, Option(help="Tokens in each. Default: 1024.")]
+Nheads = Annotated[int | None, Option(help="Query heads. Default: 8.")]
+Headdim = Annotated[int | None, Option(help="Numbers in a head's vectors. Default: 64.")]
+KvHeads = Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")]
+Causal = Annotated[bool | None, Option("--causal/--no-causal", help="Hide the future.")]
+Preset = Annotated[
+    str | None, Option(help="A model's shape (bench --list-presets). Options beside it win.")
+]
+# All three.
+Dtype = Annotated[
+    str | None, Option(help="fp16, bf16, fp32 or PyTorch's names. Default: bf16 on GPUs, or fp32.")
+]
+NoGrad = Annotated[bool, Option("--no-grad", help="The forward pass alone.")]
+Repeats = Annotated[
+    int | None, Option(min=1, help="Exactly so many. Default: until the median is known to 2%.")
+]
+MaxSeconds = Annotated[float, Option(help="For the repeats of each case.")]
+Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")]
+Json = Annotated[
+    str | None, Option("--json", help="Write all as JSON to this file; - is the terminal.")
+]
+Csv = Annotated[Path | None, Option("--csv", help="Write the rows as CSV to this file.")]
+Save = Annotated[
+    str | None, Option(callback=_run_name, help="Keep the table under data/runs/SAVE.")
+]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace a run of that name.")]
 
 
-def keep_table(
+def show_table(
+    text: str,
     table: pd.DataFrame,
     to_json: str | None,
     to_csv: Path | None,
@@ -41,10 +61,11 @@ def keep_table(
     overwrite: bool,
     **further: object,
 ) -> None:
-    """Export a table, and save it as a recorded run if `save` names one."""
-    from labsupport.profiling.bench.export import export
+    """Print a table's report, export the rows, and save them as a recorded run if asked to."""
+    from labsupport.profiling.bench import export
     from labsupport.profiling.runs import keep_run
 
+    typer.echo(text, err=to_json == "-")
     export(table, to_json=to_json, to_csv=to_csv, **further)
     if save is not None:
         typer.echo(keep_run(table, save, overwrite=overwrite), err=True)

@@ -1,22 +1,11 @@
 """The command `labsupport sweep`: PyTorch is imported when it runs, not with this file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from labsupport.commands.grid_options import (
-    CSV,
-    DEVICE,
-    DTYPE,
-    JSON,
-    NO_GRAD,
-    OVERWRITE,
-    SAVE,
-    keep_table,
-)
+from labsupport.commands import grid_options as options
 from labsupport.interrupt import interrupted_status
 
 Option = typer.Option
@@ -32,20 +21,20 @@ def sweep_command(
         str | None, Option(help="Names, with commas. Default: all that run here.")
     ] = None,
     causal: Annotated[bool, Option("--causal", help="Hide the future.")] = False,
-    dtype: Annotated[str | None, DTYPE] = None,
-    no_grad: Annotated[bool, NO_GRAD] = False,
-    repeats: Annotated[int | None, Option(min=1, help="Of each case, exactly.")] = None,
-    max_seconds: Annotated[float, Option(help="For the repeats of a case.")] = 1.0,
+    dtype: options.Dtype = None,
+    no_grad: options.NoGrad = False,
+    repeats: options.Repeats = None,
+    max_seconds: options.MaxSeconds = 1.0,
     errors: Annotated[bool, Option("--errors", help="Compare outputs with float64, too.")] = False,
     chart: Annotated[
         Path | None, Option(help="Time against length, as .png, .svg or .pdf; one for each shape.")
     ] = None,
-    device: Annotated[str | None, DEVICE] = None,
+    device: options.Device = None,
     quiet: Annotated[bool, Option("--quiet", help="No progress bar.")] = False,
-    to_json: Annotated[str | None, JSON] = None,
-    to_csv: Annotated[Path | None, CSV] = None,
-    save: Annotated[str | None, SAVE] = None,
-    overwrite: Annotated[bool, OVERWRITE] = False,
+    to_json: options.Json = None,
+    to_csv: options.Csv = None,
+    save: options.Save = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure many cases: lengths, batches, heads, backends. Control-C keeps what was measured.
 
@@ -53,8 +42,13 @@ def sweep_command(
     labsupport sweep --seqlen 512,1024,2048,4096 --no-grad --chart time.png
     labsupport sweep --batch 1,4 --backends sdpa_flash,standard --csv rows.csv
     """
-    from labsupport.profiling.bench.request import dtype_named, listed, measurable_backends
-    from labsupport.profiling.bench.sweep import check_chart, write_charts
+    from labsupport.profiling.bench import (
+        check_chart,
+        dtype_named,
+        listed,
+        measurable_backends,
+        write_charts,
+    )
     from labsupport.profiling.benchmark import run_grid
     from labsupport.profiling.cases import DIRECTIONS, grid
     from labsupport.profiling.tables import format_table
@@ -73,22 +67,13 @@ def sweep_command(
         causal=causal,
         direction=DIRECTIONS[0] if no_grad else DIRECTIONS[1],
     )
-    table = run_grid(
-        cases,
-        device=where,
-        measure_error=errors,
-        max_seconds=max_seconds,
-        repeats=repeats,
-        progress=not quiet,
-    )
-    interrupted = bool(table.attrs["provenance"].get("interrupted"))
-    if len(table):
-        typer.echo(format_table(table), err=to_json == "-")
-    if interrupted:
-        typer.echo(f"stopped: {len(table)} of {len(cases)} cases were measured", err=True)
-    keep_table(table, to_json, to_csv, save, overwrite)
-    if chart is not None:
+    bounds = {"max_seconds": max_seconds, "repeats": repeats}
+    table = run_grid(cases, device=where, measure_error=errors, progress=not quiet, **bounds)
+    text = format_table(table) if len(table) else "nothing was measured"
+    options.show_table(text, table, to_json, to_csv, save, overwrite)
+    if chart is not None and len(table):
         for path in write_charts(table, chart):
             typer.echo(f"chart: {path}", err=True)
-    if interrupted:
+    if table.attrs["provenance"].get("interrupted"):
+        typer.echo(f"stopped: {len(table)} of {len(cases)} cases were measured", err=True)
         raise typer.Exit(interrupted_status())

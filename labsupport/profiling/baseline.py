@@ -1,254 +1,153 @@
-"""Has a program become slower? A rule that noise seldom fools.
+"""A guard against slower calls: `labsupport bench --save-baseline` and `--check-baseline`.
 
-`labsupport bench --save-baseline FILE` keeps how long a call takes, and `--check-baseline FILE`
-measures it again. What is kept is not a time but the logarithm of a ratio, of the call's time to
-that of a fixed matrix product timed in turns with it, once for each of several fresh processes
-(`baseline_worker` says why). A machine that is slower today slows both.
+Clocks and neighbours slow a whole machine, so not a time is kept but a ratio: of the call's time to
+that of a yardstick, a fixed number of matrix products, timed in turns in the same process
+(T Y T Y ...). And a process is fast or slow as a whole, since where its memory lies is drawn anew
+for each one; so what is repeated is the process, `PROCESSES` times for the baseline and for each
+check (Kalibera and Jones, "Rigorous Benchmarking in Reasonable Time", 2013).
 
-The rule. d is the difference of the two trimmed means (the baseline's processes against those of
-now, a fifth of them cut off at each end), e its standard error, from the Winsorized variances
-(Yuen, "The two-sample trimmed t for unequal population variances", Biometrika 61, 1974), and m
-what became of the machine: by how much the reference's own time differs, as a logarithm, without
-its sign.
+The logarithms of the ratios, one for each process, are compared by Yuen's test, which is Welch's
+t-test on means without the largest and smallest fifth (Biometrika 61, 1974; `scipy.stats.ttest_ind`
+with equal_var=False and trim=0.2). d is the difference of the trimmed means:
 
-    slower      d > log(1 + tolerance)     and   d - reach > 0       reach = TRUST * e + m
-    unchanged   d <= log(1 + tolerance)    and   d + reach < log(1 + 2 * tolerance)
-    otherwise   one more process, up to MOST; then "cannot tell"
+    slower       d > log(1 + tolerance), and d > 0 is significant
+    unchanged    d <= log(1 + tolerance), and d < log(1 + 2 tolerance) is significant
+    cannot tell  otherwise, or where the yardstick's own time has changed by more than d
 
-The tolerance is thus the border, halfway between an unchanged program and one that is slower by
-twice the tolerance: with 5%, the two that are to be told apart are 0% and 10%. (A program slower by
-exactly 5% may be called either.) Looking after each process makes errors likelier than one look
-would, which is why TRUST is 3 and not the 1.6 of a single test at 5%.
-
-Why m: a disturbance slows two programs alike, but not quite. When the neighbours recorded in
-data/runs/noise-cpu-busy left, the reference became 9% faster and a call of 3 ms 16%, with nothing
-changed: Python's part of a short call suffers more than arithmetic. The reference shows that the
-machine is not what it was, and an answer then needs a difference larger than the machine's own.
-
-How often it errs was measured, not derived: `python -m benchmarks baseline_power` draws
-2,000 baselines and checks from recorded noise. On two cores with little else to do
-(data/runs/noise-cpu): no false alarm, no slowdown of 10% missed. While others kept those cores busy
-(noise-cpu-busy): with a call of 46 ms no false alarm, 2% "cannot tell", 98% of the slowdowns seen;
-with one of 3 ms 8% false alarms (27% without m): a baseline of short calls wants a quiet machine.
+On a CPU the clock is the CPU time of one thread, so that other programs on the same core do not
+count. On a GPU the call is replayed from a CUDA graph where it can be recorded as one: launching a
+short call from Python takes longer than its kernels.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labsupport.profiling.baseline_worker import Job, Pairs, Reference, in_fresh_process, plan
+from labsupport.paths import project_root
 from labsupport.profiling.cases import Case
 
-TRUST = 3.0  # standard errors
-FEWEST, MOST = 5, 15  # processes of a check
-FEWEST_SAVED, MOST_SAVED = 10, 20  # processes of a baseline: its error stays in every later check
-TRIM = 0.2  # of the processes, at each end
-FORMAT = 1  # of the file
-
-Measure = Callable[[Job], Pairs]
-Say = Callable[[str], None]
+PROCESSES = 10
+SECONDS = 1.0  # of pairs in one process
+FEWEST_PAIRS, MOST_PAIRS = 11, 41
+ALPHA = 0.01
+EXIT_STATUS = {"unchanged": 0, "slower": 1, "cannot tell": 3}
 
 
-class NotComparableError(ValueError):
-    """The baseline was measured elsewhere: no answer is possible."""
+@dataclass(frozen=True)
+class Job:
+    """A case to time in turns with `products` times A @ A, A of `size` x `size`."""
+
+    case: Case
+    device: str
+    size: int
+    products: int
+    pairs: int
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a file holds.
+    """The times of some processes.
 
-    log_ratios: natural log of time over reference, one for each process.
-    case_ms, reference_ms: each process's median times in ms.
-    provenance: as `provenance()` gives it.
+    log_ratios: natural logarithm of time over yardstick, one for each process.
+    yardstick_ms: each process's median time of the yardstick.
     """
 
     job: Job
-    log_ratios: tuple[float, ...]
-    case_ms: tuple[float, ...]
-    reference_ms: tuple[float, ...]
-    provenance: dict[str, Any] = field(default_factory=dict)
+    log_ratios: list[float]
+    yardstick_ms: list[float]
+    provenance: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rule says: "slower", "unchanged" or "cannot tell".
-
-    change: of the time, as a fraction (0.1 is 10% slower); low and high: the rule's reach around
-    it. processes: how many were measured for it. machine: by how much the reference's time differs.
-    """
+    """`word` is "slower", "unchanged" or "cannot tell"; `change` of the time is a fraction."""
 
     word: str
     change: float
-    low: float
-    high: float
-    processes: int
-    machine: float = 0.0
-
-    @property
-    def exit_status(self) -> int:
-        """0 unchanged (or faster), 1 slower, 3 cannot tell."""
-        return {"unchanged": 0, "slower": 1}.get(self.word, 3)
+    machine: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.word}: {self.change:+.1%} ({self.low:+.1%} to {self.high:+.1%}, "
-            f"{self.processes} processes; the machine itself {self.machine:+.1%})"
-        )
+        return f"{self.word}: {self.change:+.1%} (the yardstick itself {self.machine:+.1%})"
 
 
 def judge(
-    before: Sequence[float],
-    now: Sequence[float],
-    tolerance: float = 0.05,
-    machine: float = 0.0,
+    before: Sequence[float], now: Sequence[float], machine: float = 0.0, tolerance: float = 0.05
 ) -> Verdict:
-    """Apply the rule to the log ratios of two sets of processes, at least five in each.
+    """Apply the rule to the log ratios of the processes of then and of now.
 
     Args:
-        machine: the reference's time now over that before, as a natural logarithm.
+        machine: by how much the yardstick's own time has changed, as a logarithm.
+    """
+    from scipy.stats import trim_mean, ttest_ind
+
+    def significant(values: Sequence[float], alternative: str) -> bool:
+        found = ttest_ind(now, values, equal_var=False, trim=0.2, alternative=alternative)
+        return found.pvalue < ALPHA
+
+    d = trim_mean(now, 0.2) - trim_mean(before, 0.2)
+    border, far = math.log1p(tolerance), math.log1p(2 * tolerance)
+    word = "cannot tell"
+    if d > max(border, abs(machine)) and significant(before, "greater"):
+        word = "slower"
+    elif d <= border and abs(machine) < far and significant([x + far for x in before], "less"):
+        word = "unchanged"
+    return Verdict(word, math.expm1(d), math.expm1(machine))
+
+
+def make_baseline(job: Job, say: Callable[[str], None] = lambda line: None) -> Baseline:
+    """Measure a job in `PROCESSES` fresh processes, and say each ratio.
 
     Raises:
-        ValueError: too few, or a tolerance that is not positive.
-    """
-    if not 0 < tolerance < 1:
-        raise ValueError(f"the tolerance is a fraction such as 0.05, not {tolerance}")
-    old, old_variance = trimmed_mean(before)
-    new, new_variance = trimmed_mean(now)
-    d, reach = new - old, TRUST * math.sqrt(old_variance + new_variance) + abs(machine)
-    border, far = math.log1p(tolerance), math.log1p(2 * tolerance)
-    if d > border and d - reach > 0:
-        word = "slower"
-    elif d <= border and d + reach < far:
-        word = "unchanged"
-    else:
-        word = "cannot tell"
-    change, low, high = (math.expm1(value) for value in (d, d - reach, d + reach))
-    return Verdict(word, change, low, high, len(now), math.expm1(machine))
-
-
-def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
-    """The mean without a fifth of the values at each end, and that mean's variance (Yuen 1974)."""
-    n = len(values)
-    if n < FEWEST:
-        raise ValueError(f"{n} processes are too few: at least {FEWEST} are needed")
-    ordered, cut = sorted(values), int(TRIM * n)
-    kept = ordered[cut : n - cut]
-    winsorized = [kept[0]] * cut + kept + [kept[-1]] * cut
-    spread = statistics.variance(winsorized) * (n - 1)
-    return statistics.fmean(kept), spread / (len(kept) * (len(kept) - 1))
-
-
-def decide(baseline: Baseline, measure: Callable[[], Pairs], tolerance: float = 0.05) -> Verdict:
-    """Measure processes one after the other until the rule decides, or there are MOST of them."""
-    then = statistics.median(map(math.log, baseline.reference_ms))
-    ratios: list[float] = []
-    references: list[float] = []
-    while True:
-        pairs = measure()
-        ratios.append(pairs.log_ratio)
-        references.append(math.log(statistics.median(pairs.reference_ms)))
-        if len(ratios) < FEWEST:
-            continue
-        machine = statistics.median(references) - then
-        verdict = judge(baseline.log_ratios, ratios, tolerance, machine)
-        if verdict.word != "cannot tell" or len(ratios) == MOST:
-            return verdict
-
-
-def enough(log_ratios: Sequence[float], tolerance: float = 0.05) -> bool:
-    """Whether a baseline is known to a fifth of the tolerance, so that checks depend on the check.
-
-    The standard error counts.
-    """
-    return math.sqrt(trimmed_mean(log_ratios)[1]) <= tolerance / 5
-
-
-def make_baseline(
-    case: Case,
-    device: str | None = None,
-    *,
-    tolerance: float = 0.05,
-    measure: Measure = in_fresh_process,
-    say: Say = lambda line: None,
-) -> Baseline:
-    """Measure FEWEST_SAVED processes, and more, up to MOST_SAVED, until the ratio is known.
-
-    Raises: what the backend raises where it cannot run the case.
+        RuntimeError: a process failed.
     """
     from labsupport.profiling.provenance import provenance
 
-    job = plan(case, device)
     record = provenance(job.device)
-
-    def one() -> Pairs:
-        pairs = measure(job)
-        say(f"{math.exp(pairs.log_ratio):.3f} times the reference")
-        return pairs
-
-    return gather(job, one, tolerance, record)
-
-
-def gather(
-    job: Job, measure: Callable[[], Pairs], tolerance: float, provenance: dict[str, Any]
-) -> Baseline:
-    """A baseline of as many processes as it takes."""
-    found: list[Pairs] = []
-    while len(found) < FEWEST_SAVED or (
-        len(found) < MOST_SAVED and not enough([pairs.log_ratio for pairs in found], tolerance)
-    ):
-        found.append(measure())
-    return Baseline(
-        job,
-        tuple(pairs.log_ratio for pairs in found),
-        tuple(statistics.median(pairs.case_ms) for pairs in found),
-        tuple(statistics.median(pairs.reference_ms) for pairs in found),
-        provenance,
-    )
+    log_ratios, yardstick_ms = [], []
+    for _ in range(PROCESSES):
+        pairs = in_fresh_process(job)
+        log_ratios.append(statistics.median(math.log(case / y) for case, y in pairs))
+        yardstick_ms.append(statistics.median(y for _, y in pairs))
+        say(f"{math.exp(log_ratios[-1]):.3f} times the yardstick")
+    return Baseline(job, log_ratios, yardstick_ms, record)
 
 
 def check_baseline(
-    baseline: Baseline,
-    *,
-    tolerance: float = 0.05,
-    measure: Measure = in_fresh_process,
-    say: Say = lambda line: None,
+    before: Baseline, tolerance: float = 0.05, say: Callable[[str], None] = lambda line: None
 ) -> Verdict:
-    """Measure the baseline's case again, by the same job, and judge.
+    """Measure a baseline's job again, and judge.
 
     Raises:
-        NotComparableError: this is another device.
+        ValueError: the baseline is of another device.
+        RuntimeError: scipy is not installed, or a process failed.
     """
+    if importlib.util.find_spec("scipy") is None:
+        raise RuntimeError("a baseline is checked with scipy: pip install -e '.[regression]'")
     from labsupport.profiling.hardware import detect_device
 
-    try:
-        here = detect_device(baseline.job.device).name
-    except ValueError as error:
-        raise NotComparableError(f"the baseline is of a GPU: {error}") from None
-    there = baseline.provenance.get("device", here)
+    here, there = detect_device(before.job.device).name, before.provenance["device"]
     if here != there:
-        raise NotComparableError(
-            f"the baseline is of {there}, and this is {here}: save a baseline here first"
-        )
-
-    def one() -> Pairs:
-        pairs = measure(baseline.job)
-        say(f"{math.exp(pairs.log_ratio):.3f} times the reference")
-        return pairs
-
-    return decide(baseline, one, tolerance)
+        raise ValueError(f"the baseline is of {there}, and this is {here}: save one here first")
+    now = make_baseline(before.job, say)
+    medians = [statistics.median(one.yardstick_ms) for one in (before, now)]
+    machine = math.log(medians[1] / medians[0])
+    return judge(before.log_ratios, now.log_ratios, machine, tolerance)
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
     """Write the file, as JSON."""
-    text = json.dumps({"format": FORMAT, **asdict(baseline)}, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(asdict(baseline), indent=1) + "\n", encoding="utf-8")
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -256,22 +155,102 @@ def read_baseline(path: Path) -> Baseline:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no baseline, or of another format.
+        ValueError: it is no baseline.
     """
     if not path.exists():
         raise FileNotFoundError(f"no baseline {path}: make one with --save-baseline {path}")
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        if given["format"] != FORMAT:
-            raise ValueError(f"format {given['format']}, not {FORMAT}")
-        job = given["job"]
-        case, reference = Case(**job.pop("case")), Reference(**job.pop("reference"))
-        return Baseline(
-            Job(case=case, reference=reference, **job),
-            tuple(given["log_ratios"]),
-            tuple(given["case_ms"]),
-            tuple(given["reference_ms"]),
-            given["provenance"],
-        )
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Baseline(**fields | {"job": _job(fields["job"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no baseline of this program ({error}): save it anew") from None
+        raise ValueError(f"{path} is no baseline of this program: save it anew") from error
+
+
+def _job(fields: dict[str, Any]) -> Job:
+    return Job(**fields | {"case": Case(**fields["case"])})
+
+
+def plan(case: Case, device: str | None = None) -> Job:
+    """Choose a yardstick of like duration, and the number of pairs.
+
+    Raises: what the case's backend raises where it cannot run it.
+    """
+    import torch
+
+    from labsupport.profiling.benchmark import call_of, make_inputs
+    from labsupport.profiling.graphs import captured
+    from labsupport.profiling.timing import measure_time, resolve_device
+
+    where = resolve_device(device)
+    size = 4096 if where.type == "cuda" else 256  # more arithmetic than launch
+    calls = call_of(case, make_inputs(case, where, seed=0)), yardstick(case, size, 1, where)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        case_ms, one_ms = (
+            measure_time(captured(call, where)[0], device=where, max_seconds=0.3).min
+            for call in calls
+        )
+    finally:
+        torch.set_num_threads(threads)
+    products = max(1, round(case_ms / one_ms))
+    pairs = round(SECONDS * 1e3 / (case_ms + products * one_ms))
+    return Job(case, str(where), size, products, min(MOST_PAIRS, max(FEWEST_PAIRS, pairs)))
+
+
+def in_fresh_process(job: Job) -> list[tuple[float, float]]:
+    """Time a job in a new Python process: (case, yardstick) in ms, pair by pair.
+
+    Raises:
+        RuntimeError: the process failed; says its last line.
+    """
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
+    done = subprocess.run(command, cwd=project_root(), capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"a process that measured {job.case.backend} failed: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(job: Job) -> list[tuple[float, float]]:
+    """Time a job in this process."""
+    from labsupport.profiling.benchmark import call_of, make_inputs
+    from labsupport.profiling.graphs import captured
+    from labsupport.profiling.timing import measure_interleaved, resolve_device
+
+    where = resolve_device(job.device)
+    case = call_of(job.case, make_inputs(job.case, where, seed=0))
+    reference = yardstick(job.case, job.size, job.products, where)
+    if where.type == "cuda":
+        calls = {"case": captured(case, where)[0], "yardstick": captured(reference, where)[0]}
+        bounds = {"min_repeats": job.pairs, "max_repeats": job.pairs, "max_seconds": math.inf}
+        timings = measure_interleaved(calls, device=where, **bounds)
+        return list(zip(timings["case"].samples, timings["yardstick"].samples, strict=True))
+
+    def cpu_ms(call: Callable[[], Any]) -> float:
+        start = time.thread_time()
+        call()
+        return (time.thread_time() - start) * 1e3
+
+    return [(cpu_ms(case), cpu_ms(reference)) for _ in range(job.pairs + 2)][2:]
+
+
+def yardstick(case: Case, size: int, products: int, device: Any) -> Callable[[], None]:
+    """`products` times A @ A for a `size` x `size` matrix A of the case's dtype."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(size, size, generator=generator).to(device, getattr(torch, case.dtype))
+
+    def call() -> None:
+        for _ in range(products):
+            a @ a
+
+    return call
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps(measure(_job(json.loads(sys.argv[1])))))

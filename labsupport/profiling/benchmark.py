@@ -13,9 +13,9 @@ a row as well, and `status` and `reason` say why:
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,16 +96,8 @@ def run_grid(
     rows: list[dict[str, Any]] = []
     try:
         for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            rows.append(
-                run_case(
-                    case,
-                    where,
-                    oracle=oracle,
-                    max_seconds=max_seconds,
-                    repeats=repeats,
-                    seed=seed,
-                )
-            )
+            options = {"max_seconds": max_seconds, "repeats": repeats, "seed": seed}
+            rows.append(run_case(case, where, oracle=oracle, **options))
     except KeyboardInterrupt:
         record["interrupted"] = True
     table = pd.DataFrame(rows, columns=COLUMNS)
@@ -122,20 +114,18 @@ COLUMNS = [
 
 
 def run_case(
-    case: Case,
-    device: torch.device,
-    *,
-    oracle: Oracle | None = None,
-    max_seconds: float = 1.0,
-    repeats: int | None = None,
-    seed: int = 0,
+    case: Case, device: torch.device, *, oracle: Oracle | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Measure one case; a case that does not run is reported in `status` and `reason`."""
+    """Measure one case; a case that does not run is reported in `status` and `reason`.
+
+    Args:
+        options: max_seconds, repeats and seed of `run_grid`.
+    """
     row: dict[str, Any] = asdict(case) | {"kernel": ""}
     try:
         if device.type == "cpu" and (reason := predicted_shortage(case)):
             return row | {"status": "out of memory", "reason": reason}
-        row |= _measure(case, device, oracle, max_seconds, repeats, seed)
+        row |= _measure(case, device, oracle, **options)
         return row | {"status": "ok", "reason": ""}
     except Exception as error:
         return row | refusal(error)
@@ -148,20 +138,18 @@ def run_case(
 
 def refusal(error: Exception) -> dict[str, str]:
     """`status` and `reason` of a case that raised."""
-    reason = _one_line(error)
+    reason = " ".join(str(error).split())
     if isinstance(error, BackendUnavailableError | AttentionInputError | NotImplementedError):
         return {"status": "unsupported", "reason": reason}
     # The CPU allocator has no exception class of its own.
-    words = ("can't allocate memory", "std::bad_alloc")
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        word in str(error) for word in words
-    ):
+    refused = any(word in str(error) for word in ("can't allocate memory", "std::bad_alloc"))
+    if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return {"status": "out of memory", "reason": reason}
     return {"status": "failed", "reason": f"{type(error).__name__}: {reason}"}
 
 
 def predicted_shortage(case: Case, available: int | None = None) -> str:
-    """Why the case would not fit into the memory of the CPU's machine; empty if it would.
+    """The reason why the case would not fit into the CPU's memory; empty if it would.
 
     Args:
         available: bytes; by default what the operating system says is available now.
@@ -185,46 +173,45 @@ def _measure(
     case: Case,
     device: torch.device,
     oracle: Oracle | None,
-    max_seconds: float,
-    repeats: int | None,
-    seed: int,
+    max_seconds: float = 1.0,
+    repeats: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    q, k, v, gradient = make_inputs(case, device, seed)
-    with torch.set_grad_enabled(case.direction == "forward+backward"):
-
-        def forward() -> torch.Tensor:
-            # More heads than tokens is no mistake in a grid: do not guess at swapped dimensions.
-            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
-            return cast(torch.Tensor, out)  # a pair only with return_lse
-
-        def both() -> Tensors:
-            return torch.autograd.grad(forward(), (q, k, v), gradient)
-
-        call = forward if case.direction == "forward" else both
-        # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
-        warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
-        memory = measure_peak_memory(call, device=device, warmup=warmup)
-        report = last_call()
-        row: dict[str, Any] = {"kernel": report.kernel if report else ""}
-        row["peak_memory_bytes"] = memory.peak_bytes
-        if repeats is None:
-            bounds: dict[str, Any] = {
-                "min_repeats": 3,
-                "min_seconds": min(0.1, max_seconds),
-                "max_seconds": max_seconds,
-            }
-        else:
-            bounds = {"min_repeats": repeats, "max_repeats": repeats}
-        timing = measure_time(call, device=device, **bounds)
-        row |= {
-            f"{name}_ms": getattr(timing, name)
-            for name in ("median", "q1", "q3", "min", "mean", "max")
-        }
-        row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
-        if oracle is not None and oracle.covers(case.seqlen, case.kv_seqlen):
-            with torch.no_grad():
-                row |= oracle.errors(case.shape_key, q, k, v, forward(), causal=case.causal)
+    inputs = make_inputs(case, device, seed)
+    call = call_of(case, inputs)
+    # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
+    warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
+    memory = measure_peak_memory(call, device=device, warmup=warmup)
+    report = last_call()
+    bounds: dict[str, Any] = {"min_repeats": repeats, "max_repeats": repeats}
+    if repeats is None:
+        seconds = {"min_seconds": min(0.1, max_seconds), "max_seconds": max_seconds}
+        bounds = {"min_repeats": 3, **seconds}
+    timing = measure_time(call, device=device, **bounds)
+    names = ("median", "q1", "q3", "min", "mean", "max")
+    row: dict[str, Any] = {f"{name}_ms": getattr(timing, name) for name in names}
+    row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
+    row |= {"kernel": report.kernel if report else "", "peak_memory_bytes": memory.peak_bytes}
+    if oracle is not None:
+        out = call_of(replace(case, direction="forward"), inputs)()
+        q, k, v, _ = inputs
+        row |= oracle.errors(case.shape_key, q, k, v, out, causal=case.causal)
     return row
+
+
+def call_of(case: Case, inputs: Tensors) -> Callable[[], Any]:
+    """The case as a function without arguments, which returns the output or the gradients."""
+    q, k, v, gradient = inputs
+    backward = case.direction == "forward+backward"
+
+    def call() -> Any:
+        with torch.set_grad_enabled(backward):
+            # More heads than tokens is no mistake in a grid: do not guess at swapped dimensions.
+            options: dict[str, Any] = {"causal": case.causal, "check_layout": False}
+            out: Any = attention(q, k, v, backend=case.backend, **options)
+            return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
+
+    return call
 
 
 def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:
@@ -239,7 +226,3 @@ def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:
     for tensor in (q, k, v):
         tensor.requires_grad_(case.direction == "forward+backward")
     return q, k, v, gradient
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What is measured: one case, a grid of cases, and the FLOPs of each.
+"""Cases to measure: one case, a grid of cases, and the FLOPs of each.
 
 The FLOPs of a forward pass are 4 * batch * heads * head_dim * (visible query-key pairs): two matrix
 products, Q K^T and P V, of 2 FLOPs per multiply-add.  A causal mask counts only what it leaves
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def shape_key(self) -> tuple[Any, ...]:
-        """What two cases must share to be given the same inputs."""
+        """The fields that two cases share if they get the same inputs."""
         return tuple(v for k, v in asdict(self).items() if k not in ("backend", "direction"))
 
     def flops(self) -> float:

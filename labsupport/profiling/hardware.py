@@ -1,4 +1,4 @@
-"""What can this device do at most: by its specification, and by measurement?
+"""The most that a device can do: by its specification, and by measurement.
 
 `data/hardware.csv` holds the specified figures, each row with its source; rates are dense (never
 with sparsity), tensor-core rates accumulate in float32.  An empty cell means that the hardware
@@ -15,7 +15,6 @@ import csv
 import functools
 import platform
 import re
-import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,34 +69,6 @@ class DeviceInfo:
     spec: HardwareSpec | None = None
     note: str = ""
 
-    def __str__(self) -> str:
-        capability = f", compute capability {self.compute_capability}" if self.sms else ""
-        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB{capability})"
-
-
-@dataclass(frozen=True)
-class OnChipMemory:
-    """The fast memory next to the arithmetic: what the FlashAttention paper calls SRAM.
-
-    kib_per_unit: shared memory of one multiprocessor, or the L2 cache of one CPU core.
-    units: multiprocessors, or cores.
-    last_level_mib: the cache that all units share (L2 of a GPU, L3 of a CPU); None if unknown.
-    """
-
-    kind: str
-    kib_per_unit: float
-    units: int
-    last_level_mib: float | None
-
-    @property
-    def total_kib(self) -> float:
-        """Of all units together."""
-        return self.kib_per_unit * self.units
-
-    def elements(self, bytes_per_element: int) -> int:
-        """How many numbers one unit holds: the M of the paper's theorem 2."""
-        return int(self.kib_per_unit * 1024) // bytes_per_element
-
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -151,7 +122,7 @@ def find_spec(driver_name: str) -> HardwareSpec | None:
 
 
 def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
-    """What the device is, with its row of the table if there is one."""
+    """Describe the device, with its row of the table if there is one."""
     import torch
 
     from labsupport.profiling.timing import resolve_device
@@ -164,12 +135,7 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
         return DeviceInfo("cpu", cpu_name(), psutil.virtual_memory().total, note=note)
     properties = torch.cuda.get_device_properties(where)
     spec = find_spec(properties.name)
-    note = (
-        ""
-        if spec
-        else f"unknown device: {properties.name!r} is not in data/hardware.csv, so no specified "
-        "peak is shown; measured_ceilings() works all the same"
-    )
+    unknown = f"unknown device: {properties.name!r} is not in data/hardware.csv; measure it instead"
     return DeviceInfo(
         "cuda",
         properties.name,
@@ -177,34 +143,24 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
         f"{properties.major}.{properties.minor}",
         properties.multi_processor_count,
         spec,
-        note,
+        "" if spec else unknown,
     )
 
 
-def on_chip_memory(device: torch.device | str | None = None) -> OnChipMemory:
-    """Size of the fast memory of the device at hand, as driver or operating system report it."""
+def last_level_cache_mib(device: torch.device | str | None = None) -> float | None:
+    """Size of the cache that all units share: a GPU's L2, a CPU's L3; None if unknown."""
     import torch
 
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
     if where.type == "cuda":
-        properties = torch.cuda.get_device_properties(where)
-        return OnChipMemory(
-            "shared memory of a multiprocessor",
-            properties.shared_memory_per_multiprocessor / 1024,
-            properties.multi_processor_count,
-            properties.L2_cache_size / 2**20,
-        )
-    caches = _cpu_caches_kib()
-    last = caches.get(3)
-    # 1 MiB is a common size; it only stands in where the system does not tell (macOS).
-    return OnChipMemory(
-        "L2 cache of a core" if 2 in caches else "L2 cache of a core (size assumed)",
-        caches.get(2, 1024.0),
-        torch.get_num_threads(),
-        last / 1024 if last else None,
-    )
+        return torch.cuda.get_device_properties(where).L2_cache_size / 2**20
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii")
+        return float(size.strip().removesuffix("K")) / 1024
+    except (OSError, ValueError):
+        return None
 
 
 def cpu_name() -> str:
@@ -230,26 +186,23 @@ def measured_ceilings(device: str | None = None) -> Ceilings:
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
-    matmul_tflops: dict[str, float] = {}
-    matmul_size: dict[str, int] = {}
-    for name in _matmul_dtypes(where):
-        matmul_size[name], matmul_tflops[name] = _matmul_rate(name, where)
-    copy_bytes = 2**30 if where.type == "cuda" else 2**28
-    info = detect_device(where)
+    on_gpu = where.type == "cuda"
+    dtypes = ["float32", "bfloat16", "float16"]
+    if on_gpu:
+        ampere = torch.cuda.get_device_capability(where) >= (8, 0)
+        dtypes = ["float32", "tf32", "float16", "bfloat16"] if ampere else ["float32", "float16"]
+    rates = {name: _matmul_rate(name, where) for name in dtypes}
+    copy_bytes = 2**30 if on_gpu else 2**28
     try:
         bandwidth = _copy_rate(copy_bytes, where)
     except torch.OutOfMemoryError:
         bandwidth = _copy_rate(copy_bytes // 8, where)
-    return Ceilings(info.name, bandwidth, matmul_tflops, matmul_size)
-
-
-def _matmul_dtypes(device: torch.device) -> list[str]:
-    import torch
-
-    if device.type != "cuda":
-        return ["float32", "bfloat16", "float16"]
-    ampere = torch.cuda.get_device_capability(device) >= (8, 0)
-    return ["float32", "tf32", "float16", "bfloat16"] if ampere else ["float32", "float16"]
+    return Ceilings(
+        detect_device(where).name,
+        bandwidth,
+        {name: rate for name, (_, rate) in rates.items()},
+        {name: size for name, (size, _) in rates.items()},
+    )
 
 
 def _copy_rate(nbytes: int, device: torch.device) -> float:
@@ -270,7 +223,7 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
     """(n, TFLOP/s) of the largest square matrix whose product takes about 50 ms or less."""
     import torch
 
-    from labsupport.profiling.timing import measure_time
+    from labsupport.profiling.timing import measure_time, now
 
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     size, largest = (2048, 16384) if device.type == "cuda" else (256, 2048)
@@ -280,12 +233,10 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
             a @ a
-            start = time.perf_counter()
+            start = now(device)
             a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
             # Doubling n takes eight times as long.
-            if size == largest or 8 * (time.perf_counter() - start) > 0.05:
+            if size == largest or 8 * (now(device) - start) > 0.05:
                 break
             size *= 2
         timing = measure_time(
@@ -296,32 +247,13 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
     return size, 2 * size**3 / (timing.min * 1e-3) / 1e12
 
 
-def _cpu_caches_kib() -> dict[int, float]:
-    """Size of core 0's data caches by level, in KiB; empty where the system does not tell."""
-    caches: dict[int, float] = {}
-    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            kind = (index / "type").read_text().strip()
-            size = (index / "size").read_text().strip()
-            level = int((index / "level").read_text())
-        except (OSError, ValueError):
-            continue
-        if kind != "Instruction" and size.endswith("K"):
-            caches[level] = float(size[:-1])
-    return caches
-
-
 def _read_row(row: dict[str, str], path: Path) -> HardwareSpec:
+    kinds = {"int": int, "float": float, "float | None": float, "str": str}
     values: dict[str, Any] = {}
     for column in fields(HardwareSpec):
         text = (row.get(column.name) or "").strip()
-        optional = column.type == "float | None" or column.name == "notes"
-        if not text and not optional:
+        if not text and column.type != "float | None" and column.name != "notes":
             raise ValueError(f"{path}: {row.get('name') or 'a row'} has no {column.name}")
-        if column.type == "str":
-            values[column.name] = text
-        elif column.type == "int":
-            values[column.name] = int(text)
-        else:
-            values[column.name] = float(text) if text else None
+        empty = "" if column.type == "str" else None
+        values[column.name] = kinds[str(column.type)](text) if text else empty
     return HardwareSpec(**values)

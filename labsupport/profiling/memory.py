@@ -1,4 +1,4 @@
-"""How much memory does a call need, beyond what was there before it?
+"""Memory that a call needs beyond what was there before it.
 
 `measure_peak_memory` counts every allocation that a call makes, views excluded and the scratch
 space inside a kernel included, on a CPU as well as on a GPU:
@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 # The profiler of PyTorch 2.13 writes lines to stderr at every start unless told so before the
@@ -103,7 +102,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
             "active here: measure outside of it"
         )
     with (
-        _without_allocator_warning(),
+        without_allocator_warning(),
         torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler,
@@ -119,7 +118,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
 
 
 def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
-    """What the CPU's allocator did: (time in ns, bytes), releases negative, in order of time.
+    """The CPU allocator's work: (time in ns, bytes), releases negative, in order of time.
 
     Only releases of what was allocated under this profiler.  PyTorch looks the size of a block up
     by its address, in a table that it writes while some profiler runs and reads at any later one;
@@ -151,18 +150,14 @@ def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]
 
 
 @contextmanager
-def _without_allocator_warning() -> Iterator[None]:
+def without_allocator_warning() -> Iterator[None]:
     """Drop the allocator's warning that a block from before the profile is released.
 
     It is true, harmless here (what existed before the call is not its extra memory), and written by
-    C++ straight to file descriptor 2.  Whatever else is written there is passed on at the end.
+    C++ straight to file descriptor 2. Whatever else is written there is passed on at the end.
     """
-    try:
-        sys.stderr.flush()
-        real = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # no stderr at all: nothing to keep clean
-        yield
-        return
+    sys.stderr.flush()
+    real = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
         try:
@@ -185,18 +180,14 @@ def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_stats(device)
     del result
-    allocated = _growth(before, after, "allocated_bytes", "peak")
-    kept = _growth(before, after, "allocated_bytes", "current")
-    peak = allocated
+
+    def growth(what: str, when: str) -> int:
+        return int(after[f"{what}.all.{when}"] - before[f"{what}.all.current"])
+
     # Other allocators (cudaMallocAsync) do not report what was requested.
-    if after.get("requested_bytes.all.peak", 0) > 0:
-        peak = _growth(before, after, "requested_bytes", "peak")
-        kept = _growth(before, after, "requested_bytes", "current")
-    return MemoryUse(peak, kept, allocated, None, str(device))
-
-
-def _growth(before: dict[str, Any], after: dict[str, Any], what: str, when: str) -> int:
-    return int(after[f"{what}.all.{when}"] - before[f"{what}.all.current"])
+    what = "requested_bytes" if after.get("requested_bytes.all.peak") else "allocated_bytes"
+    peak, kept = growth(what, "peak"), growth(what, "current")
+    return MemoryUse(peak, kept, growth("allocated_bytes", "peak"), None, str(device))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -232,10 +223,10 @@ class LargestTensor(TorchDispatchMode):
         # An in-place operation may also enlarge a storage that it was given (`resize_`).
         before = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for tensor in _tensors((args, kwargs or {}))
+            for tensor in stored_tensors((args, kwargs or {}))
         }
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in stored_tensors(result):
             storage = tensor.untyped_storage()
             if storage.nbytes() > max(before.get(storage._cdata, 0), self.nbytes):
                 self.nbytes = storage.nbytes()
@@ -257,13 +248,11 @@ def largest_tensor(fn: Callable[[], Any]) -> LargestTensor:
     return largest
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def stored_tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts that have a storage."""
     leaves, _ = torch.utils._pytree.tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and _has_storage(leaf)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_meta
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [one for one in tensors if one.layout == torch.strided and not one.is_meta]
 
 
 class cap_gpu_memory:  # lower case: it reads as a statement, `with cap_gpu_memory(8): ...`
@@ -297,10 +286,5 @@ class cap_gpu_memory:  # lower case: it reads as a statement, `with cap_gpu_memo
     def __enter__(self) -> cap_gpu_memory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

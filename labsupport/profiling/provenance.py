@@ -1,7 +1,8 @@
-"""Where does a number come from?  Device, versions, commit, date and clocks of a measurement."""
+"""Provenance of a measurement: device, versions, commit, date and clocks."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -12,9 +13,20 @@ import sys
 from typing import Any
 
 from labsupport.paths import project_root
+from labsupport.profiling.gpu import read_gpus
 
 # Distributions whose version can change a measurement.
 PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "xformers", "numpy", "transformers")
+# Entries of "gpu" in a record, and the fields of `GpuState` that they come from.
+GPU_ENTRIES = {
+    "driver": "driver",
+    "sm_mhz": "sm_mhz",
+    "sm_max_mhz": "max_sm_mhz",
+    "memory_mhz": "memory_mhz",
+    "temperature_c": "celsius",
+    "power_w": "power_w",
+    "power_limit_w": "limit_w",
+}
 
 
 def package_version(distribution: str) -> str | None:
@@ -52,16 +64,19 @@ def provenance(device: Any = None, **extra: Any) -> dict[str, Any]:
         "command": command_line(),
     }
     if where.type == "cuda":
+        gpus = read_gpus()
+        state = gpus[where.index or 0] if (where.index or 0) < len(gpus) else None
         record["compute_capability"] = info.compute_capability
         record["cuda"] = torch.version.cuda
-        record["gpu"] = gpu_state(where.index or 0)
+        read = {key: getattr(state, name, None) for key, name in GPU_ENTRIES.items()}
+        record["gpu"] = {key: value for key, value in read.items() if value is not None}
     else:
         record["threads"] = torch.get_num_threads()
-        record["cpu_mhz"] = _cpu_mhz()
+        with contextlib.suppress(OSError, NotImplementedError, AttributeError):
+            record["cpu_mhz"] = round(psutil.cpu_freq().current)
         # Above the number of cores, other programs were at work and the times are too long.
         record["load_average"] = round(psutil.getloadavg()[0], 2)
-    record.update(extra)
-    return record
+    return record | extra
 
 
 def command_line() -> str:
@@ -84,62 +99,6 @@ def git_commit() -> str | None:
     if commit is None:
         return os.environ.get("LABSUPPORT_COMMIT")
     return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def gpu_state(index: int = 0) -> dict[str, Any]:
-    """Clocks, temperature and power of a GPU as NVML reports them now; empty without NVML.
-
-    Keys: driver, sm_mhz, sm_max_mhz, memory_mhz, temperature_c, power_w, power_limit_w.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no binding, no driver, no permission: nothing to report
-        return {}
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index(index))
-        readings = {
-            "driver": lambda: pynvml.nvmlSystemGetDriverVersion(),
-            "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "sm_max_mhz": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(
-                handle, pynvml.NVML_TEMPERATURE_GPU
-            ),
-            "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-            "power_limit_w": lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        }
-        state: dict[str, Any] = {}
-        for name, read in readings.items():
-            try:
-                value = read()
-            except pynvml.NVMLError:  # this GPU or this user cannot read it
-                continue
-            state[name] = value.decode() if isinstance(value, bytes) else value
-        return state
-    except pynvml.NVMLError:
-        return {}
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _nvml_index(index: int) -> int:
-    """NVML counts all GPUs, PyTorch those of CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].strip().isdigit():
-        return int(visible[index])
-    return index
-
-
-def _cpu_mhz() -> float | None:
-    import psutil
-
-    try:
-        frequency = psutil.cpu_freq()
-    except (OSError, NotImplementedError):
-        return None
-    return round(frequency.current) if frequency else None
 
 
 def _git(*arguments: str) -> str | None:

@@ -69,39 +69,51 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
 
 def format_table(table: pd.DataFrame) -> str:
     """Return the table as aligned text for a terminal: only axes that vary get a column."""
-    if "standard" in set(table["backend"]):
+    if "standard" in set(table["backend"]) and "speedup" not in table:
         table = speedup(table)
     axes = ["batch", "heads", "kv_heads", "kv_seqlen", "head_dim", "dtype", "causal", "direction"]
     varying = [axis for axis in axes if table[axis].nunique() > 1]
-    header = ["backend", "seqlen", *varying, "median ms", "IQR", "TFLOP/s", "extra memory"]
-    header += ["max error", "vs standard", "kernel or reason"]
-    lines = [header, *(_cells(row, varying) for _, row in table.iterrows())]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header) - 1)]
-    text = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
-        for line in lines
-    ]
-    record = table.attrs.get("provenance", {})
-    fixed = ", ".join(
-        f"{axis} {table[axis].iloc[0]}" for axis in axes if axis not in varying and len(table)
+    rows = []
+    for _, row in table.iterrows():
+        start = {name: str(row[name]) for name in ("backend", "seqlen", *varying)}
+        rows.append(start | _cells(row))
+    shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)] if rows else []
+    fixed = ", ".join(f"{name} {table[name].iloc[0]}" for name in axes if name not in varying)
+    device = table.attrs.get("provenance", {}).get("device", "")
+    return "\n".join(
+        [f"{device}; {fixed}", *aligned([shown, *([row[name] for name in shown] for row in rows)])]
     )
-    return "\n".join([f"{record.get('device', '')}; {fixed}", *text])
 
 
-def _cells(row: pd.Series, varying: list[str]) -> list[str]:
-    start = [row["backend"], str(row["seqlen"]), *(str(row[axis]) for axis in varying)]
-    if row["status"] != "ok":
-        return [*start, "-", "-", "-", "-", "-", "-", f"{row['status']}: {row['reason']}"]
-    ratio, error = row.get("speedup", math.nan), row["max_error"]
+def _cells(row: pd.Series) -> dict[str, str]:
+    """The measured figures of a row by column; "-" where there is none."""
+
+    def figure(name: str, form: Callable[[float], str]) -> str:
+        value = row.get(name, math.nan)
+        return "-" if value is None or math.isnan(value) else form(value)
+
+    quartiles = [figure(name, format_ms) for name in ("q1_ms", "q3_ms")]
+    return {
+        "median ms": figure("median_ms", format_ms),
+        "IQR": "-" if "-" in quartiles else "-".join(quartiles),
+        "TFLOP/s": figure("tflops", "{:.3g}".format),
+        "of ceiling": figure("of_ceiling", "{:.0%}".format),
+        "verdict": row.get("verdict") or "-",
+        "extra memory": figure("peak_memory_bytes", format_bytes),
+        "max error": figure("max_error", "{:.1e}".format),
+        "vs standard": figure("speedup", "{:.2f}x".format),
+        "kernel or reason": (
+            row["kernel"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+        ),
+    }
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """Rows of cells as lines with straight columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        *start,
-        format_ms(row["median_ms"]),
-        f"{format_ms(row['q1_ms'])}-{format_ms(row['q3_ms'])}",
-        f"{row['tflops']:.3g}",
-        format_bytes(row["peak_memory_bytes"]),
-        "-" if math.isnan(error) else f"{error:.1e}",
-        "-" if math.isnan(ratio) else f"{ratio:.2f}x",
-        row["kernel"],
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]
 
 
@@ -111,7 +123,7 @@ PEER_SHAPE = ["head_dim", "causal", "seqlen"]
 def compare_with_peers(
     table: pd.DataFrame, ours: str, *, column: str = "median_ms"
 ) -> pd.DataFrame:
-    """How many times as fast `ours` is as each other implementation, by shape.
+    """The speed of `ours` over that of each other implementation, by shape.
 
     Args:
         table: a run of `python -m benchmarks peers`.

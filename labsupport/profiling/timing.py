@@ -1,4 +1,4 @@
-"""How long does a call take?  Times in milliseconds, with their spread.
+"""Time of calls in milliseconds, with its spread.
 
 Three things make a single stopwatch reading wrong, and each has its remedy here:
 
@@ -9,44 +9,47 @@ Three things make a single stopwatch reading wrong, and each has its remedy here
 * A machine drifts while it works (clocks, other programs).  Two callables are therefore compared
   by `measure_ratio`, which runs them in turns (A B A B ...) and takes the ratio of each pair.
 
-Which clock is read, on a GPU and on a CPU, says `labsupport.profiling.clocks`.
+On a GPU the clock is the GPU's own: the time is taken between two of its events, because a call
+returns long before its kernels finish. The L2 cache is overwritten between two calls, so that every
+call finds its inputs in the main memory, as it would inside a model (`triton.testing.do_bench` does
+the same). Short calls are timed behind a few that do not count, which keep the GPU busy while
+Python starts the one that does. On a CPU the clock is `time.perf_counter`.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from labsupport.profiling.clocks import Call, cpu_clock, cuda_clock
+Call = Callable[[], Any]
 
 WARMUP_SECONDS = 0.1  # as long as the first call has been paid for, this wakes up clocks and caches
+MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
+LEAD_CALLS, LEAD_MS = 4, 10.0  # calls in front of a timed one on a GPU, and their time, at most
 SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
 
 
-def quantile(values: tuple[float, ...], q: float) -> float:
+def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile (0 <= q <= 1) of `values`, linearly interpolated."""
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(values, q))
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Repeated times of one call, in milliseconds."""
+class Samples:
+    """Repeated readings of one figure, with their median and quartiles."""
 
     samples: tuple[float, ...]
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not self.samples:
-            raise ValueError("a Timing needs at least one sample")
+            raise ValueError("at least one sample is needed")
 
     @property
     def median(self) -> float:
@@ -62,6 +65,13 @@ class Timing:
     def q3(self) -> float:
         """Third quartile."""
         return quantile(self.samples, 0.75)
+
+
+@dataclass(frozen=True)
+class Timing(Samples):
+    """Repeated times of one call, in milliseconds."""
+
+    device: str = "cpu"
 
     @property
     def min(self) -> float:
@@ -89,63 +99,38 @@ class Timing:
         return 1.57 * (self.q3 - self.q1) / self.repeats**0.5
 
     def __str__(self) -> str:
-        return (
-            f"{format_ms(self.median)} ms "
-            f"(IQR {format_ms(self.q1)}-{format_ms(self.q3)}, n={self.repeats})"
-        )
+        spread = f"{format_ms(self.q1)}-{format_ms(self.q3)}"
+        return f"{format_ms(self.median)} ms (IQR {spread}, n={self.repeats})"
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """How many times longer `numerator` takes than `denominator`, pair by pair in one run."""
+class Ratio(Samples):
+    """The time of `numerator` over that of `denominator`, pair by pair in one run."""
 
-    samples: tuple[float, ...]
     numerator: Timing
     denominator: Timing
-    names: tuple[str, str] = field(default=("a", "b"))
-
-    @property
-    def median(self) -> float:
-        """The middle sample."""
-        return statistics.median(self.samples)
-
-    @property
-    def q1(self) -> float:
-        """First quartile."""
-        return quantile(self.samples, 0.25)
-
-    @property
-    def q3(self) -> float:
-        """Third quartile."""
-        return quantile(self.samples, 0.75)
+    names: tuple[str, str] = ("a", "b")
 
     def __str__(self) -> str:
-        return (
-            f"{self.names[0]} / {self.names[1]} = {self.median:.2f} "
-            f"(IQR {self.q1:.2f}-{self.q3:.2f}, n={len(self.samples)})"
-        )
+        spread = f"{self.q1:.2f}-{self.q3:.2f}"
+        name = " / ".join(self.names)
+        return f"{name} = {self.median:.2f} (IQR {spread}, n={len(self.samples)})"
 
 
 def measure_time(
     fn: Call,
     *,
     device: torch.device | str | None = None,
-    warmup: int | None = None,
-    min_repeats: int = 5,
-    max_repeats: int = 200,
-    min_seconds: float = 0.1,
     max_seconds: float = 2.0,
-    precision: float = 0.02,
+    **bounds: Any,
 ) -> Timing:
     """Time `fn()` until its median is known to `precision`, or the time or the repeats are used up.
 
     Args:
         fn: the call; takes no argument, its result is dropped.
         device: where it runs; by default the current GPU if there is one, else the CPU.
-        warmup: number of calls before the first that counts; by default about 0.1 s of them.
-        min_repeats, max_repeats: bounds on the number of samples (min_repeats wins over time).
-        min_seconds, max_seconds: bounds on the time spent measuring, without the warm-up.
-        precision: stop when 1.57 * IQR / sqrt(n) is at most this fraction of the median.
+        max_seconds: time spent measuring, without the warm-up.
+        bounds: warmup, min_repeats, max_repeats, min_seconds, precision of `measure_interleaved`.
 
     Returns:
         A `Timing` in milliseconds.
@@ -153,17 +138,7 @@ def measure_time(
     Raises:
         ValueError: bounds that contradict each other.  Whatever `fn` raises passes through.
     """
-    timings = measure_interleaved(
-        {"fn": fn},
-        device=device,
-        warmup=warmup,
-        min_repeats=min_repeats,
-        max_repeats=max_repeats,
-        min_seconds=min_seconds,
-        max_seconds=max_seconds,
-        precision=precision,
-    )
-    return timings["fn"]
+    return measure_interleaved({"fn": fn}, device=device, max_seconds=max_seconds, **bounds)["fn"]
 
 
 def measure_interleaved(
@@ -179,17 +154,27 @@ def measure_interleaved(
 ) -> dict[str, Timing]:
     """Time several calls in turns (A B C A B C ...), so that drift meets all of them alike.
 
-    Same arguments as `measure_time`; the bounds on time hold for all functions together.  The
-    i-th samples of two functions were taken right after each other.
+    Args:
+        functions: the calls by name; they take no argument, and their results are dropped.
+        device: where they run; by default the current GPU if there is one, else the CPU.
+        warmup: number of calls before the first that counts; by default about 0.1 s of them.
+        min_repeats, max_repeats: bounds on the number of samples (min_repeats wins over time).
+        min_seconds, max_seconds: bounds on the time of all together, without the warm-up.
+        precision: stop when 1.57 * IQR / sqrt(n) of each is at most this fraction of its median.
+
+    Returns:
+        A `Timing` by name. The i-th samples of two calls were taken right after each other.
+
+    Raises:
+        ValueError: bounds that contradict each other.
     """
     if not functions:
         raise ValueError("nothing to time: `functions` is empty")
-    if not 1 <= min_repeats <= max_repeats:
+    if not 1 <= min_repeats <= max_repeats or min_seconds > max_seconds:
         raise ValueError(
-            f"need 1 <= min_repeats <= max_repeats, got {min_repeats} and {max_repeats}"
+            f"1 <= min_repeats ({min_repeats}) <= max_repeats ({max_repeats}) and min_seconds "
+            f"({min_seconds}) <= max_seconds ({max_seconds}) are expected"
         )
-    if min_seconds > max_seconds:
-        raise ValueError(f"min_seconds ({min_seconds}) is above max_seconds ({max_seconds})")
     where = resolve_device(device)
     for fn in functions.values():
         _warm_up(fn, where, warmup)
@@ -200,18 +185,60 @@ def measure_interleaved(
     }
     samples: dict[str, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
-    rounds = 0
-    while rounds < max_repeats:
+    while True:
         for name, clock in clocks.items():
             samples[name].append(clock())
-        rounds += 1
         spent = time.perf_counter() - start
+        timings = {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
+        rounds = next(iter(timings.values())).repeats
+        if rounds >= max_repeats:
+            return timings
         if rounds < min_repeats or spent < min_seconds:
             continue
-        timings = {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
         if spent >= max_seconds or all(t.notch <= precision * t.median for t in timings.values()):
-            break
-    return {name: Timing(tuple(s), str(where)) for name, s in samples.items()}
+            return timings
+
+
+def cpu_clock(fn: Call) -> Callable[[], float]:
+    """A function that calls `fn()` once and returns how long that took, in milliseconds."""
+
+    def clock() -> float:
+        start = time.perf_counter()
+        fn()
+        return (time.perf_counter() - start) * 1e3
+
+    return clock
+
+
+def cuda_clock(fn: Call, device: torch.device) -> Callable[[], float]:
+    """The same by the clock of a GPU; it calls `fn()` once now, and then several times a reading.
+
+    Args:
+        fn: the call.
+        device: the GPU, with its number.
+    """
+    flush = _larger_than_the_cache(device)
+
+    def clock(lead: int) -> float:
+        with torch.cuda.device(device):
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            for _ in range(lead + 1):
+                flush.zero_()
+                begin.record()  # the last record counts
+                fn()
+                end.record()
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+    lead = min(LEAD_CALLS, int(LEAD_MS / max(clock(0), 1e-3)))
+    return lambda: clock(lead)
+
+
+@functools.lru_cache(maxsize=1)
+def _larger_than_the_cache(device: torch.device) -> torch.Tensor:
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.empty(max(MIN_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
 
 
 def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio:
@@ -226,7 +253,7 @@ def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio
             "take both timings with measure_interleaved"
         )
     pairs = tuple(x / y for x, y in zip(a.samples, b.samples, strict=True))
-    return Ratio(pairs, a, b, names)
+    return Ratio(pairs, numerator=a, denominator=b, names=names)
 
 
 def measure_ratio(
@@ -237,7 +264,7 @@ def measure_ratio(
     device: torch.device | str | None = None,
     **bounds: Any,
 ) -> Ratio:
-    """How many times longer `a` takes than `b`, run in turns: the median of the pairs' ratios.
+    """Measure the time of `a` over that of `b`, run in turns: the median of the pairs' ratios.
 
     `bounds` are those of `measure_interleaved`.  A ratio above 1 means that `a` is slower.
 
@@ -268,34 +295,25 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def _warm_up(fn: Call, device: torch.device, calls: int | None) -> None:
-    if calls is not None:
-        for _ in range(calls):
-            fn()
-        _synchronize(device)
-        return
-    start = time.perf_counter()
-    fn()
-    _synchronize(device)
-    if device.type == "cpu" and time.perf_counter() - start > SLOW_CALL_SECONDS:
+    start = now(device)
+    for _ in range(1 if calls is None else calls):
+        fn()
+    took = now(device) - start
+    if calls is not None or (device.type == "cpu" and took > SLOW_CALL_SECONDS):
         return
     # The first call may have compiled something for seconds: the clock starts after it.
-    start = time.perf_counter()
+    start = now(device)
     for _ in range(25):
         fn()
-        _synchronize(device)
-        if time.perf_counter() - start > WARMUP_SECONDS:
+        if now(device) - start > WARMUP_SECONDS:
             return
 
 
 def now(device: torch.device) -> float:
     """Seconds on a clock, read when the GPU has finished what it was given."""
-    _synchronize(device)
-    return time.perf_counter()
-
-
-def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def format_ms(ms: float) -> str:

@@ -1,4 +1,4 @@
-"""What a case must compute, and what must move at least: FLOPs and bytes of its passes.
+"""FLOPs and compulsory bytes of a case's passes.
 
     pass       FLOPs       bytes that must move, each once
     forward    4 pairs d   Q, K, V in; O, L out

@@ -15,7 +15,7 @@ from labsupport.profiling.benchmark import (
     run_case,
     run_grid,
 )
-from labsupport.profiling.cases import DIRECTIONS, Case, grid
+from labsupport.profiling.cases import Case, grid
 from labsupport.profiling.tables import (
     arithmetic_bound_ms,
     format_table,
@@ -93,13 +93,8 @@ def test_a_measured_row_is_consistent(table):
     first = rows.iloc[0]
     flops = 4 * 4 * 16 * 64 * 65 / 2
     assert first["tflops"] == pytest.approx(flops / first["median_ms"] / 1e9)
-
-
-def test_errors_are_those_of_float32(table):
-    rows = table[table["status"] == "ok"]
     assert (rows["relative_error"] < 2e-6).all()
-    assert (rows["max_error"] < 1e-5).all()
-    assert (rows["max_error"] > 0).all()
+    assert rows["max_error"].between(1e-12, 1e-5).all()
 
 
 def test_textbook_attention_needs_memory_for_its_scores(table):
@@ -122,12 +117,9 @@ def test_the_table_knows_where_it_comes_from(table):
     assert {"date", "device", "commit", "command", "threads"} <= set(record)
 
 
-def test_more_heads_than_tokens_is_measured_not_taken_for_a_swapped_layout():
+def test_more_heads_than_tokens_is_measured_and_heads_that_do_not_divide_are_unsupported():
     row = run_case(Case("sdpa_flash", 4, heads=16, head_dim=8), CPU, max_seconds=0.0)
     assert row["status"] == "ok", row["reason"]
-
-
-def test_heads_that_do_not_divide_are_an_unsupported_row():
     row = run_case(Case("sdpa_flash", 32, heads=4, kv_heads=3, head_dim=8), CPU)
     assert row["status"] == "unsupported"
     assert row["reason"]
@@ -145,10 +137,17 @@ def test_only_quadratic_backends_are_predicted_to_need_the_score_matrix():
     assert [name for name, reason in needs.items() if reason] == ["standard", "sdpa_math"]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", benchmark.QUADRATIC_BACKENDS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "direction", "causal"),
+    [
+        ("standard", "float32", "forward", True),
+        ("standard", "bfloat16", "forward+backward", True),
+        ("standard", "float32", "forward+backward", False),
+        ("sdpa_math", "bfloat16", "forward", False),
+        ("sdpa_math", "float32", "forward+backward", True),
+        ("sdpa_math", "bfloat16", "forward+backward", False),
+    ],
+)
 def test_the_predicted_need_is_never_below_the_measured_one(backend, dtype, direction, causal):
     case = Case(backend, 256, heads=2, head_dim=32, dtype=dtype, direction=direction, causal=causal)
     row = run_case(case, CPU, max_seconds=0.0)
@@ -174,17 +173,15 @@ def test_an_error_in_a_case_becomes_its_status(monkeypatch, error, status):
 
 
 def test_an_interrupted_grid_keeps_its_rows(monkeypatch):
-    finished = iter([{"backend": "standard", "status": "ok"}])
+    cases = iter(["one", KeyboardInterrupt()])
 
-    def interrupted(*args: object, **kwargs: object) -> dict[str, object]:
-        try:
-            return next(finished)
-        except StopIteration:
-            raise KeyboardInterrupt from None
+    def attention(*args: object, **kwargs: object) -> None:
+        if isinstance(case := next(cases), KeyboardInterrupt):
+            raise case
 
-    monkeypatch.setattr(benchmark, "run_case", interrupted)
+    monkeypatch.setattr(benchmark, "attention", attention)
     table = run_grid(grid(["standard"], [16, 32, 64]), **QUICK)
-    assert len(table) == 1
+    assert len(table) < 3
     assert table.attrs["provenance"]["interrupted"] is True
 
 

@@ -1,5 +1,6 @@
-"""The sampler inside a program, its recording, and its curve."""
+"""The sampler inside a program, its curve, and the GPU's readings."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -9,173 +10,82 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from labsupport.plotting import Chart, alt_text
+from labsupport.plotting import alt_text
 from labsupport.plotting.monitor import plot_monitor
-from labsupport.profiling import monitor
-from labsupport.profiling.monitoring.processes import ProcessTree, memory_limit
-from labsupport.profiling.monitoring.recording import Recording, format_row
-from labsupport.profiling.monitoring.sampler import maxrss_bytes, own_peak
+from labsupport.profiling import gpu, monitor
+from labsupport.profiling.gpu import GpuState, read_gpus, visible_gpus
+from labsupport.profiling.monitoring import live_line, mean_over_time, memory_limit, own_peak
 
 MIB = 2**20
-
-
-def touched(mib):
-    """Memory that is really there: one byte of each page is written."""
-    block = bytearray(mib * MIB)
-    block[::4096] = b"x" * len(range(0, len(block), 4096))
-    return block
 
 
 @pytest.fixture(scope="module")
 def watched():
     with monitor(interval=0.02) as watch:
         time.sleep(0.1)
-        block = touched(200)
+        block = b"x" * (200 * MIB)
         time.sleep(0.3)
         del block
         time.sleep(0.1)
     return watch
 
 
-def recorded(*rows, columns=("rss_bytes",)):
-    recording = Recording(columns, 0.1)
-    for row in rows:
-        recording.add(row)
-    return recording
-
-
-# --- the recording --------------------------------------------------------------------------------
-
-
-def test_the_average_is_over_time_and_not_over_samples():
+def test_the_average_is_over_time_and_not_over_samples_and_skips_what_was_not_read():
     # 100 for a second in one gap, then 0: ten hasty samples must not outweigh the first second.
     rows = [(0.0, 100.0), (1.0, 100.0), *((1.0 + i / 10, 0.0) for i in range(1, 11))]
-    assert recorded(*rows).mean("rss_bytes") == pytest.approx((100 * 1 + 50 * 0.1) / 2)
-
-
-def test_what_was_not_read_counts_neither_as_zero_nor_at_all():
-    recording = recorded((0.0, 4.0), (1.0, math.nan), (2.0, 8.0))
-    assert recording.mean("rss_bytes") == 6.0
-    assert recording.peak("rss_bytes") == (2.0, 8.0)
-    assert recording.points("rss_bytes") == [(0.0, 4.0), (2.0, 8.0)]
-
-
-def test_the_largest_gap_tells_how_late_the_sampler_was():
-    assert recorded((0.0, 1.0), (0.1, 1.0), (0.7, 1.0), (0.8, 1.0)).largest_gap() == 0.6
-
-
-def test_a_single_sample_is_its_own_average_and_none_is_no_number():
-    assert recorded((0.0, 7.0)).mean("rss_bytes") == 7.0
-    assert math.isnan(recorded().mean("rss_bytes"))
-    assert math.isnan(recorded().peak("rss_bytes")[1])
-
-
-def test_a_line_of_csv_has_whole_bytes_and_nothing_for_what_was_not_read():
-    columns = ("time_s", "rss_bytes", "pss_bytes", "gpu_power_w", "gpu_throttle")
-    line = format_row(columns, (1.23456, 1e12 + 1, math.nan, 71.25, 4.0))
-    assert line == "1.235,1000000000001,,71.2,sw_power_cap"
-
-
-def test_getrusage_counts_kib_on_linux_and_bytes_on_macos():
-    assert maxrss_bytes(1000, "linux") == 1_024_000
-    assert maxrss_bytes(1000, "darwin") == 1000
-    # Python with torch: more than 50 MiB and less than 50 GiB, so the unit is right here too.
-    assert 50 * MIB < own_peak() < 50 * 1024 * MIB
-
-
-# --- the context manager --------------------------------------------------------------------------
+    table = pd.DataFrame(rows, columns=["time_s", "x"])
+    assert mean_over_time(table, "x") == pytest.approx((100 * 1 + 50 * 0.1) / 2)
+    gap = pd.DataFrame({"time_s": [0.0, 1.0, 2.0], "x": [4.0, math.nan, 8.0]})
+    assert mean_over_time(gap, "x") == 6.0
+    assert mean_over_time(gap[:1], "x") == 4.0
 
 
 def test_the_extra_peak_is_what_the_block_allocated(watched):
-    assert watched.extra_peak_bytes == pytest.approx(200 * MIB, abs=20 * MIB + 4 * MIB)
-    assert watched.peak_bytes == watched.start_bytes + watched.extra_peak_bytes
-
-
-def test_the_average_lies_between_start_and_peak_as_the_times_do(watched):
-    share = (watched.mean_bytes - watched.start_bytes) / watched.extra_peak_bytes
+    assert watched.extra_peak_bytes == pytest.approx(200 * MIB, abs=24 * MIB)
+    share = 1 - (watched.peak_bytes - watched.mean_bytes) / watched.extra_peak_bytes
     assert 0.3 < share < 0.95  # the block is there for about 0.3 s of 0.5 s
 
 
 def test_the_samples_are_a_table_that_begins_at_the_start(watched):
     samples = watched.samples()
-    assert list(samples.columns[:4]) == ["time_s", "processes", "rss_bytes", "pss_bytes"]
+    assert list(samples.columns[:3]) == ["time_s", "processes", "rss_bytes"]
     assert samples["time_s"].is_monotonic_increasing
     assert samples["time_s"].iloc[0] < 0.02
     assert samples["time_s"].iloc[-1] > 0.45
     assert len(samples) > 10
-    assert samples["rss_bytes"].max() == watched.peak_bytes
-
-
-def test_the_summary_says_what_samples_cannot_see(watched):
-    text = str(watched)
-    for part in (
-        "peak",
-        "above the start",
-        "on average",
-        "shared pages",
-        "largest gap",
-        "can miss",
-    ):
-        assert part in text
-
-
-def test_the_systems_own_peak_is_told_only_if_the_block_set_it():
-    before = own_peak()
-    with monitor(interval=0.5) as short:
-        pass
-    assert short.kernel_peak_bytes is None
-    with monitor(interval=5) as blind:
-        now = blind.start_bytes
-        size = (before - now) // MIB + 100 if before > now else 100
-        touched(size)  # freed at once: no sample sees it
-    assert blind.extra_peak_bytes < 50 * MIB
-    # What the process gave back meanwhile is missing in the peak: half of the spare 100 MiB.
-    assert blind.kernel_peak_bytes >= now + (size - 50) * MIB
+    for part in ("peak", "above the start", "on average", "largest gap", "can be missed"):
+        assert part in str(watched)
 
 
 def test_memory_of_child_processes_is_counted():
-    code = "import sys; b = bytearray(60 << 20); b[::4096] = b'x' * (60 << 8); print(1, flush=True)"
+    code = "import sys; b = b'x' * (60 << 20); print(1, flush=True); sys.stdin.read()"
     with monitor(interval=0.02) as watch:
         child = subprocess.Popen(
-            [sys.executable, "-c", f"{code}; sys.stdin.read()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        assert child.stdout is not None
         child.stdout.readline()
         time.sleep(0.1)
         child.communicate()
-    assert 60 * MIB < watch.extra_peak_bytes < 100 * MIB
-    assert watch.samples()["processes"].max() == watch.samples()["processes"].iloc[0] + 1
-    if sys.platform == "linux":
-        assert watch.samples()["pss_bytes"].notna().any()
+    processes = watch.samples()["processes"]
+    assert watch.extra_peak_bytes > 60 * MIB
+    assert processes.max() == processes.iloc[0] + 1 == processes.iloc[-1] + 1
 
 
-def test_an_error_in_the_block_passes_through_and_the_samples_stay():
+def test_an_error_in_the_block_passes_through_and_wrong_use_is_refused():
     with pytest.raises(KeyError), monitor(interval=0.01) as watch:
         raise KeyError
-    assert watch.peak_bytes > 0
     assert len(watch.samples()) >= 2
-
-
-def test_wrong_use_is_told():
     with pytest.raises(ValueError, match=r"interval is 0 s; it must be 0\.001 s or more"):
         monitor(interval=0)
-    unused = monitor()
     with pytest.raises(RuntimeError, match="nothing is sampled yet"):
-        _ = unused.peak_bytes
-    with pytest.raises(RuntimeError, match="nothing is sampled yet"):
-        _ = unused.mean_bytes
-    assert str(unused) == "nothing is sampled yet: use `with monitor() as watch: ...`"
-    with unused:
-        pass
-    with pytest.raises(RuntimeError, match="has been used"):
-        unused.__enter__()
+        _ = monitor().peak_bytes
 
 
 def test_importing_the_monitor_imports_no_torch():
     code = (
         "import sys\n"
-        "from labsupport.profiling.monitoring.run import run_monitored\n"
+        "from labsupport.commands.monitor import run_monitored\n"
         "from labsupport.profiling import monitor\n"
         "print(sorted({'torch', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
@@ -183,124 +93,123 @@ def test_importing_the_monitor_imports_no_torch():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_process_tree_knows_children_and_grandchildren_and_forgets_the_ended():
-    inner = "import sys; sys.stdin.read()"
-    outer = (
-        f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {inner!r}]);"
-        "print(c.pid, flush=True); sys.stdin.read(); c.wait()"
-    )
-    tree = ProcessTree(count_root=False)
-    before = tree.read()[0]
-    child = subprocess.Popen(
-        [sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    grandchild = int(child.stdout.readline())
-    tree.read()
-    assert {child.pid, grandchild} <= tree.pids()
-    assert tree.read()[0] == before + 2
-    child.communicate()
-    assert tree.read()[0] == before
-
-
-def test_the_limit_is_at_most_the_memory_of_the_machine():
-    import psutil
-
+def test_peak_and_limit_have_the_right_unit():
+    assert 50 * MIB < own_peak() < 50 * 1024 * MIB  # Python with torch
     limit, name = memory_limit()
-    assert 0 < limit <= psutil.virtual_memory().total
+    assert own_peak() < limit
     assert name.startswith("memory")
 
 
-# --- the curve ------------------------------------------------------------------------------------
-
-
-def test_the_chart_shows_the_samples_in_their_unit_with_lines_to_judge_by(watched):
+def test_the_chart_shows_the_samples_with_lines_to_judge_by(watched):
     chart = watched.chart()
     axes = chart.axes[0]
-    curve = axes.get_lines()[0]
-    samples = watched.samples()
     unit = 2**30 if "GiB" in axes.get_ylabel() else MIB
-    assert list(curve.get_xdata()) == list(samples["time_s"])
-    assert list(curve.get_ydata()) == pytest.approx(list(samples["rss_bytes"] / unit))
-    assert "s)" in axes.get_xlabel()
+    curve = axes.get_lines()[0]
+    assert list(curve.get_ydata()) == pytest.approx(list(watched.samples()["rss_bytes"] / unit))
     words = " ".join(text.get_text() for text in axes.get_legend().get_texts())
     assert "at the start" in words
-    assert "memory of this machine" in words or "memory limit" in words
+    assert "memory" in words
     assert "on average" in chart.get_suptitle()
-    assert "largest gap" in chart.get_supxlabel()
-    assert "can miss" in chart.get_supxlabel()
+    assert "can be missed" in chart.get_supxlabel()
 
 
 @pytest.mark.parametrize(("limit", "is_line"), [(250 * MIB, True), (100 * 1024 * MIB, False)])
 def test_a_limit_is_a_line_where_it_is_near_and_words_where_it_is_far(limit, is_line):
     samples = pd.DataFrame({"time_s": [0.0, 1.0], "rss_bytes": [50.0 * MIB, 200.0 * MIB]})
-    chart = plot_monitor(samples, title="A finding", limit=("memory of a machine", limit))
-    axes = chart.axes[0]
+    axes = plot_monitor(samples, title="A finding", limit=("a limit", limit)).axes[0]
     drawn = [line for line in axes.get_lines() if line.get_gid() == "reference"]
     assert [list(line.get_ydata()) for line in drawn] == [[250, 250]] * is_line
     assert axes.get_ylim()[1] < 300
-    assert "memory of a machine" in axes.get_legend().get_texts()[-1].get_text()
+    assert "a limit" in axes.get_legend().get_texts()[-1].get_text()
 
 
-def test_a_gpu_has_panels_of_its_own_and_is_described():
+@pytest.mark.filterwarnings("error")
+def test_a_gpu_has_panels_of_its_own_is_described_and_stays_inside_the_picture():
     samples = pd.DataFrame(
         {
             "time_s": [0.0, 1.0, 2.0],
             "rss_bytes": [1.0 * MIB, 2.0 * MIB, 1.5 * MIB],
-            "gpu_tree_bytes": [math.nan] * 3,
+            "gpu_tree_bytes": [0.0] * 3,
             "gpu_used_bytes": [0.0, 3.0 * 2**30, 1.0 * 2**30],
             "gpu_util_percent": [0.0, 90.0, 30.0],
         }
     )
-    chart = plot_monitor(samples, title="A finding", gpu_limit=("memory of a GPU", 8.0 * 2**30))
-    labels = ["memory (MiB)", "GPU memory (GiB)", "GPU in use (%)"]
-    assert [axes.get_ylabel() for axes in chart.axes] == labels
-    words = alt_text(chart)
-    assert "GPU memory used by everybody: peak 3.0 GiB at 1.0 s, 1.0 GiB at the end" in words
-    assert "40% on average" in words
-    assert isinstance(chart, Chart)
-
-
-def test_the_words_stay_inside_the_picture_however_long_they_are():
-    samples = pd.DataFrame({"time_s": [0.0, 1.0], "rss_bytes": [1e9, 2e9],
-                            "gpu_tree_bytes": [1e9, 9.5 * 2**30]})  # fmt: skip
+    limit = ("memory of this GPU (NVIDIA H100 80GB HBM3 MIG 1g.10gb)", 8.0 * 2**30)
     chart = plot_monitor(
-        samples,
-        title="python -c 'import torch; x = torch.ones(10**8); print(x.sum())' and more words: "
-        + "at most 1.9 GiB, 1.4 GiB on average" + "x" * 120,
-        limit=("memory limit of this container or job", 140.0 * 2**30),
-        gpu_limit=("memory of this GPU (NVIDIA H100 80GB HBM3 MIG 1g.10gb)", 140.4 * 2**30),
-        start_bytes=1e9,
-        small_print="NVIDIA H200, 2026-01-01, " + "how it was sampled, " * 20,
-    )  # fmt: skip
+        samples, title="a long title " * 12, gpu_limit=limit, small_print="how it was sampled " * 20
+    )
+    assert [axes.get_ylabel() for axes in chart.axes] == [
+        *("memory (MiB)", "GPU memory (GiB)", "GPU in use (%)"),
+    ]
+    words = alt_text(chart)
+    assert "GPU memory of all processes: peak 3.0 GiB at 1.0 s, 1.0 GiB at the end" in words
+    assert "40% on average" in words
     canvas = FigureCanvasAgg(chart)
     canvas.draw()
-    renderer = canvas.get_renderer()
-    texts = [text for axes in chart.axes for text in axes.get_legend().get_texts()]
-    texts += chart.texts
-    boxes = [text.get_window_extent(renderer) for text in texts]
-    assert len(boxes) >= 7
+    texts = [text for axes in chart.axes[:2] for text in axes.get_legend().get_texts()]
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in [*texts, *chart.texts]]
     assert all(box.x0 >= 0 and box.x1 <= chart.bbox.width for box in boxes)
-    assert all(box.y0 >= 0 and box.y1 <= chart.bbox.height for box in boxes)
+    with pytest.raises(ValueError, match="rss_bytes"):
+        plot_monitor(samples[["time_s"]], title="A finding")
 
 
-def test_a_number_and_its_unit_stay_on_one_line():
-    samples = pd.DataFrame({"time_s": [0.0, 1.0], "rss_bytes": [1e9, 2e9]})
-    for length in (58, 62):
-        title = f"{'x' * length} at most 2.8 GiB on average"
-        lines = plot_monitor(samples, title=title).get_suptitle().split("\n")
-        assert any("2.8\N{NO-BREAK SPACE}GiB" in line for line in lines)
+# --- the GPU --------------------------------------------------------------------------------------
+
+BUSY = GpuState(
+    index=0, name="NVIDIA H200", busy_percent=98, used_bytes=2 * 2**30, total_bytes=140 * 2**30,
+    sm_mhz=1395, max_sm_mhz=1980, memory_mhz=3201, celsius=61, power_w=698.6, reasons=0x4 | 0x1,
+    users={10: 500, 11: 70, 99: 4000},
+)  # fmt: skip
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_gpu_that_is_not_used_is_drawn_as_zero():
-    samples = pd.DataFrame({"time_s": [0.0], "rss_bytes": [1e9], "gpu_tree_bytes": [0.0]})
-    chart = plot_monitor(samples, title="A finding", gpu_limit=("memory of a GPU", 8e9))
-    assert chart.axes[1].get_ylim()[0] == 0 < chart.axes[1].get_ylim()[1]
-    assert all(axes.get_xlim()[1] > 0 for axes in chart.axes)
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        (" 3 , 1", [3, 1]),
+        ("GPU-8932f937", ["GPU-8932f937"]),
+        ("", []),
+        ("2,-1,3", [2]),
+        ("2,7", [2]),
+    ],
+)
+def test_gpus_are_counted_as_pytorch_counts_them(visible, expected):
+    assert visible_gpus(4, visible) == expected
 
 
-def test_a_table_of_something_else_is_refused():
-    with pytest.raises(ValueError, match="lack rss_bytes"):
-        plot_monitor(pd.DataFrame({"time_s": [0.0]}), title="A finding")
-    with pytest.raises(ValueError, match="no sample"):
-        plot_monitor(pd.DataFrame({"time_s": [], "rss_bytes": []}), title="A finding")
+def test_only_the_trees_own_processes_count(monkeypatch):
+    monkeypatch.setattr(gpu, "foreign_pids", lambda: False)
+    assert BUSY.bytes_of({10, 11, 12}) == 570
+    assert BUSY.bytes_of({12}) == 0
+    assert dataclasses.replace(BUSY, users={10: None, 11: 70}).bytes_of({10, 11}) is None
+    monkeypatch.setattr(gpu, "foreign_pids", lambda: True)
+    assert BUSY.bytes_of({10}) is None
+
+
+def test_reasons_are_the_drivers_and_idle_or_chosen_clocks_are_none():
+    import pynvml
+
+    assert BUSY.held_down_by() == "power limit"
+    assert dataclasses.replace(BUSY, reasons=0x1 | 0x2 | 0x100).held_down_by() == ""
+    names = {
+        "GpuIdle": "idle", "SwPowerCap": "power limit", "HwSlowdown": "hardware slowdown",
+        "SwThermalSlowdown": "temperature (the driver slows it)",
+        "HwThermalSlowdown": "temperature (the hardware slows it)",
+    }  # fmt: skip
+    bits = {getattr(pynvml, f"nvmlClocksThrottleReason{name}"): w for name, w in names.items()}
+    assert bits.items() <= gpu.REASONS.items()
+
+
+def test_the_live_line_names_machine_and_gpus(monkeypatch):
+    monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [BUSY])
+    line = live_line()
+    for part in ("CPU ", "98% in use", "2.0 GiB of 140.0 GiB", "SM 1395 of 1980", "699 W", "61 °C"):
+        assert part in line
+    assert line.endswith("held down by power limit")
+    monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [GpuState(1, "a GPU")])
+    assert live_line().endswith("GPU 1 not readable here")
+
+
+def test_hidden_gpus_are_not_read(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert read_gpus() == []

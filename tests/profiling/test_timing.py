@@ -19,17 +19,11 @@ def test_quartiles_interpolate_between_samples():
     assert (timing.min, timing.max, timing.mean, timing.repeats) == (1.0, 4.0, 2.5, 4)
 
 
-def test_a_quantile_of_one_sample_is_that_sample():
+def test_a_timing_reads_as_median_spread_and_count_and_needs_a_sample():
+    assert str(Timing((12.1, 12.3, 12.6))) == "12.3 ms (IQR 12.2-12.4, n=3)"
     assert quantile((7.0,), 0.25) == 7.0
-
-
-def test_a_timing_without_samples_is_refused():
     with pytest.raises(ValueError, match="at least one sample"):
         Timing(())
-
-
-def test_a_timing_reads_as_median_spread_and_count():
-    assert str(Timing((12.1, 12.3, 12.6))) == "12.3 ms (IQR 12.2-12.4, n=3)"
 
 
 @pytest.mark.parametrize(
@@ -48,24 +42,17 @@ def test_warm_up_calls_are_not_samples():
     assert next(calls) == 3 + 7
 
 
-def test_repeats_stay_within_their_bounds_when_time_is_up():
-    timing = measure_time(
-        lambda: None, device="cpu", min_repeats=4, max_repeats=9, min_seconds=0, max_seconds=0
-    )
-    assert timing.repeats == 4
-
-
-def test_an_unreachable_precision_ends_at_the_largest_number_of_repeats():
-    timing = measure_time(
-        lambda: None,
-        device="cpu",
-        min_repeats=2,
-        max_repeats=12,
-        min_seconds=0,
-        max_seconds=60,
-        precision=-1.0,
-    )
-    assert timing.repeats == 12
+@pytest.mark.parametrize(
+    ("bounds", "repeats"),
+    [
+        ({"max_seconds": 0}, 4),  # time is up
+        ({"max_seconds": 60, "precision": -1.0}, 9),  # the precision is out of reach
+        ({"max_seconds": 60, "precision": 1e9}, 4),
+    ],
+)
+def test_repeats_stay_within_their_bounds(bounds, repeats):
+    options = {"device": "cpu", "min_repeats": 4, "max_repeats": 9, "min_seconds": 0}
+    assert measure_time(lambda: None, **options, **bounds).repeats == repeats
 
 
 def test_interleaved_functions_take_turns():
@@ -90,19 +77,17 @@ def test_a_ratio_is_the_median_of_the_pairs_not_the_ratio_of_the_medians():
 
 
 def test_timings_of_different_runs_give_no_ratio():
+    bounds = {"device": "cpu", "min_repeats": 3, "max_repeats": 3}
+    assert len(measure_ratio(lambda: None, lambda: None, **bounds).samples) == 3
     with pytest.raises(ValueError, match="not pairs"):
         ratio_of(Timing((1.0, 2.0)), Timing((1.0,)))
-
-
-def test_measure_ratio_keeps_both_timings_of_the_run():
-    bounds = {"device": "cpu", "min_repeats": 3, "max_repeats": 3}
-    ratio = measure_ratio(lambda: None, lambda: None, **bounds)
-    assert len(ratio.samples) == ratio.numerator.repeats == ratio.denominator.repeats == 3
 
 
 def test_contradicting_bounds_are_refused():
     with pytest.raises(ValueError, match="min_repeats"):
         measure_time(lambda: None, device="cpu", min_repeats=5, max_repeats=4)
+    with pytest.raises(ValueError, match="nothing to time"):
+        measure_interleaved({})
     with pytest.raises(ValueError, match="min_seconds"):
         measure_time(lambda: None, device="cpu", min_seconds=2, max_seconds=1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.profiling.monitoring.sampler import own_peak
+from labsupport.profiling.monitoring import own_peak
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,0 +1,294 @@
+"""`labsupport bench`, `sweep` and `compare`: from options to cases, and from rows to reports.
+
+All three measure a grid of cases with `run_grid`, print rows with `format_table`, and write them
+with `export`. What they add to a row is said in `labsupport.profiling.advice`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from labsupport.attention.backends import attention, available_backends, last_call
+from labsupport.profiling.advice import (
+    IMPOSSIBLE,
+    bound_of,
+    verdict,
+    what_next,
+    why_not,
+    why_slow,
+)
+from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case
+from labsupport.profiling.hardware import Ceilings
+from labsupport.profiling.presets import preset as preset_named
+from labsupport.profiling.tables import aligned, format_table
+from labsupport.profiling.timing import format_ms
+from labsupport.profiling.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHORT_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
+DEFAULTS: dict[str, Any] = {
+    "batch": 2,
+    "seqlen": 1024,
+    "heads": 8,
+    "head_dim": 64,
+    "causal": False,
+    "kv_heads": 0,
+}
+# What a chart cannot mix: its x axis is the length, its lines are the backends.
+FIXED = ["batch", "heads", "kv_heads", "head_dim", "dtype", "causal"]
+CHART_TYPES = (".png", ".svg", ".pdf")
+
+Value = TypeVar("Value", int, str)
+
+
+def one_case(
+    device: torch.device,
+    *,
+    backend: str,
+    preset: str | None,
+    dtype: str | None,
+    grad: bool,
+    **own: Any,
+) -> Case:
+    """The case of `bench` and `compare`: the default shape, or a preset's, and what is given.
+
+    Args:
+        own: fields of DEFAULTS; None where the option was left out.
+
+    Raises:
+        ValueError: an unknown preset, dtype or backend, or a size that is not positive.
+    """
+    shape = dict(DEFAULTS)
+    if preset is not None:
+        shape = {name: getattr(preset_named(preset), name) for name in DEFAULTS}
+        if own.get("heads") and not own.get("kv_heads"):
+            shape["kv_heads"] = 0  # the preset's would not fit to other heads
+    shape |= {name: value for name, value in own.items() if value is not None}
+    direction = DIRECTIONS[1] if grad else DIRECTIONS[0]
+    case = Case(backend, dtype=dtype_named(dtype, device), direction=direction, **shape)
+    if backend == "auto":
+        return replace(case, backend=chosen_backend(case, device))
+    known = [state.name for state in available_backends(device=device)]
+    if backend not in known:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(known)}")
+    return case
+
+
+def chosen_backend(case: Case, device: torch.device) -> str:
+    """The backend that `attention(backend="auto")` takes for such a case, by a call of 32 tokens.
+
+    Raises:
+        BackendUnavailableError: nothing can run it.
+    """
+    small = replace(case, batch=1, seqlen=32, kv_seqlen=32)
+    q, k, v, _ = make_inputs(small, device, seed=0)
+    attention(q, k, v, causal=case.causal, check_layout=False)
+    report = last_call()
+    assert report is not None, "a call leaves a report"
+    return report.backend
+
+
+def measurable_backends(device: torch.device) -> list[str]:
+    """All backends that run on the device, without Triton's interpreter: that one is to be read."""
+    names = [status.name for status in available_backends(device=device) if status.runs]
+    return [name for name in names if name != "flash_triton" or device.type == "cuda"]
+
+
+def dtype_named(text: str | None, device: torch.device) -> str:
+    """`fp16` and `float16` as `float16`; by default bfloat16 on a GPU that has it, else float32.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    if text is None:
+        ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return "bfloat16" if ampere else "float16" if device.type == "cuda" else "float32"
+    name = SHORT_NAMES.get(text, text)
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {text!r}; known: {', '.join([*DTYPES, *SHORT_NAMES])}")
+    return name
+
+
+def listed(text: str, kind: Callable[[str], Value]) -> list[Value]:
+    """'512,1024' as [512, 1024].
+
+    Raises:
+        ValueError: a part that is no number where one is expected, or nothing at all.
+    """
+    try:
+        values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError:
+        values = []
+    if not values:
+        raise ValueError(f"{text!r}: values and commas are expected, such as 512,1024")
+    return values
+
+
+def judge_table(
+    table: pd.DataFrame, case: Case, ceilings: Ceilings, sms: int | None = None
+) -> pd.DataFrame:
+    """Add bound_ms, of_ceiling, verdict and next to a table of backends on one shape.
+
+    Args:
+        case: the shape; its backend is replaced by each row's.
+        sms: multiprocessors; None on a CPU.
+    """
+    ran = table[table["status"] == "ok"].sort_values("median_ms")
+    best = (float(ran["median_ms"].iloc[0]), str(ran["backend"].iloc[0])) if len(ran) else (0.0, "")
+    rows = []
+    for row in table.to_dict("records"):
+        if row["status"] != "ok":
+            rows.append((math.nan, math.nan, "", ""))
+            continue
+        own, ms = replace(case, backend=row["backend"]), row["median_ms"]
+        bound = bound_of(own, ceilings)
+        share = bound.ms / ms if bound else math.nan
+        if share > IMPOSSIBLE:
+            bound = None
+        advice = what_next(own, ms, share, bound.by if bound else "", best, sms)
+        figures = (bound.ms, share) if bound else (math.nan, math.nan)
+        rows.append((*figures, verdict(share), advice))
+    names = ["bound_ms", "of_ceiling", "verdict", "next"]
+    return table.assign(**dict(zip(names, zip(*rows, strict=True), strict=True)))
+
+
+def compare_report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
+    """The text of `labsupport compare` about the table of `judge_table`."""
+    lines = [headline(replace(case, backend="all")), str(ceilings), ""]
+    ran = table[table["status"] == "ok"].sort_values("median_ms")
+    rest = table[table["status"] != "ok"]
+    lines.append(format_table(table.loc[[*ran.index, *rest.index]]))
+    if ran.empty:
+        return "\n".join([*lines, "", "none of them ran"])
+    leanest = ran.sort_values("peak_memory_bytes").iloc[0]
+    lines += [
+        "",
+        f"fastest: {ran['backend'].iloc[0]}, {format_ms(ran['median_ms'].iloc[0])} ms",
+        f"leanest: {leanest['backend']}, {format_bytes(leanest['peak_memory_bytes'])}",
+    ]
+    advice = zip(map(str, ran["backend"]), map(str, ran["next"]), strict=True)
+    impossible = ran[(ran["verdict"] == "-") & (case.dtype in ceilings.matmul_tflops)]
+    if len(impossible):
+        names = ", ".join(impossible["backend"])
+        lines.append(f"not judged: {names}: faster than the ceilings, which were measured too low")
+    return "\n".join(
+        [*lines, "", "what next", *aligned([[f"  {name}", text] for name, text in advice])]
+    )
+
+
+def bench_report(
+    table: pd.DataFrame, case: Case, device: torch.device, ceilings: Ceilings | None
+) -> str:
+    """The text of `labsupport bench` about a table of one row, or of none."""
+    if table.empty:
+        return "stopped before it was measured"
+    row: dict[str, Any] = table.iloc[0].to_dict()
+    record = table.attrs.get("provenance", {})
+    threads = f", {record['threads']} threads" if "threads" in record else ""
+    lines = [headline(case), f"on {record.get('device', device)}{threads}", ""]
+    if row["status"] != "ok":
+        return "\n".join([*lines, row["status"], *(f"  {s}" for s in why_not(row, case, device))])
+    ms = {name: format_ms(row[f"{name}_ms"]) for name in ("min", "mean", "max", "median")}
+    lines += [
+        f"kernel   {row['kernel']}",
+        f"time     min {ms['min']}, avg {ms['mean']}, max {ms['max']} ms",
+        f"         median {ms['median']} ms, IQR {format_ms(row['q1_ms'])}-"
+        f"{format_ms(row['q3_ms'])}, n={row['repeats']:.0f}",
+        f"speed    peak {row['peak_tflops']:.3g}, average {row['average_tflops']:.3g} TFLOP/s",
+        f"memory   {format_bytes(row['peak_memory_bytes'])} at the peak, inputs left out",
+    ]
+    bound = bound_of(case, ceilings) if ceilings else None
+    share = bound.ms / row["median_ms"] if bound else math.nan
+    if bound:
+        limit = f"what this device reaches: {bound.rate}, {format_ms(bound.ms)} ms at least"
+        lines.append(f"ceiling  {share:.0%} of {limit} ({verdict(share)})")
+    return "\n".join([*lines, *why_slow(row, case, device, share)])
+
+
+def headline(case: Case) -> str:
+    """The case in a line."""
+    shared = "" if case.kv_heads == case.heads else f" ({case.kv_heads} of keys and values)"
+    mask = "causal" if case.causal else "not causal"
+    return (
+        f"{case.backend}, {case.direction}, batch {case.batch}, {case.seqlen} tokens, "
+        f"{case.heads} heads{shared}, head_dim {case.head_dim}, {case.dtype}, {mask}"
+    )
+
+
+def check_chart(path: Path | None) -> None:
+    """Refuse a file that no chart can be written to, before anything long begins.
+
+    Raises:
+        ValueError: another ending than .png, .svg and .pdf.
+    """
+    if path is not None and path.suffix.lower() not in CHART_TYPES:
+        raise ValueError(f"{path}: a chart's name ends in {', '.join(CHART_TYPES)}")
+
+
+def write_charts(table: pd.DataFrame, path: Path) -> list[Path]:
+    """Time against length, one file for each shape among the rows; returns the files.
+
+    One shape's file is `path`; of several, each name says what is its own: sweep-batch2-heads8.png.
+    """
+    from labsupport.plotting import plot_time
+
+    varying = [name for name in FIXED if table[name].nunique() > 1]
+    groups: Any = table.groupby(varying, sort=False) if varying else [((), table)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for values, rows in groups:
+        if not (rows["status"] == "ok").any():
+            continue
+        own = "".join(f"-{name}{value}" for name, value in zip(varying, values, strict=True))
+        rows.attrs = dict(table.attrs)
+        written.append(path.with_name(f"{path.stem}{own}{path.suffix}"))
+        plot_time(rows, title=finding(rows)).savefig(written[-1])
+    return written
+
+
+def finding(rows: pd.DataFrame) -> str:
+    """A chart's title: which backend is the fastest at the longest length, and by how much."""
+    ran = rows[rows["status"] == "ok"]
+    ran = ran[ran["seqlen"] == ran["seqlen"].max()].sort_values("median_ms")
+    first, last = ran.iloc[0], ran.iloc[-1]
+    at = f"at {first['seqlen']} tokens"
+    if len(ran) == 1:
+        return f"{first['backend']} takes {format_ms(first['median_ms'])} ms {at}"
+    times = last["median_ms"] / first["median_ms"]
+    return f"{first['backend']} is {times:.1f} times as fast as {last['backend']} {at}"
+
+
+def export(
+    table: pd.DataFrame, *, to_json: str | None, to_csv: Path | None, **further: Any
+) -> None:
+    """Write the table where asked.
+
+    Args:
+        to_json: a file, or "-" for stdout. An object with "provenance", "results" (one object for
+            each row; what has no value is null) and `further`.
+        to_csv: a file: the rows alone.
+    """
+    if to_csv is not None:
+        to_csv.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(to_csv, index=False)
+    if to_json is None:
+        return
+    rows = json.loads(table.to_json(orient="records"))  # NaN, which JSON lacks, becomes null
+    record = {"provenance": table.attrs.get("provenance", {}), **further, "results": rows}
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    if to_json == "-":
+        sys.stdout.write(text)
+    else:
+        Path(to_json).parent.mkdir(parents=True, exist_ok=True)
+        Path(to_json).write_text(text, encoding="utf-8")

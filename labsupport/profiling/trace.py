@@ -1,0 +1,272 @@
+"""One call under torch.profiler: which operators and kernels ran, how long, with what memory.
+
+    from labsupport.profiling.trace import trace
+
+    seen = trace(lambda: attention(q, k, v))
+    seen.kernels()               # a table: name, calls, time, FLOPs, bytes
+    seen.memory()                # what it allocated, moment by moment
+    seen.save("call.json.gz")    # the timeline, for https://ui.perfetto.dev
+    print(seen.profiler.key_averages().table())  # PyTorch's own table
+
+The profiler itself takes time, some microseconds an operator: the table says where the time of a
+call goes; how long the call takes is said by `labsupport.profiling.measure_time`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labsupport.profiling.memory import (
+    cpu_memory_changes,
+    stored_tensors,
+    without_allocator_warning,
+)
+from labsupport.profiling.timing import format_ms, now, resolve_device
+from labsupport.profiling.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SPAN = "the traced call"
+
+
+class Trace:
+    """Operators, kernels and memory of one call; `trace` makes it.
+
+    Attributes:
+        device: where it ran.
+        profiler: the `torch.profiler.profile` that saw it.
+        wall_ms: from the start of the call until the device had finished, under the profiler.
+    """
+
+    def __init__(
+        self, profiler: profile, device: torch.device, moved: Mapping[str, int] | None = None
+    ) -> None:
+        self.device, self.profiler = device, profiler
+        self._moved = moved or {}
+        results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+        spans = [e for e in results.events() if e.name() == SPAN]
+        span = next(e for e in spans if e.device_type() == DeviceType.CPU)
+        self._span = span.start_ns(), span.end_ns()
+        self.wall_ms = (self._span[1] - self._span[0]) / 1e6
+
+    def kernels(self) -> pd.DataFrame:
+        """Work by kernel (on a GPU) or operator (on a CPU), the longest first.
+
+        Returns:
+            name; operator (that launched the kernel, or itself); calls; device_ms (the time of the
+            device that did the work, without that of operators called from within); share (of the
+            sum of device_ms); flops (of the few operators that PyTorch counts: matrix products,
+            convolutions; else NaN); bytes (that the operator was given and made, see `moved_bytes`;
+            NaN where unknown, and for all but the longest kernel of an operator).
+        """
+        import pandas as pd
+
+        rows = self._kernels() if self.device.type == "cuda" else self._operators()
+        table = pd.DataFrame(rows, columns=["name", "operator", "device_ms", "flops"])
+        sums = {
+            "calls": ("device_ms", "size"),
+            "device_ms": ("device_ms", "sum"),
+            "flops": ("flops", "sum"),
+        }
+        table = table.groupby(["name", "operator"], as_index=False, sort=False).agg(**sums)
+        table = table.sort_values("device_ms", ascending=False, ignore_index=True)
+        table["share"] = table["device_ms"] / table["device_ms"].sum()
+        table["flops"] = table["flops"].astype(float).where(table["flops"] > 0)
+        first = ~table["operator"].duplicated()
+        table["bytes"] = table["operator"].map(dict(self._moved)).where(first).astype(float)
+        return table[["name", "operator", "calls", "device_ms", "share", "flops", "bytes"]]
+
+    def _operators(self) -> list[tuple[str, str, float, float]]:
+        return [
+            (event.name, event.name, event.self_cpu_time_total / 1e3, event.flops or 0)
+            for event in self.profiler.events() or []
+            if not event.is_user_annotation and event.name != "[memory]"
+        ]
+
+    def _kernels(self) -> list[tuple[str, str, float, float]]:
+        rows, known = [], set()
+        events = list(self.profiler.events() or [])
+        for event in events:
+            # What the tracer itself does may carry the number of an operator, and its kernels.
+            if event.device_type != DeviceType.CPU or "::" not in event.name:
+                continue
+            flops = event.flops or 0  # charged to the operator's longest kernel
+            for kernel in sorted(event.kernels, key=lambda kernel: -kernel.duration):
+                rows.append((kernel.name, event.name, kernel.duration / 1e3, flops))
+                known.add(kernel.name)
+                flops = 0
+        # Kernels that no operator launched: a graph's replay, a kernel called directly.
+        for event in events:
+            on_gpu = event.device_type != DeviceType.CPU and not event.is_user_annotation
+            if on_gpu and event.name not in known:
+                rows.append((event.name, "", event.time_range.elapsed_us() / 1e3, 0))
+        return rows
+
+    def memory(self) -> pd.DataFrame:
+        """The device's memory during the call, one row for each allocation and release.
+
+        Returns:
+            time_ms (since the start, on the CPU's clock: a GPU's allocator hands memory out when a
+            kernel is launched, before it runs); change_bytes; extra_bytes (all that exists beyond
+            the start). The first and the last row mark start and end.
+        """
+        import pandas as pd
+
+        begin, end = self._span
+        if self.device.type == "cuda":
+            results = self.profiler.profiler.kineto_results  # type: ignore[union-attr]
+            changes = sorted(
+                (event.start_ns(), event.nbytes())
+                for event in results.events()
+                if event.name() == "[memory]" and event.device_type() == DeviceType.CUDA
+            )
+        else:
+            changes = cpu_memory_changes(self.profiler)
+        changes = [change for change in changes if begin <= change[0] <= end]
+        table = pd.DataFrame([(begin, 0), *changes, (end, 0)], columns=["time_ms", "change_bytes"])
+        table["time_ms"] = (table["time_ms"] - begin) / 1e6
+        table["extra_bytes"] = table["change_bytes"].cumsum()
+        return table
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that existed beyond the start."""
+        return int(self.memory()["extra_bytes"].max())
+
+    def save(self, path: Path | str) -> Path:
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing; returns the path.
+
+        Raises:
+            ValueError: the name ends neither in .json nor in .json.gz.
+            RuntimeError: PyTorch gives the timeline away once only.
+        """
+        path = Path(path)
+        if not path.name.endswith((".json", ".json.gz")):
+            raise ValueError(f"{path}: a trace's name ends in .json or .json.gz")
+        self.profiler.export_chrome_trace(str(path))
+        return path
+
+    def __str__(self) -> str:
+        lines = [
+            f"{format_ms(self.wall_ms)} ms under the profiler on {self.device}, "
+            f"{format_bytes(self.peak_bytes)} extra at the peak"
+        ]
+        for row in self.kernels().head(8).to_dict("records"):
+            took = format_ms(row["device_ms"])
+            lines.append(f"{row['share']:6.1%} {took:>8} ms  {row['name']}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def trace(
+    fn: Callable[[], Any],
+    *,
+    device: torch.device | str | None = None,
+    warmup: int = 1,
+    count_bytes: bool = True,
+) -> Trace:
+    """Call `fn()` once under torch.profiler.
+
+    Args:
+        fn: the call; takes no argument. Its result is kept until the trace ends.
+        device: where it works; by default the current GPU if there is one, else the CPU.
+        warmup: calls before the traced one, for what happens only once (compiling, workspaces).
+        count_bytes: call it once more, to count the bytes that its operators move. Leave it out
+            for compiled functions (`torch.compile`): that counts them as they were written.
+
+    Raises:
+        RuntimeError: a profiler is active already. Whatever `fn` raises passes through.
+
+    Example:
+        >>> seen = trace(lambda: torch.softmax(scores, dim=-1))
+        >>> seen.kernels().head()
+        >>> seen.save("softmax.json.gz")
+    """
+    where = resolve_device(device)
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("a profiler is active here already: trace outside of it")
+    for _ in range(warmup):
+        fn()
+    moved = moved_bytes(fn) if count_bytes else None
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
+    options = {"record_shapes": True, "with_flops": True, "profile_memory": True}
+    now(where)
+    with (
+        without_allocator_warning(),
+        profile(activities=kinds, acc_events=True, **options) as seen,
+        record_function(SPAN),
+    ):
+        result = fn()
+        now(where)
+    del result
+    return Trace(seen, where, moved)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+_MAKES_ONLY = ("empty", "new_empty")  # memory is taken; nothing is read or written
+# Operators whose work the profiler shows under the name of another, which they call.
+_DONE_BY = {"aten::clone": "aten::copy_", "aten::_to_copy": "aten::copy_"}
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up bytes by operator, a backward pass included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operator: dict[str, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        read = _by_storage((args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.partition("::")[2].startswith(_MAKES_ONLY):
+            return result
+        out = _by_storage(result)
+        changes = func._schema.is_mutable
+        made = {key: size for key, size in out.items() if changes or key not in read}
+        if made or not out:  # otherwise its results are views of its inputs
+            self.by_operator[_DONE_BY.get(name, name)] += sum(read.values()) + sum(made.values())
+        return result
+
+
+def moved_bytes(fn: Callable[[], Any]) -> dict[str, int]:
+    """Call `fn()`, and return the bytes that its operators read and wrote, by operator.
+
+    Every operator that PyTorch runs is charged the bytes of the tensors that it is given, once
+    each, and of those that it makes; views move nothing. So a program of many small operators
+    shows the intermediate results that a fused kernel keeps on the chip. It is not what a memory
+    chip saw: caches save some of it, and a kernel that reads an input several times adds to it. A
+    Triton kernel that is launched directly is not seen.
+
+    Returns:
+        Bytes by the names that torch.profiler uses, for example 'aten::bmm'.
+
+    Example:
+        >>> x = torch.ones(1000)
+        >>> moved_bytes(lambda: x + x)  # x once, and the result
+        {'aten::add': 8000}
+    """
+    with _Moved() as moved:
+        fn()
+    return dict(moved.by_operator)
+
+
+def _by_storage(values: Any) -> dict[int, int]:
+    """Bytes of the tensors, each storage once, and never more than the storage holds."""
+    found: dict[int, int] = {}
+    for tensor in stored_tensors(values):
+        storage = tensor.untyped_storage()
+        size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
+        found[storage._cdata] = max(size, found.get(storage._cdata, 0))
+    return found
