@@ -19,10 +19,10 @@ lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -34,28 +34,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import runner
-from labsupport.analysis.nsight_csv import read_csv
-from labsupport.analysis.traffic.kernels import kernel_bytes
+from labsupport.analysis.nsight import BYTES, ncu_command, read_ncu, run
+from labsupport.analysis.traffic import kernel_bytes
 from labsupport.profiling.cases import Case
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
 
-METRICS = {
-    "l1tex__m_xbar2l1tex_read_bytes.sum": "(1), to the multiprocessors",
-    "l1tex__m_l1tex2xbar_write_bytes.sum": "(1), from the multiprocessors",
-    "lts__t_bytes.sum": "(2), all requests that reach L2",
-    "dram__bytes_read.sum": "(3), read",
-    "dram__bytes_write.sum": "(3), written",
-}
 SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 4096, 4, 16, head_dim=128, dtype="bfloat16"),
     Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
 KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
-_UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
 NOT_FOUND = (
     "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
     "folder on the PATH. --show prints the command to run elsewhere."
@@ -80,10 +72,10 @@ def measure(options: Namespace) -> pd.DataFrame:
         options.head_dim, options.dtype, options.causal, "forward+backward",
     )  # fmt: skip
     if options.show:
-        print(shlex.join(ncu_command(_program(case))))
+        print(shlex.join(kernel_command(_program(case))))
         raise SystemExit
     if options.read:
-        return compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
+        return compare(read_ncu(options.read.read_text(encoding="utf-8")), case)
     if shutil.which("ncu") is None:
         raise SystemExit(NOT_FOUND)
     cases = []
@@ -91,7 +83,7 @@ def measure(options: Namespace) -> pd.DataFrame:
         row: dict[str, Any] = asdict(each)
         del row["backend"], row["direction"]
         cases.append(runner.Case(row, partial(count, each)))
-    return runner.run(cases, resolve_device(options.device), metrics=list(METRICS))
+    return runner.run(cases, resolve_device(options.device), metrics=list(BYTES))
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
@@ -102,41 +94,15 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     return f"{title}\n{table.round(3).to_string(index=False)}"
 
 
-def ncu_command(program: Sequence[str]) -> list[str]:
-    """The command line that counts the bytes of each of the lab's kernels in a program.
-
-    Clocks are left alone (bytes do not depend on them), units are not scaled, and the table goes to
-    standard output as CSV, one metric a line.
-    """
+def kernel_command(program: Sequence[str]) -> list[str]:
+    """The command line that counts the bytes of each of the lab's kernels in a program."""
     return [
-        "ncu", "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name-base", "function", "--kernel-name", f"regex:^{KERNEL_NAMES}$",
-        "--metrics", ",".join(METRICS), *program,
-    ]  # fmt: skip
+        *ncu_command("--clock-control", "none", "--kernel-name-base", "function"),
+        *("--kernel-name", f"regex:^{KERNEL_NAMES}$", "--metrics", ",".join(BYTES), *program),
+    ]
 
 
-def parse_csv(text: str) -> list[dict[str, float | str]]:
-    """ncu's CSV, one metric a line, as a dictionary a launch: "kernel", and bytes by metric.
-
-    Lines before the header (ncu's own and the program's) are skipped.
-
-    Raises:
-        ValueError: there is no table, a unit is not one of bytes, or a metric has no value.
-    """
-    rows = read_csv(text, "Metric Name")
-    if not rows:
-        told = text.splitlines()
-        said = [line for line in told if line.startswith(("==ERROR==", "==WARNING=="))]
-        raise ValueError(" ".join(["ncu printed no table.", *said[:3]]))
-    launches: dict[str, dict[str, float | str]] = {}
-    for row in rows:
-        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        if row["Metric Name"] in METRICS:
-            launch[row["Metric Name"]] = _bytes(row)
-    return list(launches.values())
-
-
-def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFrame:
+def compare(launches: Sequence[dict[str, Any]], case: Case) -> pd.DataFrame:
     """What was counted on the GPU beside what the tilings ask for.
 
     Returns:
@@ -151,7 +117,7 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
 
     rows = []
     for launch in launches:
-        match = re.fullmatch(KERNEL_NAMES, str(launch["kernel"]).split("(")[0])
+        match = re.fullmatch(KERNEL_NAMES, launch["kernel"].split("(")[0])
         if match is None:
             continue
         kernel, plan = match[2], None
@@ -162,7 +128,7 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
             )  # fmt: skip
         block_q, block_k = (plan.block_q, plan.block_k) if plan else (1, 1)
         expected = kernel_bytes(kernel, case, block_q, block_k)
-        to, fro, l2, read, written = (float(launch.get(name, "nan")) for name in METRICS)
+        to, fro, l2, read, written = (launch.get(name, math.nan) for name in BYTES)
         rows.append(
             {
                 "kernel": launch["kernel"], "block_q": block_q, "block_k": block_k,
@@ -176,16 +142,8 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
 
 
 def count(case: Case) -> list[Any]:
-    """Run the case's forward and backward under ncu, and compare.
-
-    Raises:
-        RuntimeError: ncu could not read the counters, with what it said.
-    """
-    done = subprocess.run(ncu_command(_program(case)), capture_output=True, text=True)
-    try:
-        return compare(parse_csv(done.stdout), case).to_dict("records")
-    except ValueError as error:
-        raise RuntimeError(f"{error} {done.stderr.strip()[-500:]}") from error
+    """Run the case's forward and backward under ncu, and compare."""
+    return compare(read_ncu(run(kernel_command(_program(case)))), case).to_dict("records")
 
 
 def _program(case: Case) -> list[str]:
@@ -207,10 +165,3 @@ def call(case: Case) -> None:
     assert isinstance(out, torch.Tensor)  # a pair only where return_lse asks for it
     out.backward(torch.randn_like(out))
     torch.cuda.synchronize()
-
-
-def _bytes(row: dict[str, str]) -> float:
-    unit, value = row["Metric Unit"].lower(), row["Metric Value"].replace(",", "")
-    if unit not in _UNITS or not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
-        raise ValueError(f"{row['Metric Name']}: {row['Metric Value']!r} {row['Metric Unit']!r}?")
-    return float(value) * _UNITS[unit]

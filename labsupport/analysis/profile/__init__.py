@@ -1,17 +1,412 @@
-"""`labsupport profile`: one command that measures everything it can, and writes a folder.
+"""`labsupport profile`: a folder about a shape of attention, or about a program.
 
-The folder opens with SUMMARY.md, which is rewritten after every step: whatever ends the command
-early (Control-C, a full disk, a backend that fails), what was gathered is there, and the summary
-says what is missing and why.
+It begins with SUMMARY.md. The figures come from the grid of `labsupport.profiling`, from
+torch.profiler's tables and traces, and from NVIDIA's profilers (`labsupport.analysis.nsight`) where
+they are installed. SUMMARY.md is written again after each part, so if the command ends early, it
+holds what was gathered, and says what is missing.
 
-report    SUMMARY.md: sections, what is missing, written whole or not at all
-steps     what is done with a shape of attention: machine, baseline, comparison
-steps_traces  and what its traces say
-program   what is done with any program: `labsupport profile -- COMMAND`
-program_plan  how it is run for that
-wording   tables, verdicts and sentences of the summary
-nsight    NVIDIA's profilers, when they are installed
-counters  what their tables say, and what it means
-one_call  the program that they look at
-chart     memory during one call, backend by backend
+tracer      torch.profiler inside a program that knows nothing of it
+__main__    one call, for nsys and ncu to look at
 """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from labsupport.analysis import nsight
+from labsupport.analysis.roofline import roofline
+from labsupport.analysis.traffic import trace_tensors
+from labsupport.attention import attention
+from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid, speedup
+from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TRACERS = ("auto", "torch", "nsys", "none")
+OPENING = """\
+A trace is a timeline: what ran when, on which thread and stream. Open <https://ui.perfetto.dev>,
+"Open trace file", and choose a `trace.json.gz` (nothing is uploaded; W and S zoom, A and D move).
+Without a network: `chrome://tracing` in Chrome."""
+
+
+@dataclass
+class Summary:
+    """SUMMARY.md of a folder, and what could not be put into it.
+
+    missing: (what, why, how to get it); failed: whether any of it should have worked here.
+    """
+
+    folder: Path
+    title: str
+    parts: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str, str]] = field(default_factory=list)
+    failed: bool = False
+    state: str = "**not complete**: it was interrupted, or is still running"
+
+    @contextlib.contextmanager
+    def section(self, title: str) -> Iterator[None]:
+        """Fill a section; an error in it is noted, and the next section can follow."""
+        print(f"labsupport profile: {title}", file=sys.stderr)
+        self.parts.append(f"## {title}")
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            self.missing.append((title, text, ""))
+        finally:
+            self.write()
+
+    def add(self, *parts: str) -> None:
+        """Append paragraphs or tables."""
+        self.parts += parts
+
+    def write(self) -> None:
+        """Write SUMMARY.md."""
+        lines = [f"# {self.title}", f"State: {self.state}.", *self.parts]
+        if self.missing:
+            rows = [list(row) for row in self.missing]
+            lines += ["## What is missing", markdown_table(("What", "Why", "How to get it"), rows)]
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        names = [path.relative_to(self.folder).as_posix() for path in files]
+        lines += ["## Files", "\n".join(f"- [`{name}`]({name})" for name in names)]
+        (self.folder / "SUMMARY.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+    def finish(self) -> None:
+        """Write the last version."""
+        self.state = "**not complete**, see the end" if self.failed else "complete"
+        self.write()
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table in Markdown."""
+    lines = [list(headers), ["---"] * len(headers), *rows]
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def profile_attention(
+    folder: Path,
+    case: Case,
+    backends: Sequence[str],
+    device: torch.device,
+    *,
+    seconds: float = 2.0,
+    use_nsight: bool = True,
+) -> Summary:
+    """Profile one shape of attention into a folder.
+
+    Args:
+        folder: where everything goes; it exists.
+        case: the shape; its backend is the baseline.
+        backends: what to compare, the baseline among them.
+        seconds: at most, for the repeats of each backend.
+        use_nsight: whether to run nsys and ncu where there are a GPU and these programs.
+    """
+    mask = "causal" if case.causal else "no mask"
+    shape = f"{case.batch} × {case.seqlen:,} × {case.heads} × {case.head_dim}"
+    summary = Summary(folder, f"Profile of attention: {shape}, {case.dtype}, {mask}")
+    ran: list[str] = []
+    describe_machine(summary, device)
+    with summary.section("Baseline and comparison"):
+        table = compare(case, backends, device, seconds)
+        table.to_csv(folder / "comparison.csv", index=False)
+        summary.add(*comparison_text(table, case))
+        for row in table[table["status"] != "ok"].to_dict("records"):
+            why = f"{row['status']}: {row['reason']}"
+            summary.missing.append((f"backend {row['backend']}", why, ""))
+        ran = list(table[table["status"] == "ok"].sort_values("median_ms")["backend"])
+    with summary.section("Where the time goes"):
+        summary.add(
+            "One call of each backend under torch.profiler, which slows it down: read the shares "
+            "here, and the times above. All tables are in the folders.",
+            OPENING,
+        )
+        for name in ran:
+            call = attention_call(replace(case, backend=name), device)
+            text = trace_call(call, folder / name, device)
+            if name in (case.backend, ran[0]):
+                summary.add(f"### {name}", f"```text\n{text}\n```")
+    for tool, title, look in (
+        ("nsys", "Nsight Systems", _look_with_nsys),
+        ("ncu", "Nsight Compute", _look_with_ncu),
+    ):
+        if path := _available(tool, device, summary, use_nsight):
+            for name in ran:
+                with summary.section(f"{title}: {name}"):
+                    target = json.dumps(asdict(replace(case, backend=name)))
+                    command = [sys.executable, "-m", __name__, target, str(device)]
+                    look(summary, path, folder / name, command)
+    summary.finish()
+    return summary
+
+
+def describe_machine(summary: Summary, device: torch.device) -> None:
+    """Add device, measured ceilings, and what the doctor found wrong; write environment.json."""
+    with summary.section("The machine"):
+        ceilings = measured_ceilings(str(device))
+        checks = diagnose()
+        wrong = [check for check in checks if check.status != "ok"]
+        summary.add(
+            f"{detect_device(device)}; PyTorch {torch.__version__}. Measured here: {ceilings}",
+            f"`labsupport doctor`: {len(checks) - len(wrong)} checks are well"
+            + "".join(f"\n- **{c.name}** ({c.status}): {c.detail}. {c.remedy}" for c in wrong),
+        )
+        record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}
+        (summary.folder / "environment.json").write_text(json.dumps(record, indent=2))
+
+
+def compare(
+    case: Case, backends: Sequence[str], device: torch.device, seconds: float
+) -> pd.DataFrame:
+    """Measure the backends on a shape, and judge them by this device's measured ceilings.
+
+    Returns:
+        The table of `run_grid`, the fastest first, with speedup (over the baseline), the columns of
+        `roofline`, and moved_bytes: what operators pass to one another (NaN of compiled backends).
+    """
+    cases = [replace(case, backend=name) for name in backends]
+    table = run_grid(cases, device=device, max_seconds=seconds)
+    if not (table["status"] == "ok").any():
+        raise RuntimeError("no backend ran: " + "; ".join(table["reason"]))
+    ceilings = measured_ceilings(str(device))
+    table = speedup(table)
+    if case.dtype in ceilings.matmul_tflops:
+        table = roofline(table, ceilings)
+    moved = []
+    for row in table.to_dict("records"):
+        seen = row["status"] == "ok" and row["backend"] != "flex"
+        call = attention_call(replace(case, backend=row["backend"]), device) if seen else None
+        moved.append(trace_tensors(call).total_bytes if call else float("nan"))
+    return table.assign(moved_bytes=moved).sort_values("median_ms")
+
+
+def comparison_text(table: pd.DataFrame, case: Case) -> list[str]:
+    """Return the sentences and the table of a comparison."""
+    ran = table[table["status"] == "ok"]
+    fastest, leanest = ran.iloc[0], ran.loc[ran["peak_memory_bytes"].idxmin()]
+    memory = format_bytes(leanest["peak_memory_bytes"])
+    rows = [
+        [
+            row["backend"],
+            f"{row['median_ms']:.3f} ({row['q1_ms']:.3f} to {row['q3_ms']:.3f})",
+            f"{row.get('speedup', float('nan')):.2f}",
+            format_bytes(row["peak_memory_bytes"]),
+            "–" if row["moved_bytes"] != row["moved_bytes"] else format_bytes(row["moved_bytes"]),
+            f"{row['tflops']:.3g}",
+            f"{row.get('of_bound', float('nan')):.0%} ({row.get('bound_by', 'not judged')})",
+            f"{row['max_error']:.1e}",
+        ]
+        for row in ran.to_dict("records")
+    ]
+    headers = ("Backend", "Time, ms (quartiles)", "Speed-up", "Extra memory", "Moved", "TFLOP/s",
+               "Of the ceiling", "Max error")  # fmt: skip
+    return [
+        f"Fastest: **{fastest['backend']}**, {fastest['median_ms']:.3f} ms. "
+        f"Leanest: **{leanest['backend']}**, {memory} extra.",
+        markdown_table(headers, rows),
+        f"*Speed-up*: over {case.backend}. *Extra memory*: at the peak, beyond q, k and v. "
+        "*Moved*: what operators take and give, each tensor once. *Of the ceiling*: the least time "
+        "that the measured ceilings allow (and which of them) over the measured time; above 100% "
+        "they were measured while other programs were at work. *Max error*: against float64. "
+        "`labsupport compare` gives advice.",
+    ]
+
+
+def attention_call(case: Case, device: torch.device) -> Callable[[], Any]:
+    """Return a function that makes the case's call once, its backward included."""
+    q, k, v, gradient = make_inputs(case, device, seed=0)
+
+    def call() -> Any:
+        with torch.set_grad_enabled(case.direction != "forward"):
+            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
+            if case.direction == "forward":
+                return out
+            return torch.autograd.grad(out, (q, k, v), gradient)  # type: ignore[arg-type]
+
+    return call
+
+
+def trace_call(call: Callable[[], Any], folder: Path, device: torch.device) -> str:
+    """Run `call` under torch.profiler; write kernels.txt and trace.json.gz.
+
+    Returns:
+        The first rows of torch.profiler's table.
+    """
+    gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if gpu else []
+    call()
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, with_flops=True
+    ) as profiler:
+        call()
+        if gpu:
+            torch.cuda.synchronize()
+    key = "self_device_time_total" if gpu else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    folder.mkdir(exist_ok=True)
+    (folder / "kernels.txt").write_text(averages.table(sort_by=key, row_limit=-1))
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    return averages.table(sort_by=key, row_limit=12, max_name_column_width=50)
+
+
+def _available(tool: str, device: torch.device, summary: Summary, wanted: bool = True) -> str:
+    """Return the path of nsys or ncu; empty where it cannot be used, which is noted."""
+    if not wanted:
+        summary.missing.append((tool, "`--no-nsight` asked to leave it out", ""))
+    elif device.type != "cuda":
+        remedy = "run this on a machine with an NVIDIA GPU"
+        summary.missing.append(
+            (tool, "it looks at NVIDIA GPUs, and PyTorch uses none here", remedy)
+        )
+    elif path := nsight.find(tool):
+        return path
+    else:
+        summary.missing.append((tool, "it is not installed", nsight.INSTALL[tool]))
+    return ""
+
+
+def _look_with_nsys(summary: Summary, nsys: str, folder: Path, command: list[str]) -> None:
+    capture = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
+    nsight.run([*_nsys_command(nsys, folder / "nsys"), *capture, *command])
+    _show_nsys(summary, nsys, folder / "nsys")
+
+
+def _nsys_command(nsys: str, report: Path) -> list[str]:
+    quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
+    return [nsys, "profile", *quiet, f"--output={report}"]
+
+
+def _show_nsys(summary: Summary, nsys: str, report: Path) -> None:
+    """Add what `nsys stats` says of kernels and CUDA calls, as it prints it."""
+    tables = ("--report=cuda_gpu_kern_sum", "--report=cuda_api_sum", "--force-export=true")
+    text = nsight.run([nsys, "stats", *tables, f"{report}.nsys-rep"])
+    report.with_suffix(".txt").write_text(text)
+    lines = [line[:150] for line in text.splitlines() if line.strip()]
+    summary.add("```text\n" + "\n".join(lines[:24]) + "\n```")
+
+
+def _look_with_ncu(summary: Summary, ncu: str, folder: Path, command: list[str]) -> None:
+    """Read the counters of each kernel of a call: the report for ncu-ui, a CSV, and a table."""
+    report = folder / "ncu.ncu-rep"
+    metrics = (nsight.DURATION, nsight.TENSOR, nsight.OCCUPANCY, *nsight.BYTES)
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--force-overwrite"]
+    options += ["--section", "WarpStateStats", "--section", "SpeedOfLight"]
+    options += ["--metrics", ",".join(metrics), "--export", str(report)]
+    nsight.run([ncu, *options, *command])
+    text = nsight.run(nsight.ncu_command("--import", str(report), ncu=ncu))
+    (folder / "ncu.csv").write_text(text)
+    summary.add(
+        markdown_table(nsight.COLUMNS, nsight.launch_rows(nsight.read_ncu(text))),
+        "Tensor cores above 60%: bound by arithmetic, as a long forward pass should be. DRAM near "
+        "the measured copy: bound by memory. Neither: look at what the warps wait for (theory, "
+        "chapter 8).",
+    )
+
+
+def profile_program(
+    folder: Path,
+    command: list[str],
+    device: torch.device,
+    *,
+    tracer: str = "auto",
+    after: float = 0.0,
+    seconds: float = 10.0,
+) -> tuple[Summary, int]:
+    """Run a program once, traced, and describe what it did.
+
+    Args:
+        tracer: "torch" (a Python program; nothing in it changes), "nsys", "none", or "auto": torch
+            for what looks like Python, else nsys where there is one.
+        after, seconds: when torch.profiler begins to record, and how long.
+
+    Returns:
+        The summary, and the program's exit status.
+    """
+    summary = Summary(folder, f"Profile of a program: {Path(command[0]).name}")
+    nsys = "" if tracer in ("none", "torch") else _available("nsys", device, summary)
+    if tracer == "auto":
+        tracer = "nsys" if nsys and not looks_like_python(command[0]) else "torch"
+    with summary.section("What ran"):
+        for name in ("trace.json.gz", "kernels.txt", "note.txt"):
+            (folder / name).unlink(missing_ok=True)
+        options = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
+        prefix = _nsys_command(nsys, folder / "nsys") if nsys and tracer == "nsys" else []
+        status = run_program([*prefix, *command], options if tracer == "torch" else None)
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+        summary.add(
+            f"`{shlex.join(command)}` ended with status {status}; its largest process had "
+            f"{format_bytes(peak)} (over time: `labsupport monitor -- COMMAND`)."
+        )
+        if status:
+            hint = "`--tracer none`, if it uses a profiler of its own" if tracer == "torch" else ""
+            summary.missing.append(("the program's success", f"status {status}", hint))
+    if tracer == "torch":
+        with summary.section("Where the time goes"):
+            if (folder / "note.txt").exists():
+                summary.add((folder / "note.txt").read_text(), OPENING)
+            if (folder / "kernels.txt").exists():
+                lines = (folder / "kernels.txt").read_text().splitlines()
+                summary.add("```text\n" + "\n".join(lines[:24]) + "\n```")
+            else:
+                why = "no Python process with PyTorch wrote one: it ended too early, or was killed"
+                summary.missing.append(("the trace", why, "`--tracer nsys`, on a GPU"))
+    elif prefix:
+        with summary.section("Nsight Systems"):
+            _show_nsys(summary, nsys, folder / "nsys")
+    describe_machine(summary, device)
+    summary.finish()
+    return summary, status
+
+
+def looks_like_python(program: str) -> bool:
+    """Whether a command is Python, a script with a first line of its own, or a .py file."""
+    path = shutil.which(program)
+    if path is None or "python" in Path(program).name or program.endswith(".py"):
+        return True
+    with open(path, "rb") as file:
+        return file.read(2) == b"#!"
+
+
+def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
+    """Run a command with the terminal's own input and output, under `tracer` where asked to.
+
+    Control-C reaches the program; what it leaves is still gathered.
+
+    Returns:
+        Its exit status; 128 and the signal's number where a signal ended it.
+    """
+    with tempfile.TemporaryDirectory() as startup:
+        environment = dict(os.environ)
+        if trace:
+            tracer = str(Path(__file__).with_name("tracer.py"))
+            text = f"import runpy\nrunpy.run_path({tracer!r})\n"
+            (Path(startup) / "sitecustomize.py").write_text(text)
+            before = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, before]))
+            environment["LABSUPPORT_TRACE"] = json.dumps(trace)
+        handler = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            status = subprocess.Popen(command, env=environment).wait()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    return 128 - status if status < 0 else status

@@ -7,7 +7,7 @@
     formulas  closed forms, block sizes that fit, theorem 2
     count     run and count; tables; exponents
     tensors   any PyTorch program: its largest tensor, its bytes by operator
-    kernels   bytes of the lab's Triton kernels, by tiling
+    kernels   bytes of the lab's Triton kernels, by their tiles
 
 python -m labsupport.analysis.traffic            the table
 python -m benchmarks traffic                    the kernels' bytes beside a GPU's counters

@@ -1,4 +1,4 @@
-"""Bytes of the lab's own Triton kernels, by their tiling: what counters on a GPU should show.
+"""Bytes of the lab's own Triton kernels, by their tiles: what counters on a GPU should show.
 
 Two counts for each kernel. *To the multiprocessors*: whatever tiles its programs ask for. This is
 what theorem 2 is about: the fast memory is one multiprocessor's, and everything else is slow. *To
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from labsupport.analysis.traffic.problem import Sizes
 from labsupport.profiling.cases import Case
+from labsupport.profiling.work import ITEMSIZE
 
-KERNELS = ("forward", "rows", "keys", "queries")
 NUMBER = 4  # bytes of a float32: L, shift, D
 
 
@@ -32,50 +32,41 @@ class KernelBytes:
 
     @property
     def total(self) -> int:
-        """Between L2 and the multiprocessors, both ways."""
+        """Bytes between L2 and the multiprocessors, both ways."""
         return self.read + self.written
 
 
 def kernel_bytes(kernel: str, case: Case, block_q: int, block_k: int) -> KernelBytes:
-    """Bytes of one launch of a kernel of `flash_triton` or its version for Hopper.
+    """Bytes of one launch of a Triton kernel of the lab, or of its version for Hopper.
 
     Args:
         kernel: "forward", "rows", "keys" or "queries".
         case: gives shape, mask and dtype; its backend and direction do not matter.
-        block_q, block_k: the tiling, as `flash_triton.tuning.tiling` chooses it.
+        block_q, block_k: the tile's sides.
 
     Raises:
         ValueError: no such kernel.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"no kernel {kernel!r}; known: {', '.join(KERNELS)}")
-    itemsize = {"float64": 8, "float32": 4}.get(case.dtype, 2)
     sizes = Sizes(case.seqlen, case.kv_seqlen, case.head_dim, block_q, block_k, case.causal)
-    heads, kv_heads = case.batch * case.heads, case.batch * case.kv_heads
-    of_q = heads * case.seqlen * case.head_dim * itemsize  # bytes of Q, of O, of dO, of dQ
-    of_k = kv_heads * case.kv_seqlen * case.head_dim * itemsize
+    heads, row = case.batch * case.heads, case.head_dim * ITEMSIZE[case.dtype]
+    q = heads * case.seqlen * row  # bytes of Q, of O, of dO, of dQ
+    k = case.batch * case.kv_heads * case.kv_seqlen * row
     numbers = heads * case.seqlen * NUMBER
-    row = case.head_dim * itemsize
     if kernel == "rows":
-        read, written = 2 * of_q + numbers, 2 * numbers
-        return KernelBytes(kernel, read, written, read + written)
+        return KernelBytes(kernel, 2 * q + numbers, 2 * numbers, 2 * q + 3 * numbers)
     if kernel == "keys":
-        passing = heads * _rows_passing(sizes) * (2 * row + 2 * NUMBER)
-        return KernelBytes(kernel, 2 * of_k + passing, 2 * of_k, 2 * of_q + 2 * numbers + 4 * of_k)
-    passing = heads * _cols_passing(sizes) * 2 * row
+        passing = sum(_length(sizes.rows_seeing(cols)) for cols in sizes.all_cols())
+        read = 2 * k + heads * passing * (2 * row + 2 * NUMBER)
+        return KernelBytes(kernel, read, 2 * k, 2 * q + 2 * numbers + 4 * k)
+    passing = sum(_length(sizes.cols_seen(rows)) for rows in sizes.all_rows())
+    passing *= heads * 2 * row
     if kernel == "forward":
-        return KernelBytes(kernel, of_q + passing, of_q + numbers, 2 * of_q + numbers + 2 * of_k)
-    staying = 2 * of_q + 2 * numbers
-    return KernelBytes(kernel, staying + passing, of_q, staying + of_q + 2 * of_k)
+        return KernelBytes(kernel, q + passing, q + numbers, 2 * q + numbers + 2 * k)
+    if kernel == "queries":
+        staying = 2 * q + 2 * numbers
+        return KernelBytes(kernel, staying + passing, q, staying + q + 2 * k)
+    raise ValueError(f"no kernel {kernel!r}; known: forward, rows, keys, queries")
 
 
-def _rows_passing(sizes: Sizes) -> int:
-    """Queries that pass by all blocks of keys, one head."""
-    blocks = (rows for cols in sizes.all_cols() for rows in sizes.rows_seeing(cols))
-    return sum(rows.stop - rows.start for rows in blocks)
-
-
-def _cols_passing(sizes: Sizes) -> int:
-    """Keys that pass by all blocks of queries, one head."""
-    blocks = (cols for rows in sizes.all_rows() for cols in sizes.cols_seen(rows))
-    return sum(cols.stop - cols.start for cols in blocks)
+def _length(blocks: list[slice]) -> int:
+    return sum(block.stop - block.start for block in blocks)
