@@ -28,7 +28,7 @@ class OutOfFastMemoryError(MemoryError):
 
 
 class Slow:
-    """A tensor in slow memory, of any size, or a part of one; only `FastMemory` reads and writes it.
+    """A tensor in slow memory, of any size, or a part of one. Only `FastMemory` accesses it.
 
     `slow[rows]` and `slow[rows, cols]` name a part, and move nothing.
     """

@@ -93,7 +93,7 @@ def trace_tensors(fn: Callable[[], Any]) -> TensorTrace:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the tensors in a value; one that is passed twice, and what `expand` repeats, once."""
+    """Bytes of the tensors in a value; one passed twice, and what `expand` repeats, once."""
     leaves, _ = torch.utils._pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     return sum(_elements(tensor) * tensor.element_size() for tensor in tensors.values())
