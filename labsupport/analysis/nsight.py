@@ -15,7 +15,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 INSTALL = {
     "nsys": "install Nsight Systems: <https://developer.nvidia.com/nsight-systems>",
@@ -127,31 +130,26 @@ def top_stall(launch: dict[str, Any]) -> str:
     if not any(waits.values()):
         return ""
     first = max(waits, key=lambda name: waits[name])
-    return (
-        f"{first}, {waits[first] / sum(waits.values()):.0%} ({STALLS.get(first, 'see the guide')})"
+    share = waits[first] / sum(waits.values())
+    return f"{first}, {share:.0%} ({STALLS.get(first, 'see the guide')})"
+
+
+def launch_table(launches: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return the readings that the lab shows: a row a launch, the longest first."""
+    import pandas as pd
+
+    read = pd.DataFrame(launches).reindex(columns=["kernel", DURATION, TENSOR, OCCUPANCY, *BYTES])
+    to_sm, from_sm, _, dram_read, dram_written = (read[name] for name in BYTES)
+    table = pd.DataFrame(
+        {
+            "kernel": read["kernel"].str.slice(0, 50),
+            "ms": read[DURATION] / 1e6,
+            "tensor cores, %": read[TENSOR],
+            "occupancy, %": read[OCCUPANCY],
+            "L2 to SM, MB": (to_sm + from_sm) / 1e6,
+            "DRAM, MB": (dram_read + dram_written) / 1e6,
+            "DRAM, GB/s": (dram_read + dram_written) / read[DURATION],
+            "warps wait most for": [top_stall(launch) for launch in launches],
+        }
     )
-
-
-COLUMNS = ("kernel", "ms", "tensor cores", "occupancy", "L2 to SM, MB", "DRAM, MB", "DRAM, GB/s",
-           "warps wait most for")  # fmt: skip
-
-
-def launch_rows(launches: Sequence[dict[str, Any]], most: int = 3) -> list[list[str]]:
-    """Return a table row under `COLUMNS` for each of the longest launches."""
-    rows = []
-    for launch in sorted(launches, key=lambda launch: -launch.get(DURATION, 0))[:most]:
-        duration = launch.get(DURATION, float("nan"))
-        to_sm, from_sm, _, read, written = (launch.get(name, float("nan")) for name in BYTES)
-        rows.append(
-            [
-                f"`{launch['kernel'][:60]}`",
-                f"{duration / 1e6:.3f}",
-                f"{launch.get(TENSOR, float('nan')):.0f}%",
-                f"{launch.get(OCCUPANCY, float('nan')):.0f}%",
-                f"{(to_sm + from_sm) / 1e6:,.1f}",
-                f"{(read + written) / 1e6:,.1f}",
-                f"{(read + written) / duration:,.0f}",
-                top_stall(launch),
-            ]
-        )
-    return rows
+    return table.sort_values("ms", ascending=False)

@@ -9,7 +9,7 @@ import struct
 import pytest
 import torch
 
-from labsupport.analysis.explorer import tile_choices, tile_explorer
+from labsupport.analysis import tile_choices, tile_explorer
 from labsupport.analysis.tiles import best_choice, block_sizes, describe_choice, fast_memories
 from labsupport.analysis.traffic.count import count
 

@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labsupport.analysis import nsight
+from labsupport.analysis.predictor.split import case_of
 from labsupport.analysis.roofline import roofline
 from labsupport.analysis.traffic import trace_tensors
 from labsupport.attention import attention
-from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid, speedup
+from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid
 from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.tables import format_table
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,13 +52,13 @@ Without a network: `chrome://tracing` in Chrome."""
 class Summary:
     """SUMMARY.md of a folder, and what could not be put into it.
 
-    missing: (what, why, how to get it); failed: whether any of it should have worked here.
+    failed: whether something is missing that should have worked here.
     """
 
     folder: Path
     title: str
     parts: list[str] = field(default_factory=list)
-    missing: list[tuple[str, str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     failed: bool = False
     state: str = "**not complete**: it was interrupted, or is still running"
 
@@ -69,23 +71,21 @@ class Summary:
             yield
         except Exception as error:
             self.failed = True
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            self.missing.append((title, text, ""))
+            self.missing.append(f"{title}: {type(error).__name__}: {' '.join(str(error).split())}")
         finally:
             self.write()
 
-    def add(self, *parts: str) -> None:
-        """Append paragraphs or tables."""
-        self.parts += parts
+    def add(self, text: str, *, table: bool = False) -> None:
+        """Append a paragraph, or a table of aligned text."""
+        self.parts.append(f"```text\n{text.rstrip()}\n```" if table else text)
 
     def write(self) -> None:
         """Write SUMMARY.md."""
-        lines = [f"# {self.title}", f"State: {self.state}.", *self.parts]
-        if self.missing:
-            rows = [list(row) for row in self.missing]
-            lines += ["## What is missing", markdown_table(("What", "Why", "How to get it"), rows)]
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())
         names = [path.relative_to(self.folder).as_posix() for path in files]
+        lines = [f"# {self.title}", f"State: {self.state}.", *self.parts]
+        if self.missing:
+            lines += ["## What is missing", "\n".join(f"- {what}" for what in self.missing)]
         lines += ["## Files", "\n".join(f"- [`{name}`]({name})" for name in names)]
         (self.folder / "SUMMARY.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
@@ -93,13 +93,6 @@ class Summary:
         """Write the last version."""
         self.state = "**not complete**, see the end" if self.failed else "complete"
         self.write()
-
-
-def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table in Markdown."""
-    lines = [list(headers), ["---"] * len(headers), *rows]
-    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def profile_attention(
@@ -126,34 +119,33 @@ def profile_attention(
     ran: list[str] = []
     describe_machine(summary, device)
     with summary.section("Baseline and comparison"):
-        table = compare(case, backends, device, seconds)
+        cases = [replace(case, backend=name) for name in backends]
+        table = run_grid(cases, device=device, max_seconds=seconds).sort_values("median_ms")
+        summary.add(format_table(table), table=True)
+        table = judge(table, device)
         table.to_csv(folder / "comparison.csv", index=False)
-        summary.add(*comparison_text(table, case))
-        for row in table[table["status"] != "ok"].to_dict("records"):
-            why = f"{row['status']}: {row['reason']}"
-            summary.missing.append((f"backend {row['backend']}", why, ""))
-        ran = list(table[table["status"] == "ok"].sort_values("median_ms")["backend"])
+        ran = list(table[table["status"] == "ok"]["backend"])
+        if not ran:
+            raise RuntimeError("no backend ran")
+        summary.add(_findings(table[table["status"] == "ok"]))
     with summary.section("Where the time goes"):
         summary.add(
             "One call of each backend under torch.profiler, which slows it down: read the shares "
-            "here, and the times above. All tables are in the folders.",
-            OPENING,
+            f"here, and the times above. All tables are in the folders.\n\n{OPENING}"
         )
         for name in ran:
             call = attention_call(replace(case, backend=name), device)
             text = trace_call(call, folder / name, device)
             if name in (case.backend, ran[0]):
-                summary.add(f"### {name}", f"```text\n{text}\n```")
-    for tool, title, look in (
-        ("nsys", "Nsight Systems", _look_with_nsys),
-        ("ncu", "Nsight Compute", _look_with_ncu),
-    ):
-        if path := _available(tool, device, summary, use_nsight):
-            for name in ran:
-                with summary.section(f"{title}: {name}"):
-                    target = json.dumps(asdict(replace(case, backend=name)))
-                    command = [sys.executable, "-m", __name__, target, str(device)]
-                    look(summary, path, folder / name, command)
+                summary.add(f"### {name}")
+                summary.add(text, table=True)
+    tools = (("nsys", "Nsight Systems", _look_with_nsys), ("ncu", "Nsight Compute", _look_with_ncu))
+    for tool, title, look in tools if use_nsight else ():
+        path = _available(tool, device, summary)
+        for name in ran if path else ():
+            with summary.section(f"{title}: {name}"):
+                target = json.dumps(asdict(replace(case, backend=name)))
+                look(summary, path, folder / name, [sys.executable, "-m", __name__, target])
     summary.finish()
     return summary
 
@@ -161,73 +153,57 @@ def profile_attention(
 def describe_machine(summary: Summary, device: torch.device) -> None:
     """Add device, measured ceilings, and what the doctor found wrong; write environment.json."""
     with summary.section("The machine"):
-        ceilings = measured_ceilings(str(device))
-        checks = diagnose()
+        ceilings, checks = measured_ceilings(str(device)), diagnose()
         wrong = [check for check in checks if check.status != "ok"]
         summary.add(
-            f"{detect_device(device)}; PyTorch {torch.__version__}. Measured here: {ceilings}",
-            f"`labsupport doctor`: {len(checks) - len(wrong)} checks are well"
-            + "".join(f"\n- **{c.name}** ({c.status}): {c.detail}. {c.remedy}" for c in wrong),
+            f"{detect_device(device)}; PyTorch {torch.__version__}. Measured here: {ceilings}"
+        )
+        summary.add(
+            f"`labsupport doctor`: {len(checks) - len(wrong)} checks are well."
+            + "".join(f"\n- **{c.name}** ({c.status}): {c.detail}. {c.remedy}" for c in wrong)
         )
         record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}
         (summary.folder / "environment.json").write_text(json.dumps(record, indent=2))
 
 
-def compare(
-    case: Case, backends: Sequence[str], device: torch.device, seconds: float
-) -> pd.DataFrame:
-    """Measure the backends on a shape, and judge them by this device's measured ceilings.
+def judge(table: pd.DataFrame, device: torch.device) -> pd.DataFrame:
+    """Judge measurements of one shape by this device's measured ceilings.
 
     Returns:
-        The table of `run_grid`, the fastest first, with speedup (over the baseline), the columns of
-        `roofline`, and moved_bytes: what operators pass to one another (NaN of compiled backends).
+        The table with the columns of `roofline` (where there is a ceiling for the dtype), and
+        moved_bytes: what operators pass to one another (NaN of what did not run or is compiled).
     """
-    cases = [replace(case, backend=name) for name in backends]
-    table = run_grid(cases, device=device, max_seconds=seconds)
-    if not (table["status"] == "ok").any():
-        raise RuntimeError("no backend ran: " + "; ".join(table["reason"]))
     ceilings = measured_ceilings(str(device))
-    table = speedup(table)
-    if case.dtype in ceilings.matmul_tflops:
-        table = roofline(table, ceilings)
     moved = []
     for row in table.to_dict("records"):
-        seen = row["status"] == "ok" and row["backend"] != "flex"
-        call = attention_call(replace(case, backend=row["backend"]), device) if seen else None
-        moved.append(trace_tensors(call).total_bytes if call else float("nan"))
-    return table.assign(moved_bytes=moved).sort_values("median_ms")
+        case = case_of(row)
+        if row["status"] == "ok" and case.backend != "flex":
+            moved.append(trace_tensors(attention_call(case, device)).total_bytes)
+        else:
+            moved.append(float("nan"))
+    if case.dtype in ceilings.matmul_tflops:
+        table = roofline(table, ceilings)
+    return table.assign(moved_bytes=moved)
 
 
-def comparison_text(table: pd.DataFrame, case: Case) -> list[str]:
-    """Return the sentences and the table of a comparison."""
-    ran = table[table["status"] == "ok"]
+def _findings(ran: pd.DataFrame) -> str:
     fastest, leanest = ran.iloc[0], ran.loc[ran["peak_memory_bytes"].idxmin()]
-    memory = format_bytes(leanest["peak_memory_bytes"])
-    rows = [
-        [
-            row["backend"],
-            f"{row['median_ms']:.3f} ({row['q1_ms']:.3f} to {row['q3_ms']:.3f})",
-            f"{row.get('speedup', float('nan')):.2f}",
-            format_bytes(row["peak_memory_bytes"]),
-            "–" if row["moved_bytes"] != row["moved_bytes"] else format_bytes(row["moved_bytes"]),
-            f"{row['tflops']:.3g}",
-            f"{row.get('of_bound', float('nan')):.0%} ({row.get('bound_by', 'not judged')})",
-            f"{row['max_error']:.1e}",
-        ]
-        for row in ran.to_dict("records")
+    lines = [
+        f"Fastest: **{fastest['backend']}**, {fastest['median_ms']:.3f} ms. Leanest: "
+        f"**{leanest['backend']}**, {format_bytes(leanest['peak_memory_bytes'])} extra."
     ]
-    headers = ("Backend", "Time, ms (quartiles)", "Speed-up", "Extra memory", "Moved", "TFLOP/s",
-               "Of the ceiling", "Max error")  # fmt: skip
-    return [
-        f"Fastest: **{fastest['backend']}**, {fastest['median_ms']:.3f} ms. "
-        f"Leanest: **{leanest['backend']}**, {memory} extra.",
-        markdown_table(headers, rows),
-        f"*Speed-up*: over {case.backend}. *Extra memory*: at the peak, beyond q, k and v. "
-        "*Moved*: what operators take and give, each tensor once. *Of the ceiling*: the least time "
-        "that the measured ceilings allow (and which of them) over the measured time; above 100% "
-        "they were measured while other programs were at work. *Max error*: against float64. "
-        "`labsupport compare` gives advice.",
-    ]
+    for row in ran.to_dict("records"):
+        moved, share = row["moved_bytes"], row.get("of_bound", float("nan"))
+        words = f"- {row['backend']}: "
+        if share == share:
+            words += f"{share:.0%} of the ceiling ({row['bound_by']}); "
+        words += f"moves {format_bytes(moved)}" if moved == moved else "compiled"
+        lines.append(words)
+    return "\n".join(lines) + (
+        "\n\n*Of the ceiling*: the least time that the measured ceilings allow, over the measured "
+        "one; above 100% other programs disturbed the measurement of the ceilings. *Moves*: what "
+        "operators take and give, each tensor once. `labsupport compare` gives advice."
+    )
 
 
 def attention_call(case: Case, device: torch.device) -> Callable[[], Any]:
@@ -251,12 +227,8 @@ def trace_call(call: Callable[[], Any], folder: Path, device: torch.device) -> s
         The first rows of torch.profiler's table.
     """
     gpu = device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if gpu else []
     call()
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, with_flops=True
-    ) as profiler:
+    with torch.profiler.profile(profile_memory=True, with_flops=True) as profiler:
         call()
         if gpu:
             torch.cuda.synchronize()
@@ -268,31 +240,27 @@ def trace_call(call: Callable[[], Any], folder: Path, device: torch.device) -> s
     return averages.table(sort_by=key, row_limit=12, max_name_column_width=50)
 
 
-def _available(tool: str, device: torch.device, summary: Summary, wanted: bool = True) -> str:
+def _available(tool: str, device: torch.device, summary: Summary) -> str:
     """Return the path of nsys or ncu; empty where it cannot be used, which is noted."""
-    if not wanted:
-        summary.missing.append((tool, "`--no-nsight` asked to leave it out", ""))
-    elif device.type != "cuda":
-        remedy = "run this on a machine with an NVIDIA GPU"
-        summary.missing.append(
-            (tool, "it looks at NVIDIA GPUs, and PyTorch uses none here", remedy)
-        )
-    elif path := nsight.find(tool):
-        return path
+    path = nsight.find(tool)
+    if device.type != "cuda":
+        summary.missing.append(f"{tool}: it looks at NVIDIA GPUs, and PyTorch uses none here")
+    elif path is None:
+        summary.missing.append(f"{tool}: it is not installed; {nsight.INSTALL[tool]}")
     else:
-        summary.missing.append((tool, "it is not installed", nsight.INSTALL[tool]))
+        return path
     return ""
+
+
+def _nsys_command(nsys: str, report: Path, *options: str) -> list[str]:
+    quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
+    return [nsys, "profile", *quiet, f"--output={report}", *options]
 
 
 def _look_with_nsys(summary: Summary, nsys: str, folder: Path, command: list[str]) -> None:
     capture = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
-    nsight.run([*_nsys_command(nsys, folder / "nsys"), *capture, *command])
+    nsight.run([*_nsys_command(nsys, folder / "nsys", *capture), *command])
     _show_nsys(summary, nsys, folder / "nsys")
-
-
-def _nsys_command(nsys: str, report: Path) -> list[str]:
-    quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
-    return [nsys, "profile", *quiet, f"--output={report}"]
 
 
 def _show_nsys(summary: Summary, nsys: str, report: Path) -> None:
@@ -300,8 +268,7 @@ def _show_nsys(summary: Summary, nsys: str, report: Path) -> None:
     tables = ("--report=cuda_gpu_kern_sum", "--report=cuda_api_sum", "--force-export=true")
     text = nsight.run([nsys, "stats", *tables, f"{report}.nsys-rep"])
     report.with_suffix(".txt").write_text(text)
-    lines = [line[:150] for line in text.splitlines() if line.strip()]
-    summary.add("```text\n" + "\n".join(lines[:24]) + "\n```")
+    summary.add("\n".join([line for line in text.splitlines() if line.strip()][:24]), table=True)
 
 
 def _look_with_ncu(summary: Summary, ncu: str, folder: Path, command: list[str]) -> None:
@@ -310,15 +277,14 @@ def _look_with_ncu(summary: Summary, ncu: str, folder: Path, command: list[str])
     metrics = (nsight.DURATION, nsight.TENSOR, nsight.OCCUPANCY, *nsight.BYTES)
     options = ["--clock-control", "none", "--profile-from-start", "off", "--force-overwrite"]
     options += ["--section", "WarpStateStats", "--section", "SpeedOfLight"]
-    options += ["--metrics", ",".join(metrics), "--export", str(report)]
-    nsight.run([ncu, *options, *command])
+    nsight.run([ncu, *options, "--metrics", ",".join(metrics), "--export", str(report), *command])
     text = nsight.run(nsight.ncu_command("--import", str(report), ncu=ncu))
     (folder / "ncu.csv").write_text(text)
+    table = nsight.launch_table(nsight.read_ncu(text))
+    summary.add(table.head(3).round(2).to_string(index=False), table=True)
     summary.add(
-        markdown_table(nsight.COLUMNS, nsight.launch_rows(nsight.read_ncu(text))),
         "Tensor cores above 60%: bound by arithmetic, as a long forward pass should be. DRAM near "
-        "the measured copy: bound by memory. Neither: look at what the warps wait for (theory, "
-        "chapter 8).",
+        "the measured copy: bound by memory. Neither: see what the warps wait for (theory, 8)."
     )
 
 
@@ -345,9 +311,10 @@ def profile_program(
     nsys = "" if tracer in ("none", "torch") else _available("nsys", device, summary)
     if tracer == "auto":
         tracer = "nsys" if nsys and not looks_like_python(command[0]) else "torch"
+    kernels, note = folder / "kernels.txt", folder / "note.txt"
     with summary.section("What ran"):
-        for name in ("trace.json.gz", "kernels.txt", "note.txt"):
-            (folder / name).unlink(missing_ok=True)
+        for path in (kernels, note):
+            path.unlink(missing_ok=True)
         options = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
         prefix = _nsys_command(nsys, folder / "nsys") if nsys and tracer == "nsys" else []
         status = run_program([*prefix, *command], options if tracer == "torch" else None)
@@ -358,19 +325,18 @@ def profile_program(
             f"{format_bytes(peak)} (over time: `labsupport monitor -- COMMAND`)."
         )
         if status:
-            hint = "`--tracer none`, if it uses a profiler of its own" if tracer == "torch" else ""
-            summary.missing.append(("the program's success", f"status {status}", hint))
+            hint = "; it may use a profiler of its own: `--tracer none`" * (tracer == "torch")
+            summary.missing.append(f"the program's success: status {status}{hint}")
     if tracer == "torch":
         with summary.section("Where the time goes"):
-            if (folder / "note.txt").exists():
-                summary.add((folder / "note.txt").read_text(), OPENING)
-            if (folder / "kernels.txt").exists():
-                lines = (folder / "kernels.txt").read_text().splitlines()
-                summary.add("```text\n" + "\n".join(lines[:24]) + "\n```")
+            if note.exists():
+                summary.add(f"{note.read_text()}\n\n{OPENING}")
+            if kernels.exists():
+                summary.add("\n".join(kernels.read_text().splitlines()[:24]), table=True)
             else:
-                why = "no Python process with PyTorch wrote one: it ended too early, or was killed"
-                summary.missing.append(("the trace", why, "`--tracer nsys`, on a GPU"))
-    elif prefix:
+                why = "no Python process with PyTorch wrote one: it was too short, or killed"
+                summary.missing.append(f"the trace: {why}")
+    if prefix:
         with summary.section("Nsight Systems"):
             _show_nsys(summary, nsys, folder / "nsys")
     describe_machine(summary, device)
@@ -379,9 +345,9 @@ def profile_program(
 
 
 def looks_like_python(program: str) -> bool:
-    """Whether a command is Python, a script with a first line of its own, or a .py file."""
+    """Whether a command is Python, or a script, whose first line may name Python."""
     path = shutil.which(program)
-    if path is None or "python" in Path(program).name or program.endswith(".py"):
+    if path is None or "python" in Path(program).name:
         return True
     with open(path, "rb") as file:
         return file.read(2) == b"#!"
@@ -401,8 +367,8 @@ def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
             tracer = str(Path(__file__).with_name("tracer.py"))
             text = f"import runpy\nrunpy.run_path({tracer!r})\n"
             (Path(startup) / "sitecustomize.py").write_text(text)
-            before = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [startup, before]))
+            paths = [startup, *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
             environment["LABSUPPORT_TRACE"] = json.dumps(trace)
         handler = signal.signal(signal.SIGINT, lambda *_: None)
         try:

@@ -24,9 +24,9 @@ def record(folder: Path, after: float, seconds: float) -> None:
     except ImportError:
         return
     gpu = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if gpu else []
-    profiler = torch.profiler.profile(activities=activities, profile_memory=True, with_flops=True)
+    with torch.profiler.profile():
+        pass  # the first one takes long to start
+    profiler = torch.profiler.profile(profile_memory=True, with_flops=True)
     started = stopped = 0.0
 
     def start() -> None:
