@@ -1,9 +1,9 @@
 """The count beside a GPU's own counters: Nsight Compute (`ncu`) on the lab's Triton kernels.
 
 python -m benchmarks traffic                    measure and compare, on a GPU
-python -m benchmarks traffic --three --save traffic-h200    three shapes, kept
+python -m benchmarks traffic --three --save traffic-h200    three shapes, saved
 python -m benchmarks traffic --show             only print ncu's command
-python -m benchmarks traffic --read FILE        compare a CSV that was kept
+python -m benchmarks traffic --read FILE        compare a CSV that this command printed
 
 Bytes are counted in three places, on their way from left to right:
 
@@ -14,7 +14,7 @@ the same bytes that come from several multiprocessors at about the same time, so
 (3) is compared with the compulsory bytes: ncu empties the caches before a kernel.
 
 Source: NVIDIA, Nsight Compute documentation, Profiling Guide, "Metrics Decoder" (units l1tex, lrc,
-lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics, --print-units.
+lts, dram) and "Cache Control".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import runner
-from labsupport.analysis.nsight import BYTES, ncu_command, read_ncu, run
+from labsupport.analysis.nsight import BYTES, INSTALL, ncu_command, read_ncu, run
 from labsupport.analysis.traffic import kernel_bytes
 from labsupport.profiling.cases import Case
 from labsupport.profiling.timing import resolve_device
@@ -48,10 +48,6 @@ SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
 KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
-NOT_FOUND = (
-    "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
-    "folder on the PATH. --show prints the command to run elsewhere."
-)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -77,7 +73,7 @@ def measure(options: Namespace) -> pd.DataFrame:
     if options.read:
         return compare(read_ncu(options.read.read_text(encoding="utf-8")), case)
     if shutil.which("ncu") is None:
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(f"ncu not found: {INSTALL['ncu']} (--show prints the command)")
     cases = []
     for each in SHAPES if options.three else [case]:
         row: dict[str, Any] = asdict(each)
@@ -147,21 +143,11 @@ def count(case: Case) -> list[Any]:
 
 
 def _program(case: Case) -> list[str]:
-    code = f"from benchmarks.traffic import Case, call; call({case})"
-    return [sys.executable, "-c", code]
-
-
-def call(case: Case) -> None:
     """One forward and one backward of flash_triton: the program that ncu watches."""
-    from labsupport.attention import attention
-
-    def tensor(heads: int) -> torch.Tensor:
-        shape = case.batch, case.seqlen, heads, case.head_dim
-        dtype = getattr(torch, case.dtype)
-        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
-
-    q, k, v = tensor(case.heads), tensor(case.kv_heads), tensor(case.kv_heads)
-    out = attention(q, k, v, causal=case.causal, backend="flash_triton")
-    assert isinstance(out, torch.Tensor)  # a pair only where return_lse asks for it
-    out.backward(torch.randn_like(out))
-    torch.cuda.synchronize()
+    both = replace(case, direction="forward+backward")
+    code = (
+        "import torch; from labsupport.analysis.profile import attention_call as call; "
+        "from labsupport.profiling import Case; "
+        f"call({both}, torch.device('cuda'))(); torch.cuda.synchronize()"
+    )
+    return [sys.executable, "-c", code]
