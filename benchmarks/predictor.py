@@ -146,11 +146,8 @@ def record(
         "units": units_of(where),
         "cache_mib": on_chip_memory(where).last_level_mib or CPU_CACHE_MIB,
     }
-    summaries = [
-        _summary(case, samples[case] if rows[case]["status"] == "ok" else []) for case in cases
-    ]
     table = pd.DataFrame(
-        [asdict(case) | rows[case] | more for case, more in zip(cases, summaries, strict=True)]
+        [asdict(case) | rows[case] | _summary(case, rows[case], samples[case]) for case in cases]
     )
     table.attrs["provenance"] = about
     return table
