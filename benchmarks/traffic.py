@@ -9,7 +9,14 @@ Bytes are counted in three places, on their way from left to right:
 
     multiprocessors  --(1)--  request coalescer  --(2)--  L2  --(3)--  large memory
 
-(1) is what theorem 2 and `kernel_bytes` speak of. Between (1) and (2) the coalescer joins reads of
+(1) is what theorem 2 and `kernel_bytes` speak of: whatever tiles a kernel's programs ask for.
+
+    forward   a program: Q_i once, then K_j, V_j for each tile; writes O_i, L_i
+    rows      dO, O, L; writes two numbers a query (shift and D)
+    keys      a program: K_j, V_j once, then Q_i, dO_i and the two numbers; writes dK_j, dV_j
+    queries   a program: Q_i, dO_i, the two numbers once, then K_j, V_j; writes dQ_i
+
+Between (1) and (2) the coalescer joins reads of
 the same bytes that come from several multiprocessors at about the same time, so (2) may be smaller.
 (3) is compared with the compulsory bytes: ncu empties the caches before a kernel.
 
@@ -26,7 +33,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +42,10 @@ import torch
 
 from benchmarks import runner
 from labsupport.analysis.nsight import BYTES, INSTALL, ncu_command, read_ncu, run
-from labsupport.analysis.traffic import kernel_bytes
+from labsupport.analysis.traffic import Sizes
 from labsupport.profiling.cases import Case
 from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.work import ITEMSIZE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +55,7 @@ SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
+NUMBER = 4  # bytes of a float32: L, shift, D
 KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
 
 
@@ -151,3 +160,54 @@ def _program(case: Case) -> list[str]:
         f"call({both}, torch.device('cuda'))(); torch.cuda.synchronize()"
     )
     return [sys.executable, "-c", code]
+
+
+@dataclass(frozen=True)
+class KernelBytes:
+    """read, written: between L2 and the multiprocessors; compulsory: each tensor's bytes once."""
+
+    kernel: str
+    read: int
+    written: int
+    compulsory: int
+
+    @property
+    def total(self) -> int:
+        """Bytes between L2 and the multiprocessors, both ways."""
+        return self.read + self.written
+
+
+def kernel_bytes(kernel: str, case: Case, block_q: int, block_k: int) -> KernelBytes:
+    """Bytes of one launch of a Triton kernel of the lab, or of its version for Hopper.
+
+    Args:
+        kernel: "forward", "rows", "keys" or "queries".
+        case: gives shape, mask and dtype; its backend and direction do not matter.
+        block_q, block_k: the tile's sides.
+
+    Raises:
+        ValueError: no such kernel.
+    """
+    sizes = Sizes(case.seqlen, case.kv_seqlen, case.head_dim, block_q, block_k, case.causal)
+    heads, row = case.batch * case.heads, case.head_dim * ITEMSIZE[case.dtype]
+    q = heads * case.seqlen * row  # bytes of Q, of O, of dO, of dQ
+    k = case.batch * case.kv_heads * case.kv_seqlen * row
+    numbers = heads * case.seqlen * NUMBER
+    if kernel == "rows":
+        return KernelBytes(kernel, 2 * q + numbers, 2 * numbers, 2 * q + 3 * numbers)
+    if kernel == "keys":
+        passing = sum(_length(sizes.rows_seeing(cols)) for cols in sizes.all_cols())
+        read = 2 * k + heads * passing * (2 * row + 2 * NUMBER)
+        return KernelBytes(kernel, read, 2 * k, 2 * q + 2 * numbers + 4 * k)
+    passing = sum(_length(sizes.cols_seen(rows)) for rows in sizes.all_rows())
+    passing *= heads * 2 * row
+    if kernel == "forward":
+        return KernelBytes(kernel, q + passing, q + numbers, 2 * q + numbers + 2 * k)
+    if kernel == "queries":
+        staying = 2 * q + 2 * numbers
+        return KernelBytes(kernel, staying + passing, q, staying + q + 2 * k)
+    raise ValueError(f"no kernel {kernel!r}; known: forward, rows, keys, queries")
+
+
+def _length(blocks: list[slice]) -> int:
+    return sum(block.stop - block.start for block in blocks)

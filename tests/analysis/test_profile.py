@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from labsupport.analysis import nsight
 from labsupport.analysis import profile as profiles
-from labsupport.analysis.profile import Summary, looks_like_python, run_program
+from labsupport.analysis.profile import Summary, run_program
 from labsupport.cli import app
 
 SMALL = ["--batch=1", "--seqlen=64", "--nheads=2", "--headdim=16", "--seconds=0.1", "--device=cpu"]
@@ -39,8 +39,8 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(shape):
     assert text.startswith("# Profile of attention: 1 × 64 × 2 × 16, float32, no mask")
     assert "State: complete." in text
     titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert titles == ["The machine", "Baseline and comparison", "Where the time goes",
-                      "What is missing", "Files"]  # fmt: skip
+    assert titles == ["The machine", "Baseline and comparison", "How near the ceiling",
+                      "Where the time goes", "What is missing", "Files"]  # fmt: skip
     files = {path.relative_to(shape).as_posix() for path in shape.rglob("*") if path.is_file()}
     assert files == set(re.findall(r"^- \[`.+`\]\((.+)\)$", text, re.MULTILINE))
     assert "- nsys: " in text
@@ -49,14 +49,11 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(shape):
 
 def test_the_comparison_says_what_ran_and_how_near_the_ceiling(shape):
     with (shape / "comparison.csv").open(newline="") as file:
-        rows = {row["backend"]: row for row in csv.DictReader(file)}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "standard": "ok", "sdpa_flash": "ok", "fa2": "unsupported"
-    }  # fmt: skip
-    assert float(rows["standard"]["of_bound"]) > 0
-    assert float(rows["sdpa_flash"]["moved_bytes"]) < float(rows["standard"]["moved_bytes"])
-    assert rows["fa2"]["moved_bytes"] == ""
-    assert re.search(r"- standard: \d+% of the ceiling \(.+\); moves \d", summary(shape))
+        status = {row["backend"]: row["status"] for row in csv.DictReader(file)}
+    assert status == {"standard": "ok", "sdpa_flash": "ok", "fa2": "unsupported"}
+    ceiling = summary(shape).split("## How near the ceiling")[1].split("##")[0]
+    row = next(line.split() for line in ceiling.splitlines() if line.strip().startswith("standard"))
+    assert float(row[2]) / float(row[1]) == pytest.approx(float(row[4]), rel=0.1)
     ceilings = json.loads((shape / "environment.json").read_text())["ceilings"]
     assert ceilings["copy_gb_s"] > 0
 
@@ -95,15 +92,6 @@ def test_of_a_program_that_is_not_python_the_summary_says_that_there_is_no_trace
     assert done.exit_code == 3
     assert "the trace: no Python process" in summary(tmp_path / "out")
     assert run_program(["sh", "-c", "kill -9 $$"], None) == 128 + 9
-
-
-def test_python_programs_are_told_from_others(tmp_path):
-    script = tmp_path / "script"
-    script.write_text("#!/usr/bin/env python3\n")
-    script.chmod(0o755)
-    assert looks_like_python(sys.executable)
-    assert looks_like_python(str(script))
-    assert not looks_like_python("sleep")
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.traffic import compare
+from benchmarks.traffic import compare, kernel_bytes
 from labsupport.analysis.nsight import BYTES
-from labsupport.analysis.traffic import kernel_bytes
 from labsupport.profiling.cases import Case
 
 CASE = Case("flash_triton", 4096, batch=4, heads=16, head_dim=128, dtype="bfloat16")

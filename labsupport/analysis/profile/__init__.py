@@ -16,7 +16,6 @@ import json
 import os
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,22 +23,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from labsupport.analysis import nsight
-from labsupport.analysis.predictor.split import case_of
 from labsupport.analysis.roofline import roofline
-from labsupport.analysis.traffic import trace_tensors
 from labsupport.attention import attention
 from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid
 from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.tables import format_table
 from labsupport.profiling.units import format_bytes
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TRACERS = ("auto", "torch", "nsys", "none")
 OPENING = """\
@@ -121,13 +115,20 @@ def profile_attention(
     with summary.section("Baseline and comparison"):
         cases = [replace(case, backend=name) for name in backends]
         table = run_grid(cases, device=device, max_seconds=seconds).sort_values("median_ms")
-        summary.add(format_table(table), table=True)
-        table = judge(table, device)
         table.to_csv(folder / "comparison.csv", index=False)
+        summary.add(format_table(table), table=True)
         ran = list(table[table["status"] == "ok"]["backend"])
         if not ran:
             raise RuntimeError("no backend ran")
-        summary.add(_findings(table[table["status"] == "ok"]))
+    with summary.section("How near the ceiling"):
+        judged = roofline(table[table["status"] == "ok"], measured_ceilings(str(device)))
+        columns = ["backend", "median_ms", "bound_ms", "bound_by", "of_bound", "intensity"]
+        summary.add(judged[columns].round(4).to_string(index=False), table=True)
+        summary.add(
+            "*bound_ms*: the least time that the measured ceilings allow; *of_bound*: that over "
+            "the measured time (above 1 the ceilings were disturbed); *intensity*: FLOPs a byte. "
+            "`labsupport compare` gives advice."
+        )
     with summary.section("Where the time goes"):
         summary.add(
             "One call of each backend under torch.profiler, which slows it down: read the shares "
@@ -164,46 +165,6 @@ def describe_machine(summary: Summary, device: torch.device) -> None:
         )
         record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}
         (summary.folder / "environment.json").write_text(json.dumps(record, indent=2))
-
-
-def judge(table: pd.DataFrame, device: torch.device) -> pd.DataFrame:
-    """Judge measurements of one shape by this device's measured ceilings.
-
-    Returns:
-        The table with the columns of `roofline` (where there is a ceiling for the dtype), and
-        moved_bytes: what operators pass to one another (NaN of what did not run or is compiled).
-    """
-    ceilings = measured_ceilings(str(device))
-    moved = []
-    for row in table.to_dict("records"):
-        case = case_of(row)
-        if row["status"] == "ok" and case.backend != "flex":
-            moved.append(trace_tensors(attention_call(case, device)).total_bytes)
-        else:
-            moved.append(float("nan"))
-    if case.dtype in ceilings.matmul_tflops:
-        table = roofline(table, ceilings)
-    return table.assign(moved_bytes=moved)
-
-
-def _findings(ran: pd.DataFrame) -> str:
-    fastest, leanest = ran.iloc[0], ran.loc[ran["peak_memory_bytes"].idxmin()]
-    lines = [
-        f"Fastest: **{fastest['backend']}**, {fastest['median_ms']:.3f} ms. Leanest: "
-        f"**{leanest['backend']}**, {format_bytes(leanest['peak_memory_bytes'])} extra."
-    ]
-    for row in ran.to_dict("records"):
-        moved, share = row["moved_bytes"], row.get("of_bound", float("nan"))
-        words = f"- {row['backend']}: "
-        if share == share:
-            words += f"{share:.0%} of the ceiling ({row['bound_by']}); "
-        words += f"moves {format_bytes(moved)}" if moved == moved else "compiled"
-        lines.append(words)
-    return "\n".join(lines) + (
-        "\n\n*Of the ceiling*: the least time that the measured ceilings allow, over the measured "
-        "one; above 100% other programs disturbed the measurement of the ceilings. *Moves*: what "
-        "operators take and give, each tensor once. `labsupport compare` gives advice."
-    )
 
 
 def attention_call(case: Case, device: torch.device) -> Callable[[], Any]:
@@ -252,14 +213,14 @@ def _available(tool: str, device: torch.device, summary: Summary) -> str:
     return ""
 
 
-def _nsys_command(nsys: str, report: Path, *options: str) -> list[str]:
+def _nsys_command(nsys: str, report: Path) -> list[str]:
     quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
-    return [nsys, "profile", *quiet, f"--output={report}", *options]
+    return [nsys, "profile", *quiet, f"--output={report}"]
 
 
 def _look_with_nsys(summary: Summary, nsys: str, folder: Path, command: list[str]) -> None:
     capture = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
-    nsight.run([*_nsys_command(nsys, folder / "nsys", *capture), *command])
+    nsight.run([*_nsys_command(nsys, folder / "nsys"), *capture, *command])
     _show_nsys(summary, nsys, folder / "nsys")
 
 
@@ -300,24 +261,24 @@ def profile_program(
     """Run a program once, traced, and describe what it did.
 
     Args:
-        tracer: "torch" (a Python program; nothing in it changes), "nsys", "none", or "auto": torch
-            for what looks like Python, else nsys where there is one.
+        tracer: "torch" (a Python program; nothing in it changes; "auto" is the same), "nsys" (any
+            program, on a GPU), or "none".
         after, seconds: when torch.profiler begins to record, and how long.
 
     Returns:
         The summary, and the program's exit status.
     """
     summary = Summary(folder, f"Profile of a program: {Path(command[0]).name}")
-    nsys = "" if tracer in ("none", "torch") else _available("nsys", device, summary)
-    if tracer == "auto":
-        tracer = "nsys" if nsys and not looks_like_python(command[0]) else "torch"
-    kernels, note = folder / "kernels.txt", folder / "note.txt"
+    kernels, note, report = folder / "kernels.txt", folder / "note.txt", folder / "nsys"
+    trace, prefix = None, []
+    if tracer in ("auto", "torch"):
+        trace = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
+    elif tracer == "nsys" and (nsys := _available("nsys", device, summary)):
+        prefix = _nsys_command(nsys, report)
     with summary.section("What ran"):
         for path in (kernels, note):
             path.unlink(missing_ok=True)
-        options = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
-        prefix = _nsys_command(nsys, folder / "nsys") if nsys and tracer == "nsys" else []
-        status = run_program([*prefix, *command], options if tracer == "torch" else None)
+        status = run_program([*prefix, *command], trace)
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
         summary.add(
@@ -325,32 +286,23 @@ def profile_program(
             f"{format_bytes(peak)} (over time: `labsupport monitor -- COMMAND`)."
         )
         if status:
-            hint = "; it may use a profiler of its own: `--tracer none`" * (tracer == "torch")
+            hint = "; it may use a profiler of its own: `--tracer none`" if trace else ""
             summary.missing.append(f"the program's success: status {status}{hint}")
-    if tracer == "torch":
+    if trace:
         with summary.section("Where the time goes"):
             if note.exists():
                 summary.add(f"{note.read_text()}\n\n{OPENING}")
             if kernels.exists():
                 summary.add("\n".join(kernels.read_text().splitlines()[:24]), table=True)
             else:
-                why = "no Python process with PyTorch wrote one: it was too short, or killed"
-                summary.missing.append(f"the trace: {why}")
+                why = "no Python process with PyTorch wrote one (too short, or killed)"
+                summary.missing.append(f"the trace: {why}; for other programs: `--tracer nsys`")
     if prefix:
         with summary.section("Nsight Systems"):
-            _show_nsys(summary, nsys, folder / "nsys")
+            _show_nsys(summary, prefix[0], report)
     describe_machine(summary, device)
     summary.finish()
     return summary, status
-
-
-def looks_like_python(program: str) -> bool:
-    """Whether a command is Python, or a script, whose first line may name Python."""
-    path = shutil.which(program)
-    if path is None or "python" in Path(program).name:
-        return True
-    with open(path, "rb") as file:
-        return file.read(2) == b"#!"
 
 
 def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
