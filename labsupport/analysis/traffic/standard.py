@@ -88,26 +88,21 @@ def _mask(chip: FastMemory, head: Head, scores: Slow) -> None:
 
 
 def _softmax(chip: FastMemory, sizes: Sizes, scores: Slow, weights: Slow) -> None:
-    if row_fits(chip.capacity, sizes.seqlen_k):
-        for i in range(sizes.seqlen_q):
-            row = chip.load(scores[i : i + 1])
-            row.sub_(row.amax(1, keepdim=True).nan_to_num_(neginf=0.0)).exp_()
-            row.div_(row.sum(1, keepdim=True).clamp_(min=1e-300))
-            chip.store(weights[i : i + 1], row)
-            del row
-        return
-    for rows in sizes.all_rows():
+    whole, outside, inside = _passes(chip, sizes, 1)
+    for rows in outside:
         m = torch.full((rows.stop - rows.start, 1), -torch.inf, dtype=scores.values.dtype)
         l = torch.zeros_like(m)
-        for cols in sizes.all_cols():
+        for cols in inside:
             tile = chip.load(scores[rows, cols])
             new = torch.maximum(m, tile.amax(1, keepdim=True))
             l.mul_(m.sub_(new).nan_to_num_(nan=0.0).exp_())
             l.add_(tile.sub_(new.clamp(min=-1e300)).exp_().sum(1, keepdim=True))
             m = new
+            if whole:
+                chip.store(weights[rows, cols], tile.div_(l.clamp_(min=1e-300)))
             del tile, new
         m.clamp_(min=-1e300)
-        for cols in sizes.all_cols():
+        for cols in () if whole else inside:
             tile = chip.load(scores[rows, cols])
             chip.store(weights[rows, cols], tile.sub_(m).exp_().div_(l.clamp(min=1e-300)))
             del tile
@@ -117,22 +112,25 @@ def _softmax(chip: FastMemory, sizes: Sizes, scores: Slow, weights: Slow) -> Non
 def _softmax_backward(
     chip: FastMemory, sizes: Sizes, weights: Slow, dweights: Slow, dscores: Slow
 ) -> None:
-    if row_fits(chip.capacity, sizes.seqlen_k, 2):
-        for i in range(sizes.seqlen_q):
-            row = slice(i, i + 1)
-            p, dp = chip.load(weights[row]), chip.load(dweights[row])
-            delta = dp.mul_(p).sum(1, keepdim=True)  # dp holds p * dp from here on
-            chip.store(dscores[row], dp.sub_(p.mul_(delta)))
-            del p, dp, delta
-        return
-    for rows in sizes.all_rows():
+    whole, outside, inside = _passes(chip, sizes, 2)
+    for rows in outside:
         delta = torch.zeros((rows.stop - rows.start, 1), dtype=weights.values.dtype)
-        for cols in sizes.all_cols():
-            product = chip.load(dweights[rows, cols]).mul_(chip.load(weights[rows, cols]))
-            delta.add_(product.sum(1, keepdim=True))
-            del product
-        for cols in sizes.all_cols():
+        for cols in inside:
+            p, dp = chip.load(weights[rows, cols]), chip.load(dweights[rows, cols])
+            delta.add_(dp.mul_(p).sum(1, keepdim=True))  # dp holds p * dp from here on
+            if whole:
+                chip.store(dscores[rows, cols], dp.sub_(p.mul_(delta)))
+            del p, dp
+        for cols in () if whole else inside:
             p, dp = chip.load(weights[rows, cols]), chip.load(dweights[rows, cols])
             chip.store(dscores[rows, cols], dp.sub_(delta).mul_(p))
             del p, dp
         del delta
+
+
+def _passes(chip: FastMemory, sizes: Sizes, matrices: int) -> tuple[bool, list[slice], list[slice]]:
+    """Whether whole rows fit, so that one pass does; the blocks of rows, and of columns."""
+    if row_fits(chip.capacity, sizes.seqlen_k, matrices):
+        rows = [slice(i, i + 1) for i in range(sizes.seqlen_q)]
+        return True, rows, [slice(0, sizes.seqlen_k)]
+    return False, sizes.all_rows(), sizes.all_cols()
