@@ -79,7 +79,7 @@ def recorded(name: str) -> pd.DataFrame:
     table = table[table.status == "ok"].reset_index(drop=True)
     # The quartiles of a normal distribution lie 1.35 standard deviations apart.
     spread = (table.q3_ms - table.q1_ms) / table.median_ms / 1.35
-    cases = [case_of(row) for row in table.to_dict("records")]
+    cases: Any = [case_of(row) for row in table.to_dict("records")]
     return table.assign(case=cases, ms=table[SPLITS[name].column], spread=spread)
 
 
