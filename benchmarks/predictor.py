@@ -161,7 +161,7 @@ def units_of(device: torch.device) -> int:
 
 
 def _first_call(case: Case, call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Whether it runs, by which kernel, in how much memory."""
+    """Try a case: does it run, by which kernel, in how much memory?"""
     if device.type == "cpu" and (reason := predicted_shortage(case)):
         return {"status": "out of memory", "reason": reason}
     try:

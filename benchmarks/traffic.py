@@ -108,7 +108,7 @@ def kernel_command(program: Sequence[str]) -> list[str]:
 
 
 def compare(launches: Sequence[dict[str, Any]], case: Case) -> pd.DataFrame:
-    """What was counted on the GPU beside what the tilings ask for.
+    """Put what was counted on the GPU beside what the tiles ask for.
 
     Returns:
         A row a launch of a kernel that is known: kernel, block_q, block_k; counted (bytes by

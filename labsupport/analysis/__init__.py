@@ -1,4 +1,4 @@
-"""Why, and how far it could go: explained and predicted (notebook 4).
+"""Traffic, bounds and predictions: performance explained (notebook 4).
 
 traffic/          bytes between slow and fast memory, counted while the algorithms run
 roofline          FLOPs and bytes of a case, and the bound that the device's ceilings set

@@ -1,4 +1,4 @@
-"""Which backend for a workload, on a calibrated device or on a GPU known by specification only?
+"""The backend for a workload, on a calibrated device or on a GPU known by specification only.
 
 python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --causal
 python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --gpu "A100 SXM 80 GB"
@@ -51,7 +51,7 @@ class Recommendation:
         return [name for name, other in self.ranking[1:] if other.ms <= self.prediction.high_ms]
 
     def __str__(self) -> str:
-        """What it takes, what would be next, and who is out."""
+        """Say what it takes, which backend comes next, and which ones are out."""
         first = self.prediction
         lines = [f"{self.backend} on {self.device}: the fastest predicted, {first}"]
         if first.peak_memory_bytes is not None:

@@ -1,4 +1,4 @@
-"""How fast a case could be: its FLOPs, the bytes that must move, and a device's two ceilings.
+"""The least time of a case: its FLOPs, the bytes that must move, and a device's two ceilings.
 
 A pass (a kernel) with F FLOPs and Y bytes takes at least max(F / peak, Y / bandwidth), if the two
 overlap perfectly. Forward and backward are two passes, one after the other.

@@ -1,4 +1,4 @@
-"""Which tiles fit into a fast memory, and what do they move?  One head, forward.
+"""Tiles that fit into a fast memory, and what they move: one head, forward.
 
 All figures come from the closed forms of `labsupport.analysis.traffic`: numbers of one dtype, in
 one fast memory M, the one of a single processor.
@@ -41,7 +41,7 @@ def tile_choices(
     causal: bool = False,
     order: str = "version2",
 ) -> pd.DataFrame:
-    """What each pair of blocks needs and moves: one head, forward.
+    """Table of what each pair of blocks needs and moves: one head, forward.
 
     Args:
         seqlen: N, queries and keys; a multiple of 16.

@@ -86,7 +86,7 @@ class Model:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def backends(self, dtype: str, direction: str) -> list[str]:
-        """Those that are calibrated for a dtype and a direction."""
+        """Return the backends that are calibrated for a dtype and a direction."""
         return [key[0] for key in self.fits if key[1:] == (dtype, direction)]
 
 

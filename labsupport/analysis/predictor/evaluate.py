@@ -1,4 +1,4 @@
-"""How far is the predictor off, on shapes that it has not seen?"""
+"""Errors of the predictor, on shapes that it has not seen."""
 
 from __future__ import annotations
 
@@ -63,12 +63,8 @@ def errors_by(
             "covered": 100 * group.covered.mean(),
         }  # fmt: skip
 
-    rows = [
-        dict(zip(columns, key, strict=True)) | row(group)
-        for key, group in table.groupby(list(columns), sort=False)
-    ]
-    everything = dict.fromkeys(columns, "") | {columns[0]: "all"} | row(table)
-    return pd.DataFrame([*rows, everything])
+    groups = [*table.groupby(list(columns), sort=False), (("all", *[""] * len(columns[1:])), table)]
+    return pd.DataFrame([dict(zip(columns, key, strict=True)) | row(part) for key, part in groups])
 
 
 def choices(table: pd.DataFrame) -> pd.DataFrame:

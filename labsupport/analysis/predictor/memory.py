@@ -25,7 +25,7 @@ make a new matrix.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from labsupport.analysis.predictor.work import tile_sides
 from labsupport.profiling.cases import Case
@@ -83,18 +83,15 @@ def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
     raise ValueError(f"no memory formula for {case.backend} on {device_kind}")
 
 
-@dataclass(frozen=True)
-class _Fused:
+class _Fused(NamedTuple):
     """A fused kernel on a GPU.
 
-    forward, both: vectors of `rows`; extra: what the backward makes beside out and gradients;
-    constant: bytes of its own; widened: dk and dv of grouped heads are written for every query head
-    first.
+    forward, both: vectors of `rows`; constant: bytes of its own; widened: dk and dv of grouped
+    heads are written for every query head first.
     """
 
     forward: int
     both: int
-    extra: str = "float32"  # dq in float32; "copy": one more tensor like out; or nothing
     constant: int = 0
     widened: bool = False
 
@@ -104,8 +101,8 @@ _FUSED = {
     "sdpa_cudnn": _Fused(0, 2, constant=272, widened=True),
     "sdpa_flash": _Fused(1, 2, constant=24, widened=True),
     "sdpa_efficient": _Fused(0, 2),
-    "flex": _Fused(2, 2, extra="copy"),
-    "flash_triton": _Fused(1, 3, extra=""),  # from its code: nothing is summed elsewhere
+    "flex": _Fused(2, 2),
+    "flash_triton": _Fused(1, 3),
 }
 
 
@@ -113,8 +110,9 @@ def _fused(case: Case, sizes: _Sizes, units: int) -> int:
     plan = _FUSED[case.backend]
     total = sizes.out + plan.constant + (plan.both if sizes.both else plan.forward) * sizes.rows
     if sizes.both:
-        total += sizes.gradients + {"float32": sizes.out32, "copy": sizes.out, "": 0}[plan.extra]
-        total += 2 * sizes.out * (plan.widened and sizes.grouped)
+        # dq is summed in float32; flex copies out; the lab's own kernels sum nothing elsewhere.
+        total += {"flex": sizes.out, "flash_triton": 0}.get(case.backend, sizes.out32)
+        total += sizes.gradients + 2 * sizes.out * (plan.widened and sizes.grouped)
         if case.backend == "sdpa_efficient":  # counters
             total += 16 * -(-case.seqlen // 64) * case.batch * case.heads
     splits = flash_splits(case, units) if case.backend == "sdpa_flash" else 1
@@ -125,7 +123,7 @@ def _fused(case: Case, sizes: _Sizes, units: int) -> int:
 
 
 def flash_splits(case: Case, units: int) -> int:
-    """Into how many parts flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
+    """Number of parts into which flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
 
     Each part has an output and an lse of its own in float32, which are then merged. The smallest
     number of parts counts that keeps at least 85% as many programs busy as the best. Source:

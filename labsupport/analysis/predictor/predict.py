@@ -32,7 +32,7 @@ class OutOfRangeError(ValueError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case will take.
+    """Time and memory that a case will take.
 
     ms: the median expected; low_ms, high_ms: 90% of measurements are expected between them.
     peak_memory_bytes: beyond the inputs; None where no formula is known.
@@ -109,7 +109,7 @@ def transfer(model: Model, gpu: str) -> Model:
 
 
 def _refusal(key: tuple[str, str, str], device: Device) -> str:
-    """Why a backend cannot run in a dtype on a GPU; empty if it can."""
+    """Return the reason why a backend cannot run in a dtype on a GPU; empty if it can."""
     name, dtype, _ = key
     if dtype not in device.matmul_tflops:
         return f"no rate is specified for {dtype} on {device.name}"

@@ -41,7 +41,7 @@ class Split:
     column: str = "median_ms"
 
     def calibrates(self, case: Case) -> bool:
-        """Whether the case may be seen while weights are fitted."""
+        """Return whether the case may be seen while weights are fitted."""
         form = case.batch, case.heads, case.kv_heads
         return case.seqlen in self.seqlens and (self.forms is None or form in self.forms)
 

@@ -1,4 +1,4 @@
-"""What a case makes a device do, counted: the features that the predictor weighs.
+"""Work of a case on a device, counted: the features that the predictor weighs.
 
 Each feature is a time in milliseconds: what that part of the work would take at the device's
 ceiling. A calibrated weight says how many times as long the implementation needs.
@@ -108,7 +108,7 @@ def fused_bytes(case: Case) -> float:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What is behind the features: scores computed, moved and hidden, over all heads."""
+    """Counts that the features are made of: scores computed, moved and hidden, over all heads."""
 
     products: float
     tiles: float = 0.0
@@ -167,7 +167,7 @@ def _count(case: Case, device_kind: str, units: int) -> _Counts:
 
 @functools.lru_cache(maxsize=4096)
 def makespan(costs: tuple[int, ...], copies: int, units: int) -> float:
-    """When the last of `copies` times these blocks is done, if free units take the longest first.
+    """Time until `copies` times these blocks are done, if free units take the longest first.
 
     Args:
         costs: of the blocks of one head, in tiles.

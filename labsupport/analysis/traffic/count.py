@@ -35,7 +35,7 @@ BACKWARD = ("standard", *_BACKWARDS)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What passed between fast and slow memory in one run, in elements.
+    """Elements that passed between fast and slow memory in one run.
 
     read, written: by the name of the tensor in slow memory.
     peak: elements in fast memory at most; capacity: M, None if it was not limited.

@@ -1,4 +1,4 @@
-"""What the counts must be: closed forms, block sizes that fit, and theorem 2."""
+"""Closed forms of the counts, block sizes that fit, and theorem 2."""
 
 from __future__ import annotations
 

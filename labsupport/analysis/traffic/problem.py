@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def divisible(self) -> bool:
-        """Whether the blocks divide both lengths."""
+        """True if the blocks divide both lengths."""
         return self.seqlen_q % self.block_q == 0 and self.seqlen_k % self.block_k == 0
 
     def all_rows(self) -> list[slice]:

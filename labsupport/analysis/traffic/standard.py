@@ -40,7 +40,7 @@ def backward(chip: FastMemory, head: Head, weights: Slow) -> None:
 
 
 def row_fits(capacity: int | None, seqlen_k: int, matrices: int = 1) -> bool:
-    """Whether softmax can hold a whole row of `matrices` square matrices."""
+    """Return whether softmax can hold a whole row of `matrices` square matrices."""
     return capacity is None or matrices * seqlen_k + ROW_VECTORS <= capacity
 
 
@@ -129,7 +129,7 @@ def _softmax_backward(
 
 
 def _passes(chip: FastMemory, sizes: Sizes, matrices: int) -> tuple[bool, list[slice], list[slice]]:
-    """Whether whole rows fit, so that one pass does; the blocks of rows, and of columns."""
+    """Return whether whole rows fit, so that one pass does; the blocks of rows; and of columns."""
     if row_fits(chip.capacity, sizes.seqlen_k, matrices):
         rows = [slice(i, i + 1) for i in range(sizes.seqlen_q)]
         return True, rows, [slice(0, sizes.seqlen_k)]

@@ -1,4 +1,4 @@
-"""What a tensor program creates and moves, if each operator reads and writes the large memory.
+"""Bytes that a tensor program moves, if each operator reads and writes the large memory.
 
 `trace_tensors(fn)` watches every operator. The bytes are those that operators must pass to one
 another: a kernel may read an input more than once, and a cache may save some of it. What happens
