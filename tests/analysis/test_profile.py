@@ -92,6 +92,9 @@ def test_of_a_program_that_is_not_python_the_summary_says_that_there_is_no_trace
     assert done.exit_code == 3
     assert "the trace: no Python process" in summary(tmp_path / "out")
     assert run_program(["sh", "-c", "kill -9 $$"], None) == 128 + 9
+    done = run("--out", tmp_path / "none", "--device=cpu", "--", "nosuchprogram")
+    assert done.exit_code == 127
+    assert "What ran: FileNotFoundError" in summary(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

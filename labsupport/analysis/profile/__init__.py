@@ -270,7 +270,7 @@ def profile_program(
     """
     summary = Summary(folder, f"Profile of a program: {Path(command[0]).name}")
     kernels, note, report = folder / "kernels.txt", folder / "note.txt", folder / "nsys"
-    trace, prefix = None, []
+    trace, prefix, status = None, [], 127  # as a shell says that there is no such program
     if tracer in ("auto", "torch"):
         trace = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
     elif tracer == "nsys" and (nsys := _available("nsys", device, summary)):
