@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_DTYPES = ("float32", "float16", "bfloat16")
-
-
 @dataclass(frozen=True)
 class Roof:
     """The two ceilings of a device: TFLOP/s by dtype, and GB/s (10^9) of its large memory.
@@ -45,7 +42,7 @@ class Roof:
         if isinstance(ceilings, Roof):
             return ceilings
         if isinstance(ceilings, HardwareSpec):
-            rates = {name: ceilings.peak_tflops(name) for name in _DTYPES}
+            rates = {n: ceilings.peak_tflops(n) for n in ("float32", "float16", "bfloat16")}
             known = {name: rate for name, rate in rates.items() if rate is not None}
             return cls(ceilings.name, "specified", known, ceilings.bandwidth_gb_s)
         return cls(ceilings.device, "measured", dict(ceilings.matmul_tflops), ceilings.copy_gb_s)

@@ -145,7 +145,7 @@ def test_flash_attention_moves_a_constant_times_what_theorem_two_says(name, pass
 
 @pytest.mark.parametrize("name", ["version1", "version2"])
 def test_the_exponents_are_those_of_theorem_two_where_m_is_much_larger_than_d_squared(name):
-    counted = traffic_table([name], seqlens=(64, 128, 256), capacities=(1024,))
+    counted = traffic_table([name], seqlens=(64, 128), capacities=(512,))
     assert exponent(counted, "seqlen") == pytest.approx(2, abs=0.1)
     memories = pd.DataFrame([by_formula(name, 16, 2**i, 2**20) for i in range(13, 19)])
     dims = pd.DataFrame([by_formula(name, d, 2**18, 2**20) for d in (16, 32, 64)])
@@ -155,33 +155,15 @@ def test_the_exponents_are_those_of_theorem_two_where_m_is_much_larger_than_d_sq
     assert exponent(alike[1], "head_dim", "per_pair") == pytest.approx(2, abs=0.05)
 
 
-def test_the_textbook_does_not_gain_from_a_larger_memory_once_rows_fit():
-    table = traffic_table(["standard"], seqlens=(64,), capacities=(1024, 4096), head_dims=(8,))
-    assert exponent(table, "capacity") > -0.2
-    flash = traffic_table(["version2"], seqlens=(64,), capacities=(256, 1024), head_dims=(8,))
-    assert exponent(flash, "capacity") < -0.7
-
-
 def test_a_table_holds_the_count_beside_the_formula_and_refuses_mixed_fits():
-    table = traffic_table(BACKWARD, seqlens=(32, 64), capacities=(512,), direction="backward")
+    table = traffic_table(BACKWARD, seqlens=(16, 32), capacities=(256,), direction="backward")
     assert (table.total == table.formula).all()
     assert (table.total == table.read + table.written).all()
     assert (table.peak <= table.capacity).all()
     with pytest.raises(ValueError, match="algorithm"):
         exponent(table, "seqlen")
     with pytest.raises(ValueError, match="one value of head_dim"):
-        exponent(table[(table.algorithm == "version1") & (table.seqlen == 32)], "head_dim")
-
-
-def test_atomic_additions_save_the_reading_of_dq():
-    q, k, v, dout = head(12, 12, 4)
-    blocks = {"block_q": 3, "block_k": 4}
-    one, two = (count(name, q, k, v, dout=dout, **blocks) for name in ("version1", "version2"))
-    passes = 12 // 4
-    assert one.read["dQ"] == passes * 12 * 4
-    assert "dQ" not in two.read
-    zeros_and_passes = (1 + passes) * 12 * 4
-    assert one.written["dQ"] == two.written["dQ"] == zeros_and_passes
+        exponent(table[(table.algorithm == "version1") & (table.seqlen == 16)], "head_dim")
 
 
 def test_room_is_free_again_when_nothing_refers_to_a_tensor_and_views_keep_it():
