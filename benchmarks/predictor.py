@@ -17,14 +17,15 @@ import itertools
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from labsupport.analysis.predictor.device import CPU_CACHE_MIB
-from labsupport.attention.backends import attention, last_call
-from labsupport.profiling.benchmark import make_inputs, predicted_shortage, refusal
+from labsupport.analysis.profile import attention_call
+from labsupport.attention.backends import last_call
+from labsupport.profiling.benchmark import predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
 from labsupport.profiling.hardware import last_level_cache_mib, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory
@@ -34,22 +35,23 @@ from labsupport.profiling.timing import Timing, measure_interleaved, resolve_dev
 if TYPE_CHECKING:
     import pandas as pd
 
-CPU_BACKENDS = ("standard", "flash_torch", "sdpa_math", "sdpa_flash")
-# (batch, heads, kv_heads, head_dim): a base, a batch, wider heads, grouped heads.
-CPU_FORMS = ((1, 4, 4, 64), (2, 4, 4, 64), (1, 4, 4, 128), (1, 8, 2, 64))
-CPU_SEQLENS = (128, 256, 512, 1024, 2048)
-GPU_BACKENDS = (
-    "standard", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flash_triton",
-)  # fmt: skip
-# Two head_dims; few heads, which leave multiprocessors idle; grouped heads.
-GPU_FORMS = ((4, 16, 16, 64), (2, 16, 16, 128), (1, 8, 8, 128), (4, 32, 8, 128))
-GPU_SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
-
-COLUMNS = [
-    *(field.name for field in fields(Case)),
-    *("status", "reason", "kernel", "median_ms", "q1_ms", "q3_ms", "min_ms", "repeats"),
-    *("between_passes", "tflops", "peak_memory_bytes"),
-]
+BACKENDS = {
+    "cpu": ("standard", "flash_torch", "sdpa_math", "sdpa_flash"),
+    "cuda": (
+        "standard", "sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn", "flash_triton",
+    ),
+}  # fmt: skip
+SEQLENS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192, 16_384)}
+FORMS = {  # batch, heads, kv_heads, head_dim, dtype
+    "cpu": (  # a base, the same in bfloat16, a batch, wider heads, grouped heads
+        (1, 4, 4, 64, "float32"), (1, 4, 4, 64, "bfloat16"), (2, 4, 4, 64, "float32"),
+        (1, 4, 4, 128, "float32"), (1, 8, 2, 64, "float32"),
+    ),
+    "cuda": (  # two head_dims; few heads, which leave multiprocessors idle; grouped heads
+        (4, 16, 16, 64, "bfloat16"), (2, 16, 16, 128, "bfloat16"), (1, 8, 8, 128, "bfloat16"),
+        (4, 32, 8, 128, "bfloat16"),
+    ),
+}  # fmt: skip
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -63,8 +65,12 @@ def measure(options: Namespace) -> pd.DataFrame:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)
-    cases = cpu_cases() if device.type == "cpu" else gpu_cases()
-    return record(cases, device=device, passes=options.passes, max_seconds=options.max_seconds)
+    return record(
+        cases_for(device.type),
+        device=device,
+        passes=options.passes,
+        max_seconds=options.max_seconds,
+    )
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
@@ -76,30 +82,14 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     )
 
 
-def cpu_cases() -> list[Case]:
-    """The grid for a CPU: four forms in float32, the first one in bfloat16 too; both masks."""
-    cases: list[Case] = []
-    for number, (batch, heads, kv_heads, head_dim) in enumerate(CPU_FORMS):
-        form = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        for dtype in ("float32", "bfloat16") if number == 0 else ("float32",):
-            cases += [
-                replace(case, direction=direction)
-                for case in grid(
-                    CPU_BACKENDS, CPU_SEQLENS, dtype=dtype, causal=[False, True], **form
-                )
-                for direction in DIRECTIONS
-            ]
-    return cases
-
-
-def gpu_cases() -> list[Case]:
-    """The grid for a GPU: four forms in bfloat16, both masks."""
+def cases_for(device_kind: str) -> list[Case]:
+    """The grid for "cpu" or "cuda", in both masks and directions."""
     return [
         replace(case, direction=direction)
-        for batch, heads, kv_heads, head_dim in GPU_FORMS
+        for batch, heads, kv_heads, head_dim, dtype in FORMS[device_kind]
         for case in grid(
-            GPU_BACKENDS, GPU_SEQLENS, batch=batch, heads=heads, kv_heads=kv_heads,
-            head_dim=head_dim, dtype="bfloat16", causal=[False, True],
+            BACKENDS[device_kind], SEQLENS[device_kind], batch=batch, heads=heads,
+            kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, causal=[False, True],
         )
         for direction in DIRECTIONS
     ]  # fmt: skip
@@ -111,7 +101,6 @@ def record(
     device: torch.device | str | None = None,
     passes: int = 3,
     max_seconds: float = 0.05,
-    seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure the cases; neighbours of one shape are measured in turns.
@@ -133,7 +122,7 @@ def record(
 
     where, cases = resolve_device(device), list(cases)
     groups = [list(same) for _, same in itertools.groupby(cases, key=lambda case: case.shape_key)]
-    about = provenance(where, seed=seed, cases=len(cases), passes=passes)
+    about = provenance(where, seed=0, cases=len(cases), passes=passes)
     rows: dict[Case, dict[str, Any]] = {}
     samples: dict[Case, list[Timing]] = {case: [] for case in cases}
     ceilings = []
@@ -141,7 +130,7 @@ def record(
         for number in range(passes):
             ceilings.append(measured_ceilings.__wrapped__(str(where)))
             for group in groups:
-                calls = _calls(group, where, seed)
+                calls = {case: attention_call(case, where) for case in group}
                 if number == 0:
                     rows |= {case: _first_call(case, calls[case], where) for case in group}
                 runnable = {case: calls[case] for case in group if rows[case]["status"] == "ok"}
@@ -150,51 +139,29 @@ def record(
                 del calls, runnable
                 gc.collect()
                 bar.update()
+    rates = [each.matmul_tflops for each in ceilings]
     about |= {
-        "copy_gb_s": statistics.median(c.copy_gb_s for c in ceilings),
-        "matmul_tflops": {
-            name: statistics.median(c.matmul_tflops[name] for c in ceilings)
-            for name in ceilings[0].matmul_tflops
-        },
+        "copy_gb_s": statistics.median(each.copy_gb_s for each in ceilings),
+        "matmul_tflops": {n: statistics.median(rate[n] for rate in rates) for n in rates[0]},
         "units": units_of(where),
         "cache_mib": last_level_cache_mib(where) or CPU_CACHE_MIB,
     }
-    measured = {case: samples[case] if rows[case]["status"] == "ok" else [] for case in cases}
     table = pd.DataFrame(
-        [asdict(case) | rows[case] | _summary(case, measured[case]) for case in cases],
-        columns=COLUMNS,
+        [asdict(case) | rows[case] | _summary(case, rows[case], samples[case]) for case in cases]
     )
     table.attrs["provenance"] = about
     return table
 
 
 def units_of(device: torch.device) -> int:
-    """How many tiles the device computes at a time: its multiprocessors, or PyTorch's threads."""
+    """Tiles that the device computes at a time: its multiprocessors, or PyTorch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return torch.get_num_threads()
 
 
-def _calls(cases: Sequence[Case], device: torch.device, seed: int) -> dict[Case, Callable[[], Any]]:
-    q, k, v, gradient = (tensor.detach() for tensor in make_inputs(cases[0], device, seed))
-
-    def make(case: Case) -> Callable[[], Any]:
-        options: dict[str, Any] = {"causal": case.causal, "backend": case.backend}
-        if case.direction == "forward":
-            return lambda: attention(q, k, v, check_layout=False, **options)
-        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-
-        def both() -> Any:
-            out = attention(*leaves, check_layout=False, **options)
-            return torch.autograd.grad(out, leaves, gradient)
-
-        return both
-
-    return {case: make(case) for case in cases}
-
-
 def _first_call(case: Case, call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Whether it runs, by which kernel, in how much memory."""
+    """Try a case: does it run, by which kernel, in how much memory?"""
     if device.type == "cpu" and (reason := predicted_shortage(case)):
         return {"status": "out of memory", "reason": reason}
     try:
@@ -202,12 +169,10 @@ def _first_call(case: Case, call: Callable[[], Any], device: torch.device) -> di
     except Exception as problem:
         return refusal(problem)
     report = last_call()
+    kernel = report.kernel if report else ""
     return {
-        "status": "ok",
-        "reason": "",
-        "kernel": report.kernel if report else "",
-        "peak_memory_bytes": memory.peak_bytes,
-    }
+        "status": "ok", "reason": "", "kernel": kernel, "peak_memory_bytes": memory.peak_bytes
+    }  # fmt: skip
 
 
 def _times(
@@ -222,8 +187,13 @@ def _times(
     takes most of a GPU.
     """
     while calls:
+        names = {f"{case.backend} {case.direction}": case for case in calls}
         try:
-            return _in_turns(calls, device, max_seconds)
+            timings = measure_interleaved(
+                {name: calls[case] for name, case in names.items()}, device=device, warmup=1,
+                min_repeats=2, min_seconds=0.0, max_seconds=max_seconds * len(calls),
+            )  # fmt: skip
+            return {names[name]: timing for name, timing in timings.items()}
         except torch.OutOfMemoryError as problem:
             largest = max(calls, key=lambda case: rows[case]["peak_memory_bytes"])
             rows[largest] |= refusal(problem)
@@ -233,23 +203,8 @@ def _times(
     return {}
 
 
-def _in_turns(
-    calls: dict[Case, Callable[[], Any]], device: torch.device, max_seconds: float
-) -> dict[Case, Timing]:
-    names = {f"{case.backend} {case.direction}": case for case in calls}
-    timings = measure_interleaved(
-        {name: calls[case] for name, case in names.items()},
-        device=device,
-        warmup=1,
-        min_repeats=2,
-        min_seconds=0.0,
-        max_seconds=max_seconds * len(calls),
-    )
-    return {names[name]: timing for name, timing in timings.items()}
-
-
-def _summary(case: Case, passes: Sequence[Timing]) -> dict[str, Any]:
-    if not passes:
+def _summary(case: Case, row: dict[str, Any], passes: Sequence[Timing]) -> dict[str, Any]:
+    if row["status"] != "ok" or not passes:
         return {}
     every = Timing(tuple(sample for timing in passes for sample in timing.samples))
     medians = [timing.median for timing in passes]

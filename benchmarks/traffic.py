@@ -1,32 +1,39 @@
 """The count beside a GPU's own counters: Nsight Compute (`ncu`) on the lab's Triton kernels.
 
 python -m benchmarks traffic                    measure and compare, on a GPU
-python -m benchmarks traffic --three --save traffic-h200    three shapes, kept
+python -m benchmarks traffic --three --save traffic-h200    three shapes, saved
 python -m benchmarks traffic --show             only print ncu's command
-python -m benchmarks traffic --read FILE        compare a CSV that was kept
+python -m benchmarks traffic --read FILE        compare a CSV that this command printed
 
 Bytes are counted in three places, on their way from left to right:
 
     multiprocessors  --(1)--  request coalescer  --(2)--  L2  --(3)--  large memory
 
-(1) is what theorem 2 and `kernel_bytes` speak of. Between (1) and (2) the coalescer joins reads of
+(1) is what theorem 2 and `kernel_bytes` speak of: whatever tiles a kernel's programs ask for.
+
+    forward   a program: Q_i once, then K_j, V_j for each tile; writes O_i, L_i
+    rows      dO, O, L; writes two numbers a query (shift and D)
+    keys      a program: K_j, V_j once, then Q_i, dO_i and the two numbers; writes dK_j, dV_j
+    queries   a program: Q_i, dO_i, the two numbers once, then K_j, V_j; writes dQ_i
+
+Between (1) and (2) the coalescer joins reads of
 the same bytes that come from several multiprocessors at about the same time, so (2) may be smaller.
 (3) is compared with the compulsory bytes: ncu empties the caches before a kernel.
 
 Source: NVIDIA, Nsight Compute documentation, Profiling Guide, "Metrics Decoder" (units l1tex, lrc,
-lts, dram) and "Cache Control"; Command Line Interface, options --csv, --metrics, --print-units.
+lts, dram) and "Cache Control".
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,32 +41,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import runner
-from labsupport.analysis.nsight_csv import read_csv
-from labsupport.analysis.traffic.kernels import kernel_bytes
+from labsupport.analysis.nsight import BYTES, INSTALL, ncu_command, read_ncu, run
+from labsupport.analysis.traffic import Sizes
 from labsupport.profiling.cases import Case
 from labsupport.profiling.timing import resolve_device
+from labsupport.profiling.work import ITEMSIZE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-METRICS = {
-    "l1tex__m_xbar2l1tex_read_bytes.sum": "(1), to the multiprocessors",
-    "l1tex__m_l1tex2xbar_write_bytes.sum": "(1), from the multiprocessors",
-    "lts__t_bytes.sum": "(2), all requests that reach L2",
-    "dram__bytes_read.sum": "(3), read",
-    "dram__bytes_write.sum": "(3), written",
-}
 SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 4096, 4, 16, head_dim=128, dtype="bfloat16"),
     Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
+NUMBER = 4  # bytes of a float32: L, shift, D
 KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
-_UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
-NOT_FOUND = (
-    "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
-    "folder on the PATH. --show prints the command to run elsewhere."
-)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -80,18 +77,18 @@ def measure(options: Namespace) -> pd.DataFrame:
         options.head_dim, options.dtype, options.causal, "forward+backward",
     )  # fmt: skip
     if options.show:
-        print(shlex.join(ncu_command(_program(case))))
+        print(shlex.join(kernel_command(_program(case))))
         raise SystemExit
     if options.read:
-        return compare(parse_csv(options.read.read_text(encoding="utf-8")), case)
+        return compare(read_ncu(options.read.read_text(encoding="utf-8")), case)
     if shutil.which("ncu") is None:
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(f"ncu not found: {INSTALL['ncu']} (--show prints the command)")
     cases = []
     for each in SHAPES if options.three else [case]:
         row: dict[str, Any] = asdict(each)
         del row["backend"], row["direction"]
         cases.append(runner.Case(row, partial(count, each)))
-    return runner.run(cases, resolve_device(options.device), metrics=list(METRICS))
+    return runner.run(cases, resolve_device(options.device), metrics=list(BYTES))
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
@@ -102,42 +99,16 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     return f"{title}\n{table.round(3).to_string(index=False)}"
 
 
-def ncu_command(program: Sequence[str]) -> list[str]:
-    """The command line that counts the bytes of each of the lab's kernels in a program.
-
-    Clocks are left alone (bytes do not depend on them), units are not scaled, and the table goes to
-    standard output as CSV, one metric a line.
-    """
+def kernel_command(program: Sequence[str]) -> list[str]:
+    """The command line that counts the bytes of each of the lab's kernels in a program."""
     return [
-        "ncu", "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name-base", "function", "--kernel-name", f"regex:^{KERNEL_NAMES}$",
-        "--metrics", ",".join(METRICS), *program,
-    ]  # fmt: skip
+        *ncu_command("--clock-control", "none", "--kernel-name-base", "function"),
+        *("--kernel-name", f"regex:^{KERNEL_NAMES}$", "--metrics", ",".join(BYTES), *program),
+    ]
 
 
-def parse_csv(text: str) -> list[dict[str, float | str]]:
-    """ncu's CSV, one metric a line, as a dictionary a launch: "kernel", and bytes by metric.
-
-    Lines before the header (ncu's own and the program's) are skipped.
-
-    Raises:
-        ValueError: there is no table, a unit is not one of bytes, or a metric has no value.
-    """
-    rows = read_csv(text, "Metric Name")
-    if not rows:
-        told = text.splitlines()
-        said = [line for line in told if line.startswith(("==ERROR==", "==WARNING=="))]
-        raise ValueError(" ".join(["ncu printed no table.", *said[:3]]))
-    launches: dict[str, dict[str, float | str]] = {}
-    for row in rows:
-        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        if row["Metric Name"] in METRICS:
-            launch[row["Metric Name"]] = _bytes(row)
-    return list(launches.values())
-
-
-def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFrame:
-    """What was counted on the GPU beside what the tilings ask for.
+def compare(launches: Sequence[dict[str, Any]], case: Case) -> pd.DataFrame:
+    """Put what was counted on the GPU beside what the tiles ask for.
 
     Returns:
         A row a launch of a kernel that is known: kernel, block_q, block_k; counted (bytes by
@@ -151,7 +122,7 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
 
     rows = []
     for launch in launches:
-        match = re.fullmatch(KERNEL_NAMES, str(launch["kernel"]).split("(")[0])
+        match = re.fullmatch(KERNEL_NAMES, launch["kernel"].split("(")[0])
         if match is None:
             continue
         kernel, plan = match[2], None
@@ -162,7 +133,7 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
             )  # fmt: skip
         block_q, block_k = (plan.block_q, plan.block_k) if plan else (1, 1)
         expected = kernel_bytes(kernel, case, block_q, block_k)
-        to, fro, l2, read, written = (float(launch.get(name, "nan")) for name in METRICS)
+        to, fro, l2, read, written = (launch.get(name, math.nan) for name in BYTES)
         rows.append(
             {
                 "kernel": launch["kernel"], "block_q": block_q, "block_k": block_k,
@@ -176,41 +147,67 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
 
 
 def count(case: Case) -> list[Any]:
-    """Run the case's forward and backward under ncu, and compare.
-
-    Raises:
-        RuntimeError: ncu could not read the counters, with what it said.
-    """
-    done = subprocess.run(ncu_command(_program(case)), capture_output=True, text=True)
-    try:
-        return compare(parse_csv(done.stdout), case).to_dict("records")
-    except ValueError as error:
-        raise RuntimeError(f"{error} {done.stderr.strip()[-500:]}") from error
+    """Run the case's forward and backward under ncu, and compare."""
+    return compare(read_ncu(run(kernel_command(_program(case)))), case).to_dict("records")
 
 
 def _program(case: Case) -> list[str]:
-    code = f"from benchmarks.traffic import Case, call; call({case})"
+    """One forward and one backward of flash_triton: the program that ncu watches."""
+    both = replace(case, direction="forward+backward")
+    code = (
+        "import torch; from labsupport.analysis.profile import attention_call as call; "
+        "from labsupport.profiling import Case; "
+        f"call({both}, torch.device('cuda'))(); torch.cuda.synchronize()"
+    )
     return [sys.executable, "-c", code]
 
 
-def call(case: Case) -> None:
-    """One forward and one backward of flash_triton: the program that ncu watches."""
-    from labsupport.attention import attention
+@dataclass(frozen=True)
+class KernelBytes:
+    """read, written: between L2 and the multiprocessors; compulsory: each tensor's bytes once."""
 
-    def tensor(heads: int) -> torch.Tensor:
-        shape = case.batch, case.seqlen, heads, case.head_dim
-        dtype = getattr(torch, case.dtype)
-        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+    kernel: str
+    read: int
+    written: int
+    compulsory: int
 
-    q, k, v = tensor(case.heads), tensor(case.kv_heads), tensor(case.kv_heads)
-    out = attention(q, k, v, causal=case.causal, backend="flash_triton")
-    assert isinstance(out, torch.Tensor)  # a pair only where return_lse asks for it
-    out.backward(torch.randn_like(out))
-    torch.cuda.synchronize()
+    @property
+    def total(self) -> int:
+        """Bytes between L2 and the multiprocessors, both ways."""
+        return self.read + self.written
 
 
-def _bytes(row: dict[str, str]) -> float:
-    unit, value = row["Metric Unit"].lower(), row["Metric Value"].replace(",", "")
-    if unit not in _UNITS or not re.fullmatch(r"[\d.]+(e[+-]?\d+)?", value):
-        raise ValueError(f"{row['Metric Name']}: {row['Metric Value']!r} {row['Metric Unit']!r}?")
-    return float(value) * _UNITS[unit]
+def kernel_bytes(kernel: str, case: Case, block_q: int, block_k: int) -> KernelBytes:
+    """Bytes of one launch of a Triton kernel of the lab, or of its version for Hopper.
+
+    Args:
+        kernel: "forward", "rows", "keys" or "queries".
+        case: gives shape, mask and dtype; its backend and direction do not matter.
+        block_q, block_k: the tile's sides.
+
+    Raises:
+        ValueError: no such kernel.
+    """
+    sizes = Sizes(case.seqlen, case.kv_seqlen, case.head_dim, block_q, block_k, case.causal)
+    heads, row = case.batch * case.heads, case.head_dim * ITEMSIZE[case.dtype]
+    q = heads * case.seqlen * row  # bytes of Q, of O, of dO, of dQ
+    k = case.batch * case.kv_heads * case.kv_seqlen * row
+    numbers = heads * case.seqlen * NUMBER
+    if kernel == "rows":
+        return KernelBytes(kernel, 2 * q + numbers, 2 * numbers, 2 * q + 3 * numbers)
+    if kernel == "keys":
+        passing = sum(_length(sizes.rows_seeing(cols)) for cols in sizes.all_cols())
+        read = 2 * k + heads * passing * (2 * row + 2 * NUMBER)
+        return KernelBytes(kernel, read, 2 * k, 2 * q + 2 * numbers + 4 * k)
+    passing = sum(_length(sizes.cols_seen(rows)) for rows in sizes.all_rows())
+    passing *= heads * 2 * row
+    if kernel == "forward":
+        return KernelBytes(kernel, q + passing, q + numbers, 2 * q + numbers + 2 * k)
+    if kernel == "queries":
+        staying = 2 * q + 2 * numbers
+        return KernelBytes(kernel, staying + passing, q, staying + q + 2 * k)
+    raise ValueError(f"no kernel {kernel!r}; known: forward, rows, keys, queries")
+
+
+def _length(blocks: list[slice]) -> int:
+    return sum(block.stop - block.start for block in blocks)

@@ -6,9 +6,9 @@ model leaves out.
 
 from __future__ import annotations
 
+import functools
 import html
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from labsupport.analysis.tiles import (
@@ -23,8 +23,6 @@ from labsupport.analysis.tiles import (
 if TYPE_CHECKING:
     import ipywidgets
     import pandas as pd
-
-__all__ = ["tile_choices", "tile_explorer"]
 
 NOTE = (
     "<b>What M is here.</b> The fast memory of <em>one</em> processor, holding everything in one "
@@ -57,119 +55,67 @@ def tile_explorer(seqlen: int = 4096, head_dim: int = 64) -> ipywidgets.VBox:
             "(tile_choices and plot_tile_choices work without it)"
         )
     check_case(seqlen, head_dim, 1, "bfloat16", "version2")
-    return _Explorer(seqlen, head_dim).box
+    import ipywidgets as widgets
 
+    look = {"style": {"description_width": "8.5em"}, "layout": widgets.Layout(width="25em")}
+    slider = functools.partial(widgets.SelectionSlider, continuous_update=False, **look)
+    dropdown = functools.partial(widgets.Dropdown, **look)
+    memories, blocks = fast_memories(), block_sizes(seqlen)
+    case = {
+        "seqlen": slider(
+            description="N (tokens)", tooltip="Sequence length", value=seqlen,
+            options=sorted({1 << power for power in range(9, 17)} | {seqlen}),
+        ),
+        "head_dim": slider(
+            description="d", tooltip="Head dimension", value=head_dim,
+            options=sorted({32, 64, 128, 256, head_dim}),
+        ),
+        "fast_bytes": dropdown(
+            description="fast memory M", tooltip="Fast memory of one processor",
+            options=memories, value=memories[-1][1],
+        ),
+        "dtype": dropdown(
+            description="dtype", tooltip="Type of all numbers",
+            options=["bfloat16", "float16", "float32"],
+        ),
+        "order": dropdown(
+            description="outer loop", tooltip="Which loop is outside",
+            options=[(words, name) for name, words in ORDERS.items()],
+        ),
+        "causal": widgets.Checkbox(description="causal mask", tooltip="Hide the future", **look),
+    }  # fmt: skip
+    tile = [
+        slider(description="Br", tooltip="Rows of a tile: queries", options=blocks,
+               value=min(128, blocks[-1])),
+        slider(description="Bc", tooltip="Columns of a tile: keys", options=blocks,
+               value=min(64, blocks[-1])),
+    ]  # fmt: skip
+    sentence, picture = widgets.HTML(), widgets.HTML()
+    table_of = functools.lru_cache(maxsize=1)(tile_choices)
+    controls = [*case.values(), *tile]
 
-@dataclass(frozen=True)
-class _Choice:
-    """What the controls say."""
+    def update(change: dict[str, Any] | None = None) -> None:
+        fitting = block_sizes(case["seqlen"].value)
+        if fitting != list(tile[0].options):  # blocks divide the length; the nearest stay chosen
+            for widget in tile:
+                widget.unobserve(update, names="value")
+                chosen = min(widget.value, fitting[-1])
+                widget.options = fitting
+                widget.value = chosen
+                widget.observe(update, names="value")
+        table = table_of(**{name: widget.value for name, widget in case.items()})
+        pair = tile[0].value, tile[1].value
+        words = html.escape(describe_choice(table, *pair))
+        sentence.value = f"<p role='status' aria-live='polite'><b>{words}</b></p>"
+        picture.value = _picture(table, pair)
 
-    seqlen: int
-    head_dim: int
-    fast_bytes: int
-    dtype: str
-    causal: bool
-    order: str
-
-
-class _Explorer:
-    """The controls, and what they draw.  The picture is HTML: an <img> can have words beside it."""
-
-    def __init__(self, seqlen: int, head_dim: int) -> None:
-        import ipywidgets as widgets
-
-        style = {"description_width": "8.5em"}
-        layout = widgets.Layout(width="25em")
-
-        def control(kind: Any, description: str, tooltip: str, **values: Any) -> Any:
-            made = kind(
-                description=description, tooltip=tooltip, style=style, layout=layout, **values
-            )
-            made.observe(self._update, names="value")
-            return made
-
-        memories = fast_memories()
-        lengths = sorted({1 << power for power in range(9, 17)} | {seqlen})
-        dims = sorted({32, 64, 128, 256} | {head_dim})
-        slider: dict[str, Any] = {"continuous_update": False}
-        self._case = {
-            "seqlen": control(
-                widgets.SelectionSlider, "N (tokens)", "Sequence length",
-                options=lengths, value=seqlen, **slider,
-            ),
-            "head_dim": control(
-                widgets.SelectionSlider, "d", "Head dimension",
-                options=dims, value=head_dim, **slider,
-            ),
-            "fast_bytes": control(
-                widgets.Dropdown, "fast memory M", "Fast memory of one processor",
-                options=memories, value=memories[-1][1],
-            ),
-            "dtype": control(
-                widgets.Dropdown, "dtype", "Type of all numbers",
-                options=["bfloat16", "float16", "float32"],
-            ),
-            "order": control(
-                widgets.Dropdown, "outer loop", "Which loop is outside",
-                options=[(words, name) for name, words in ORDERS.items()],
-            ),
-            "causal": control(widgets.Checkbox, "causal mask", "Hide the future", value=False),
-        }  # fmt: skip
-        blocks = block_sizes(seqlen)
-        self._blocks = [
-            control(
-                widgets.SelectionSlider, name, words,
-                options=blocks, value=min(wanted, blocks[-1]), **slider,
-            )
-            for name, words, wanted in (
-                ("Br", "Rows of a tile: queries", 128),
-                ("Bc", "Columns of a tile: keys", 64),
-            )
-        ]  # fmt: skip
-        self._sentence, self._picture = widgets.HTML(), widgets.HTML()
-        self._table: tuple[_Choice, pd.DataFrame] | None = None
-        controls = [*self._case.values(), *self._blocks]
-        rows = widgets.Layout(flex_flow="row wrap")
-        self.box = widgets.VBox(
-            [
-                widgets.Box(controls, layout=rows),
-                self._sentence,
-                self._picture,
-                # Lines as in the text of a notebook; ipywidgets spreads them like rows of controls.
-                widgets.HTML(f"<p style='max-width:60em;line-height:1.5'>{NOTE}</p>"),
-            ]
-        )
-        self._quiet = False
-        self._update()
-
-    def _update(self, change: dict[str, Any] | None = None) -> None:
-        """Draw anew, after any control has changed."""
-        if self._quiet:
-            return
-        if change and change["owner"] is self._case["seqlen"]:
-            self._offer_blocks()
-        choice = _Choice(**{name: widget.value for name, widget in self._case.items()})
-        block_q, block_k = (widget.value for widget in self._blocks)
-        if self._table is None or self._table[0] != choice:
-            self._table = choice, tile_choices(**vars(choice))
-        table = self._table[1]
-        sentence = describe_choice(table, block_q, block_k)
-        self._sentence.value = (
-            f"<p role='status' aria-live='polite'><b>{html.escape(sentence)}</b></p>"
-        )
-        self._picture.value = _picture(table, (block_q, block_k))
-
-    def _offer_blocks(self) -> None:
-        """Blocks must divide the new length; the nearest that do stay chosen."""
-        blocks = block_sizes(self._case["seqlen"].value)
-        self._quiet = True
-        try:
-            for widget in self._blocks:
-                kept = min(widget.value, blocks[-1])
-                widget.options = blocks
-                widget.value = kept
-        finally:
-            self._quiet = False
+    for widget in controls:
+        widget.observe(update, names="value")
+    update()
+    # Lines as in the text of a notebook; ipywidgets spreads them like rows of controls.
+    note = widgets.HTML(f"<p style='max-width:60em;line-height:1.5'>{NOTE}</p>")
+    rows = widgets.Box(controls, layout=widgets.Layout(flex_flow="row wrap"))
+    return widgets.VBox([rows, sentence, picture, note])
 
 
 # The sentence above the picture is the finding; the description for the blind keeps its own.

@@ -1,4 +1,4 @@
-"""Which backend for a workload, on a calibrated device or on a GPU known by specification only?
+"""The backend for a workload, on a calibrated device or on a GPU known by specification only.
 
 python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --causal
 python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --gpu "A100 SXM 80 GB"
@@ -27,19 +27,22 @@ from labsupport.profiling.units import format_bytes
 class Recommendation:
     """A choice, and what speaks for and against it.
 
-    backend: the choice.
     ranking: (backend, prediction), the fastest first; only those that run and fit.
     excluded: why each other calibrated backend is out.
     """
 
-    backend: str
     ranking: tuple[tuple[str, Prediction], ...]
     excluded: dict[str, str]
     device: str
 
     @property
+    def backend(self) -> str:
+        """The choice."""
+        return self.ranking[0][0]
+
+    @property
     def prediction(self) -> Prediction:
-        """Of the choice."""
+        """The prediction of the choice."""
         return self.ranking[0][1]
 
     @property
@@ -47,9 +50,8 @@ class Recommendation:
         """Backends whose expected time lies inside the choice's interval: measure these."""
         return [name for name, other in self.ranking[1:] if other.ms <= self.prediction.high_ms]
 
-    @property
-    def because(self) -> str:
-        """In words: what it takes, what would be next, and who is out."""
+    def __str__(self) -> str:
+        """Say what it takes, which backend comes next, and which ones are out."""
         first = self.prediction
         lines = [f"{self.backend} on {self.device}: the fastest predicted, {first}"]
         if first.peak_memory_bytes is not None:
@@ -64,9 +66,6 @@ class Recommendation:
             lines.append("Nothing was measured on this device: it is known by specification only.")
         lines += [f"Not {name}: {why}." for name, why in self.excluded.items()]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.because
 
 
 def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) -> Recommendation:
@@ -91,10 +90,8 @@ def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) 
     excluded = dict(model.left_out)
     for name in model.backends(workload.dtype, workload.direction):
         case = replace(workload, backend=name)
-        if why := _refusal(case):
-            excluded[name] = why
-            continue
         try:
+            refuse_unsupported(case)
             found = predict(case, model)
         except OutOfRangeError as problem:
             excluded[name] = str(problem)
@@ -111,22 +108,23 @@ def recommend(workload: Case, model: Model, *, memory_gib: float | None = None) 
             f"{reasons or 'none is calibrated'}"
         )
     ranking.sort(key=lambda pair: pair[1].ms)
-    return Recommendation(ranking[0][0], tuple(ranking), excluded, device.name)
+    return Recommendation(tuple(ranking), excluded, device.name)
 
 
-def _refusal(case: Case) -> str:
-    """Why the backend does not take such inputs, read off its limits; empty if it does."""
+def refuse_unsupported(case: Case) -> None:
+    """Raise OutOfRangeError if the backend does not take such inputs, by its limits."""
     limits = by_name(case.backend).limits
+    features = {
+        Can.GROUPED_HEADS: case.heads != case.kv_heads,
+        Can.UNEQUAL_CAUSAL: case.causal and case.seqlen != case.kv_seqlen,
+    }
     if limits.max_head_dim and case.head_dim > limits.max_head_dim:
-        return f"takes head_dim up to {limits.max_head_dim}, not {case.head_dim}"
+        raise OutOfRangeError(f"takes head_dim up to {limits.max_head_dim}, not {case.head_dim}")
     if case.head_dim % limits.head_dim_multiple:
-        return f"needs head_dim to be a multiple of {limits.head_dim_multiple}"
-    if case.heads != case.kv_heads and Can.GROUPED_HEADS not in limits.can:
-        return f"cannot do {Can.GROUPED_HEADS.value}"
-    unequal = case.causal and case.seqlen != case.kv_seqlen
-    if unequal and Can.UNEQUAL_CAUSAL not in limits.can:
-        return f"cannot do {Can.UNEQUAL_CAUSAL.value}"
-    return ""
+        raise OutOfRangeError(f"needs head_dim to be a multiple of {limits.head_dim_multiple}")
+    for feature, needed in features.items():
+        if needed and feature not in limits.can:
+            raise OutOfRangeError(f"cannot do {feature.value}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -137,31 +135,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--run", choices=list(SPLITS), default="attention-h200", help="what to calibrate on")
     add("--gpu", help="a GPU of data/hardware.csv, instead of the run's own device")
+    add("--memory-gib", type=float, help="what there is; default: what the device holds")
     add("--seqlen", type=int, required=True)
-    add("--batch", type=int, default=1)
-    add("--heads", type=int, default=16)
-    add("--kv-heads", type=int, default=0)
-    add("--head-dim", type=int, default=64)
+    for name, default in (("batch", 1), ("heads", 16), ("kv-heads", 0), ("head-dim", 64)):
+        add(f"--{name}", type=int, default=default)
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--causal", action="store_true")
     add("--direction", choices=DIRECTIONS, default="forward")
-    add("--memory-gib", type=float, help="what there is; default: what the device holds")
-    options = parser.parse_args(arguments)
-    model, _ = calibrate_run(options.run)
-    workload = Case(
-        backend="",
-        seqlen=options.seqlen,
-        batch=options.batch,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
-        causal=options.causal,
-        direction=options.direction,
-    )
+    options = vars(parser.parse_args(arguments))
+    run, gpu, memory_gib = (options.pop(name) for name in ("run", "gpu", "memory_gib"))
     try:
-        model = transfer(model, options.gpu) if options.gpu else model
-        print(recommend(workload, model, memory_gib=options.memory_gib))
+        model, _ = calibrate_run(run)
+        model = transfer(model, gpu) if gpu else model
+        print(recommend(Case("", **options), model, memory_gib=memory_gib))
     except ValueError as problem:
         parser.exit(2, f"{problem}\n")
 

@@ -1,4 +1,4 @@
-"""How fast a case could be: its FLOPs, the bytes that must move, and a device's two ceilings.
+"""The least time of a case: its FLOPs, the bytes that must move, and a device's two ceilings.
 
 A pass (a kernel) with F FLOPs and Y bytes takes at least max(F / peak, Y / bandwidth), if the two
 overlap perfectly. Forward and backward are two passes, one after the other.
@@ -11,10 +11,11 @@ Source: Williams et al., "Roofline" (2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from labsupport.analysis.predictor.split import case_of
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings, HardwareSpec
 from labsupport.profiling.work import NO_WINDOW, passes_of
@@ -41,9 +42,7 @@ class Roof:
         if isinstance(ceilings, Roof):
             return ceilings
         if isinstance(ceilings, HardwareSpec):
-            rates = {
-                name: ceilings.peak_tflops(name) for name in ("float32", "float16", "bfloat16")
-            }
+            rates = {n: ceilings.peak_tflops(n) for n in ("float32", "float16", "bfloat16")}
             known = {name: rate for name, rate in rates.items() if rate is not None}
             return cls(ceilings.name, "specified", known, ceilings.bandwidth_gb_s)
         return cls(ceilings.device, "measured", dict(ceilings.matmul_tflops), ceilings.copy_gb_s)
@@ -93,38 +92,19 @@ def roofline(
     else:
         listed = list(cases)
         table = pd.DataFrame([asdict(case) for case in listed])
+    columns = ["flops", "bytes", "intensity", "bound_ms", "bound_by"]
     judged = [_judge(case, roof, window_size) for case in listed]
-    added = pd.DataFrame(judged, columns=list(_ADDED), index=table.index)
-    table[list(added.columns)] = added
+    table[columns] = pd.DataFrame(judged, columns=columns, index=table.index)
     table["of_bound"] = table["bound_ms"] / table.get("median_ms", math.nan)
     table.attrs = {**getattr(cases, "attrs", {}), "roof": asdict(roof)}
     return table
 
 
-_ADDED = ("flops", "bytes", "intensity", "bound_ms", "bound_by")
-
-
 def _judge(case: Case, roof: Roof, window_size: tuple[int, int]) -> tuple[Any, ...]:
     parts = passes_of(case, window_size)
     rate = roof.peak(case.dtype)
-    arithmetic = [part.flops / rate / 1e9 for part in parts]  # ms
-    memory = [part.bytes / roof.gb_s / 1e6 for part in parts]  # ms
-    pairs = list(zip(arithmetic, memory, strict=True))
-    limited = sum(a for a, m in pairs if a >= m) >= sum(m for a, m in pairs if m > a)
+    times = [(part.flops / rate / 1e9, part.bytes / roof.gb_s / 1e6) for part in parts]  # ms
+    limited = sum(a for a, m in times if a >= m) >= sum(m for a, m in times if m > a)
     flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
     by = "arithmetic" if limited else "memory"
-    return flops, moved, flops / moved, sum(max(pair) for pair in pairs), by
-
-
-def case_of(row: Mapping[Any, Any]) -> Case:
-    """The case of a row of a table of measurements."""
-    values: dict[str, Any] = {
-        field.name: row[field.name] for field in fields(Case) if field.name in row
-    }
-    whole = {"seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim"}
-    # A column with gaps is of floats.
-    values = {
-        name: (0 if value != value else int(value)) if name in whole else value
-        for name, value in values.items()
-    }
-    return Case(**dict[str, Any](values))
+    return flops, moved, flops / moved, sum(map(max, times)), by

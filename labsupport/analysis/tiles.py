@@ -1,4 +1,4 @@
-"""Which tiles fit into a fast memory, and what do they move?  One head, forward.
+"""Tiles that fit into a fast memory, and what they move: one head, forward.
 
 All figures come from the closed forms of `labsupport.analysis.traffic`: numbers of one dtype, in
 one fast memory M, the one of a single processor.
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from labsupport.analysis.traffic.formulas import closed_form, elements_needed, theorem
 from labsupport.analysis.traffic.problem import Sizes
+from labsupport.profiling.hardware import read_specs
 from labsupport.profiling.units import format_bytes
 from labsupport.profiling.work import ITEMSIZE
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 1024  # 16: the smallest tile that tensor cores multiply
+SMALLEST_BLOCK = 16  # 16: the smallest tile that tensor cores multiply
 ORDERS = {"version2": "queries outside (version 2)", "version1": "keys outside (version 1)"}
 # The block that stays brings a second one of its size (Q and O, K and V), so B <= M / 2d. This many
 # times N^2 d^2 / M moves if there is nothing else in M: 2 N^2 d / B_r, and 3 N^2 d / B_c.
@@ -40,7 +41,7 @@ def tile_choices(
     causal: bool = False,
     order: str = "version2",
 ) -> pd.DataFrame:
-    """What each pair of blocks needs and moves: one head, forward.
+    """Table of what each pair of blocks needs and moves: one head, forward.
 
     Args:
         seqlen: N, queries and keys; a multiple of 16.
@@ -65,18 +66,14 @@ def tile_choices(
     import pandas as pd
 
     check_case(seqlen, head_dim, fast_bytes, dtype, order)
-    itemsize = ITEMSIZE[dtype]
+    itemsize, sides = ITEMSIZE[dtype], block_sizes(seqlen)
     capacity = fast_bytes // itemsize
-    pairs = [
-        Sizes(seqlen, seqlen, head_dim, block_q, block_k, causal)
-        for block_q in block_sizes(seqlen)
-        for block_k in block_sizes(seqlen)
-    ]
+    pairs = [Sizes(seqlen, seqlen, head_dim, r, c, causal) for r in sides for c in sides]
     whole = Sizes(seqlen, seqlen, head_dim, seqlen, seqlen, causal)
     compulsory = sum(closed_form("version2", "forward", whole)) * itemsize  # in a single tile
-    textbook = itemsize * min(
+    textbook = min(
         (
-            sum(closed_form("standard", "forward", sizes, capacity))
+            sum(closed_form("standard", "forward", sizes, capacity)) * itemsize
             for sizes in pairs
             if elements_needed("standard", "forward", sizes) <= capacity
         ),
@@ -86,41 +83,33 @@ def tile_choices(
     rows = []
     for sizes in pairs:
         needed = elements_needed(order, "forward", sizes)
-        read, written = closed_form(order, "forward", sizes)
-        traffic = (read + written) * itemsize
+        read, written = (count * itemsize for count in closed_form(order, "forward", sizes))
         rows.append(
             {
                 "block_q": sizes.block_q,
                 "block_k": sizes.block_k,
                 "fits": needed <= capacity,
                 "needed_bytes": needed * itemsize,
-                "read_bytes": read * itemsize,
-                "written_bytes": written * itemsize,
-                "traffic_bytes": traffic,
-                "times_compulsory": traffic / compulsory,
-                "times_textbook": traffic / textbook,
+                "read_bytes": read,
+                "written_bytes": written,
+                "traffic_bytes": read + written,
+                "times_compulsory": (read + written) / compulsory,
+                "times_textbook": (read + written) / textbook,
                 "theorem_bytes": constant * theorem(sizes, needed) * itemsize,
             }
         )
     table = pd.DataFrame(rows)
     table.attrs["case"] = {
-        "seqlen": seqlen,
-        "head_dim": head_dim,
-        "fast_bytes": fast_bytes,
-        "dtype": dtype,
-        "causal": causal,
-        "order": order,
-        "compulsory_bytes": compulsory,
-        "textbook_bytes": textbook,
-        "constant": LEAST_CONSTANT[order],
-    }
+        "seqlen": seqlen, "head_dim": head_dim, "fast_bytes": fast_bytes, "dtype": dtype,
+        "causal": causal, "order": order, "compulsory_bytes": compulsory,
+        "textbook_bytes": textbook, "constant": LEAST_CONSTANT[order],
+    }  # fmt: skip
     return table
 
 
 def block_sizes(seqlen: int) -> list[int]:
     """The powers of two, from 16 to 1024, that divide a length."""
-    sizes = (1 << power for power in range(LARGEST_BLOCK.bit_length()))
-    return [size for size in sizes if size >= SMALLEST_BLOCK and seqlen % size == 0]
+    return [1 << power for power in range(4, 11) if seqlen % (1 << power) == 0]
 
 
 def best_choice(table: pd.DataFrame) -> tuple[int, int] | None:
@@ -141,10 +130,10 @@ def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
     found = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)]
     if found.empty:
         raise ValueError(f"the table has no pair Br = {block_q}, Bc = {block_k}")
-    row, case = found.iloc[0], table.attrs["case"]
+    row, ratio = found.iloc[0], found.iloc[0]["times_textbook"]
     pair = f"Br = {block_q}, Bc = {block_k}"
     size = f"{row['needed_bytes'] / 1024:,.0f} KiB"
-    room = f"{case['fast_bytes'] / 1024:,.0f}"
+    room = f"{table.attrs['case']['fast_bytes'] / 1024:,.0f}"
     if not row["fits"]:
         best = best_choice(table)
         advice = (
@@ -154,13 +143,12 @@ def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
             "take a smaller head dimension, a smaller dtype, or more fast memory."
         )
         return f"{pair} does not fit: it needs {size}, and there are {room}. {advice}"
-    ratio = row["times_textbook"]
-    if ratio != ratio:
-        against = "the textbook's tiles do not fit"
-    elif ratio <= 1:
-        against = f"{_times(1 / ratio)} less than the textbook"
-    else:
-        against = f"{_times(ratio)} more than the textbook"
+    against = "the textbook's tiles do not fit"
+    if ratio == ratio:
+        less = ratio <= 1
+        against = (
+            f"{_times(1 / ratio if less else ratio)} {'less' if less else 'more'} than the textbook"
+        )
     return (
         f"{pair}: needs {size} of {room}, moves {format_bytes(row['traffic_bytes'])}, "
         f"{_times(row['times_compulsory'])} the least, {against}."
@@ -174,17 +162,15 @@ def fast_memories() -> list[tuple[str, int]]:
     data/hardware.csv: from compute capability 8.0 on 1 KiB of it is the system's.
     Source: CUDA C++ Programming Guide, technical specifications per compute capability.
     """
-    from labsupport.profiling.hardware import read_specs
-
     users: dict[int, list[str]] = {WITHOUT_ASKING_KIB: ["any GPU, by default"]}
     for spec in read_specs():
         reserved = 1 if float(spec.compute_capability) >= 8 else 0
         names = users.setdefault(int(spec.shared_kib_per_sm) - reserved, [])
-        found = re.match(r"(RTX )?\S+( Ti)?", spec.name)
-        short = found.group() if found else spec.name
-        if short not in names:
-            names.append(short)
-    return [(f"{kib} KiB ({', '.join(users[kib])})", kib * 1024) for kib in sorted(users)]
+        short = re.match(r"(RTX )?\S+( Ti)?", spec.name)
+        names.append(short.group() if short else spec.name)
+    return [
+        (f"{kib} KiB ({', '.join(dict.fromkeys(users[kib]))})", kib * 1024) for kib in sorted(users)
+    ]
 
 
 def check_case(seqlen: int, head_dim: int, fast_bytes: int, dtype: str, order: str) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from labsupport.interrupt import interrupted_status
-
-if TYPE_CHECKING:
-    from labsupport.analysis.profile.report import Report
-    from labsupport.profiling.cases import Case
 
 Option = typer.Option
 
@@ -58,10 +53,10 @@ def profile_command(
         bool, Option("--force", help="Write into a folder that is not empty.")
     ] = False,
 ) -> None:
-    """Measure all that can be measured of a shape, or of a program, into a folder.
+    """Profile a shape of attention, or a program, into a folder.
 
-    Open SUMMARY.md in it first. Whatever ends the command early, what was gathered is kept, and the
-    summary says what is missing. A program's exit status is the command's.
+    Open SUMMARY.md in it first. If the command ends early, it keeps what it has gathered, and the
+    summary says what is missing. The command ends with the program's exit status.
 
     \b
     labsupport profile --preset gpt2-small --out gpt2
@@ -72,152 +67,46 @@ def profile_command(
         "preset": preset,
         "batch": batch,
         "seqlen": seqlen,
-        "nheads": nheads,
+        "heads": nheads,
         "kv_heads": kv_heads,
-        "headdim": headdim,
+        "head_dim": headdim,
         "causal": causal,
         "dtype": dtype,
-        "backend": backend,
     }
-    if command and (given := [name for name, value in shape.items() if value is not None]):
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"{named} describe a shape: leave them away, or leave the program away")
+    if command and (backend or any(value is not None for value in shape.values())):
+        raise ValueError("give a shape and its backends, or a program after --, not both")
     if trace_seconds <= 0:
         raise ValueError(f"--trace-seconds is {trace_seconds:g}; it must be more than 0")
-    from labsupport.analysis.profile.program_plan import TRACERS
+    from labsupport.analysis.profile import TRACERS, profile_attention, profile_program
+    from labsupport.profiling.bench.request import listed, measurable_backends, one_case
+    from labsupport.profiling.timing import resolve_device
 
     if tracer not in TRACERS:
         raise ValueError(f"--tracer {tracer}: choose one of {', '.join(TRACERS)}")
-    from labsupport.profiling.timing import resolve_device
-
-    where = resolve_device(device)
-    if command:
-        folder = _folder(out, force)
-        options = {"tracer": tracer, "after": trace_after, "seconds": trace_seconds}
-        report, status = _profile_program(folder, command, where, options)
-    else:
-        from labsupport.profiling.bench.request import one_case
-
-        case = one_case(
-            where,
-            backend="standard",
-            preset=preset,
-            dtype=dtype,
-            grad=not no_grad,
-            batch=batch,
-            seqlen=seqlen,
-            heads=nheads,
-            kv_heads=kv_heads,
-            head_dim=headdim,
-            causal=causal,
-        )
-        names = _backends(backend, where)
-        folder = _folder(out, force)
-        report, status = _profile_shape(folder, case, names, where, seconds, nsight)
-    raise typer.Exit(_tell(report, status))
-
-
-def _profile_shape(
-    folder: Path, case: Case, backends: list[str], device: Any, seconds: float, nsight: bool
-) -> tuple[Report, int]:
-    from labsupport.analysis.profile import nsight as tools
-    from labsupport.analysis.profile import steps, steps_traces
-    from labsupport.analysis.profile.report import Report, ended_gently
-    from labsupport.analysis.profile.wording import shape_words
-
-    title = f"Profile of attention: {shape_words(case)}"
-    report = Report(folder, title, _opening(), steps.SECTIONS, _say)
-    work = steps.Work(report, case, backends, device, seconds, nsight)
-    _note_absent(report, backends, device)
-    with ended_gently(report):
-        try:
-            for key, step in {
-                "machine": steps.describe_machine,
-                "comparison": steps.compare,
-                "kernels": steps_traces.look_at_kernels,
-                "memory": steps_traces.draw_memory,
-                "bandwidth": steps_traces.judge_bandwidth,
-                "timelines": steps_traces.explain_timelines,
-                "nsys": tools.run_nsys,
-                "ncu": tools.run_ncu,
-            }.items():
-                report.step(key, lambda section, step=step: step(work, section))
-        except KeyboardInterrupt:  # between two steps
-            report.interrupted = report.interrupted or report.signal
-        report.finish()
-    return report, 0
-
-
-def _profile_program(
-    folder: Path, command: list[str], device: Any, options: dict[str, Any]
-) -> tuple[Report, int]:
-    from labsupport.analysis.profile import program as steps
-    from labsupport.analysis.profile.program_plan import Run
-    from labsupport.analysis.profile.report import Report, Section, ended_gently
-    from labsupport.analysis.profile.steps import Work, describe_machine
-    from labsupport.profiling.cases import Case
-
-    title = f"Profile of a program: {Path(command[0]).name}"
-    report = Report(folder, title, _opening(), steps.SECTIONS, _say)
-    run = Run(report, command, gpu=device.type == "cuda", **options)
-    work = Work(report, Case("standard", 1), [], device)
-
-    def bandwidth(section: Section) -> None:
-        steps.show_bandwidth(run, section, work.ceilings)
-
-    with ended_gently(report):
-        try:
-            # The program comes first: what is measured of the machine would share it with the
-            # program's GPU, and what is known about a program is lost with an interrupt.
-            report.step("program", lambda section: steps.run_program(run, section))
-            report.step("memory", lambda section: steps.show_memory(run, section))
-            traced = {
-                "torch": {"kernels": steps.show_kernels, "timelines": steps.show_timelines},
-                "nsys": {"nsys": steps.show_nsys},
-                "none": {},
-            }
-            for key in ("kernels", "timelines", "nsys"):
-                report.sections[key].state = "skipped"  # said by the plan, in what is missing
-            for key, step in traced[run.by].items():
-                report.step(key, lambda section, step=step: step(run, section))
-            report.step("machine", lambda section: describe_machine(work, section))
-            report.step("bandwidth", bandwidth)
-        except KeyboardInterrupt:
-            report.interrupted = report.interrupted or report.signal
-        steps.note_interrupt(run)
-        report.finish()
-    return report, run.status or 0
-
-
-def _backends(asked: str | None, device: Any) -> list[str]:
-    """The baseline, then those asked for, or all that run and are compiled."""
-    from labsupport.attention.implementations import by_name
-    from labsupport.profiling.bench.request import listed, measurable_backends
-
-    names = measurable_backends(device) if asked is None else listed(asked, str)
-    for name in names:
-        by_name(name)  # refuses an unknown one before anything long begins
-    return list(dict.fromkeys(["standard", *names]))
-
-
-def _note_absent(report: Report, backends: list[str], device: Any) -> None:
-    from labsupport.attention.backends import available_backends
-    from labsupport.profiling.bench.request import measurable_backends
-
-    measurable = measurable_backends(device)
-    for one in available_backends(device=device):
-        if one.name in backends:
-            continue
-        why = "; ".join(one.reasons)
-        if not why:
-            asked = one.name in measurable
-            why = "it was not asked for" if asked else "interpreted here: to be read, not timed"
-        report.lost(f"backend {one.name}", why)
+    where, status = resolve_device(device), 0
+    try:
+        if command:
+            summary, status = profile_program(
+                _folder(out, force), command, where,
+                tracer=tracer, after=trace_after, seconds=trace_seconds,
+            )  # fmt: skip
+        else:
+            case = one_case(where, backend="standard", grad=not no_grad, **shape)
+            names = listed(backend, str) if backend else measurable_backends(where)
+            names = list(dict.fromkeys(["standard", *names]))
+            for name in names:
+                one_case(where, backend=name, grad=not no_grad, **shape)  # refuses unknown names
+            summary = profile_attention(
+                _folder(out, force), case, names, where, seconds=seconds, use_nsight=nsight
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(interrupted_status()) from None
+    typer.echo(f"open: {summary.folder / 'SUMMARY.md'}")
+    raise typer.Exit(status or int(summary.failed))
 
 
 def _folder(out: Path | None, force: bool) -> Path:
-    if out is None:
-        out = Path(f"profile-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    out = out or Path(f"profile-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file: name a folder with --out")
     if out.is_dir() and any(out.iterdir()) and not force:
@@ -226,31 +115,3 @@ def _folder(out: Path | None, force: bool) -> Path:
         )
     out.mkdir(parents=True, exist_ok=True)
     return out
-
-
-def _opening() -> str:
-    import sys
-
-    given = sys.argv[1:]
-    return f"`labsupport {shlex.join(given if given[:1] == ['profile'] else ['profile', *given])}`"
-
-
-def _say(text: str) -> None:
-    typer.echo(f"labsupport profile: {text}", err=True)
-
-
-def _tell(report: Report, status: int) -> int:
-    """The last words in the terminal, and the exit status."""
-    from labsupport.analysis.profile.report import SUMMARY
-
-    if report.unwritten:
-        _say(f"SUMMARY.md could not be written ({report.unwritten}); so this is it:")
-        typer.echo(report.text())
-    for finding in report.short:
-        typer.echo(finding.replace("**", "").replace("`", ""))
-    if report.missing:
-        _say(f"{len(report.missing)} things are missing; the summary says why")
-    typer.echo(f"open: {report.folder / SUMMARY}")
-    if report.interrupted:
-        return status or interrupted_status()
-    return status or int(report.failed)

@@ -8,33 +8,22 @@ import torch
 from labsupport.analysis.predictor import calibrate_run, predict
 from labsupport.analysis.predictor.memory import flash_splits, peak_memory
 from labsupport.analysis.predictor.split import case_of
-from labsupport.attention.backends import attention
-from labsupport.profiling.benchmark import make_inputs
+from labsupport.analysis.profile import attention_call
 from labsupport.profiling.cases import Case
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.runs import load_run
 
-
-def call_of(case):
-    q, k, v, gradient = make_inputs(case, torch.device("cpu"), 0)
-
-    def call():
-        out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
-        if case.direction == "forward":
-            return out
-        return torch.autograd.grad(out, (q, k, v), gradient)
-
-    return call
+CPU = torch.device("cpu")
+FORMS = [((1, 4, 4), False), ((2, 4, 4), True), ((1, 8, 2), True)]
 
 
 @pytest.mark.parametrize("backend", ["standard", "flash_torch", "sdpa_math", "sdpa_flash"])
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", [(1, 4, 4), (2, 4, 4), (1, 8, 2)])
-def test_memory_formulas_are_exact_in_float32_on_a_cpu(backend, direction, causal, form):
+@pytest.mark.parametrize(("form", "causal"), FORMS)
+def test_memory_formulas_are_exact_in_float32_on_a_cpu(backend, direction, form, causal):
     batch, heads, kv_heads = form
     case = Case(backend, 256, batch, heads, kv_heads, causal=causal, direction=direction)
-    measured = measure_peak_memory(call_of(case), device="cpu").peak_bytes
+    measured = measure_peak_memory(attention_call(case, CPU), device=CPU).peak_bytes
     assert peak_memory(case, "cpu", torch.get_num_threads()) == measured
 
 
@@ -45,7 +34,7 @@ def test_the_scratch_of_a_cpu_kernel_grows_with_the_threads(direction):
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            measured = measure_peak_memory(call_of(case), device="cpu").peak_bytes
+            measured = measure_peak_memory(attention_call(case, CPU), device=CPU).peak_bytes
             assert peak_memory(case, "cpu", threads) == measured
     finally:
         torch.set_num_threads(before)

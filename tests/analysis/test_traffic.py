@@ -1,12 +1,12 @@
 """Counted traffic: the algorithms compute attention, fit into M, and move what the formulas say."""
 
-import itertools
 import math
 
 import pandas as pd
 import pytest
 import torch
 
+from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
 from labsupport.analysis.traffic import (
     FastMemory,
     OutOfFastMemoryError,
@@ -19,19 +19,25 @@ from labsupport.analysis.traffic import (
     fitting_blocks,
     paper_blocks,
     theorem,
+    trace_tensors,
     traffic_table,
 )
 from labsupport.analysis.traffic.__main__ import main
 from labsupport.analysis.traffic.count import BACKWARD, FORWARD
-from labsupport.attention import oracle_attention
+from labsupport.attention import (
+    FlashAttentionFunction,
+    flash_attention_forward,
+    oracle_attention,
+    standard_attention,
+)
+from labsupport.attention.flash_triton.tuning import Tiling
 
 RUNS = [("forward", name) for name in FORWARD] + [("backward", name) for name in BACKWARD]
-LENGTHS = ((12, 12), (6, 12), (12, 6), (7, 10))
 
 
-def head(n_q, n_k, d, seed=0):
+def head(n_q, n_k, d):
     """q, k, v, dout of one head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = (n_q, n_k, n_k, n_q)
     return [torch.randn(n, d, generator=generator, dtype=torch.float64) for n in lengths]
 
@@ -41,38 +47,37 @@ def run(direction, name, tensors, **options):
     return count(name, *qkv, dout=dout if direction == "backward" else None, **options)
 
 
-def truth(direction, tensors, causal):
+def assert_attention(done, direction, tensors, causal):
     *qkv, dout = tensors
     leaves = [x.clone().requires_grad_() for x in qkv]
     out = oracle_attention(*leaves, causal=causal)[0]
-    return (out,) if direction == "forward" else torch.autograd.grad(out, leaves, dout)
+    truth = (out,) if direction == "forward" else torch.autograd.grad(out, leaves, dout)
+    for got, want in zip(done.results, truth, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("direction", "name"), RUNS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_counted_is_attention_and_moves_what_the_closed_form_says(direction, name, causal):
-    for n_q, n_k in LENGTHS:
-        tensors = head(n_q, n_k, 5)
-        expected = truth(direction, tensors, causal)
-        for block_q, block_k in ((3, 2), (2, 6), (6, 6), (4, 5)):
-            done = run(direction, name, tensors, causal=causal, block_q=block_q, block_k=block_k)
-            for got, want in zip(done.results, expected, strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-            if done.sizes.divisible:
-                counted = sum(done.read.values()), sum(done.written.values())
-                assert counted == closed_form(name, direction, done.sizes), done.sizes
+    for lengths, blocks in (
+        ((12, 12), (3, 2)), ((6, 12), (2, 6)), ((12, 6), (6, 6)), ((7, 10), (4, 5)),
+        ((12, 6), (3, 2)),
+    ):  # fmt: skip
+        tensors = head(*lengths, 5)
+        done = run(direction, name, tensors, causal=causal, block_q=blocks[0], block_k=blocks[1])
+        assert_attention(done, direction, tensors, causal)
+        if done.sizes.divisible:
+            counted = sum(done.read.values()), sum(done.written.values())
+            assert counted == closed_form(name, direction, done.sizes), done.sizes
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("direction", "causal"), [("forward", True), ("backward", False)])
 def test_a_textbook_softmax_whose_row_does_not_fit_passes_twice_and_is_right(direction, causal):
     tensors = head(12, 48, 4)
-    capacity = 40
     done = run(direction, "standard", tensors, causal=causal, block_q=3, block_k=4, capacity=40)
-    for got, want in zip(done.results, truth(direction, tensors, causal), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    assert_attention(done, direction, tensors, causal)
     counted = sum(done.read.values()), sum(done.written.values())
-    assert counted == closed_form("standard", direction, done.sizes, capacity)
+    assert counted == closed_form("standard", direction, done.sizes, 40)
     roomy = closed_form("standard", direction, done.sizes, 10_000)
     assert counted[0] - roomy[0] == (1 if direction == "forward" else 2) * 12 * 48
 
@@ -80,7 +85,7 @@ def test_a_textbook_softmax_whose_row_does_not_fit_passes_twice_and_is_right(dir
 @pytest.mark.parametrize(("direction", "name"), [pair for pair in RUNS if pair[1] != "standard"])
 def test_the_need_for_fast_memory_is_exact_one_element_less_is_refused(direction, name):
     tensors = head(12, 12, 5)
-    for block_q, block_k in ((3, 4), (6, 2), (12, 12)):
+    for block_q, block_k in ((3, 4), (6, 2)):
         needed = elements_needed(name, direction, Sizes(12, 12, 5, block_q, block_k))
         blocks = {"block_q": block_q, "block_k": block_k}
         assert run(direction, name, tensors, capacity=needed, **blocks).peak == needed
@@ -90,11 +95,10 @@ def test_the_need_for_fast_memory_is_exact_one_element_less_is_refused(direction
 
 @pytest.mark.parametrize(("direction", "name"), RUNS)
 def test_blocks_chosen_from_a_memory_run_in_it_and_are_the_largest(direction, name):
-    for capacity, d in itertools.product((150, 400), (4, 8)):
+    for capacity, d in ((150, 8), (400, 4)):
         blocks = fitting_blocks(name, direction, capacity, d)
         done = run(direction, name, head(24, 24, d), capacity=capacity)
-        chosen = tuple(min(block, 24) for block in blocks)
-        assert (done.sizes.block_q, done.sizes.block_k) == chosen
+        assert (done.sizes.block_q, done.sizes.block_k) == tuple(min(b, 24) for b in blocks)
         assert done.peak <= capacity
         if blocks[0] == blocks[1]:
             continue  # both grow then: the rule's other block is min(block, d)
@@ -103,24 +107,22 @@ def test_blocks_chosen_from_a_memory_run_in_it_and_are_the_largest(direction, na
 
 
 def test_the_papers_blocks_do_not_fit_into_m_as_the_tile_of_s_has_no_room():
-    capacity, d = 1024, 8
-    block_q, block_k = paper_blocks(capacity, d)
-    assert (block_q, block_k) == (8, 32)
-    q, k, v, _ = head(64, 64, d)
+    assert paper_blocks(1024, 8) == (8, 32)
+    q, k, v, _ = head(64, 64, 8)
     with pytest.raises(OutOfFastMemoryError):
-        count("version1", q, k, v, block_q=32, block_k=32, capacity=capacity)
-    held = count("version1", q, k, v, block_q=block_q, block_k=block_k).peak
-    assert held <= capacity  # B_r = d leaves room; only B_r = B_c does not
+        count("version1", q, k, v, block_q=32, block_k=32, capacity=1024)
+    # B_r = d leaves room; only B_r = B_c does not.
+    assert count("version1", q, k, v, block_q=8, block_k=32).peak <= 1024
     square = paper_blocks(16 * 4 * 64, 64)
     assert square == (16, 16)
     assert elements_needed("version1", "forward", Sizes(64, 64, 64, *square)) > 16 * 4 * 64
 
 
-def by_formula(name, d, capacity, n=None):
-    """One row as `traffic_table` has it, by the closed form; n about 2**16, cut without a rest."""
+def by_formula(name, d, capacity, n=2**16):
+    """One row as `traffic_table` has it, by the closed form; about n, cut without a rest."""
     block_q, block_k = fitting_blocks(name, "forward", capacity, d)
     step = math.lcm(block_q, block_k)
-    n = step * max(1, round((n or 2**16) / step))
+    n = step * max(1, round(n / step))
     sizes = Sizes(n, n, d, block_q, block_k)
     total, bound = sum(closed_form(name, "forward", sizes)), theorem(sizes, capacity)
     return {
@@ -129,71 +131,46 @@ def by_formula(name, d, capacity, n=None):
     }  # fmt: skip
 
 
-# Passes of N d for each block that stays: Q, O twice, against K, V.
-PASSES = {"version1": 3, "version2": 2}
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_flash_attention_moves_a_constant_times_what_theorem_two_says(name):
-    for d, power in itertools.product((16, 32, 64, 128), range(12, 20)):
+@pytest.mark.parametrize(("name", "passes"), [("version1", 3), ("version2", 2)])
+def test_flash_attention_moves_a_constant_times_what_theorem_two_says(name, passes):
+    """Passes of N d for each block that stays: Q, O twice, against K, V."""
+    for d, power in ((16, 12), (16, 19), (64, 14), (128, 13), (128, 19)):
         got = by_formula(name, d, 2**power)
         # A block B that stays takes 3 B d of M where M is large, and most, 5 B d, where B = d.
         rows = (1 + 6 / d) * (1 + 4 / (3 * d))  # m, l and their like, held and moved
         floor = 1 + 1 / max(fitting_blocks(name, "forward", 2**power, d))  # B is a whole number
         once = 1 + 2 * got["seqlen"] * d / got["total"]  # what passes only once
-        assert 3 * PASSES[name] <= got["of_theorem"] <= 5 * PASSES[name] * rows * floor * once
+        assert 3 * passes <= got["of_theorem"] <= 5 * passes * rows * floor * once
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", ["version1", "version2"])
 def test_the_exponents_are_those_of_theorem_two_where_m_is_much_larger_than_d_squared(name):
-    counted = traffic_table([name], seqlens=(64, 128, 256), capacities=(1024,))
+    counted = traffic_table([name], seqlens=(64, 128), capacities=(512,))
     assert exponent(counted, "seqlen") == pytest.approx(2, abs=0.1)
     memories = pd.DataFrame([by_formula(name, 16, 2**i, 2**20) for i in range(13, 19)])
-    memories["seqlen"] = 0  # differs, as blocks must divide it; per_pair does not care
-    assert exponent(memories, "capacity", "per_pair") == pytest.approx(-1, abs=0.05)
     dims = pd.DataFrame([by_formula(name, d, 2**18, 2**20) for d in (16, 32, 64)])
-    dims["seqlen"] = 0
-    assert exponent(dims, "head_dim", "per_pair") == pytest.approx(2, abs=0.05)
-
-
-def test_the_textbook_does_not_gain_from_a_larger_memory_once_rows_fit():
-    table = traffic_table(["standard"], seqlens=(64,), capacities=(1024, 4096), head_dims=(8,))
-    assert exponent(table, "capacity") > -0.2
-    flash = traffic_table(["version2"], seqlens=(64,), capacities=(256, 1024), head_dims=(8,))
-    assert exponent(flash, "capacity") < -0.7
+    # Lengths differ, as blocks must divide them; per_pair does not care.
+    alike = [table.assign(seqlen=0) for table in (memories, dims)]
+    assert exponent(alike[0], "capacity", "per_pair") == pytest.approx(-1, abs=0.05)
+    assert exponent(alike[1], "head_dim", "per_pair") == pytest.approx(2, abs=0.05)
 
 
 def test_a_table_holds_the_count_beside_the_formula_and_refuses_mixed_fits():
-    table = traffic_table(BACKWARD, seqlens=(32, 64), capacities=(512,), direction="backward")
+    table = traffic_table(BACKWARD, seqlens=(16, 32), capacities=(256,), direction="backward")
     assert (table.total == table.formula).all()
+    assert (table.total == table.read + table.written).all()
     assert (table.peak <= table.capacity).all()
     with pytest.raises(ValueError, match="algorithm"):
         exponent(table, "seqlen")
     with pytest.raises(ValueError, match="one value of head_dim"):
-        exponent(table[(table.algorithm == "version1") & (table.seqlen == 32)], "head_dim")
+        exponent(table[(table.algorithm == "version1") & (table.seqlen == 16)], "head_dim")
 
 
-def test_atomic_additions_save_the_reading_of_dq():
-    q, k, v, dout = head(12, 12, 4)
-    blocks = {"block_q": 3, "block_k": 4}
-    one, two = (count(name, q, k, v, dout=dout, **blocks) for name in ("version1", "version2"))
-    passes = 12 // 4
-    assert one.read["dQ"] == passes * 12 * 4
-    assert "dQ" not in two.read
-    assert (
-        one.written["dQ"] == two.written["dQ"] == (1 + passes) * 12 * 4
-    )  # the zeros, and each pass
-
-
-def test_computing_with_what_was_not_loaded_is_an_error():
-    slow = Slow("Q", torch.ones(4, 4))
-    with FastMemory(100) as chip, pytest.raises(RuntimeError, match="not loaded"):
-        slow.values @ chip.load(slow[:])
-
-
-def test_room_is_free_again_when_nobody_refers_to_a_tensor_and_views_keep_it():
+def test_room_is_free_again_when_nothing_refers_to_a_tensor_and_views_keep_it():
     slow = Slow("Q", torch.ones(4, 4))
     with FastMemory(40) as chip:
+        with pytest.raises(RuntimeError, match="not loaded"):
+            slow.values @ chip.load(slow[:])
         block = chip.load(slow[:])
         view = block.mT
         del block
@@ -205,28 +182,84 @@ def test_room_is_free_again_when_nobody_refers_to_a_tensor_and_views_keep_it():
         block = chip.load(slow[:2])
         block.add_(1)  # in place: no room
         assert (chip.used, chip.peak) == (8, 48)
-    assert chip.read == {"Q": 24}
+    assert chip.read == {"Q": 40}
 
 
 def test_bad_arguments_are_refused_with_what_would_do():
     q, k, v, _ = head(8, 8, 4)
-    with pytest.raises(ValueError, match="version2"):
-        count("two_pass", q, k, v, capacity=100)
-    with pytest.raises(ValueError, match="capacity"):
-        count("version1", q, k, v)
-    with pytest.raises(ValueError, match="no block"):
-        fitting_blocks("version1", "forward", 8, 64)
-    with pytest.raises(ValueError, match="divide"):
-        closed_form("version1", "forward", Sizes(10, 10, 4, 3, 3))
-    with pytest.raises(ValueError, match="block_q"):
-        Sizes(8, 8, 4, 0, 1)
+    for call, words in (
+        (lambda: count("two_pass", q, k, v, capacity=100), "version2"),
+        (lambda: count("version1", q, k, v), "capacity"),
+        (lambda: fitting_blocks("version1", "forward", 8, 64), "no block"),
+        (lambda: closed_form("version1", "forward", Sizes(10, 10, 4, 3, 3)), "divide"),
+        (lambda: closed_form("two_pass", "forward", Sizes(8, 8, 4, 4, 4)), "two_pass backward"),
+        (lambda: Sizes(8, 8, 4, 0, 1), "block_q"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_the_command_prints_the_table_the_exponents_and_a_csv(capsys, tmp_path):
     path = tmp_path / "traffic.csv"
     main(["--seqlen", "32,64", "--head-dim", "8", "--capacity", "512", "--csv", str(path)])
-    printed = capsys.readouterr().out
-    assert "version2: grows with seqlen to the power of" in printed
+    assert "version2: grows with seqlen to the power of" in capsys.readouterr().out
     assert len(path.read_text().splitlines()) == 1 + 2 * 3
     with pytest.raises(SystemExit):
         main(["--capacity", "4"])
+
+
+# --- bytes of the two loop orders, by hand --------------------------------------------------------
+
+
+def test_version_one_moves_each_row_of_o_m_and_l_once_for_each_block_of_keys_that_it_sees():
+    shape = LoopShape(batch=2, heads=3, seqlen=256, head_dim=64, causal=False)
+    assert rewritten_bytes(shape, Tiling(64, 64, 4, 1)) == 4 * 6 * 256 * (64 + 2) * 4 * 2
+    causal = LoopShape(batch=1, heads=1, seqlen=256, head_dim=62, causal=True)
+    # Four blocks of keys, seen by 256, 192, 128 and 64 rows.
+    assert rewritten_bytes(causal, Tiling(64, 64, 4, 1)) == (256 + 192 + 128 + 64) * 64 * 4 * 2
+    assert written_bytes(shape) == 6 * 256 * (64 * 2 + 4)  # version 2 writes O and L once
+
+
+# --- any program ----------------------------------------------------------------------------------
+
+
+def test_an_operator_reads_its_operands_once_and_writes_its_result():
+    a, b = torch.ones(4, 8), torch.ones(8, 2)
+    trace = trace_tensors(lambda: a @ b)
+    assert (trace.read_bytes, trace.written_bytes, trace.shape) == (4 * (32 + 16), 4 * 8, (4, 2))
+    assert trace_tensors(lambda: a + a).read_bytes == 4 * 32
+    assert trace_tensors(lambda: a + torch.ones(1, 8).expand(4, 8)).read_bytes == 4 * (32 + 8)
+
+
+def test_views_and_reservations_cost_nothing_and_in_place_reads_and_writes():
+    a = torch.ones(4, 8)
+    assert trace_tensors(lambda: a.mT[1:].unsqueeze(0).expand(5, -1, -1)).total_bytes == 0
+    assert trace_tensors(lambda: torch.empty(100)).total_bytes == 0
+    assert trace_tensors(lambda: a.mul_(2)).total_bytes == 2 * 4 * 32
+    assert trace_tensors(lambda: a.zero_()).total_bytes == 4 * 32
+    assert trace_tensors(lambda: a.copy_(torch.ones(()).expand(4, 8))).read_bytes == 4
+    nothing = trace_tensors(lambda: None)
+    assert nothing.table().empty
+    assert nothing.op == ""
+
+
+def test_the_textbook_makes_six_passes_over_a_square_matrix_and_flash_attention_none():
+    n, d = 256, 16
+    q, k, v = (torch.randn(n, d) for _ in range(3))
+    trace = trace_tensors(lambda: standard_attention(q, k, v))
+    assert trace.numel == n * n
+    # Write S, read and write the scaling, read and write the softmax, read P; and Q, K, V, O.
+    assert trace.total_bytes == 4 * (6 * n * n + 4 * n * d)
+    tiled = trace_tensors(lambda: flash_attention_forward(q, k, v, block_q=64, block_k=64))
+    assert tiled.numel < n * n / 4
+
+
+def test_the_backward_counts_too_and_the_table_is_sorted():
+    q, k, v = (torch.randn(64, 8, requires_grad=True) for _ in range(3))
+    trace = trace_tensors(lambda: FlashAttentionFunction.apply(q, k, v).sum().backward())
+    forward = trace_tensors(lambda: FlashAttentionFunction.apply(q, k, v))
+    assert trace.total_bytes > 2 * forward.total_bytes
+    table = trace.table()
+    assert table.total_bytes.sum() == trace.total_bytes
+    assert table.total_bytes.is_monotonic_decreasing
+    assert table.set_index("operator").calls["mm"] >= 2 + 5

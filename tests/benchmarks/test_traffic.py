@@ -3,77 +3,32 @@
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.traffic import METRICS, compare, ncu_command, parse_csv
-from labsupport.analysis.traffic import kernel_bytes
+from benchmarks.traffic import compare, kernel_bytes
+from labsupport.analysis.nsight import BYTES
 from labsupport.profiling.cases import Case
 
 CASE = Case("flash_triton", 4096, batch=4, heads=16, head_dim=128, dtype="bfloat16")
-HEADER = (
-    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
-    '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
-)
 
 
-def made_csv(launches):
-    """What ncu's documentation shows: its own lines, then one metric a line."""
-    lines = ["==PROF== Connected to process 7", "a line of the program's", HEADER]
-    for number, (kernel, values) in enumerate(launches):
-        for name, (value, unit) in values.items():
-            start = f'"{number}","7","python3","127.0.0.1","{kernel}","1","7","(128, 1, 1)"'
-            lines.append(
-                f'{start},"(4096, 1, 1)","0","9.0","Command line profiler metrics",'
-                f'"{name}","{unit}","{value}"'
-            )
-    return "\n".join([*lines, "==PROF== Disconnected from process 7"])
-
-
-def test_a_csv_is_read_with_separators_and_units_and_other_lines_skipped():
-    values = dict.fromkeys(METRICS, ("1,000,000", "byte"))
-    values["lts__t_bytes.sum"] = ("7.35", "Gbyte")
-    values["gpu__time_duration.sum"] = ("1.04", "msecond")  # not asked for: left out
-    (launch,) = parse_csv(made_csv([("hopper_forward_kernel", values)]))
-    assert launch["kernel"] == "hopper_forward_kernel"
-    assert launch["dram__bytes_read.sum"] == 1e6
-    assert launch["lts__t_bytes.sum"] == pytest.approx(7.35e9)
-    assert "gpu__time_duration.sum" not in launch
-
-
-@pytest.mark.parametrize("value", [("n/a", "byte"), ("12", "sector")])
-def test_a_value_that_is_no_number_of_bytes_is_refused(value):
-    with pytest.raises(ValueError, match="lts__t_bytes"):
-        parse_csv(made_csv([("forward_kernel", {"lts__t_bytes.sum": value})]))
-
-
-def test_without_a_table_the_error_says_what_ncu_said():
-    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
-        parse_csv("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - no permission for counters\n")
+def launch(kernel, *values):
+    return {"kernel": kernel, **dict(zip(BYTES, values, strict=False))}
 
 
 def test_launches_are_compared_with_the_tiling_that_their_kernel_has():
-    def values(to, fro, l2, read, written):
-        return dict(zip(METRICS, ((n, "byte") for n in (to, fro, l2, read, written)), strict=True))
-
     hopper = kernel_bytes("forward", CASE, 64, 64)
     plain = kernel_bytes("forward", CASE, 128, 64)
     launches = [
-        ("hopper_forward_kernel", values(hopper.read, hopper.written, hopper.total, 1, 2)),
-        ("forward_kernel", values(plain.read, plain.written, 2 * plain.total, 1, 2)),
-        ("elementwise_kernel", values(1, 1, 1, 1, 1)),
-        ("rows_kernel", values(1, 1, 1, 1, 1)),
+        launch("hopper_forward_kernel", hopper.read, hopper.written, hopper.total, 1, 2),
+        launch("forward_kernel", plain.read, plain.written, 2 * plain.total, 1, 2),
+        launch("elementwise_kernel", 1, 1, 1, 1, 1),
+        launch("rows_kernel", 1),
     ]
-    table = compare(parse_csv(made_csv(launches)), CASE).set_index("kernel")
+    table = compare(launches, CASE).set_index("kernel")
     assert list(table.index) == ["hopper_forward_kernel", "forward_kernel", "rows_kernel"]
     assert list(table.moved_ratio[:2]) == [1, 1]
     assert table.l2_ratio["forward_kernel"] == 2
     assert table.dram_ratio["forward_kernel"] == pytest.approx(3 / plain.compulsory)
-
-
-def test_a_metric_that_is_missing_makes_its_ratios_missing():
-    table = compare(
-        parse_csv(made_csv([("rows_kernel", {"lts__t_bytes.sum": ("5", "byte")})])), CASE
-    )
-    assert table.moved_ratio.isna().all()
-    assert table.l2_ratio.notna().all()
+    assert table.dram_ratio.isna()["rows_kernel"]  # not read
 
 
 def test_bytes_of_the_forward_kernel_by_hand():
@@ -118,28 +73,24 @@ def test_recorded_l2_bytes_are_fewer_than_asked_for_as_requests_are_coalesced():
         assert gigabytes * 1e9 / total == pytest.approx(share, abs=0.01), kernel
 
 
-def test_the_command_leaves_the_clocks_alone_and_asks_for_every_metric():
-    words = ncu_command(["python", "x.py"])
-    assert words[words.index("--clock-control") + 1] == "none"
-    assert words[words.index("--metrics") + 1].split(",") == list(METRICS)
-    assert words[-2:] == ["python", "x.py"]
-
-
-def test_where_ncu_is_missing_the_command_says_so_plainly(monkeypatch, tmp_path):
+def test_where_ncu_is_missing_the_command_says_so_and_can_be_shown(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))  # an empty folder
     with pytest.raises(SystemExit, match="ncu not found"):
         main(["traffic"])
-
-
-def test_a_csv_that_was_kept_is_compared_and_the_command_is_shown(capsys, tmp_path):
-    path = tmp_path / "kept.csv"
-    values = dict.fromkeys(METRICS, ("4000000000", "byte"))
-    path.write_text(made_csv([("hopper_queries_kernel", values)]))
-    assert main(["traffic", "--read", str(path)]) == 0
-    assert "hopper_queries_kernel" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         main(["traffic", "--show", "--causal"])
     assert not end.value.code
     shown = capsys.readouterr().out
+    assert "--clock-control none" in shown
     assert "causal=True" in shown
     assert "'regex:^(hopper_)?" in shown
+    assert all(metric in shown for metric in BYTES)
+
+
+def test_a_csv_that_was_kept_is_compared(capsys, tmp_path):
+    path = tmp_path / "kept.csv"
+    rows = [["ID", "Kernel Name", *BYTES], ["", "", *["byte"] * 5]]
+    rows.append(["0", "hopper_queries_kernel", *["4000000000"] * 5])
+    path.write_text("\n".join(",".join(f'"{cell}"' for cell in row) for row in rows))
+    assert main(["traffic", "--read", str(path)]) == 0
+    assert "hopper_queries_kernel" in capsys.readouterr().out

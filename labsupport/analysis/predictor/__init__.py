@@ -1,6 +1,6 @@
-"""How long will a call take, and how much memory: predicted from a device's ceilings.
+"""Time and memory of a call, predicted from a device's ceilings.
 
-split        which shapes calibrate, and which are tested: written down first
+split        shapes that calibrate, and shapes that are tested
 work         what a case makes a device do, counted
 device       the ceilings of a device, recorded or specified
 calibration  the weights of the counts, fitted

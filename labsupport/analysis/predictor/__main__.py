@@ -7,15 +7,15 @@ python -m labsupport.analysis.predictor --run calibration-cpu --weights
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 
-from labsupport.analysis.predictor.calibration import Model, calibrate_run
+from labsupport.analysis.predictor import calibrate_run
 from labsupport.analysis.predictor.evaluate import (
     WITHIN,
     choices,
     errors_by,
     good_choices,
-    refused_cases,
     with_predictions,
 )
 from labsupport.analysis.predictor.split import SPLITS
@@ -35,10 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seen = sum(fit.cases for fit in model.fits.values())
     print(f"{options.run}, {model.device.name}: {seen} cases calibrate, {len(held_out)} are tested")
     if options.weights:
-        _print_weights(model)
+        for key, fit in model.fits.items():
+            weights = (f"{name} {weight:.3g}" for name, weight in fit.weights.items() if weight)
+            print(f"  {' '.join(key)}: {', '.join(weights)}")
+        print(f"  spread {model.spread:.3f}")
     table = with_predictions(held_out, model)
-    for reason, rows in refused_cases(held_out, model).groupby("refusal"):
-        print(f"{len(rows)} refused: {reason}")
+    for reason, rows in Counter(table.attrs["refused"].values()).items():
+        print(f"{rows} refused: {reason}")
     if options.cases:
         shown = ["backend", "direction", "seqlen", "batch", "heads", "kv_heads", "head_dim"]
         shown += ["dtype", "causal", "ms", "predicted_ms", "error", "memory_error"]
@@ -50,15 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missed = chosen[chosen.times_best > WITHIN]
     if len(missed):
         print(missed.to_string(index=False, float_format="%.2f"))
-
-
-def _print_weights(model: Model) -> None:
-    for key, fit in model.fits.items():
-        weights = ", ".join(
-            f"{name} {weight:.3g}" for name, weight in fit.weights.items() if weight
-        )
-        print(f"  {' '.join(key)}: {weights}")
-    print(f"  spread {model.spread:.3f}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labsupport.analysis.predictor.device import Device, device_of_run
-from labsupport.analysis.predictor.split import SPLITS, divide, recorded
+from labsupport.analysis.predictor.split import divide
 from labsupport.analysis.predictor.work import features
 from labsupport.profiling.cases import Case
 
@@ -43,6 +43,7 @@ SMALLEST_SPREAD = 0.02  # however well a few cases are fitted
 STARTING = ("launch", "tiles")
 
 Key = tuple[str, str, str]  # backend, dtype, direction
+Measured = tuple[Case, float, float]  # time in ms, and its relative spread
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Fit:
     weights: by feature; those that the data do not need are 0.
     cases: how many were fitted.
     head_dims: calibrated ones.
-    overlap: the p of the norm that joins starting and work; 1 is their sum.
     seqlens: the shortest and the longest calibrated sequence.
+    overlap: the p of the norm that joins starting and work; 1 is their sum.
     """
 
     weights: dict[str, float]
@@ -64,12 +65,10 @@ class Fit:
 
     def ms(self, found: Mapping[str, float]) -> float:
         """The time of a case with these features."""
-        starting = self._sum(found, STARTING)
-        work = self._sum(found, [name for name in self.weights if name not in STARTING])
+        parts = {name: weight * found[name] for name, weight in self.weights.items()}
+        starting = sum(part for name, part in parts.items() if name in STARTING)
+        work = sum(part for name, part in parts.items() if name not in STARTING)
         return (starting**self.overlap + work**self.overlap) ** (1 / self.overlap)
-
-    def _sum(self, found: Mapping[str, float], names: Iterable[str]) -> float:
-        return sum(self.weights[name] * found[name] for name in names if name in self.weights)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Model:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def backends(self, dtype: str, direction: str) -> list[str]:
-        """Those that are calibrated for a dtype and a direction."""
+        """Return the backends that are calibrated for a dtype and a direction."""
         return [key[0] for key in self.fits if key[1:] == (dtype, direction)]
 
 
@@ -107,7 +106,7 @@ def calibrate(
     Raises:
         ValueError: a (backend, dtype, direction) with fewer than three measurements, or none.
     """
-    groups: dict[Key, list[tuple[Case, float, float]]] = {}
+    groups: dict[Key, list[Measured]] = {}
     cases = list(cases)
     known = [0.0] * len(cases) if spreads is None else spreads
     for case, ms, spread in zip(cases, times_ms, known, strict=True):
@@ -115,7 +114,10 @@ def calibrate(
         groups.setdefault(key, []).append((case, float(ms), float(spread)))
     if not groups:
         raise ValueError("nothing to calibrate on: no measurement was given")
-    fits = {key: _fit(key, group, device) for key, group in groups.items()}
+    few = [" ".join(key) for key, group in groups.items() if len(group) < 3]
+    if few:
+        raise ValueError(f"too few measurements, at least 3 are needed, of: {', '.join(few)}")
+    fits = {key: _fit(group, device) for key, group in groups.items()}
     return Model(device, fits, _spread(fits, groups, device))
 
 
@@ -125,7 +127,7 @@ def calibrate_run(run: str) -> tuple[Model, pd.DataFrame]:
     Raises:
         ValueError: a run for which no split is written down.
     """
-    seen, held_out = divide(recorded(run), SPLITS[run])
+    seen, held_out = divide(run)
     device = device_of_run(run.split(":")[0])
     return calibrate(seen.case, seen.ms, device, spreads=seen.spread), held_out
 
@@ -148,51 +150,41 @@ def non_negative_least_squares(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any])
     return best
 
 
-def _weights(matrix: Any, times: Any, worth: Any, overlap: float) -> Any:
-    """The weights of matrix's columns, of which the first is launching.
+def _fit(group: list[Measured], device: Device) -> Fit:
+    """Fit the weights of one group.
 
     With an overlap the launch is searched (100 steps up to the shortest time): for each, the rest
-    is what the work must take, and the weights of the work are fitted as before. A row in which
-    the launch hides the work says little about the work, and counts as much less.
+    is what the work must take, and the weights of the work are fitted. A row in which the launch
+    hides the work says little about the work, and counts as much less.
     """
-    if overlap == 1:
-        return non_negative_least_squares(matrix * (worth / times)[:, None], worth)
-    best, best_error = np.zeros(matrix.shape[1]), np.inf
-    for launch in np.linspace(0, times.min(), 101):
-        work = np.maximum(times**overlap - launch**overlap, (0.01 * times) ** overlap)
-        work **= 1 / overlap
-        counts = worth * (work / times) ** (overlap - 1) / times
-        x = non_negative_least_squares(matrix[:, 1:] * counts[:, None], work * counts)
-        fitted = (launch**overlap + (matrix[:, 1:] @ x) ** overlap) ** (1 / overlap)
-        error = float(np.sum((worth * (fitted / times - 1)) ** 2))
-        if error < best_error:
-            best, best_error = np.array([launch, *x]), error
-    return best
-
-
-def _fit(key: Key, group: list[tuple[Case, float, float]], device: Device) -> Fit:
-    if len(group) < 3:
-        raise ValueError(f"{' '.join(key)}: {len(group)} measurements are too few: at least 3")
     times = np.array([ms for _, ms, _ in group])
     worth = MODEL_ERROR / np.hypot(MODEL_ERROR, [spread for _, _, spread in group])
     found = [features(case, device) for case, _, _ in group]
     names = list(found[0])
-    matrix = np.array([[f[name] for name in names] for f in found])
-    overlap = OVERLAP if device.kind == "cuda" and "tiles" not in names else 1.0
-    x = _weights(matrix, times, worth, overlap)
+    matrix = np.array([list(each.values()) for each in found])
+    p = OVERLAP if device.kind == "cuda" and "tiles" not in names else 1.0
+    best, best_error = np.zeros(len(names)), np.inf
+    if p == 1:
+        best = non_negative_least_squares(matrix * (worth / times)[:, None], worth)
+    for launch in np.linspace(0, times.min(), 101) if p > 1 else ():
+        work = np.maximum(times**p - launch**p, (0.01 * times) ** p) ** (1 / p)
+        counts = worth * (work / times) ** (p - 1) / times
+        x = non_negative_least_squares(matrix[:, 1:] * counts[:, None], work * counts)
+        fitted = (launch**p + (matrix[:, 1:] @ x) ** p) ** (1 / p)
+        error = float(np.sum((worth * (fitted / times - 1)) ** 2))
+        if error < best_error:
+            best, best_error = np.array([launch, *x]), error
     lengths = [case.seqlen for case, _, _ in group]
     return Fit(
-        weights=dict(zip(names, map(float, x), strict=True)),
+        weights=dict(zip(names, map(float, best), strict=True)),
         cases=len(group),
         head_dims=tuple(sorted({case.head_dim for case, _, _ in group})),
         seqlens=(min(lengths), max(lengths)),
-        overlap=overlap,
+        overlap=p,
     )
 
 
-def _spread(
-    fits: Mapping[Key, Fit], groups: Mapping[Key, list[tuple[Case, float, float]]], device: Device
-) -> float:
+def _spread(fits: Mapping[Key, Fit], groups: Mapping[Key, list[Measured]], device: Device) -> float:
     """Standard deviation of log(measured / predicted), over all fits together.
 
     Of errors, not of residuals: few cases are fitted better than others are predicted. So each
@@ -200,18 +192,15 @@ def _spread(
     the median of the absolute errors (0.6745 deviations of a normal distribution), so that one odd
     call does not widen every interval. Where no fit has three lengths, the residuals must do.
     """
+
+    def off(fit: Fit, rows: Iterable[Measured]) -> list[float]:
+        return [abs(math.log(ms / fit.ms(features(case, device)))) for case, ms, _ in rows]
+
     errors, residuals = [], []
     for key, fit in fits.items():
-        group = groups[key]
-        residuals += [_off(fit, case, ms, device) for case, ms, _ in group]
-        for length in {case.seqlen for case, _, _ in group} - set(fit.seqlens):
-            rest = [row for row in group if row[0].seqlen != length]
+        residuals += off(fit, groups[key])
+        for length in {case.seqlen for case, _, _ in groups[key]} - set(fit.seqlens):
+            rest = [row for row in groups[key] if row[0].seqlen != length]
             if len(rest) >= 3:
-                without = _fit(key, rest, device)
-                left_out = [(case, ms) for case, ms, _ in group if case.seqlen == length]
-                errors += [_off(without, case, ms, device) for case, ms in left_out]
+                errors += off(_fit(rest, device), [r for r in groups[key] if r[0].seqlen == length])
     return max(float(np.median(errors or residuals)) / 0.6745, SMALLEST_SPREAD)
-
-
-def _off(fit: Fit, case: Case, ms: float, device: Device) -> float:
-    return abs(math.log(ms / fit.ms(features(case, device))))

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from labsupport.profiling.hardware import HardwareSpec, find_spec, read_specs
+from labsupport.profiling.hardware import find_spec, read_specs
 from labsupport.profiling.runs import list_runs, load_run, runs_dir
 
 CPU_CACHE_MIB = 32.0  # of a CPU whose run does not say
@@ -34,7 +34,7 @@ class Device:
     matmul_tflops: dict[str, float]
     memory_gib: float
     cache_mib: float = 0.0
-    compute_capability: tuple[int, int] | None = None
+    compute_capability: tuple[int, ...] = (0, 0)
     specified: bool = False
 
     def matmul_rate(self, dtype: str) -> float:
@@ -60,20 +60,31 @@ def device_of_run(run: str) -> Device:
         ValueError: no run on this device recorded its ceilings.
     """
     about = load_run(run).attrs["provenance"]
-    ceilings = about if "matmul_tflops" in about else _ceilings_elsewhere(about["device"])
-    spec = find_spec(about["device"])
-    if "units" not in about and spec is None:
-        raise ValueError(f"{run} does not say how many units its device {about['device']} has")
+    name, spec = about["device"], find_spec(about["device"])
+    units = about.get("units", spec.sms if spec else None)
+    measured = [about] if "matmul_tflops" in about else _runs_with_ceilings(name)
+    if units is None or not measured:
+        raise ValueError(f"no recorded run says what {name} reaches at most (measured_ceilings)")
+    rates: dict[str, float] = {}
+    for ceilings in measured:
+        for dtype, rate in ceilings["matmul_tflops"].items():
+            rates[dtype] = max(rate, rates.get(dtype, 0.0))
     return Device(
-        name=about["device"],
+        name=name,
         kind=about["device_kind"],
-        units=about["units"] if "units" in about or spec is None else spec.sms,
-        copy_gb_s=ceilings["copy_gb_s"],
-        matmul_tflops=dict(ceilings["matmul_tflops"]),
+        units=units,
+        copy_gb_s=max(ceilings["copy_gb_s"] for ceilings in measured),
+        matmul_tflops=rates,
         memory_gib=about["device_memory_gib"],
-        cache_mib=about.get("cache_mib", CPU_CACHE_MIB) if spec is None else spec.l2_mib,
-        compute_capability=_capability(about.get("compute_capability")),
+        cache_mib=spec.l2_mib if spec else about.get("cache_mib", CPU_CACHE_MIB),
+        compute_capability=_capability(about.get("compute_capability") or "0.0"),
     )
+
+
+def _runs_with_ceilings(device: str) -> list[dict[str, Any]]:
+    paths = (runs_dir() / run / "provenance.json" for run in list_runs())
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [each for each in records if each.get("device") == device and "matmul_tflops" in each]
 
 
 def device_from_specification(name: str, like: Device) -> Device:
@@ -86,10 +97,9 @@ def device_from_specification(name: str, like: Device) -> Device:
         ValueError: a name that is not in the table, or a `like` that is not.
     """
     known = {spec.name: spec for spec in read_specs()}
-    spec = known.get(name) or find_spec(name)
+    spec, measured = known.get(name) or find_spec(name), find_spec(like.name)
     if spec is None:
         raise ValueError(f"{name!r} is not in data/hardware.csv; there are: {', '.join(known)}")
-    measured = find_spec(like.name)
     if measured is None:
         raise ValueError(f"{like.name!r} is not in data/hardware.csv: nothing to compare it with")
     rates = {}
@@ -110,28 +120,5 @@ def device_from_specification(name: str, like: Device) -> Device:
     )
 
 
-def specification_of(device: Device) -> HardwareSpec | None:
-    """The device's row of data/hardware.csv, or None."""
-    return next((s for s in read_specs() if s.name == device.name), None) or find_spec(device.name)
-
-
-def _ceilings_elsewhere(name: str) -> dict[str, Any]:
-    """The highest of each ceiling in any recorded run: nothing disturbed the machine then."""
-    copy, rates = 0.0, dict[str, float]()
-    for run in list_runs():
-        path = runs_dir() / run / "provenance.json"
-        about = json.loads(path.read_text(encoding="utf-8"))
-        if about.get("device") == name and "matmul_tflops" in about:
-            copy = max(copy, about["copy_gb_s"])
-            for dtype, rate in about["matmul_tflops"].items():
-                rates[dtype] = max(rate, rates.get(dtype, 0.0))
-    if not rates:
-        raise ValueError(f"no recorded run says what {name} reaches at most (measured_ceilings)")
-    return {"copy_gb_s": copy, "matmul_tflops": rates}
-
-
-def _capability(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    major, minor = text.split(".")
-    return int(major), int(minor)
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

@@ -1,14 +1,15 @@
-"""How far is the predictor off, on shapes that it has not seen?"""
+"""Errors of the predictor, on shapes that it has not seen."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from labsupport.analysis.predictor.calibration import Model
 from labsupport.analysis.predictor.predict import OutOfRangeError, predict
 from labsupport.analysis.predictor.split import SHAPE
-from labsupport.profiling.cases import Case
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,72 +22,49 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
 
     error is (predicted - measured) / measured of the time; memory_error the same of the peak, NaN
     where a run did not measure it; covered says whether the interval holds the measured time. Cases
-    that the model refuses to predict, as too far from those it has seen, are left out:
-    `refused_cases` has them.
+    that the model refuses to predict, as too far from those it has seen, are left out;
+    `.attrs["refused"]` has the reason for each, by the row's index.
     """
-    import numpy as np
-
-    table = held_out.drop(refused_cases(held_out, model).index).copy()
-    found = [predict(case, model) for case in table.case]
-    table["predicted_ms"] = [p.ms for p in found]
-    table["low_ms"] = [p.low_ms for p in found]
-    table["high_ms"] = [p.high_ms for p in found]
-    table["predicted_bytes"] = [
-        np.nan if p.peak_memory_bytes is None else p.peak_memory_bytes for p in found
-    ]
+    found, refused = {}, {}
+    for index, case in held_out.case.items():
+        try:
+            found[index] = predict(case, model)
+        except OutOfRangeError as error:
+            refused[index] = str(error)
+    table = held_out.loc[list(found)].copy()
+    table["predicted_ms"] = [p.ms for p in found.values()]
+    table["low_ms"] = [p.low_ms for p in found.values()]
+    table["high_ms"] = [p.high_ms for p in found.values()]
+    memory = [p.peak_memory_bytes for p in found.values()]
+    table["predicted_bytes"] = np.array(memory, dtype=float)  # None is NaN
     table["error"] = table.predicted_ms / table.ms - 1
     table["covered"] = table.ms.between(table.low_ms, table.high_ms)
-    if "peak_memory_bytes" in table:
-        table["memory_error"] = table.predicted_bytes / table.peak_memory_bytes - 1
-    else:
-        table["memory_error"] = np.nan
+    table["memory_error"] = table.predicted_bytes / table.get("peak_memory_bytes", np.nan) - 1
+    table.attrs["refused"] = refused
     return table
-
-
-def refused_cases(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
-    """The rows that the model refuses to predict, with the reason in the column `refusal`."""
-
-    def reason(case: Case) -> str:
-        try:
-            predict(case, model)
-        except OutOfRangeError as error:
-            return str(error)
-        return ""
-
-    table = held_out.copy()
-    table["refusal"] = [reason(case) for case in table.case]
-    return table[table.refusal != ""]
 
 
 def errors_by(
     table: pd.DataFrame, columns: Sequence[str] = ("backend", "direction")
 ) -> pd.DataFrame:
-    """Mean and largest absolute errors in percent, and the interval's coverage; `all` comes last.
+    """Errors of the predictions in percent, by group and over all.
 
-    Args:
-        table: as `with_predictions` returns it.
-        columns: what to group by.
+    Returns:
+        A row a group, the last over all: cases; time_mape, time_median, time_worst; memory_mape,
+        memory_worst; covered.
     """
     import pandas as pd
 
     def row(group: pd.DataFrame) -> dict[str, float]:
         time, memory = 100 * group.error.abs(), 100 * group.memory_error.abs()
         return {
-            "cases": len(group),
-            "time_mape": time.mean(),
-            "time_median": time.median(),
-            "time_worst": time.max(),
-            "memory_mape": memory.mean(),
-            "memory_worst": memory.max(),
+            "cases": len(group), "time_mape": time.mean(), "time_median": time.median(),
+            "time_worst": time.max(), "memory_mape": memory.mean(), "memory_worst": memory.max(),
             "covered": 100 * group.covered.mean(),
-        }
+        }  # fmt: skip
 
-    rows = [
-        dict(zip(columns, key, strict=True)) | row(group)
-        for key, group in table.groupby(list(columns), sort=False)
-    ]
-    everything = dict.fromkeys(columns, "") | {columns[0]: "all"} | row(table)
-    return pd.DataFrame([*rows, everything])
+    groups = [*table.groupby(list(columns), sort=False), (("all", *[""] * len(columns[1:])), table)]
+    return pd.DataFrame([dict(zip(columns, key, strict=True)) | row(part) for key, part in groups])
 
 
 def choices(table: pd.DataFrame) -> pd.DataFrame:
@@ -98,17 +76,12 @@ def choices(table: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    keys = [*SHAPE, "direction"]
-    rows = []
+    keys, rows = [*SHAPE, "direction"], []
     for key, group in table.groupby(keys, sort=False):
         chosen = group.loc[group.predicted_ms.idxmin()]
         best = group.loc[group.ms.idxmin()]
-        rows.append(
-            dict(zip(keys, key, strict=True))
-            | {"chosen": chosen.backend, "best": best.backend}
-            | {"times_best": chosen.ms / best.ms}
-        )
-    return pd.DataFrame(rows)
+        rows.append((*key, chosen.backend, best.backend, chosen.ms / best.ms))
+    return pd.DataFrame(rows, columns=[*keys, "chosen", "best", "times_best"])
 
 
 def good_choices(table: pd.DataFrame) -> float:

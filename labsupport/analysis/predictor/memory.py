@@ -25,52 +25,38 @@ make a new matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from labsupport.analysis.predictor.work import ITEMSIZE, tile_sides
+from labsupport.analysis.predictor.work import tile_sides
 from labsupport.profiling.cases import Case
+from labsupport.profiling.work import ITEMSIZE
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of the tensors that a case is about."""
+class _Sizes:
+    """Bytes of the tensors of a case, by the symbols above."""
 
-    out: int
-    kv: int
-    rows: int
-    squares: int  # in the inputs' dtype
-    squares32: int
-    hidden: int  # one seqlen_q x seqlen_k mask of a byte each, if causal
-    both: bool
-    copies: bool  # heads of a batch, or repeated ones, are copied before a batched product
-
-    @classmethod
-    def of(cls, case: Case) -> Sizes:
-        """Count them."""
-        size = ITEMSIZE[case.dtype]
-        rows = case.batch * case.heads * case.seqlen
-        return cls(
-            out=rows * case.head_dim * size,
-            kv=case.batch * case.kv_seqlen * case.kv_heads * case.head_dim * size,
-            rows=4 * rows,
-            squares=rows * case.kv_seqlen * size,
-            squares32=rows * case.kv_seqlen * max(4, size),
-            hidden=case.seqlen * case.kv_seqlen * case.causal,
-            both=case.direction == "forward+backward",
-            copies=case.batch > 1 or case.heads != case.kv_heads,
-        )
-
-    @property
-    def gradients(self) -> int:
-        """dq, dk, dv."""
-        return self.out + 2 * self.kv
+    def __init__(self, case: Case) -> None:
+        queries = case.batch * case.heads * case.seqlen
+        self.size = ITEMSIZE[case.dtype]
+        self.width = max(4, self.size)  # of what is computed in float32 at least
+        self.out = queries * case.head_dim * self.size
+        self.kv = case.batch * case.kv_seqlen * case.kv_heads * case.head_dim * self.size
+        self.rows = 4 * queries
+        self.squares = queries * case.kv_seqlen * self.size
+        self.squares32 = queries * case.kv_seqlen * self.width
+        self.out32 = self.out * 4 // self.size
+        self.gradients = self.out + 2 * self.kv
+        self.hidden = case.seqlen * case.kv_seqlen * case.causal  # a mask, a byte each
+        self.both = case.direction == "forward+backward"
+        self.grouped = case.heads != case.kv_heads
+        # Heads of a batch, or repeated ones, are copied before a batched product.
+        self.copies = case.batch > 1 or self.grouped
 
 
 def inputs_bytes(case: Case) -> int:
     """q, k, v, and for a backward the gradient of the output."""
-    sizes = Sizes.of(case)
-    return sizes.out + 2 * sizes.kv + (sizes.out if sizes.both else 0)
+    sizes = _Sizes(case)
+    return sizes.gradients + (sizes.out if sizes.both else 0)
 
 
 def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
@@ -83,41 +69,61 @@ def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
     Raises:
         ValueError: no formula is known for this backend on this kind of device.
     """
-    formula = _FORMULAS.get((device_kind, case.backend))
-    if formula is None:
-        raise ValueError(f"no memory formula for {case.backend} on {device_kind}")
-    return formula(case, Sizes.of(case), threads)
+    sizes, on_cpu = _Sizes(case), device_kind == "cpu"
+    if case.backend == "standard":
+        return _standard(case, sizes, on_cpu)
+    if case.backend == "sdpa_math":
+        return _math(sizes, on_cpu)
+    if case.backend == "flash_torch":
+        return _flash_torch(case, sizes, device_kind)
+    if case.backend == "sdpa_flash" and on_cpu:
+        return _flash_cpu(case, sizes, threads)
+    if case.backend in _FUSED and not on_cpu:
+        return _fused(case, sizes, threads)
+    raise ValueError(f"no memory formula for {case.backend} on {device_kind}")
 
 
-def _fused(
-    kept_forward: int, kept_both: int, dq32: bool, constant: int = 0, widened: bool = False
-) -> Callable[[Case, Sizes, int], int]:
-    """A fused kernel on a GPU: so many `rows` vectors, and dq summed in float32 or copied once.
+class _Fused(NamedTuple):
+    """A fused kernel on a GPU.
 
-    widened: whether dk and dv of grouped heads are written for every query head first.
+    forward, both: vectors of `rows`; constant: bytes of its own; widened: dk and dv of grouped
+    heads are written for every query head first.
     """
 
-    def peak(case: Case, sizes: Sizes, threads: int) -> int:
-        if not sizes.both:
-            return sizes.out + kept_forward * sizes.rows + constant
-        total = sizes.out * 4 // ITEMSIZE[case.dtype] if dq32 else sizes.out
-        wide = 2 * sizes.out if widened and case.heads != case.kv_heads else 0
-        return sizes.out + sizes.gradients + total + wide + kept_both * sizes.rows + constant
-
-    return peak
+    forward: int
+    both: int
+    constant: int = 0
+    widened: bool = False
 
 
-def _flash_gpu(case: Case, sizes: Sizes, units: int) -> int:
-    whole = _fused(1, 2, dq32=True, constant=24, widened=True)(case, sizes, units)
-    splits = flash_splits(case, units)
+_FUSED = {
+    "fa4": _Fused(0, 3),
+    "sdpa_cudnn": _Fused(0, 2, constant=272, widened=True),
+    "sdpa_flash": _Fused(1, 2, constant=24, widened=True),
+    "sdpa_efficient": _Fused(0, 2),
+    "flex": _Fused(2, 2),
+    "flash_triton": _Fused(1, 3),
+}
+
+
+def _fused(case: Case, sizes: _Sizes, units: int) -> int:
+    plan = _FUSED[case.backend]
+    total = sizes.out + plan.constant + (plan.both if sizes.both else plan.forward) * sizes.rows
+    if sizes.both:
+        # dq is summed in float32; flex copies out; the lab's own kernels sum nothing elsewhere.
+        total += {"flex": sizes.out, "flash_triton": 0}.get(case.backend, sizes.out32)
+        total += sizes.gradients + 2 * sizes.out * (plan.widened and sizes.grouped)
+        if case.backend == "sdpa_efficient":  # counters
+            total += 16 * -(-case.seqlen // 64) * case.batch * case.heads
+    splits = flash_splits(case, units) if case.backend == "sdpa_flash" else 1
     if splits == 1:
-        return whole
-    parts = splits * (sizes.out * 4 // ITEMSIZE[case.dtype] + sizes.rows)
-    return max(whole, sizes.out + sizes.rows + 24 + parts)
+        return total
+    parts = splits * (sizes.out32 + sizes.rows)
+    return max(total, sizes.out + sizes.rows + plan.constant + parts)
 
 
 def flash_splits(case: Case, units: int) -> int:
-    """Into how many parts flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
+    """Number of parts into which flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
 
     Each part has an output and an lse of its own in float32, which are then merged. The smallest
     number of parts counts that keeps at least 85% as many programs busy as the best. Source:
@@ -140,104 +146,60 @@ def flash_splits(case: Case, units: int) -> int:
     return min(splits for splits, share in busy.items() if share >= 0.85 * max(busy.values()))
 
 
-def _efficient(case: Case, sizes: Sizes, threads: int) -> int:
-    counters = 16 * -(-case.seqlen // 64) * case.batch * case.heads if sizes.both else 0
-    return _fused(0, 2, True)(case, sizes, threads) + counters
-
-
-def _flash_cpu(case: Case, sizes: Sizes, threads: int) -> int:
+def _flash_cpu(case: Case, sizes: _Sizes, threads: int) -> int:
     block_q, block_k = tile_sides(case, "cpu")
-    size = ITEMSIZE[case.dtype]
-    tile = block_q * block_k * max(4, size)
-    narrow = block_q * block_k * size if size < 4 else 0  # P once more, rounded
+    tile = block_q * block_k * sizes.width
+    tile += block_q * block_k * sizes.size if sizes.size < 4 else 0  # P once more, rounded
     if not sizes.both:
         # Scores, the running maximum and sum, the sum of the output.
-        scratch = tile + narrow + max(4, size) * block_q * (2 + case.head_dim)
+        scratch = tile + sizes.width * block_q * (2 + case.head_dim)
         return sizes.out + sizes.rows + threads * scratch
     # P and dP of each thread; delta of one block.
-    scratch = threads * 2 * (tile + narrow) + max(4, size) * block_q
-    return sizes.out + sizes.rows + sizes.gradients + scratch
+    return sizes.out + sizes.rows + sizes.gradients + threads * 2 * tile + sizes.width * block_q
 
 
-def _standard(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
-    def peak(case: Case, sizes: Sizes, threads: int) -> int:
-        if not sizes.both:
-            copy = sizes.out if sizes.copies else 0
-            # Fitted: what oneDNN packs operands in bfloat16 into is between 1.5 and 1.75 times out.
-            packed = sizes.out * 3 // 2 if on_cpu and case.dtype == "bfloat16" else 0
-            return 2 * sizes.squares + sizes.out + max(copy, packed) + sizes.hidden
-        if not on_cpu:
-            return 4 * sizes.squares + (4 if sizes.copies else 2) * sizes.out + sizes.hidden
-        copies = 2 if case.batch > 1 else 1 if case.heads != case.kv_heads else 0
-        return 3 * sizes.squares + (2 + copies) * sizes.out + sizes.hidden + 8
-
-    return peak
+def _standard(case: Case, sizes: _Sizes, on_cpu: bool) -> int:
+    if not sizes.both:
+        copy = sizes.out if sizes.copies else 0
+        # Fitted: what oneDNN packs operands in bfloat16 into is between 1.5 and 1.75 times out.
+        packed = sizes.out * 3 // 2 if on_cpu and case.dtype == "bfloat16" else 0
+        return 2 * sizes.squares + sizes.out + max(copy, packed) + sizes.hidden
+    if not on_cpu:
+        return 4 * sizes.squares + (4 if sizes.copies else 2) * sizes.out + sizes.hidden
+    copies = 2 if case.batch > 1 else 1 if sizes.grouped else 0
+    return 3 * sizes.squares + (2 + copies) * sizes.out + sizes.hidden + 8
 
 
-def _math(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
-    def peak(case: Case, sizes: Sizes, threads: int) -> int:
-        narrow = ITEMSIZE[case.dtype] < 4  # computed in float32
-        repeated = 2 if case.heads != case.kv_heads else 0
-        if sizes.both:
-            matrices = 3 if on_cpu else 4
-            return matrices * sizes.squares32 + (7 if narrow else 4) * sizes.out
-        # Scores, softmax, a byte for each score and each row that asks what is hidden.
-        bytes_asked = (sizes.squares32 + sizes.rows) // 4 + 4
-        tensors = (8 + repeated // 2 if narrow else 1 + repeated) * sizes.out
-        asking = bytes_asked + tensors
-        # Shorter than about two head_dims, the last product's copies weigh more than the question.
-        last = (10 if narrow else 2) * sizes.out if sizes.copies else 0
-        return 2 * sizes.squares32 + max(asking, last) + 4 * sizes.hidden
-
-    return peak
+def _math(sizes: _Sizes, on_cpu: bool) -> int:
+    narrow = sizes.size < 4  # computed in float32
+    if sizes.both:
+        return (3 if on_cpu else 4) * sizes.squares32 + (7 if narrow else 4) * sizes.out
+    # Scores, softmax, a byte for each score and each row that asks what is hidden.
+    asked = (sizes.squares32 + sizes.rows) // 4 + 4
+    asked += (8 + sizes.grouped if narrow else 1 + 2 * sizes.grouped) * sizes.out
+    # Shorter than about two head_dims, the last product's copies weigh more than the question.
+    last = (10 if narrow else 2) * sizes.out if sizes.copies else 0
+    return 2 * sizes.squares32 + max(asked, last) + 4 * sizes.hidden
 
 
-def _flash_torch(on_cpu: bool) -> Callable[[Case, Sizes, int], int]:
-    def peak(case: Case, sizes: Sizes, threads: int) -> int:
-        block_q, block_k = tile_sides(case, "cpu" if on_cpu else "cuda")
-        block_q, last = min(block_q, case.seqlen), case.seqlen % block_q or block_q
-        width, narrow = max(4, ITEMSIZE[case.dtype]), ITEMSIZE[case.dtype] < 4
-        heads = case.batch * case.heads
-        # Scratch is taken for whole tiles, even where a sequence is shorter.
-        tile = heads * width * tile_sides(case, "cpu" if on_cpu else "cuda")[0] * block_k
-        queries = heads * width * case.head_dim * block_q
-        keys = heads * width * case.head_dim * min(block_k, case.kv_seqlen)
-        wide = heads * width * case.head_dim * case.seqlen
-        if not sizes.both:
-            # q_i, o_i and P V; v_j converted, and copied for the batched product.
-            blocks = 3 * queries + (narrow + sizes.copies) * keys
-            vectors = sizes.rows + 6 * heads * width * block_q
-            return sizes.out + tile + blocks + vectors
-        delta = sizes.out + sizes.rows + (3 if narrow else 1) * wide
-        kept = sizes.out + 3 * sizes.rows + wide + 2 * sizes.out + 2 * tile
-        if not narrow:
-            # dk_j, dv_j, q_i and a product; and the copy that a batched product takes.
-            return max(delta, kept + 2 * keys + 2 * queries + sizes.copies * keys)
-        rows = min(last, block_k) if case.causal else last
-        end = kept + sizes.out + 4 * keys + 2 * heads * width * case.head_dim * rows
-        return max(delta, kept + 4 * keys + 4 * queries, end)
-
-    return peak
-
-
-def _triton(case: Case, sizes: Sizes, threads: int) -> int:
-    """From its code: nothing is summed in another tensor, and grouped heads are not repeated."""
-    return sizes.out + sizes.rows + (sizes.gradients + 2 * sizes.rows if sizes.both else 0)
-
-
-Formula = Callable[[Case, Sizes, int], int]
-_FORMULAS: dict[tuple[str, str], Formula] = {
-    ("cuda", "fa4"): _fused(0, 3, dq32=True),
-    ("cuda", "sdpa_cudnn"): _fused(0, 2, dq32=True, constant=272, widened=True),
-    ("cuda", "sdpa_flash"): _flash_gpu,
-    ("cuda", "sdpa_efficient"): _efficient,
-    ("cuda", "flex"): _fused(2, 2, dq32=False),
-    ("cuda", "flash_triton"): _triton,
-    ("cuda", "standard"): _standard(on_cpu=False),
-    ("cuda", "sdpa_math"): _math(on_cpu=False),
-    ("cuda", "flash_torch"): _flash_torch(on_cpu=False),
-    ("cpu", "sdpa_flash"): _flash_cpu,
-    ("cpu", "standard"): _standard(on_cpu=True),
-    ("cpu", "sdpa_math"): _math(on_cpu=True),
-    ("cpu", "flash_torch"): _flash_torch(on_cpu=True),
-}
+def _flash_torch(case: Case, sizes: _Sizes, device_kind: str) -> int:
+    side_q, block_k = tile_sides(case, device_kind)
+    block_q, last = min(side_q, case.seqlen), case.seqlen % side_q or side_q
+    narrow, vector = sizes.size < 4, case.batch * case.heads * sizes.width
+    # Scratch is taken for whole tiles, even where a sequence is shorter.
+    tile = vector * side_q * block_k
+    queries = vector * case.head_dim * block_q
+    keys = vector * case.head_dim * min(block_k, case.kv_seqlen)
+    wide = vector * case.head_dim * case.seqlen
+    if not sizes.both:
+        # q_i, o_i and P V; v_j converted, and copied for the batched product.
+        blocks = 3 * queries + (narrow + sizes.copies) * keys
+        return sizes.out + tile + blocks + sizes.rows + 6 * vector * block_q
+    delta = sizes.out + sizes.rows + (3 if narrow else 1) * wide
+    loop = sizes.out + 3 * sizes.rows + wide + 2 * sizes.out + 2 * tile
+    if not narrow:
+        # dk_j, dv_j, q_i and a product; and the copy that a batched product takes.
+        return max(delta, loop + 2 * keys + 2 * queries + sizes.copies * keys)
+    rows = min(last, block_k) if case.causal else last
+    end = loop + sizes.out + 4 * keys + 2 * vector * case.head_dim * rows
+    return max(delta, loop + 4 * keys + 4 * queries, end)

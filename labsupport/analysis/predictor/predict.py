@@ -6,16 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from labsupport.analysis.predictor.calibration import Fit, Model
-from labsupport.analysis.predictor.device import (
-    Device,
-    device_from_specification,
-    specification_of,
-)
+from labsupport.analysis.predictor.device import Device, device_from_specification
 from labsupport.analysis.predictor.memory import peak_memory
 from labsupport.analysis.predictor.work import features
 from labsupport.attention.implementations import by_name
 from labsupport.attention.registry import version
 from labsupport.profiling.cases import Case
+from labsupport.profiling.hardware import find_spec
 from labsupport.profiling.timing import format_ms
 
 # 90% of a normal distribution lie within 1.645 standard deviations.
@@ -35,7 +32,7 @@ class OutOfRangeError(ValueError):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case will take.
+    """Time and memory that a case will take.
 
     ms: the median expected; low_ms, high_ms: 90% of measurements are expected between them.
     peak_memory_bytes: beyond the inputs; None where no formula is known.
@@ -73,16 +70,15 @@ def predict(case: Case, model: Model) -> Prediction:
         >>> print(predict(case, model))
     """
     fit = _fit_for(case, model)
-    found = features(case, model.device)
-    ms = fit.ms(found)
+    parts = features(case, model.device)
+    ms = fit.ms(parts)
     factor = math.exp(NINETY_PERCENT * model.spread)
     try:
         memory = peak_memory(case, model.device.kind, model.device.units)
     except ValueError:
         memory = None
     rests = "by specification alone" if model.device.specified else f"{fit.cases} cases calibrated"
-    parts = _parts(fit, found, ms)
-    because = f"{parts} ({rests})"
+    because = f"{_shares(fit, parts, ms)} ({rests})"
     return Prediction(ms, ms / factor, ms * factor, memory, because, model.device.specified)
 
 
@@ -96,26 +92,24 @@ def transfer(model: Model, gpu: str) -> Model:
     Raises:
         ValueError: a GPU that is not in the table, or a model of a CPU.
     """
-    target = device_from_specification(gpu, model.device)
-    left_out = {key: why for key in model.fits if (why := _refusal(key, target))}
-    fits = {key: fit for key, fit in model.fits.items() if key not in left_out}
-    same = model.device.compute_capability or (0, 0)
-    there = target.compute_capability or (0, 0)
-    wider = SAME_GENERATION if same[0] == there[0] else OTHER_GENERATION
-    own = specification_of(model.device)
+    source, target = model.device, device_from_specification(gpu, model.device)
+    refusals = {key: _refusal(key, target) for key in model.fits}
+    same = source.compute_capability[0] == target.compute_capability[0]
+    wider = SAME_GENERATION if same else OTHER_GENERATION
+    own = find_spec(source.name)
     if own is not None and own.name == target.name:
         wider = 0.0
     return replace(
         model,
         device=target,
-        fits=fits,
+        fits={key: fit for key, fit in model.fits.items() if not refusals[key]},
         spread=math.hypot(model.spread, wider),
-        left_out={key[0]: why for key, why in left_out.items()},
+        left_out={key[0]: why for key, why in refusals.items() if why},
     )
 
 
 def _refusal(key: tuple[str, str, str], device: Device) -> str:
-    """Why a backend cannot run in a dtype on a GPU; empty if it can."""
+    """Return the reason why a backend cannot run in a dtype on a GPU; empty if it can."""
     name, dtype, _ = key
     if dtype not in device.matmul_tflops:
         return f"no rate is specified for {dtype} on {device.name}"
@@ -123,15 +117,14 @@ def _refusal(key: tuple[str, str, str], device: Device) -> str:
     needed = limits.min_capability
     if dtype == "bfloat16":
         needed = max(needed, limits.min_capability_bfloat16)
-    if (device.compute_capability or (0, 0)) < needed:
+    if device.compute_capability < needed:
         return f"needs compute capability {version(needed)}"
     return ""
 
 
 def _fit_for(case: Case, model: Model) -> Fit:
     key = (case.backend, case.dtype, case.direction)
-    fit = model.fits.get(key)
-    name = model.device.name
+    fit, name = model.fits.get(key), model.device.name
     if fit is None:
         known = ", ".join(model.backends(case.dtype, case.direction)) or "none"
         raise OutOfRangeError(
@@ -143,12 +136,12 @@ def _fit_for(case: Case, model: Model) -> Fit:
             f"head_dim {case.head_dim} is not calibrated for {case.backend} on {name}; there are: "
             f"{', '.join(map(str, fit.head_dims))}"
         )
-    low, high = fit.seqlens[0] / LENGTHS_BEYOND, fit.seqlens[1] * LENGTHS_BEYOND
+    low, high = fit.seqlens
     for what, length in (("seqlen", case.seqlen), ("kv_seqlen", case.kv_seqlen)):
-        if not low <= length <= high:
+        if not low / LENGTHS_BEYOND <= length <= high * LENGTHS_BEYOND:
             raise OutOfRangeError(
                 f"{what} {length} is too far from the lengths calibrated for {case.backend} on "
-                f"{name}, {fit.seqlens[0]} to {fit.seqlens[1]}: at most {LENGTHS_BEYOND} times"
+                f"{name}, {low} to {high}: at most {LENGTHS_BEYOND} times"
             )
     return fit
 
@@ -166,8 +159,8 @@ _WORDS = {
 }
 
 
-def _parts(fit: Fit, found: dict[str, float], ms: float) -> str:
-    shares = {name: weight * found[name] / ms for name, weight in fit.weights.items()}
+def _shares(fit: Fit, parts: dict[str, float], ms: float) -> str:
+    shares = {name: weight * parts[name] / ms for name, weight in fit.weights.items()}
     largest = sorted(shares, key=lambda name: -shares[name])
-    said = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
-    return f"{said}, partly at once" if sum(shares.values()) > 1.02 else said
+    text = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
+    return f"{text}, partly at once" if sum(shares.values()) > 1.02 else text

@@ -1,4 +1,4 @@
-"""Which shapes a predictor is calibrated on, and which it is tested with: a list, written first.
+"""Shapes that a predictor is calibrated on, and shapes that it is tested with: written down first.
 
 A shape is everything that two cases share but the backend and the direction. A shape goes to one
 side whole, so nothing about a tested shape is known, not even by another backend. The rule: of a
@@ -6,7 +6,7 @@ run's sequence lengths the shortest, the middle and the longest calibrate, in bo
 lengths between them are tested. On the CPU two forms, a larger batch and grouped heads, are tested
 at every length and never calibrate.
 
-Whoever looks at held-out errors and then changes the model has no held-out shapes any more. It
+If you look at held-out errors and then change the model, you have no held-out shapes any more. It
 happened once: attention-h200, first split at 2048, showed that launches overlap with work (5.4%
 off, but only 10 of 12 choices good). The model was changed, the run split anew at the other of its
 two middle lengths, and peers-h200:calls, which nobody had looked at, tested as well. The rule for
@@ -15,6 +15,7 @@ the interval's width, which reads calibration shapes only, was settled after its
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ SHAPE = ("batch", "seqlen", "kv_seqlen", "heads", "kv_heads", "head_dim", "dtype
 
 @dataclass(frozen=True)
 class Split:
-    """The calibration shapes of a run: lengths, and forms (batch, heads, kv_heads); None is any.
+    """Calibration shapes of a run: lengths, and forms (batch, heads, kv_heads); None is any.
 
-    column: which of the run's times is meant: median_ms; call_ms, the calls from Python of a run
-        whose median_ms comes from CUDA graphs.
+    column: the run's time: median_ms; or call_ms, calls from Python of a run whose median_ms comes
+        from CUDA graphs.
     """
 
     seqlens: tuple[int, ...]
@@ -40,7 +41,7 @@ class Split:
     column: str = "median_ms"
 
     def calibrates(self, case: Case) -> bool:
-        """Whether the case may be seen while parameters are fitted."""
+        """Return whether the case may be seen while weights are fitted."""
         form = case.batch, case.heads, case.kv_heads
         return case.seqlen in self.seqlens and (self.forms is None or form in self.forms)
 
@@ -53,8 +54,21 @@ SPLITS = {
 }
 
 
+def case_of(row: Mapping[Any, Any]) -> Case:
+    """The case of a row of a table of measurements."""
+    values = {field.name: row[field.name] for field in fields(Case) if field.name in row}
+    for name in {"seqlen", "kv_seqlen", "batch", "heads", "kv_heads", "head_dim"} & set(values):
+        # A column with gaps is of floats; a gap leaves the case's default.
+        values[name] = int(values[name]) if values[name] == values[name] else 0
+    return Case(**dict[str, Any](values))
+
+
 def recorded(name: str) -> pd.DataFrame:
-    """The recorded run behind a name of SPLITS, its time in the column `ms`.
+    """The measurements of a recorded run.
+
+    Returns:
+        Its rows that ran, with columns added: case, ms (the time that the split names), spread
+        (standard deviation of the repeats, as a fraction of the time).
 
     Raises:
         ValueError: no split is written for that name.
@@ -62,27 +76,15 @@ def recorded(name: str) -> pd.DataFrame:
     if name not in SPLITS:
         raise ValueError(f"no split is written for run {name!r}; known: {', '.join(SPLITS)}")
     table = load_run(name.split(":")[0])
-    table["ms"] = table[SPLITS[name].column]
-    # Of a normal distribution, the quartiles lie 1.35 standard deviations apart.
-    table["spread"] = (table.q3_ms - table.q1_ms) / table.median_ms / 1.35
-    return table
+    table = table[table.status == "ok"].reset_index(drop=True)
+    # The quartiles of a normal distribution lie 1.35 standard deviations apart.
+    spread = (table.q3_ms - table.q1_ms) / table.median_ms / 1.35
+    cases: Any = [case_of(row) for row in table.to_dict("records")]
+    return table.assign(case=cases, ms=table[SPLITS[name].column], spread=spread)
 
 
-def case_of(row: Any) -> Case:
-    """The case of one row of a recorded run (a mapping, or a row of a DataFrame)."""
-    plain: dict[str, Any] = {}
-    for field in fields(Case):
-        value = row[field.name]
-        plain[field.name] = value.item() if hasattr(value, "item") else value
-    return Case(**plain)
-
-
-def divide(table: pd.DataFrame, split: Split) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(calibration, held out): the rows that were measured, with a column `case`."""
-    import pandas as pd
-
-    ran = table[table.status == "ok"].copy()
-    cases = [case_of(row) for _, row in ran.iterrows()]
-    ran["case"] = pd.Series(cases, index=ran.index, dtype=object)
-    seen = pd.Series([split.calibrates(case) for case in cases], index=ran.index, dtype=bool)
-    return ran[seen].reset_index(drop=True), ran[~seen].reset_index(drop=True)
+def divide(name: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The rows of `recorded` that calibrate, and those that are held out."""
+    table = recorded(name)
+    seen = table.case.map(SPLITS[name].calibrates).astype(bool)
+    return table[seen].reset_index(drop=True), table[~seen].reset_index(drop=True)

@@ -1,4 +1,4 @@
-"""What a case makes a device do, counted: the features that the predictor weighs.
+"""Work of a case on a device, counted: the features that the predictor weighs.
 
 Each feature is a time in milliseconds: what that part of the work would take at the device's
 ceiling. A calibrated weight says how many times as long the implementation needs.
@@ -15,9 +15,9 @@ ceiling. A calibrated weight says how many times as long the implementation need
              mask costs in proportion to its edge (hiding, and waiting for the longest rows)
 
 A fused kernel cuts the scores into tiles; a causal mask lets it skip those above the diagonal. A
-block of queries (in the backward: of keys) is one piece of work for one multiprocessor, and the
-pass lasts until the last one has finished (`makespan`): 133 equal pieces on 132 multiprocessors
-take twice as long as 132.
+block of queries (in the backward: of keys) is the work of one multiprocessor, and the pass lasts
+until the last one has finished (`makespan`): 133 equal blocks on 132 multiprocessors take twice as
+long as 132.
 """
 
 from __future__ import annotations
@@ -25,50 +25,32 @@ from __future__ import annotations
 import functools
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from labsupport.analysis.predictor.device import Device
 from labsupport.attention.band import Band
 from labsupport.profiling.cases import Case
+from labsupport.profiling.work import ITEMSIZE
 
-if TYPE_CHECKING:
-    from labsupport.analysis.predictor.device import Device
-
-FEATURES = ("launch", "tiles", "matmul", "exp", "memory", "scores", "spill", "mask", "edge")
 # Of the special-function units of a multiprocessor: 16 a clock, 3.9 * 10^12 a second on an H100
 # (FlashAttention-3 paper, section 3.1). 1.7 GHz stands for the clock of all GPUs.
 EXPONENTIALS_PER_SECOND = 16 * 1.7e9
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a backend computes: which features it has, and the tiles of a fused one.
-
-    features: those of FEATURES that it is charged for.
-    block_q, block_k: tile sides; 0 where a function below knows better, or no tiles are cut.
-    """
-
-    features: tuple[str, ...]
-    block_q: int = 0
-    block_k: int = 0
-
 
 FUSED = ("launch", "matmul", "exp", "edge", "memory")
 STORED = ("launch", "matmul", "scores", "spill", "mask")
-# Tiles of fused kernels: 128 x 128 is what the libraries' kernels for Ampere and newer come close
-# to at head_dim 64 and 128; the memory-efficient kernel takes 64 x 64.
-PLANS = {
-    "fa4": Plan(FUSED, 128, 128),
-    "sdpa_cudnn": Plan(FUSED, 128, 128),
-    "fa2": Plan(FUSED, 128, 128),
-    "sdpa_flash": Plan(FUSED, 128, 128),
-    "sdpa_efficient": Plan(FUSED, 64, 64),
-    "xformers": Plan(FUSED, 64, 64),
-    "flex": Plan(FUSED, 128, 128),
-    "flash_triton": Plan(FUSED, 128, 128),
-    "flash_torch": Plan(("launch", "tiles", "matmul", "scores", "mask")),
-    "sdpa_math": Plan(STORED),
-    "standard": Plan(STORED),
+# Features of a backend, and the side of a fused one's tiles: 128 is what the libraries' kernels for
+# Ampere and newer come close to at head_dim 64 and 128; the memory-efficient kernel takes 64.
+PLANS: dict[str, tuple[tuple[str, ...], int]] = {
+    "fa4": (FUSED, 128),
+    "sdpa_cudnn": (FUSED, 128),
+    "fa2": (FUSED, 128),
+    "sdpa_flash": (FUSED, 128),
+    "sdpa_efficient": (FUSED, 64),
+    "xformers": (FUSED, 64),
+    "flex": (FUSED, 128),
+    "flash_triton": (FUSED, 128),
+    "flash_torch": (("launch", "tiles", "matmul", "scores", "mask"), 0),
+    "sdpa_math": (STORED, 0),
+    "standard": (STORED, 0),
 }
 
 
@@ -80,35 +62,32 @@ def tile_sides(case: Case, device_kind: str) -> tuple[int, int]:
         # PyTorch's CPU kernel: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
         long = 256 if case.seqlen >= 768 else 64 if case.seqlen >= 192 else 32
         return min(long, case.seqlen), min(512, case.kv_seqlen)
-    plan = PLANS[case.backend]
-    return plan.block_q, plan.block_k
+    return PLANS[case.backend][1], PLANS[case.backend][1]
 
 
 def features(case: Case, device: Device) -> dict[str, float]:
     """The features of a case on a device, by name: those of its backend's plan."""
-    found = _count(case, device.kind, device.units)
+    counts = _count(case, device.kind, device.units)
     float32 = case.backend == "flash_torch" and case.dtype != "float64"
-    rate = device.matmul_rate("float32" if float32 else case.dtype)
-    itemsize = 4 if float32 else ITEMSIZE[case.dtype]
+    rate = device.matmul_rate("float32" if float32 else case.dtype) * 1e9  # FLOPs in a millisecond
     copied = device.copy_gb_s * 1e6  # bytes in a millisecond
+    size = ITEMSIZE[case.dtype]
+    scores = counts.score_passes * (4 if float32 else size) / copied
+    # The part of S and P, over all heads, that the last cache does not hold.
+    matrix = case.batch * case.heads * case.seqlen * case.kv_seqlen * size
+    beyond_cache = max(0.0, 1 - device.cache_mib * 2**20 / (2 * matrix))
     every = {
         "launch": 1.0,
-        "tiles": found["tiles"],
-        "matmul": 2 * case.head_dim * found["products"] / (rate * 1e9),
-        "exp": found["exponentials"] / (EXPONENTIALS_PER_SECOND * device.units) * 1e3,
+        "tiles": counts.tiles,
+        "matmul": 2 * case.head_dim * counts.products / rate,
+        "exp": counts.exponentials / (EXPONENTIALS_PER_SECOND * device.units) * 1e3,
         "memory": fused_bytes(case) / copied,
-        "scores": found["score_passes"] * itemsize / copied,
-        "spill": found["score_passes"] * itemsize / copied * _beyond_cache(case, device),
-        "mask": found["mask_passes"] * itemsize / copied,
-        "edge": 2 * case.head_dim * found["edge_products"] / (rate * 1e9),
+        "scores": scores,
+        "spill": scores * beyond_cache,
+        "mask": counts.mask_passes * (4 if float32 else size) / copied,
+        "edge": 2 * case.head_dim * counts.edge_products / rate,
     }
-    return {name: every[name] for name in PLANS[case.backend].features}
-
-
-def _beyond_cache(case: Case, device: Device) -> float:
-    """The part of S and P, over all heads, that the last cache does not hold, from 0 to 1."""
-    matrix = case.batch * case.heads * case.seqlen * case.kv_seqlen * ITEMSIZE[case.dtype]
-    return max(0.0, 1 - device.cache_mib * 2**20 / (2 * matrix))
+    return {name: every[name] for name in PLANS[case.backend][0]}
 
 
 def fused_bytes(case: Case) -> float:
@@ -124,68 +103,79 @@ def fused_bytes(case: Case) -> float:
     forward = (2 * queries + 2 * keys) * size
     if case.direction == "forward":
         return float(forward)
-    backward = (4 * queries + 4 * keys) * size + 2 * 4 * queries + 4 * rows
-    return float(forward + backward)
+    return float(forward + (4 * queries + 4 * keys) * size + 2 * 4 * queries + 4 * rows)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Counts that the features are made of: scores computed, moved and hidden, over all heads."""
+
+    products: float
+    tiles: float = 0.0
+    exponentials: float = 0.0
+    score_passes: float = 0.0
+    mask_passes: float = 0.0
+    edge_products: float = 0.0
 
 
 @functools.lru_cache(maxsize=4096)
-def _count(case: Case, device_kind: str, units: int) -> dict[str, float]:
-    """Scores computed and moved, over all heads: the counts behind the features."""
-    heads = case.batch * case.heads
-    both = case.direction == "forward+backward"
+def _count(case: Case, device_kind: str, units: int) -> _Counts:
+    heads, both = case.batch * case.heads, case.direction == "forward+backward"
     block_q, block_k = tile_sides(case, device_kind)
+    # Where scores are stored: S written, scaled, softmax, P read are 6 passes; the backward's dP,
+    # dS, and both once more for the products 8. Hiding scores reads and writes them.
+    passes, mask_passes = (14, 4) if both else (6, 2)
     if not block_q:
         area = float(heads * case.seqlen * case.kv_seqlen)
-        # Forward: S written, scaled, softmax, P read: 6 passes; the backward's dP, dS, and both
-        # once more for the products: 8. Hiding scores reads and writes them.
-        return {
-            "tiles": 0.0,
-            "products": area * (6 if both else 2),
-            "exponentials": area,
-            "score_passes": area * (14 if both else 6),
-            "mask_passes": area * (4 if both else 2) * case.causal,
-            "edge_products": 0.0,
-        }
+        return _Counts(
+            area * (6 if both else 2),
+            exponentials=area,
+            score_passes=area * passes,
+            mask_passes=area * mask_passes * case.causal,
+        )
     band = Band.of(case.seqlen, case.kv_seqlen, causal=case.causal)
-    by_query = [-(-_length(seen) // block_k) for seen in _rows(band, block_q)]
-    by_key = [-(-_length(seen) // block_q) for seen in _columns(band, block_k)]
-    tile = block_q * block_k
-    hidden = _hidden_area(band, block_q, block_k) * heads
+    by_query, area, hidden = [], 0, 0
+    for top in range(0, case.seqlen, block_q):
+        rows = min(block_q, case.seqlen - top)
+        _, last = band.keys_seen(top, top + rows)
+        by_query.append(-(-last // block_k))
+        area += heads * rows * last
+        if case.causal:  # from the tile on that holds the first key hidden from the first query
+            edge = max(0, top + band.offset + 1) // block_k * block_k
+            hidden += heads * rows * max(0, last - edge)
+    seeing = (
+        band.queries_seeing(start, min(start + block_k, case.kv_seqlen))
+        for start in range(0, case.kv_seqlen, block_k)
+    )
+    by_key = [-(-max(0, stop - start) // block_q) for start, stop in seeing]
     if case.backend == "flash_torch":
         # One tile over all heads at a time, with every core or multiprocessor at work on it.
-        visited = sum(by_query) + both * sum(by_key)
-        area = sum(_areas(band, block_q, block_k)) * heads
-        return {
-            "tiles": float(visited),
-            "products": float(area * (7 if both else 2)),
-            "exponentials": 0.0,
-            "score_passes": float(area * (14 if both else 6)),
-            "mask_passes": float(hidden * (4 if both else 2)),
-            "edge_products": 0.0,
-        }
-    forward = makespan(tuple(by_query), heads, units) * units * tile
-    backward = makespan(tuple(by_key), heads, units) * units * tile if both else 0.0
-    return {
-        "tiles": 0.0,
-        "products": 2 * forward + 5 * backward,
-        "exponentials": forward + backward,
-        "score_passes": 0.0,
-        "mask_passes": 0.0,
-        "edge_products": float(hidden * (7 if both else 2)),
-    }
+        return _Counts(
+            float(area * (7 if both else 2)),
+            tiles=float(sum(by_query) + both * sum(by_key)),
+            score_passes=float(area * passes),
+            mask_passes=float(hidden * mask_passes),
+        )
+    forward = makespan(tuple(by_query), heads, units) * units * block_q * block_k
+    backward = makespan(tuple(by_key), heads, units) * units * block_q * block_k if both else 0.0
+    return _Counts(
+        2 * forward + 5 * backward,
+        exponentials=forward + backward,
+        edge_products=float(hidden * (7 if both else 2)),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def makespan(costs: tuple[int, ...], copies: int, units: int) -> float:
-    """When the last of `copies` times these pieces is done, if free units take the longest first.
+    """Time until `copies` times these blocks are done, if free units take the longest first.
 
     Args:
-        costs: of the pieces of one head, in tiles.
+        costs: of the blocks of one head, in tiles.
         copies: batch times heads.
-        units: pieces computed at a time.
+        units: blocks computed at a time.
 
     Returns:
-        tiles after which all are done. Beyond 64 pieces a unit, where the last wave is below 2%
+        tiles after which all are done. Beyond 64 blocks a unit, where the last wave is below 2%
         of the time, their average.
 
     >>> makespan((1,), 133, 132)
@@ -201,49 +191,11 @@ def makespan(costs: tuple[int, ...], copies: int, units: int) -> float:
     return float(max(free_at))
 
 
-def _rows(band: Band, block_q: int) -> list[tuple[int, int]]:
-    return [
-        band.keys_seen(start, min(start + block_q, band.seqlen_q))
-        for start in range(0, band.seqlen_q, block_q)
-    ]
-
-
-def _columns(band: Band, block_k: int) -> list[tuple[int, int]]:
-    return [
-        band.queries_seeing(start, min(start + block_k, band.seqlen_k))
-        for start in range(0, band.seqlen_k, block_k)
-    ]
-
-
-def _length(seen: tuple[int, int]) -> int:
-    return max(0, seen[1] - seen[0])
-
-
-def _areas(band: Band, block_q: int, block_k: int) -> list[int]:
-    """Scores computed by each block of queries, cut to the sequences' lengths."""
-    return [
-        min(block_q, band.seqlen_q - i * block_q) * _length(seen)
-        for i, seen in enumerate(_rows(band, block_q))
-    ]
-
-
-def _hidden_area(band: Band, block_q: int, block_k: int) -> int:
-    """Scores in tiles of which a part is hidden: those that a causal mask is made for."""
-    area = 0
-    for i, (first, last) in enumerate(_rows(band, block_q)):
-        top, bottom = i * block_q, min((i + 1) * block_q, band.seqlen_q)
-        for start in range(first, last, block_k):
-            stop = min(start + block_k, last)
-            if band.right is not None and stop - 1 > top + band.offset + band.right:
-                area += (bottom - top) * (stop - start)
-    return area
-
-
 def _flash_torch_sides(heads: int, device_kind: str) -> tuple[int, int]:
     import torch
 
     from labsupport.attention.flash_torch import _block_sizes
 
     # A tensor without memory is asked: only its leading dimensions and its device count.
-    where = torch.empty(heads, 1, 1, device="meta" if device_kind == "cuda" else "cpu")
-    return _block_sizes(where, where, None, None)
+    like = torch.empty(heads, 1, 1, device="meta" if device_kind == "cuda" else "cpu")
+    return _block_sizes(like, like, None, None)

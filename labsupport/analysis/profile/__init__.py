@@ -1,17 +1,330 @@
-"""`labsupport profile`: one command that measures everything it can, and writes a folder.
+"""`labsupport profile`: a folder about a shape of attention, or about a program.
 
-The folder opens with SUMMARY.md, which is rewritten after every step: whatever ends the command
-early (Control-C, a full disk, a backend that fails), what was gathered is there, and the summary
-says what is missing and why.
+It begins with SUMMARY.md. The figures come from the grid of `labsupport.profiling`, from
+torch.profiler's tables and traces, and from NVIDIA's profilers (`labsupport.analysis.nsight`) where
+they are installed. SUMMARY.md is written again after each part, so if the command ends early, it
+holds what was gathered, and says what is missing.
 
-report    SUMMARY.md: sections, what is missing, written whole or not at all
-steps     what is done with a shape of attention: machine, baseline, comparison
-steps_traces  and what its traces say
-program   what is done with any program: `labsupport profile -- COMMAND`
-program_plan  how it is run for that
-wording   tables, verdicts and sentences of the summary
-nsight    NVIDIA's profilers, when they are installed
-counters  what their tables say, and what it means
-one_call  the program that they look at
-chart     memory during one call, backend by backend
+tracer      torch.profiler inside a program that knows nothing of it
+__main__    one call, for nsys and ncu to look at
 """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labsupport.analysis import nsight
+from labsupport.analysis.roofline import roofline
+from labsupport.attention import attention
+from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid
+from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.tables import format_table
+from labsupport.profiling.units import format_bytes
+
+TRACERS = ("auto", "torch", "nsys", "none")
+OPENING = """\
+A trace is a timeline: what ran when, on which thread and stream. Open <https://ui.perfetto.dev>,
+"Open trace file", and choose a `trace.json.gz` (nothing is uploaded; W and S zoom, A and D move).
+Without a network: `chrome://tracing` in Chrome."""
+
+
+@dataclass
+class Summary:
+    """SUMMARY.md of a folder, and what could not be put into it.
+
+    failed: whether something is missing that should have worked here.
+    """
+
+    folder: Path
+    title: str
+    parts: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    failed: bool = False
+    state: str = "**not complete**: it was interrupted, or is still running"
+
+    @contextlib.contextmanager
+    def section(self, title: str) -> Iterator[None]:
+        """Fill a section; an error in it is noted, and the next section can follow."""
+        print(f"labsupport profile: {title}", file=sys.stderr)
+        self.parts.append(f"## {title}")
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            self.missing.append(f"{title}: {type(error).__name__}: {' '.join(str(error).split())}")
+        finally:
+            self.write()
+
+    def add(self, text: str, *, table: bool = False) -> None:
+        """Append a paragraph, or a table of aligned text."""
+        self.parts.append(f"```text\n{text.rstrip()}\n```" if table else text)
+
+    def write(self) -> None:
+        """Write SUMMARY.md."""
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        names = [path.relative_to(self.folder).as_posix() for path in files]
+        lines = [f"# {self.title}", f"State: {self.state}.", *self.parts]
+        if self.missing:
+            lines += ["## What is missing", "\n".join(f"- {what}" for what in self.missing)]
+        lines += ["## Files", "\n".join(f"- [`{name}`]({name})" for name in names)]
+        (self.folder / "SUMMARY.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+    def finish(self) -> None:
+        """Write the last version."""
+        self.state = "**not complete**, see the end" if self.failed else "complete"
+        self.write()
+
+
+def profile_attention(
+    folder: Path,
+    case: Case,
+    backends: Sequence[str],
+    device: torch.device,
+    *,
+    seconds: float = 2.0,
+    use_nsight: bool = True,
+) -> Summary:
+    """Profile one shape of attention into a folder.
+
+    Args:
+        folder: where everything goes; it exists.
+        case: the shape; its backend is the baseline.
+        backends: what to compare, the baseline among them.
+        seconds: at most, for the repeats of each backend.
+        use_nsight: whether to run nsys and ncu where there are a GPU and these programs.
+    """
+    mask = "causal" if case.causal else "no mask"
+    shape = f"{case.batch} × {case.seqlen:,} × {case.heads} × {case.head_dim}"
+    summary = Summary(folder, f"Profile of attention: {shape}, {case.dtype}, {mask}")
+    ran: list[str] = []
+    describe_machine(summary, device)
+    with summary.section("Baseline and comparison"):
+        cases = [replace(case, backend=name) for name in backends]
+        table = run_grid(cases, device=device, max_seconds=seconds).sort_values("median_ms")
+        table.to_csv(folder / "comparison.csv", index=False)
+        summary.add(format_table(table), table=True)
+        ran = list(table[table["status"] == "ok"]["backend"])
+        if not ran:
+            raise RuntimeError("no backend ran")
+    with summary.section("How near the ceiling"):
+        judged = roofline(table[table["status"] == "ok"], measured_ceilings(str(device)))
+        columns = ["backend", "median_ms", "bound_ms", "bound_by", "of_bound", "intensity"]
+        summary.add(judged[columns].round(4).to_string(index=False), table=True)
+        summary.add(
+            "*bound_ms*: the least time that the measured ceilings allow; *of_bound*: that over "
+            "the measured time (above 1 the ceilings were disturbed); *intensity*: FLOPs a byte. "
+            "`labsupport compare` gives advice."
+        )
+    with summary.section("Where the time goes"):
+        summary.add(
+            "One call of each backend under torch.profiler, which slows it down: read the shares "
+            f"here, and the times above. All tables are in the folders.\n\n{OPENING}"
+        )
+        for name in ran:
+            call = attention_call(replace(case, backend=name), device)
+            text = trace_call(call, folder / name, device)
+            if name in (case.backend, ran[0]):
+                summary.add(f"### {name}")
+                summary.add(text, table=True)
+    tools = (("nsys", "Nsight Systems", _look_with_nsys), ("ncu", "Nsight Compute", _look_with_ncu))
+    for tool, title, look in tools if use_nsight else ():
+        path = _available(tool, device, summary)
+        for name in ran if path else ():
+            with summary.section(f"{title}: {name}"):
+                target = json.dumps(asdict(replace(case, backend=name)))
+                look(summary, path, folder / name, [sys.executable, "-m", __name__, target])
+    summary.finish()
+    return summary
+
+
+def describe_machine(summary: Summary, device: torch.device) -> None:
+    """Add device, measured ceilings, and what the doctor found wrong; write environment.json."""
+    with summary.section("The machine"):
+        ceilings, checks = measured_ceilings(str(device)), diagnose()
+        wrong = [check for check in checks if check.status != "ok"]
+        summary.add(
+            f"{detect_device(device)}; PyTorch {torch.__version__}. Measured here: {ceilings}"
+        )
+        summary.add(
+            f"`labsupport doctor`: {len(checks) - len(wrong)} checks are well."
+            + "".join(f"\n- **{c.name}** ({c.status}): {c.detail}. {c.remedy}" for c in wrong)
+        )
+        record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}
+        (summary.folder / "environment.json").write_text(json.dumps(record, indent=2))
+
+
+def attention_call(case: Case, device: torch.device) -> Callable[[], Any]:
+    """Return a function that makes the case's call once, its backward included."""
+    q, k, v, gradient = make_inputs(case, device, seed=0)
+
+    def call() -> Any:
+        with torch.set_grad_enabled(case.direction != "forward"):
+            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
+            if case.direction == "forward":
+                return out
+            return torch.autograd.grad(out, (q, k, v), gradient)  # type: ignore[arg-type]
+
+    return call
+
+
+def trace_call(call: Callable[[], Any], folder: Path, device: torch.device) -> str:
+    """Run `call` under torch.profiler; write kernels.txt and trace.json.gz.
+
+    Returns:
+        The first rows of torch.profiler's table.
+    """
+    gpu = device.type == "cuda"
+    call()
+    with torch.profiler.profile(profile_memory=True, with_flops=True) as profiler:
+        call()
+        if gpu:
+            torch.cuda.synchronize()
+    key = "self_device_time_total" if gpu else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    folder.mkdir(exist_ok=True)
+    (folder / "kernels.txt").write_text(averages.table(sort_by=key, row_limit=-1))
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    return averages.table(sort_by=key, row_limit=12, max_name_column_width=50)
+
+
+def _available(tool: str, device: torch.device, summary: Summary) -> str:
+    """Return the path of nsys or ncu; empty where it cannot be used, which is noted."""
+    path = nsight.find(tool)
+    if device.type != "cuda":
+        summary.missing.append(f"{tool}: it looks at NVIDIA GPUs, and PyTorch uses none here")
+    elif path is None:
+        summary.missing.append(f"{tool}: it is not installed; {nsight.INSTALL[tool]}")
+    else:
+        return path
+    return ""
+
+
+def _nsys_command(nsys: str, report: Path) -> list[str]:
+    quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
+    return [nsys, "profile", *quiet, f"--output={report}"]
+
+
+def _look_with_nsys(summary: Summary, nsys: str, folder: Path, command: list[str]) -> None:
+    capture = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
+    nsight.run([*_nsys_command(nsys, folder / "nsys"), *capture, *command])
+    _show_nsys(summary, nsys, folder / "nsys")
+
+
+def _show_nsys(summary: Summary, nsys: str, report: Path) -> None:
+    """Add what `nsys stats` says of kernels and CUDA calls, as it prints it."""
+    tables = ("--report=cuda_gpu_kern_sum", "--report=cuda_api_sum", "--force-export=true")
+    text = nsight.run([nsys, "stats", *tables, f"{report}.nsys-rep"])
+    report.with_suffix(".txt").write_text(text)
+    summary.add("\n".join([line for line in text.splitlines() if line.strip()][:24]), table=True)
+
+
+def _look_with_ncu(summary: Summary, ncu: str, folder: Path, command: list[str]) -> None:
+    """Read the counters of each kernel of a call: the report for ncu-ui, a CSV, and a table."""
+    report = folder / "ncu.ncu-rep"
+    metrics = (nsight.DURATION, nsight.TENSOR, nsight.OCCUPANCY, *nsight.BYTES)
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--force-overwrite"]
+    options += ["--section", "WarpStateStats", "--section", "SpeedOfLight"]
+    nsight.run([ncu, *options, "--metrics", ",".join(metrics), "--export", str(report), *command])
+    text = nsight.run(nsight.ncu_command("--import", str(report), ncu=ncu))
+    (folder / "ncu.csv").write_text(text)
+    table = nsight.launch_table(nsight.read_ncu(text))
+    summary.add(table.head(3).round(2).to_string(index=False), table=True)
+    summary.add(
+        "Tensor cores above 60%: bound by arithmetic, as a long forward pass should be. DRAM near "
+        "the measured copy: bound by memory. Neither: see what the warps wait for (theory, 8)."
+    )
+
+
+def profile_program(
+    folder: Path,
+    command: list[str],
+    device: torch.device,
+    *,
+    tracer: str = "auto",
+    after: float = 0.0,
+    seconds: float = 10.0,
+) -> tuple[Summary, int]:
+    """Run a program once, traced, and describe what it did.
+
+    Args:
+        tracer: "torch" (a Python program; nothing in it changes; "auto" is the same), "nsys" (any
+            program, on a GPU), or "none".
+        after, seconds: when torch.profiler begins to record, and how long.
+
+    Returns:
+        The summary, and the program's exit status.
+    """
+    summary = Summary(folder, f"Profile of a program: {Path(command[0]).name}")
+    kernels, note, report = folder / "kernels.txt", folder / "note.txt", folder / "nsys"
+    trace, prefix, status = None, [], 127  # as a shell says that there is no such program
+    if tracer in ("auto", "torch"):
+        trace = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
+    elif tracer == "nsys" and (nsys := _available("nsys", device, summary)):
+        prefix = _nsys_command(nsys, report)
+    with summary.section("What ran"):
+        for path in (kernels, note):
+            path.unlink(missing_ok=True)
+        status = run_program([*prefix, *command], trace)
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+        summary.add(
+            f"`{shlex.join(command)}` ended with status {status}; its largest process had "
+            f"{format_bytes(peak)} (over time: `labsupport monitor -- COMMAND`)."
+        )
+        if status:
+            hint = "; it may use a profiler of its own: `--tracer none`" if trace else ""
+            summary.missing.append(f"the program's success: status {status}{hint}")
+    if trace:
+        with summary.section("Where the time goes"):
+            if note.exists():
+                summary.add(f"{note.read_text()}\n\n{OPENING}")
+            if kernels.exists():
+                summary.add("\n".join(kernels.read_text().splitlines()[:24]), table=True)
+            else:
+                why = "no Python process with PyTorch wrote one (too short, or killed)"
+                summary.missing.append(f"the trace: {why}; for other programs: `--tracer nsys`")
+    if prefix:
+        with summary.section("Nsight Systems"):
+            _show_nsys(summary, prefix[0], report)
+    describe_machine(summary, device)
+    summary.finish()
+    return summary, status
+
+
+def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
+    """Run a command with the terminal's own input and output, under `tracer` where asked to.
+
+    Control-C reaches the program; what it leaves is still gathered.
+
+    Returns:
+        Its exit status; 128 and the signal's number where a signal ended it.
+    """
+    with tempfile.TemporaryDirectory() as startup:
+        environment = dict(os.environ)
+        if trace:
+            tracer = str(Path(__file__).with_name("tracer.py"))
+            text = f"import runpy\nrunpy.run_path({tracer!r})\n"
+            (Path(startup) / "sitecustomize.py").write_text(text)
+            paths = [startup, *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+            environment["LABSUPPORT_TRACE"] = json.dumps(trace)
+        handler = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            status = subprocess.Popen(command, env=environment).wait()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    return 128 - status if status < 0 else status

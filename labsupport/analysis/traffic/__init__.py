@@ -7,10 +7,9 @@
     formulas  closed forms, block sizes that fit, theorem 2
     count     run and count; tables; exponents
     tensors   any PyTorch program: its largest tensor, its bytes by operator
-    kernels   bytes of the lab's Triton kernels, by tiling
 
 python -m labsupport.analysis.traffic            the table
-python -m benchmarks traffic                    the kernels' bytes beside a GPU's counters
+python -m benchmarks traffic                    bytes of the lab's kernels beside a GPU's counters
 
 What is counted is what theorem 2 bounds: elements between the fast memory of *one* processor and
 everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.
@@ -24,7 +23,6 @@ from labsupport.analysis.traffic.formulas import (
     paper_blocks,
     theorem,
 )
-from labsupport.analysis.traffic.kernels import kernel_bytes
 from labsupport.analysis.traffic.memory import FastMemory, OutOfFastMemoryError, Slow
 from labsupport.analysis.traffic.problem import Sizes
 from labsupport.analysis.traffic.tensors import TensorTrace, trace_tensors
@@ -41,7 +39,6 @@ __all__ = [
     "elements_needed",
     "exponent",
     "fitting_blocks",
-    "kernel_bytes",
     "paper_blocks",
     "theorem",
     "trace_tensors",

@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--causal", action="store_true")
     add("--csv", help="also write the table to this file")
     options = parser.parse_args(arguments)
-    known = FORWARD if options.direction == "forward" else BACKWARD
+    algorithms = FORWARD if options.direction == "forward" else BACKWARD
     try:
         table = traffic_table(
-            known, seqlens=options.seqlen, head_dims=options.head_dim, capacities=options.capacity,
-            causal=options.causal, direction=options.direction,
+            algorithms, seqlens=options.seqlen, head_dims=options.head_dim,
+            capacities=options.capacity, causal=options.causal, direction=options.direction,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
@@ -38,15 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("elements between a fast memory of M and the slow one, one head")
     shown = table.drop(columns=["direction", "causal"]).rename(columns={"capacity": "M"})
     print(shown.round(2).to_string(index=False))
-    for along, values in (
-        ("seqlen", options.seqlen), ("head_dim", options.head_dim), ("capacity", options.capacity)
-    ):  # fmt: skip
-        others = {"seqlen": options.seqlen, "head_dim": options.head_dim}
-        others = {**others, "capacity": options.capacity}
-        if len(values) > 1 and all(len(v) == 1 for k, v in others.items() if k != along):
-            for name in known:
-                power = exponent(table[table.algorithm == name], along)
-                print(f"{name}: grows with {along} to the power of {power:.2f}")
+    axes = [axis for axis in ("seqlen", "head_dim", "capacity") if table[axis].nunique() > 1]
+    for name in algorithms if len(axes) == 1 else ():
+        power = exponent(table[table.algorithm == name], axes[0])
+        print(f"{name}: grows with {axes[0]} to the power of {power:.2f}")
 
 
 def _ints(text: str) -> list[int]:

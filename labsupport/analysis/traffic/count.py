@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic import flash, standard
-from labsupport.analysis.traffic.formulas import (
-    closed_form,
-    fitting_blocks,
-    theorem,
-)
-from labsupport.analysis.traffic.memory import FastMemory, Slow
+from labsupport.analysis.traffic.formulas import closed_form, fitting_blocks, theorem
+from labsupport.analysis.traffic.memory import FastMemory
 from labsupport.analysis.traffic.problem import Head, Sizes
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORWARD = ("standard", "version1", "version2")
-BACKWARD = ("standard", "version1", "version2", "two_pass")
+_FORWARDS = {
+    "standard": standard.forward,
+    "version1": flash.forward_version1,
+    "version2": flash.forward_version2,
+}
+_BACKWARDS = {
+    "version1": flash.backward_version1,
+    "version2": flash.backward_version2,
+    "two_pass": flash.backward_two_pass,
+}
+FORWARD = tuple(_FORWARDS)
+BACKWARD = ("standard", *_BACKWARDS)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What passed between fast and slow memory in one run, in elements.
+    """Elements that passed between fast and slow memory in one run.
 
     read, written: by the name of the tensor in slow memory.
     peak: elements in fast memory at most; capacity: M, None if it was not limited.
@@ -86,36 +93,23 @@ def count(
         block_q, block_k = block_q or chosen[0], block_k or chosen[1]
     block_q, block_k = min(block_q, len(q)), min(block_k, len(k))
     sizes = Sizes(len(q), len(k), q.shape[-1], block_q, block_k, causal)
-    head = Head.of(sizes, q, k, v, dout)
+    head = Head(sizes, q, k, v, dout)
+    chip, results = FastMemory(capacity), (head.out,)
     with torch.no_grad():
-        run, results = _prepared(algorithm, head, backward=dout is not None)
-        with FastMemory(capacity) as chip:
-            run(chip)
+        forward = _FORWARDS.get(algorithm, flash.forward_version2)
+        with chip if dout is None else FastMemory() as first:
+            weights = forward(first, head)  # P, which only the textbook leaves
+        if dout is not None:
+            results = head.dq, head.dk, head.dv
+            with chip:
+                if weights is None:
+                    _BACKWARDS[algorithm](chip, head)
+                else:
+                    standard.backward(chip, head, weights)
     return Traffic(
         algorithm, direction, sizes, capacity, chip.peak, dict(chip.read), dict(chip.written),
         tuple(slow.values for slow in results),
     )  # fmt: skip
-
-
-def _prepared(algorithm: str, head: Head, backward: bool) -> tuple[Any, tuple[Any, ...]]:
-    """The function to count, after whatever has to run before it, and where its results appear."""
-    forwards = {
-        "standard": standard.forward,
-        "version1": flash.forward_version1,
-        "version2": flash.forward_version2,
-        "two_pass": flash.forward_version2,
-    }
-    if not backward:
-        return lambda chip: forwards[algorithm](chip, head), (head.out,)
-    with FastMemory() as uncounted:
-        left = forwards[algorithm](uncounted, head)  # P, which only the textbook leaves
-    backwards = {
-        "standard": lambda chip: standard.backward(chip, head, cast(Slow, left)),
-        "version1": lambda chip: flash.backward_version1(chip, head),
-        "version2": lambda chip: flash.backward_version2(chip, head),
-        "two_pass": lambda chip: flash.backward_two_pass(chip, head),
-    }
-    return backwards[algorithm], (head.dq, head.dk, head.dv)
 
 
 def traffic_table(
@@ -139,54 +133,41 @@ def traffic_table(
     import pandas as pd
 
     rows = []
-    for n in seqlens:
-        for d in head_dims:
-            generator = torch.Generator().manual_seed(seed)
-            q, k, v, dout = (
-                torch.randn(n, d, generator=generator, dtype=torch.float64) for _ in range(4)
-            )
-            for capacity in capacities:
-                for name in algorithms:
-                    blocks = fitting_blocks(name, direction, capacity, d, power_of_two=True)
-                    run = count(
-                        name, q, k, v, dout=dout if direction == "backward" else None,
-                        causal=causal, block_q=blocks[0], block_k=blocks[1], capacity=capacity,
-                    )  # fmt: skip
-                    rows.append(_row(run, capacity))
+    for n, d, capacity, name in itertools.product(seqlens, head_dims, capacities, algorithms):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, dout = torch.randn(4, n, d, generator=generator, dtype=torch.float64)
+        blocks = fitting_blocks(name, direction, capacity, d, power_of_two=True)
+        run = count(
+            name, q, k, v, dout=dout if direction == "backward" else None, causal=causal,
+            block_q=blocks[0], block_k=blocks[1], capacity=capacity,
+        )  # fmt: skip
+        sizes, least = run.sizes, theorem(run.sizes, capacity)
+        formula = sum(closed_form(name, direction, sizes, capacity)) if sizes.divisible else None
+        rows.append(
+            {
+                "algorithm": name, "direction": direction, "causal": causal, "seqlen": n,
+                "head_dim": d, "capacity": capacity, "block_q": sizes.block_q,
+                "block_k": sizes.block_k, "peak": run.peak, "read": sum(run.read.values()),
+                "written": sum(run.written.values()), "total": run.total, "formula": formula,
+                "theorem": least, "of_theorem": run.total / least,
+            }
+        )  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _row(run: Traffic, capacity: int) -> dict[str, Any]:
-    sizes = run.sizes
-    expected = None
-    if sizes.divisible:
-        expected = sum(closed_form(run.algorithm, run.direction, sizes, capacity))
-    return {
-        "algorithm": run.algorithm, "direction": run.direction, "causal": sizes.causal,
-        "seqlen": sizes.seqlen_q, "head_dim": sizes.head_dim, "capacity": capacity,
-        "block_q": sizes.block_q, "block_k": sizes.block_k, "peak": run.peak,
-        "read": sum(run.read.values()), "written": sum(run.written.values()),
-        "total": run.total, "formula": expected, "theorem": theorem(sizes, capacity),
-        "of_theorem": run.total / theorem(sizes, capacity),
-    }  # fmt: skip
 
 
 def exponent(table: pd.DataFrame, along: str, column: str = "total") -> float:
     """The power with which a count grows along "seqlen", "head_dim" or "capacity".
 
-    A least-squares line through the logarithms. All else must be the same in the table.
+    The slope of a least-squares line through the logarithms.
 
     Raises:
         ValueError: fewer than two values along that axis, or another one varies as well.
     """
     others = {"algorithm", "direction", "causal", "seqlen", "head_dim", "capacity"} - {along}
     mixed = sorted(name for name in others if name in table and table[name].nunique() > 1)
-    if mixed or table[along].nunique() < 2:
-        raise ValueError(
-            f"the table mixes {', '.join(mixed)}" if mixed else f"one value of {along} only"
-        )
-    x = [math.log(value) for value in table[along]]
-    y = [math.log(value) for value in table[column]]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - mean_x) ** 2 for a in x)
+    if mixed:
+        raise ValueError(f"the table mixes {', '.join(mixed)}")
+    if table[along].nunique() < 2:
+        raise ValueError(f"one value of {along} only")
+    x, y = (np.log(table[name].to_numpy(dtype=float)) for name in (along, column))
+    return float(np.polyfit(x, y, 1)[0])

@@ -1,13 +1,13 @@
 """FlashAttention in a fast memory of M elements: the loop orders of its versions.
 
-    forward   version1   keys outside; O, m, l are fetched and written back for each block of keys
+    forward   version1   keys outside; O, m, l are loaded and stored for each block of keys
               version2   queries outside; O stays, K and V pass
-    backward  version1   keys outside; dQ is fetched and written back
+    backward  version1   keys outside; dQ is loaded and stored
               version2   keys outside; dQ is sent as atomic additions
               two_pass   dK, dV with keys outside, then dQ with queries outside: the lab's kernels
 
 Sources: Dao et al., "FlashAttention" (2022), algorithms 1 and 4; Dao, "FlashAttention-2" (2023),
-algorithms 1 and 2; `labsupport/attention/flash_triton/backward.py`.
+algorithms 1 and 2; the lab's own Triton kernels.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic.memory import FastMemory, Slow
-from labsupport.analysis.traffic.problem import Head, finite, hide, nonzero
+from labsupport.analysis.traffic.problem import Head, finite, nonzero
 
 
 def forward_version1(chip: FastMemory, head: Head) -> None:
     """Fill head.out, m and l."""
-    sizes = head.sizes
     for slow, start in ((head.out, 0.0), (head.m, -torch.inf), (head.l, 0.0)):
-        chip.fill(slow, start)
-    for cols in sizes.all_cols():
+        chip.store(slow, start)
+    for cols in head.sizes.all_cols():
         k, v = chip.load(head.k[cols]), chip.load(head.v[cols])
-        for rows in sizes.rows_seeing(cols):
+        for rows in head.sizes.rows_seeing(cols):
             q, o = chip.load(head.q[rows]), chip.load(head.out[rows])
             m, l = chip.load(head.m[rows]), chip.load(head.l[rows])
-            s = hide(chip, (q @ k.mT).mul_(sizes.scale), sizes, rows, cols)
+            s = head.scores(chip, q, k, rows, cols)
             m_new = torch.maximum(m, s.amax(1, keepdim=True))
             chip.store(head.m[rows], m_new)
             p = s.sub_(finite(m_new)).exp_()
@@ -45,14 +44,13 @@ def forward_version1(chip: FastMemory, head: Head) -> None:
 
 def forward_version2(chip: FastMemory, head: Head) -> None:
     """Fill head.out and lse."""
-    sizes = head.sizes
-    for rows in sizes.all_rows():
+    for rows in head.sizes.all_rows():
         q = chip.load(head.q[rows])
         o = torch.zeros_like(q)
         m, l = torch.full_like(q[:, :1], -torch.inf), torch.zeros_like(q[:, :1])
-        for cols in sizes.cols_seen(rows):
+        for cols in head.sizes.cols_seen(rows):
             k, v = chip.load(head.k[cols]), chip.load(head.v[cols])
-            s = hide(chip, (q @ k.mT).mul_(sizes.scale), sizes, rows, cols)
+            s = head.scores(chip, q, k, rows, cols)
             m_new = torch.maximum(m, s.amax(1, keepdim=True))
             shift = finite(m_new.clone())
             p = s.sub_(shift).exp_()
@@ -68,50 +66,30 @@ def forward_version2(chip: FastMemory, head: Head) -> None:
 
 def backward_version1(chip: FastMemory, head: Head) -> None:
     """Fill head.dq, dk and dv from m and l; D is computed again for each tile."""
-    sizes = head.sizes
-    chip.fill(head.dq, 0.0)
-    for cols in sizes.all_cols():
-        k, v = chip.load(head.k[cols]), chip.load(head.v[cols])
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for rows in sizes.rows_seeing(cols):
-            do = chip.load(head.dout[rows])
-            delta = chip.load(head.out[rows]).mul_(do).sum(1, keepdim=True)
-            q = chip.load(head.q[rows])
-            m, l = chip.load(head.m[rows]), chip.load(head.l[rows])
-            s = hide(chip, (q @ k.mT).mul_(sizes.scale), sizes, rows, cols)
-            p = s.sub_(finite(m)).exp_().div_(nonzero(l))
-            dv.addmm_(p.mT, do)
-            ds = _dscores(p, do, v, delta, sizes.scale)
-            dk.addmm_(ds.mT, q)
-            dq = chip.load(head.dq[rows])
-            chip.store(head.dq[rows], dq.addmm_(ds, k))
-            del do, delta, q, m, l, s, p, ds, dq
-        chip.store(head.dk[cols], dk)
-        chip.store(head.dv[cols], dv)
-        del k, v, dk, dv
+    chip.store(head.dq, 0.0)
+    _keys_outside(chip, head, None, "load dQ")
 
 
 def backward_version2(chip: FastMemory, head: Head) -> None:
     """Fill head.dq, dk and dv from lse; additions to dQ are the slow memory's work."""
-    chip.fill(head.dq, 0.0)
-    _keys_outside(chip, head, _row_sums(chip, head), adds_dq=True)
+    chip.store(head.dq, 0.0)
+    _keys_outside(chip, head, _row_sums(chip, head), "add dQ")
 
 
 def backward_two_pass(chip: FastMemory, head: Head) -> None:
     """Fill head.dk and dv, then head.dq; S and dP are computed in both passes."""
     row_sums = _row_sums(chip, head)
-    _keys_outside(chip, head, row_sums, adds_dq=False)
-    sizes = head.sizes
-    for rows in sizes.all_rows():
+    _keys_outside(chip, head, row_sums, "no dQ")
+    for rows in head.sizes.all_rows():
         q, do = chip.load(head.q[rows]), chip.load(head.dout[rows])
         lse, delta = chip.load(head.lse[rows]), chip.load(row_sums[rows])
         dq = torch.zeros_like(q)
-        for cols in sizes.cols_seen(rows):
+        for cols in head.sizes.cols_seen(rows):
             k, v = chip.load(head.k[cols]), chip.load(head.v[cols])
-            s = hide(chip, (q @ k.mT).mul_(sizes.scale), sizes, rows, cols)
-            ds = _dscores(s.sub_(finite(lse)).exp_(), do, v, delta, sizes.scale)
+            p = head.scores(chip, q, k, rows, cols).sub_(finite(lse)).exp_()
+            ds = _dscores(p, do, v, delta, head.sizes.scale)
             dq.addmm_(ds, k)
-            del k, v, s, ds
+            del k, v, p, ds
         chip.store(head.dq[rows], dq)
         del q, do, lse, delta, dq
 
@@ -126,22 +104,32 @@ def _row_sums(chip: FastMemory, head: Head) -> Slow:
     return result
 
 
-def _keys_outside(chip: FastMemory, head: Head, row_sums: Slow, adds_dq: bool) -> None:
-    sizes = head.sizes
-    for cols in sizes.all_cols():
+def _keys_outside(chip: FastMemory, head: Head, row_sums: Slow | None, what: str) -> None:
+    """Fill head.dk and dv, and sum up dQ as `what` says; without row sums, version 1's way."""
+    for cols in head.sizes.all_cols():
         k, v = chip.load(head.k[cols]), chip.load(head.v[cols])
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for rows in sizes.rows_seeing(cols):
+        for rows in head.sizes.rows_seeing(cols):
             q, do = chip.load(head.q[rows]), chip.load(head.dout[rows])
-            lse, delta = chip.load(head.lse[rows]), chip.load(row_sums[rows])
-            s = hide(chip, (q @ k.mT).mul_(sizes.scale), sizes, rows, cols)
-            p = s.sub_(finite(lse)).exp_()
+            if row_sums is None:
+                delta = chip.load(head.out[rows]).mul_(do).sum(1, keepdim=True)
+                shift, l = chip.load(head.m[rows]), chip.load(head.l[rows])
+                p = head.scores(chip, q, k, rows, cols).sub_(finite(shift)).exp_()
+                p.div_(nonzero(l))
+                del l
+            else:
+                shift, delta = chip.load(head.lse[rows]), chip.load(row_sums[rows])
+                p = head.scores(chip, q, k, rows, cols).sub_(finite(shift)).exp_()
             dv.addmm_(p.mT, do)
-            ds = _dscores(p, do, v, delta, sizes.scale)
+            ds = _dscores(p, do, v, delta, head.sizes.scale)
             dk.addmm_(ds.mT, q)
-            if adds_dq:
-                chip.add(head.dq[rows], ds @ k)
-            del q, do, lse, delta, s, p, ds
+            if what == "load dQ":
+                dq = chip.load(head.dq[rows])
+                chip.store(head.dq[rows], dq.addmm_(ds, k))
+                del dq
+            elif what == "add dQ":
+                chip.store(head.dq[rows], ds @ k, add=True)
+            del q, do, shift, delta, p, ds
         chip.store(head.dk[cols], dk)
         chip.store(head.dv[cols], dv)
         del k, v, dk, dv

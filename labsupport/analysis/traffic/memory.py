@@ -5,9 +5,9 @@
                        <-store-
 
 `FastMemory` watches every operator while it is active. A tensor takes room from the moment when an
-operator creates it until nobody refers to its storage any more: intermediate results count, and in
-place is cheaper than beside. Computing with a tensor that was not loaded is an error. So a block
-size that runs here is one that fits.
+operator creates it until its storage is released: intermediate results count, and working in place
+saves room. Computing with a tensor that was not loaded is an error. So a block size that runs here
+fits.
 """
 
 from __future__ import annotations
@@ -28,25 +28,16 @@ class OutOfFastMemoryError(MemoryError):
 
 
 class Slow:
-    """A tensor in slow memory, of any size. Only `FastMemory` reads and writes it.
+    """A tensor in slow memory, of any size, or a part of one. Only `FastMemory` accesses it.
 
-    `slow[rows]` or `slow[rows, cols]` names a part of it, and moves nothing.
+    `slow[rows]` and `slow[rows, cols]` name a part, and move nothing.
     """
 
-    def __init__(self, name: str, values: Tensor) -> None:
-        self.name = name
-        self.values = values
+    def __init__(self, name: str, values: Tensor, index: Any = ...) -> None:
+        self.name, self.values, self.index = name, values, index
 
-    def __getitem__(self, index: Any) -> Place:
-        return Place(self, index)
-
-
-class Place:
-    """A part of a `Slow`: where to load from, or to store to."""
-
-    def __init__(self, slow: Slow, index: Any) -> None:
-        self.slow = slow
-        self.index = index
+    def __getitem__(self, index: Any) -> Slow:
+        return Slow(self.name, self.values, index)
 
 
 class FastMemory(TorchDispatchMode):
@@ -76,61 +67,47 @@ class FastMemory(TorchDispatchMode):
         self.written: Counter[str] = Counter()
         self.used = self.peak = 0
         self._aside = False
-        # storage -> [elements, tensors that refer to it]
-        self._here: dict[int, list[int]] = {}
+        self._references: Counter[int] = Counter()  # tensors that refer to a storage
 
     def room(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> Slow:
-        """Room for a matrix in slow memory, of zeros that cost nothing: write before you read."""
+        """Make room for a matrix in slow memory, of zeros that cost nothing."""
         with self.aside():
             return Slow(name, torch.zeros(rows, cols, dtype=dtype))
 
-    def load(self, place: Place) -> Tensor:
+    def load(self, part: Slow) -> Tensor:
         """Copy a part of a slow tensor into fast memory."""
         with self.aside():
-            source = place.slow.values[place.index]
-        self.read[place.slow.name] += source.numel()
+            source = part.values[part.index]
+        self.read[part.name] += source.numel()
         loaded = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         with self.aside():
-            loaded.copy_(source)
-        return loaded
+            return loaded.copy_(source)
 
-    def store(self, place: Place, values: Tensor) -> None:
-        """Write values to slow memory."""
-        with self.aside():
-            place.slow.values[place.index] = values
-        self.written[place.slow.name] += values.numel()
+    def store(self, part: Slow, values: Tensor | float, *, add: bool = False) -> None:
+        """Write values to slow memory.
 
-    def add(self, place: Place, values: Tensor) -> None:
-        """Send values that the slow memory adds to its own: an atomic addition, nothing is read."""
+        Args:
+            add: let the slow memory add them to its own: an atomic addition, nothing is read.
+        """
         with self.aside():
-            place.slow.values[place.index] += values
-        self.written[place.slow.name] += values.numel()
-
-    def fill(self, slow: Slow, value: float) -> None:
-        """Write one value everywhere."""
-        with self.aside():
-            slow.values.fill_(value)
-        self.written[slow.name] += slow.values.numel()
+            target = part.values[part.index]
+            part.values[part.index] = target + values if add else values
+        self.written[part.name] += target.numel()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Operators in here are not watched: slow memory's own, and the positions for a mask."""
+        """Do not watch what happens in here: slow memory's own work, positions for a mask."""
         before, self._aside = self._aside, True
         try:
             yield
         finally:
             self._aside = before
 
-    @property
-    def total(self) -> int:
-        """Elements that passed, in either direction."""
-        return self.read.total() + self.written.total()
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         if self._aside:
             return func(*args, **(kwargs or {}))
         for tensor in _tensors((args, kwargs or {})):
-            if tensor.dim() and tensor.untyped_storage()._cdata not in self._here:
+            if tensor.dim() and tensor.untyped_storage()._cdata not in self._references:
                 raise RuntimeError(
                     f"{func} takes a tensor of shape {tuple(tensor.shape)} that was not loaded"
                 )
@@ -141,25 +118,23 @@ class FastMemory(TorchDispatchMode):
 
     def _take(self, tensor: Tensor, what: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        entry = self._here.setdefault(key, [storage.nbytes() // tensor.element_size(), 0])
-        if entry[1] == 0:
-            self.used += entry[0]
+        key, size = storage._cdata, storage.nbytes() // tensor.element_size()
+        if not self._references[key]:
+            self.used += size
             self.peak = max(self.peak, self.used)
-        entry[1] += 1
-        weakref.finalize(tensor, self._leave, key)
+        self._references[key] += 1
+        weakref.finalize(tensor, self._leave, key, size)
         if self.capacity is not None and self.used > self.capacity:
             raise OutOfFastMemoryError(
                 f"{what} makes {tuple(tensor.shape)}: {self.used:,} elements at a time, "
                 f"but the fast memory holds {self.capacity:,}"
             )
 
-    def _leave(self, key: int) -> None:
-        entry = self._here[key]
-        entry[1] -= 1
-        if entry[1] == 0:
-            self.used -= entry[0]
-            del self._here[key]
+    def _leave(self, key: int, size: int) -> None:
+        self._references[key] -= 1
+        if not self._references[key]:
+            self.used -= size
+            del self._references[key]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Textbook attention, each step a kernel of its own: what it leaves in slow memory, it must fetch.
+"""Textbook attention, each step a kernel of its own: what it leaves in slow memory, it must load.
 
     forward    S = tau Q K^T     (mask)     P = softmax(S)     O = P V
     backward   dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(P * dP))
@@ -19,74 +19,62 @@ ROW_VECTORS = 4  # numbers beside a row that softmax holds: maximum, sum, and wh
 
 
 def forward(chip: FastMemory, head: Head) -> Slow:
-    """Fill head.out; returns P in slow memory, which the backward needs."""
-    sizes = head.sizes
+    """Fill head.out; return P in slow memory, which the backward needs."""
     scores, weights = head.square(chip, "S"), head.square(chip, "P")
-    _outer(chip, sizes, head.q, head.k, scores, sizes.scale)
-    if sizes.causal:
+    _outer(chip, head, head.q, head.k, scores, head.sizes.scale)
+    if head.sizes.causal:
         _mask(chip, head, scores)
-    _softmax(chip, sizes, scores, weights)
-    _inner(chip, sizes, weights, head.v, head.out)
+    _softmax(chip, head.sizes, scores, weights)
+    _product(chip, head, weights, head.v, head.out)
     return weights
 
 
 def backward(chip: FastMemory, head: Head, weights: Slow) -> None:
     """Fill head.dq, dk and dv from P."""
-    sizes = head.sizes
     dweights, dscores = head.square(chip, "dP"), head.square(chip, "dS")
-    _inner_transposed(chip, sizes, weights, head.dout, head.dv)
-    _outer(chip, sizes, head.dout, head.v, dweights)
-    _softmax_backward(chip, sizes, weights, dweights, dscores)
-    _inner(chip, sizes, dscores, head.k, head.dq, sizes.scale)
-    _inner_transposed(chip, sizes, dscores, head.q, head.dk, sizes.scale)
+    _product(chip, head, weights, head.dout, head.dv, transposed=True)
+    _outer(chip, head, head.dout, head.v, dweights)
+    _softmax_backward(chip, head.sizes, weights, dweights, dscores)
+    _product(chip, head, dscores, head.k, head.dq, head.sizes.scale)
+    _product(chip, head, dscores, head.q, head.dk, head.sizes.scale, transposed=True)
 
 
 def row_fits(capacity: int | None, seqlen_k: int, matrices: int = 1) -> bool:
-    """Whether softmax can hold a whole row of `matrices` square matrices."""
+    """Return whether softmax can hold a whole row of `matrices` square matrices."""
     return capacity is None or matrices * seqlen_k + ROW_VECTORS <= capacity
 
 
 def _outer(
-    chip: FastMemory, sizes: Sizes, left: Slow, right: Slow, out: Slow, scale: float = 1.0
+    chip: FastMemory, head: Head, left: Slow, right: Slow, out: Slow, scale: float = 1.0
 ) -> None:
-    """(N_q, d) times (d, N_k)."""
-    for rows in sizes.all_rows():
+    """Multiply (N_q, d) by (d, N_k)."""
+    for rows in head.sizes.all_rows():
         a = chip.load(left[rows])
-        for cols in sizes.all_cols():
-            b = chip.load(right[cols])
-            chip.store(out[rows, cols], (a @ b.mT).mul_(scale))
-            del b
+        for cols in head.sizes.all_cols():
+            chip.store(out[rows, cols], (a @ chip.load(right[cols]).mT).mul_(scale))
         del a
 
 
-def _inner(
-    chip: FastMemory, sizes: Sizes, square: Slow, right: Slow, out: Slow, scale: float = 1.0
-) -> None:
-    """(N_q, N_k) times (N_k, d)."""
-    for rows in sizes.all_rows():
-        shape = rows.stop - rows.start, sizes.head_dim
-        acc = torch.zeros(shape, dtype=right.values.dtype)
-        for cols in sizes.all_cols():
-            acc.addmm_(chip.load(square[rows, cols]), chip.load(right[cols]))
-        chip.store(out[rows], acc.mul_(scale))
-        del acc
-
-
-def _inner_transposed(
-    chip: FastMemory, sizes: Sizes, square: Slow, right: Slow, out: Slow, scale: float = 1.0
-) -> None:
-    """(N_k, N_q) times (N_q, d)."""
-    for cols in sizes.all_cols():
-        shape = cols.stop - cols.start, sizes.head_dim
-        acc = torch.zeros(shape, dtype=right.values.dtype)
-        for rows in sizes.all_rows():
-            acc.addmm_(chip.load(square[rows, cols]).mT, chip.load(right[rows]))
-        chip.store(out[cols], acc.mul_(scale))
+def _product(
+    chip: FastMemory, head: Head, square: Slow, right: Slow, out: Slow, scale: float = 1.0,
+    transposed: bool = False,
+) -> None:  # fmt: skip
+    """Multiply (N_q, N_k), or its transpose, by d columns."""
+    outside, inside = head.sizes.all_rows(), head.sizes.all_cols()
+    if transposed:
+        outside, inside = inside, outside
+    for own in outside:
+        acc = torch.zeros(own.stop - own.start, head.sizes.head_dim, dtype=right.values.dtype)
+        for other in inside:
+            tile = chip.load(square[(other, own) if transposed else (own, other)])
+            acc.addmm_(tile.mT if transposed else tile, chip.load(right[other]))
+            del tile
+        chip.store(out[own], acc.mul_(scale))
         del acc
 
 
 def _mask(chip: FastMemory, head: Head, scores: Slow) -> None:
-    """A kernel that reads S and a matrix of zeros and -inf, and writes their sum."""
+    """Read S and a matrix of zeros and -inf, and write their sum."""
     mask = head.square(chip, "mask")
     with chip.aside():
         visible = head.sizes.band.full_mask()
@@ -94,34 +82,27 @@ def _mask(chip: FastMemory, head: Head, scores: Slow) -> None:
             mask.values.masked_fill_(~visible, -torch.inf)
     for rows in head.sizes.all_rows():
         for cols in head.sizes.all_cols():
-            tile = chip.load(scores[rows, cols])
-            tile += chip.load(mask[rows, cols])
+            tile = chip.load(scores[rows, cols]).add_(chip.load(mask[rows, cols]))
             chip.store(scores[rows, cols], tile)
             del tile
 
 
 def _softmax(chip: FastMemory, sizes: Sizes, scores: Slow, weights: Slow) -> None:
-    if row_fits(chip.capacity, sizes.seqlen_k):
-        for i in range(sizes.seqlen_q):
-            row = chip.load(scores[i : i + 1])
-            row.sub_(row.amax(1, keepdim=True).nan_to_num_(neginf=0.0)).exp_()
-            row.div_(row.sum(1, keepdim=True).clamp_(min=1e-300))
-            chip.store(weights[i : i + 1], row)
-            del row
-        return
-    for rows in sizes.all_rows():
-        count = rows.stop - rows.start
-        m = torch.full((count, 1), -torch.inf, dtype=scores.values.dtype)
-        l = torch.zeros((count, 1), dtype=scores.values.dtype)
-        for cols in sizes.all_cols():
+    whole, outside, inside = _passes(chip, sizes, 1)
+    for rows in outside:
+        m = torch.full((rows.stop - rows.start, 1), -torch.inf, dtype=scores.values.dtype)
+        l = torch.zeros_like(m)
+        for cols in inside:
             tile = chip.load(scores[rows, cols])
             new = torch.maximum(m, tile.amax(1, keepdim=True))
             l.mul_(m.sub_(new).nan_to_num_(nan=0.0).exp_())
             l.add_(tile.sub_(new.clamp(min=-1e300)).exp_().sum(1, keepdim=True))
             m = new
+            if whole:
+                chip.store(weights[rows, cols], tile.div_(l.clamp_(min=1e-300)))
             del tile, new
         m.clamp_(min=-1e300)
-        for cols in sizes.all_cols():
+        for cols in () if whole else inside:
             tile = chip.load(scores[rows, cols])
             chip.store(weights[rows, cols], tile.sub_(m).exp_().div_(l.clamp(min=1e-300)))
             del tile
@@ -131,22 +112,25 @@ def _softmax(chip: FastMemory, sizes: Sizes, scores: Slow, weights: Slow) -> Non
 def _softmax_backward(
     chip: FastMemory, sizes: Sizes, weights: Slow, dweights: Slow, dscores: Slow
 ) -> None:
-    if row_fits(chip.capacity, sizes.seqlen_k, 2):
-        for i in range(sizes.seqlen_q):
-            row = slice(i, i + 1)
-            p, dp = chip.load(weights[row]), chip.load(dweights[row])
-            delta = dp.mul_(p).sum(1, keepdim=True)  # dp holds p * dp from here on
-            chip.store(dscores[row], dp.sub_(p.mul_(delta)))
-            del p, dp, delta
-        return
-    for rows in sizes.all_rows():
+    whole, outside, inside = _passes(chip, sizes, 2)
+    for rows in outside:
         delta = torch.zeros((rows.stop - rows.start, 1), dtype=weights.values.dtype)
-        for cols in sizes.all_cols():
-            product = chip.load(dweights[rows, cols]).mul_(chip.load(weights[rows, cols]))
-            delta.add_(product.sum(1, keepdim=True))
-            del product
-        for cols in sizes.all_cols():
+        for cols in inside:
+            p, dp = chip.load(weights[rows, cols]), chip.load(dweights[rows, cols])
+            delta.add_(dp.mul_(p).sum(1, keepdim=True))  # dp holds p * dp from here on
+            if whole:
+                chip.store(dscores[rows, cols], dp.sub_(p.mul_(delta)))
+            del p, dp
+        for cols in () if whole else inside:
             p, dp = chip.load(weights[rows, cols]), chip.load(dweights[rows, cols])
             chip.store(dscores[rows, cols], dp.sub_(delta).mul_(p))
             del p, dp
         del delta
+
+
+def _passes(chip: FastMemory, sizes: Sizes, matrices: int) -> tuple[bool, list[slice], list[slice]]:
+    """Return whether whole rows fit, so that one pass does; the blocks of rows; and of columns."""
+    if row_fits(chip.capacity, sizes.seqlen_k, matrices):
+        rows = [slice(i, i + 1) for i in range(sizes.seqlen_q)]
+        return True, rows, [slice(0, sizes.seqlen_k)]
+    return False, sizes.all_rows(), sizes.all_cols()

@@ -1,0 +1,212 @@
+"""`labsupport profile`: a shape, programs, NVIDIA's profilers, and what goes wrong on the way."""
+
+import csv
+import gzip
+import json
+import re
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from labsupport.analysis import nsight
+from labsupport.analysis import profile as profiles
+from labsupport.analysis.profile import Summary, run_program
+from labsupport.cli import app
+
+SMALL = ["--batch=1", "--seqlen=64", "--nheads=2", "--headdim=16", "--seconds=0.1", "--device=cpu"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+
+
+def summary(folder):
+    return (folder / "SUMMARY.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    """The folder of a small shape, with a backend that cannot run here."""
+    out = tmp_path_factory.mktemp("profile") / "out"
+    done = run("--out", out, *SMALL, "--backend=sdpa_flash,fa2")
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_a_shape_gives_a_folder_that_opens_with_its_summary(shape):
+    text = summary(shape)
+    assert text.startswith("# Profile of attention: 1 × 64 × 2 × 16, float32, no mask")
+    assert "State: complete." in text
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert titles == ["The machine", "Baseline and comparison", "How near the ceiling",
+                      "Where the time goes", "What is missing", "Files"]  # fmt: skip
+    files = {path.relative_to(shape).as_posix() for path in shape.rglob("*") if path.is_file()}
+    assert files == set(re.findall(r"^- \[`.+`\]\((.+)\)$", text, re.MULTILINE))
+    assert "- nsys: " in text
+    assert "- ncu: " in text
+
+
+def test_the_comparison_says_what_ran_and_how_near_the_ceiling(shape):
+    with (shape / "comparison.csv").open(newline="") as file:
+        status = {row["backend"]: row["status"] for row in csv.DictReader(file)}
+    assert status == {"standard": "ok", "sdpa_flash": "ok", "fa2": "unsupported"}
+    ceiling = summary(shape).split("## How near the ceiling")[1].split("##")[0]
+    row = next(line.split() for line in ceiling.splitlines() if line.strip().startswith("standard"))
+    assert float(row[2]) / float(row[1]) == pytest.approx(float(row[4]), rel=0.1)
+    ceilings = json.loads((shape / "environment.json").read_text())["ceilings"]
+    assert ceilings["copy_gb_s"] > 0
+
+
+def test_traces_and_tables_are_torch_profilers(shape):
+    with gzip.open(shape / "standard" / "trace.json.gz", "rt") as file:
+        assert any(event["name"] == "aten::bmm" for event in json.load(file)["traceEvents"])
+    assert "aten::bmm" in (shape / "standard" / "kernels.txt").read_text()
+    assert re.search(r"### standard\n\n```text\n-+ .*\n +Name ", summary(shape))
+
+
+def test_a_program_runs_once_traced_between_two_moments_and_its_status_is_passed_on(tmp_path):
+    """It interrupts itself and the lab, as Control-C does; both go on to write what they have."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time, torch\n"
+        "x, end = torch.ones(9, 9), time.monotonic() + 0.5\n"
+        "while time.monotonic() < end:\n    x @ x\n    time.sleep(0.01)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    out, options = tmp_path / "out", ["--trace-after=0.1", "--trace-seconds=0.2", "--device=cpu"]
+    done = run("--out", out, *options, "--", sys.executable, script)
+    assert done.exit_code in (1, 130), done.output  # Python itself may call it 1
+    text = summary(out)
+    assert f"ended with status {done.exit_code}" in text
+    assert re.search(r"Recorded: 0\.[2-4]\d s, from 0\.1 s on", text)
+    row = next(line for line in text.splitlines() if line.strip().startswith("aten::mm "))
+    assert 5 < int(row.split()[-2]) < 40  # calls in 0.2 s
+    assert (out / "trace.json.gz").exists()
+
+
+def test_of_a_program_that_is_not_python_the_summary_says_that_there_is_no_trace(tmp_path):
+    done = run("--out", tmp_path / "out", "--device=cpu", "--", "sh", "-c", "exit 3")
+    assert done.exit_code == 3
+    assert "the trace: no Python process" in summary(tmp_path / "out")
+    assert run_program(["sh", "-c", "kill -9 $$"], None) == 128 + 9
+    done = run("--out", tmp_path / "none", "--device=cpu", "--", "nosuchprogram")
+    assert done.exit_code == 127
+    assert "What ran: FileNotFoundError" in summary(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "full"], "is not empty"),
+        (["--out", "full/file"], "is a file"),
+        (["--seqlen=64", "--", "true"], "not both"),
+        (["--backend=nosuch"], "nosuch"),
+        (["--tracer=nosuch"], "choose one of"),
+        (["--trace-seconds=0"], "more than 0"),
+    ],
+)
+def test_wrong_requests_are_refused_before_anything_is_written(
+    tmp_path, monkeypatch, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = run("--device=cpu", *arguments)
+    assert words in str(done.exception)
+    assert len(list(tmp_path.rglob("*"))) == 2
+
+
+def test_sections_fail_alone(tmp_path):
+    report = Summary(tmp_path, "Title")
+    with report.section("A"):
+        report.add("found so far")
+        raise MemoryError("no room")
+    with report.section("B"):
+        assert "not complete" in summary(tmp_path)
+        report.add("all well")
+    report.finish()
+    text = summary(tmp_path)
+    assert "## A\n\nfound so far\n\n## B\n\nall well" in text
+    assert "- A: MemoryError: no room" in text
+    assert report.failed
+
+
+# --- NVIDIA's profilers: their documented formats, with made-up figures ---------------------------
+
+STALL = "{}".join(nsight.STALL)
+READINGS = {
+    nsight.DURATION: ("ns", "1,000", "2,000,000"),
+    nsight.TENSOR: ("%", "0", "72.5"),
+    nsight.OCCUPANCY: ("%", "50", "18.2"),
+    **dict(zip(nsight.BYTES, (("byte", "n/a", "300,000,000"), ("byte", "n/a", "10,000,000"),
+                              ("byte", "16", "400,000,000"), ("byte", "8", "40,000,000"),
+                              ("byte", "0", "10,000,000")), strict=True)),
+    STALL.format("gmma"): ("inst", "0", "2.5"),
+    STALL.format("wait"): ("inst", "0", "2.5"),
+    STALL.format("long_scoreboard"): ("inst", "0", "5"),
+    STALL.format("selected"): ("inst", "1", "40"),
+}  # fmt: skip
+
+
+def ncu_csv():
+    def row(first, cells):
+        return ",".join(f'"{cell}"' for cell in [*first, *cells])
+
+    units, small, flash = zip(*READINGS.values(), strict=True)
+    lines = ["==PROF== Connected to process 7", row(["ID", "Kernel Name"], READINGS)]
+    lines += [row(["", ""], units), row(["0", "small"], small), "the program's own words"]
+    return "\n".join([*lines, row(["1", "flash"], flash), "==PROF== Disconnected"])
+
+
+def test_counters_are_read_from_among_ncus_talk():
+    small, flash = nsight.read_ncu(ncu_csv())
+    assert (small["kernel"], small[nsight.DURATION]) == ("small", 1000)
+    assert next(iter(nsight.BYTES)) not in small  # n/a
+    assert flash[nsight.TENSOR] == 72.5
+    assert nsight.top_stall(flash).startswith("long_scoreboard, 50% (data from L2")
+    assert nsight.top_stall(small) == ""
+    with pytest.raises(ValueError, match="==ERROR== unknown metric"):
+        nsight.read_ncu("==ERROR== unknown metric\n")
+
+
+def test_the_table_of_launches_begins_with_the_longest():
+    table = nsight.launch_table(nsight.read_ncu(ncu_csv()))
+    first = table.iloc[0]
+    assert first["kernel"] == "flash"
+    assert (first["ms"], first["L2 to SM, MB"], first["DRAM, MB"]) == (2, 310, 50)
+    assert first["DRAM, GB/s"] == pytest.approx(25)
+
+
+def test_a_profilers_failure_is_told_and_forbidden_counters_have_a_link():
+    assert nsight.run(["sh", "-c", "echo one; echo two >&2"]).split() == ["one", "two"]
+    with pytest.raises(RuntimeError, match="sh ended with 3: no such metric"):
+        nsight.run(["sh", "-c", "echo no such metric; exit 3"])
+    with pytest.raises(RuntimeError, match="only administrators"):
+        nsight.run(["sh", "-c", "echo ==ERROR== ERR_NVGPUCTRPERM; exit 1"])
+
+
+def test_the_profilers_leave_clocks_alone_and_their_reports_are_shown(tmp_path):
+    """They are not here, so a script prints what they print."""
+    tool, report = tmp_path / "tool", Summary(tmp_path, "Title")
+    (tmp_path / "counters").write_text(ncu_csv())
+    tool.write_text(
+        f'#!/bin/sh\necho "$@" >> "$0.log"\ncase "$*" in\n*--import*) cat {tmp_path}/counters ;;\n'
+        "stats*) echo; echo flash_fwd_kernel ;;\nesac\n"
+    )
+    tool.chmod(0o755)
+    profiles._look_with_ncu(report, str(tool), tmp_path, ["python", "x.py"])
+    profiles._look_with_nsys(report, str(tool), tmp_path, ["python", "x.py"])
+    look, page, record, stats = (tmp_path / "tool.log").read_text().splitlines()
+    for words in ("--clock-control none", "--profile-from-start off", "python x.py"):
+        assert words in look
+    assert "--page raw --print-units base --import" in page
+    assert "--capture-range=cudaProfilerApi" in record
+    assert record.endswith("python x.py")
+    assert stats.endswith("nsys.nsys-rep")
+    text = "\n".join(report.parts)
+    assert "flash_fwd_kernel" in text
+    assert "long_scoreboard, 50%" in text
+    assert (tmp_path / "ncu.csv").read_text() == ncu_csv()
