@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
+from labsupport.distributed.launch.worker import is_lost
 
 from benchmarks import runner
 from benchmarks.data_parallel_case import (
@@ -39,9 +41,7 @@ from benchmarks.data_parallel_case import (
     shape_of,
 )
 from labsupport.distributed.data_parallel.costs import predict_state_bytes
-from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
-from labsupport.distributed.launch.worker import is_lost
 from labsupport.profiling.provenance import command_line
 from labsupport.training.lengths import parse_tokens
 from labsupport.training.planner.plan import plan_memory

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from labsupport.distributed.data_parallel.process_group import Place
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -29,7 +30,6 @@ from labsupport.distributed.data_parallel.costs import (
 )
 from labsupport.distributed.data_parallel.ddp import AllReduces, wrap
 from labsupport.distributed.data_parallel.fsdp import shard
-from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
 from labsupport.profiling.timing import quantile
 from labsupport.training.loop.history import read_peak, reset_peak

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
+from labsupport.distributed.data_parallel.shares import told
+from labsupport.distributed.ring.functions import last_ring_call
 
 from benchmarks import runner
 from labsupport.attention import BackendUnavailableError
-from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
-from labsupport.distributed.data_parallel.shares import told
 from labsupport.distributed.launch import LaunchError, launch
-from labsupport.distributed.ring.functions import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
 from labsupport.distributed.sequence_parallel.sharding import shard_length

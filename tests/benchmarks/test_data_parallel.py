@@ -3,13 +3,13 @@
 import pandas as pd
 import pytest
 import torch
+from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
 
 from benchmarks import data_parallel as benchmark
 from benchmarks.__main__ import main
 from benchmarks.data_parallel import cases, measure_scaling, show, with_efficiency
 from benchmarks.data_parallel_case import Case, shape_of
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
-from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
 from labsupport.profiling.runs import load_run
 

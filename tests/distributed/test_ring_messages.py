@@ -13,7 +13,7 @@ from labsupport.distributed.ring import (
     ring_flash_attn_func,
 )
 from labsupport.distributed.ring.algorithm import RingCall, ring_backward, ring_forward
-from labsupport.distributed.ring.functions import all_ring_calls
+from labsupport.distributed.ring.attention import all_ring_calls
 from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.ring.transport import Ring, Traffic
 from tests.attention.cases import make_model_qkv
@@ -22,14 +22,6 @@ from tests.distributed.rings import (
     distributed,
     shards_of,
 )
-from tests.distributed.workers import Workers
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    pool = Workers(4, tmp_path_factory.mktemp("ring-messages"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from labsupport.attention import AttentionInputError
 from labsupport.attention.band import Band, alibi_bias
 from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
-from labsupport.distributed.ring.blocks import visible_pieces
+from labsupport.distributed.ring.blocks import visible_pairs
 
 SIDES = [None, 0, 1, 3, 4, 6, 11]
 
@@ -20,7 +20,7 @@ def kernels_view(piece):
     bias = alibi_bias(torch.tensor(1.0), slice(0, rows), slice(0, cols), cols - rows)
     if visible is None:
         visible = torch.ones(rows, cols, dtype=torch.bool)
-    return visible, piece.slope_sign * bias - piece.distance
+    return visible, piece.slope_sign * bias - piece.alibi_offset
 
 
 @pytest.mark.parametrize("alibi", [False, True])
@@ -35,7 +35,7 @@ def test_the_pieces_of_a_block_hold_each_visible_pair_once_with_its_distance(del
         if right is not None:
             wanted &= j <= i + right
         count = torch.zeros(length, length, dtype=torch.int64)
-        for piece in visible_pieces(length, delta, left, right, alibi=alibi):
+        for piece in visible_pairs(length, delta, left, right, alibi=alibi):
             visible, bias = kernels_view(piece)
             count[piece.rows, piece.cols] += visible
             assert visible.any(dim=1).all(), "a query without a key"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
-from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
-from labsupport.distributed.ring.functions import (
+from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
+from labsupport.distributed.ring.attention import (
     last_ring_call,
     ring_flash_attn_func,
     zigzag_ring_flash_attn_func,

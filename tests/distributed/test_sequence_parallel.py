@@ -13,7 +13,6 @@ from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import pack
 from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
 from labsupport.training.model import Decoder, DecoderConfig, Savings
-from tests.distributed.workers import Workers
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES
 
@@ -23,13 +22,6 @@ SAVING = Savings(checkpoint=True, loss_chunk=4, mlp_chunk=3)
 SETTINGS = TrainSettings(
     4, 1e-2, warmup_steps=1, max_grad_norm=0.5, accumulation=2, checkpoint_every=2
 )
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    pool = Workers(4, tmp_path_factory.mktemp("sequence"))
-    yield pool
-    pool.close()
 
 
 # --- models and batches ---------------------------------------------------------------------------
