@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,15 +58,15 @@ def check_command(
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
-    from labsupport.distributed import ring_tools as tools
+    from labsupport.distributed.ring_check import MARKS, check, table
 
     kernels = _names(kernel)
-    known = [entry.name for entry in tools.table.KERNELS]
-    tools.check_known(kernel=(kernels or (), known), dtype=([dtype] if dtype else (), tools.DTYPES))
-    tools.check_heads(heads, [kv_heads])
+    _check_known("kernel", kernels, [entry.name for entry in table.KERNELS])
+    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_heads(heads, [kv_heads])
     options = {"kernels": kernels, "dtype": dtype, "seqlen": seqlen, "speeds": speeds}
     options |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    if _in_every_process(tools.check, options, backend, processes, timeout):
+    if _in_every_process(check, options, backend, processes, timeout):
         raise typer.Exit(1)
 
 
@@ -119,7 +120,8 @@ def bench_command(
     """
     import torch
 
-    from labsupport.distributed import ring_tools as tools
+    from labsupport.distributed import ring_bench
+    from labsupport.distributed.ring_check import LAYOUTS, MARKS, table
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
 
@@ -137,32 +139,30 @@ def bench_command(
         "limit": limit,
         "rows_file": None if rows is None else str(rows.absolute()),
     }
-    kernels = [*(kernel.name for kernel in tools.table.KERNELS), *tools.CONTEXT_PARALLEL]
-    tools.check_known(
-        implementations=(options["implementations"] or (), kernels),
-        layouts=(options["layouts"] or (), tools.LAYOUTS),
-        directions=(options["directions"], tools.DIRECTIONS),
-        dtype=([dtype] if dtype else (), tools.DTYPES),
-    )
-    tools.check_heads(options["heads"], options["kv_heads"])
+    kernels = [*(entry.name for entry in table.KERNELS), *ring_bench.CONTEXT_PARALLEL]
+    _check_known("implementations", options["implementations"], kernels)
+    _check_known("layouts", options["layouts"], LAYOUTS)
+    _check_known("directions", options["directions"], ring_bench.DIRECTIONS)
+    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_heads(options["heads"], options["kv_heads"])
     if save is not None:
         check_run_name(save)
         if save in list_runs() and not overwrite:
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
     if rows is not None and not rows.absolute().parent.is_dir():
         raise FileNotFoundError(f"--rows {rows}: there is no folder {rows.absolute().parent}")
-    table = _in_every_process(tools.bench, options, backend, processes, timeout)
-    if table is not None and save is not None:
-        table.attrs["provenance"]["command"] = command_line()
-        typer.echo(f"saved: {save_run(table, save, overwrite=overwrite)}")
+    done = _in_every_process(ring_bench.measure_ring, options, backend, processes, timeout)
+    if done is not None and save is not None:
+        done.attrs["provenance"]["command"] = command_line()
+        typer.echo(f"saved: {save_run(done, save, overwrite=overwrite)}")
 
 
 def _in_every_process(
     function: Any, options: dict[str, Any], backend: str | None, processes: int | None, timeout: Any
 ) -> Any:
-    """Call `ring_tools.in_every_process`; print what ends it early, and set the exit status."""
+    """Call `ring_check.in_every_process`; print what ends it early, and set the exit status."""
     from labsupport.distributed.launch import LaunchError
-    from labsupport.distributed.ring_tools import in_every_process
+    from labsupport.distributed.ring_check import in_every_process
 
     try:
         return in_every_process(
@@ -176,6 +176,21 @@ def _in_every_process(
         kept = f"; {rows} holds the rows of the cases that were done" if rows else ""
         typer.echo(f"stopped{kept}", err=True)
         raise typer.Exit(interrupted_status()) from None
+
+
+def _check_known(option: str, names: Iterable[str] | None, known: Iterable[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"--{option} {name}: there are {', '.join(known)}")
+
+
+def _check_heads(heads: int, kv_heads: Iterable[int]) -> None:
+    for count in kv_heads:
+        if count < 1 or heads < 1 or heads % count:
+            raise ValueError(
+                f"--heads {heads} --kv-heads {count}: each key/value head serves equally many "
+                f"query heads, so --heads is a multiple of --kv-heads"
+            )
 
 
 def _names(text: str | None) -> list[str] | None:

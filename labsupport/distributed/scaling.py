@@ -314,7 +314,7 @@ def check_against(
     """Set predictions beside a recorded run's times: a ring's, or DDP's.
 
     Args:
-        table: of `ring_tools.measure_ring` or of `python -m benchmarks data_parallel`.
+        table: of `ring_bench.measure_ring` or of `python -m benchmarks data_parallel`.
         gb_s, memory_gb_s: of the devices on which it was measured.
 
     Returns:

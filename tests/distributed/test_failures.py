@@ -13,7 +13,7 @@ import pytest
 from labsupport.commands.ring import _in_every_process
 from labsupport.distributed.failures import is_lost, short
 from labsupport.distributed.launch import LaunchError
-from labsupport.distributed.ring_tools import advice
+from labsupport.distributed.ring_check import advice
 
 LIMIT_S = 100
 TRAIN = [
