@@ -161,8 +161,8 @@ def show(table: pd.DataFrame, options: Namespace | None) -> str:
         *("predicted_sent_bytes", "status", "reason"),
     ]
     shown = table[[name for name in columns if name in table]].copy()
-    for name in shown:
-        if str(name).endswith("_bytes"):
+    for name in columns:
+        if name.endswith("_bytes") and name in shown:
             shown[name] = (shown[name] / 2**20).round(1)
     shown = shown.rename(columns=lambda name: str(name).replace("_bytes", "_mib"))
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)

@@ -66,12 +66,12 @@ class MinimalRing(torch.autograd.Function):
         """Keys and values go around once."""
         rank, world = dist.get_rank(), dist.get_world_size()
         keys = k.contiguous(), v.contiguous()
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)  # of no keys yet
         for step in range(world):
             arriving = send_on(keys)  # travel while this step computes
-            if step == 0:
-                out, lse = flash_attention_forward(q, *keys, True)
-            elif step <= rank:
-                out, lse = merge_attention(out, lse, *flash_attention_forward(q, *keys))
+            if step <= rank:
+                part = flash_attention_forward(q, *keys, step == 0)
+                out, lse = merge_attention(out, lse, *part)
             keys = arriving()
         ctx.save_for_backward(q, k, v, out, lse)
         return out

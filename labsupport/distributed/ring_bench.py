@@ -176,7 +176,7 @@ def measure_ring(
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-        row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case) | found
+        row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case) | found
         took, same = row.get("median_ms", math.nan), replace(case, implementation="")
         if case.implementation == "native":
             native[same] = took

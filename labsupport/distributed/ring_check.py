@@ -56,8 +56,8 @@ ADVICE = (
      "--rdzv-backend c10d and --rdzv-endpoint HOST:PORT, an open port; with several network "
      "interfaces NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."),
     ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; one process a GPU is a must."),
-    ("relative error", "if every kernel fails, suspect the messages; if one, that kernel: python -m "
-     "labsupport.profiling.accuracy tries it on one device."),
+    ("relative error", "if every kernel fails, suspect the messages; if one, that kernel: try it "
+     "on one device by python -m labsupport.profiling.accuracy."),
 )  # fmt: skip
 
 
@@ -217,7 +217,8 @@ def check(
     )
     oracle = _one_device(oracle_attention, [x.double() for x in whole], dout)
     textbook = _one_device(banded_attention, whole, dout)
-    call = AttentionCall(whole[0].clone().requires_grad_(), *whole[1:], True, return_lse=True)
+    q, k, v = whole
+    call = AttentionCall(q.clone().requires_grad_(), k, v, causal=True, return_lse=True)
     for kernel in table.KERNELS:
         if kernels is not None and kernel.name not in kernels:
             continue
@@ -230,8 +231,8 @@ def check(
             if problem := attempt(_whole_ring, got, info, layout, kernel.name, whole, dout):
                 say(f"{of} FAILED: {problem}")
                 failed.append(f"{of}: {problem}")
-            for name, *three in zip(("out", "dq", "dk", "dv"), got, textbook, oracle, strict=False):
-                errors, fault = _judge(name, *three, MARKS[dtype][name != "out"])
+            for i, (name, result) in enumerate(zip(("out", "dq", "dk", "dv"), got, strict=False)):
+                errors, fault = _judge(result, textbook[i], oracle[i], MARKS[dtype], i > 0)
                 say(f"{of} {name:4} {errors}  {fault or 'ok'}")
                 failed += [f"{of} {name}: {fault}"] if fault else []
     if failed:
@@ -268,13 +269,13 @@ def _whole_ring(
 
 
 def _judge(
-    name: str, got: Tensor, textbook: Tensor, oracle: Tensor, mark: float
+    got: Tensor, textbook: Tensor, oracle: Tensor, marks: tuple[float, float], gradient: bool
 ) -> tuple[str, str]:
     """Return a tensor's errors as text, and why it does not pass."""
-    report = compare_with_oracle(got, textbook, oracle, gradient=name != "out")
+    report = compare_with_oracle(got, textbook, oracle, gradient=gradient)
     rmse, fault = (got.double() - oracle).square().mean().sqrt().item(), ""
-    if not report.relative_error <= mark:
-        fault = f"relative error {report.relative_error:.1e} is above {mark:g}"
+    if not report.relative_error <= marks[gradient]:
+        fault = f"relative error {report.relative_error:.1e} is above {marks[gradient]:g}"
     elif not report.ok:
         fault = f"maximum error {report.max_error:.1e}, the textbook's allow {report.allowed:.1e}"
     return f"{report.max_error:9.1e} {rmse:9.1e} {report.relative_error:9.1e}", fault

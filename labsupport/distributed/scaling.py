@@ -159,7 +159,7 @@ def predict_ring(
         ]
         total += _end(work, times)
         free += _end(work, [dict.fromkeys(step, 0.0) for step in times])
-        compute += max(map(sum, work))
+        compute += max(math.fsum(row) for row in work)
         longest = max([longest, *(ms for step in times for ms in step.values())])
         sent += max(
             sum(size for step in nbytes for (sender, _), size in step.items() if sender == rank)

@@ -162,18 +162,20 @@ def ring_attention(
 
 
 def ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards."""
-    return ring_attention(q, k, v, **{"layout": "contiguous"} | options)
+    """`ring_attention` of contiguous shards, its default."""
+    return ring_attention(q, k, v, **options)
 
 
 def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`ring_attention` of contiguous shards by the lab's own Triton kernels."""
-    return ring_attention(q, k, v, **{"layout": "contiguous", "kernel": "flash_triton"} | options)
+    options.setdefault("kernel", "flash_triton")
+    return ring_attention(q, k, v, **options)
 
 
 def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`ring_attention` of zigzag shards, causal unless told otherwise."""
-    return ring_attention(q, k, v, **{"layout": "zigzag", "causal": True} | options)
+    options.setdefault("causal", True)
+    return ring_attention(q, k, v, **{"layout": "zigzag", **options})
 
 
 def available_ring_kernels(

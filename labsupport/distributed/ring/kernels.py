@@ -233,9 +233,9 @@ def triton_is_missing() -> str | None:
 
 def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
     left, right = options.window
-    qkv, causal = (x.contiguous() for x in (q, k, v)), right == 0
+    (q, k, v), causal = (x.contiguous() for x in (q, k, v)), right == 0
     window = (left, -1 if causal else right)
-    out, lse = run_fa4(AttentionCall(*qkv, causal, options.scale, window, return_lse=True))
+    out, lse = run_fa4(AttentionCall(q, k, v, causal, options.scale, window, None, True))
     assert lse is not None
     return out, lse
 
