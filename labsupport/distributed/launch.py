@@ -7,12 +7,10 @@ runs under torchrun too, which is the tool for scripts and for several machines.
 the function may be defined in one, what the ranks return comes back, and every run ends:
 
     all ranks return        launch returns what they returned
-    one raises, or dies     the others are ended, and a LaunchError carries the traceback of the
-                            rank that failed first
+    one raises, or dies     a LaunchError carries the traceback of the rank that failed first
     one does not come       the others wait for it in a collective until the timeout (20 s), then
                             fail; the error says where the late rank was
-    Control-C, a closed     all processes are ended; if the launcher itself is killed, they notice
-    notebook, SIGKILL       within a second
+    Control-C, SIGKILL      all processes end, within a second of the launcher
 
 (torch.distributed.elastic takes the signal handlers of the process that launches, and
 torch.multiprocessing imports its main module again: neither is right in a notebook.)
@@ -198,9 +196,8 @@ def _results(workers: Sequence[_Worker], limit: float | None) -> list[Any]:
             failures = {w.rank: failure for w in workers if (failure := w.failure())}
             if failures:
                 lost_since = lost_since or time.monotonic()
-                known = not all(failure.lost for failure in failures.values())
-                late = time.monotonic() - lost_since > GRACE_S
-                if known or late or len(failures) == len(workers):
+                patient = time.monotonic() - lost_since < GRACE_S and len(failures) < len(workers)
+                if not (patient and all(failure.lost for failure in failures.values())):
                     raise _error(failures, workers)
             elif not running:
                 return [pickle.loads((w.folder / f"result-{w.rank}").read_bytes()) for w in workers]
@@ -236,19 +233,13 @@ def _error(failures: Mapping[int, _Failure], workers: Sequence[_Worker]) -> Laun
 
 def _end(workers: Sequence[_Worker]) -> None:
     """End all processes and what they started: politely, then for good."""
-    deadline = time.monotonic() + KILL_AFTER_S
-    alive = [worker for worker in workers if worker.process.poll() is None]
-    for number in (signal.SIGTERM, getattr(signal, "SIGKILL", signal.SIGTERM)):
-        for worker in alive if number == signal.SIGTERM else workers:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for worker in workers:
             with suppress(ProcessLookupError, PermissionError):  # nobody is left
-                if os.name == "posix":
-                    os.killpg(worker.process.pid, number)
-                else:
-                    worker.process.kill()
-        while any(w.process.poll() is None for w in alive) and time.monotonic() < deadline:
+                os.killpg(worker.process.pid, number)
+        deadline = time.monotonic() + KILL_AFTER_S
+        while any(w.process.poll() is None for w in workers) and time.monotonic() < deadline:
             time.sleep(0.02)
-    for worker in workers:
-        worker.process.wait()
 
 
 def _environment(processes: int, device: str, port: int) -> dict[str, str]:
@@ -295,8 +286,7 @@ def _work(name: str) -> None:
     """Run the folder's job as this rank; leave result-RANK or error-RANK there."""
     folder, rank = Path(name), os.environ["RANK"]
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # show its stack, end
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # show its stack, end
     try:
         function, args, kwargs, timeout = pickle.loads((folder / "job").read_bytes())
         # For process groups that are made without a timeout: not half an hour.

@@ -26,11 +26,11 @@ memory for traffic. And each micro-batch gathers the parameters anew, however th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -50,7 +50,7 @@ from labsupport.distributed.data_parallel.run import (
     make_optimizer,
     run_steps,
 )
-from labsupport.distributed.process_group import RankInfo
+from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.training.loop.inputs import check_weights
 from labsupport.training.loop.settings import TrainSettings
 
@@ -95,7 +95,7 @@ def shard(
             "modules are its blocks, shard(model, blocks=model.layers)"
         )
     mesh = mesh or init_device_mesh(info.device.type, (info.world,))
-    _check_same_weights(model, info.device, mesh)
+    _check_same_weights(model, mesh)
     offload = OffloadPolicy()
     if cpu_offload:
         # Pinned memory is what a GPU can copy from while it computes; without one there is none.
@@ -110,18 +110,15 @@ def shard(
     return fully_shard(model, **options)
 
 
-def _check_same_weights(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+def _check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ValueError, on all ranks, if one has other weights than rank 0.
 
     DDP copies rank 0's to the others. FSDP sends nothing: each rank keeps its rows of what it has,
     and of models from different seeds one would be patched together that nobody had built.
     """
-    sums = torch.zeros(mesh.size(), dtype=torch.float64, device=device)
-    for parameter in model.parameters():
-        own = parameter.detach().abs().sum(dtype=torch.float64)
-        sums[mesh.get_local_rank()] += own.to(device)
-    dist.all_reduce(sums, group=mesh.get_group())  # each entry is 0 on all ranks but one
-    if not bool(torch.isclose(sums, sums[0], rtol=1e-9, equal_nan=True).all()):
+    own = sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in model.parameters())
+    sums = all_gather_object(own, mesh.get_group())
+    if not all(math.isclose(each, sums[0]) for each in sums):
         raise ValueError(
             "the ranks' weights differ: call torch.manual_seed with the same number on each before "
             "the model is built, or load the same file"

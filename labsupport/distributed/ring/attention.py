@@ -179,18 +179,12 @@ def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 
 def available_ring_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> dict[str, tuple[str, ...]]:
-    """Return every kernel, and why it cannot compute a ring of these shards here: () if it can."""
-    call = AttentionCall(q, k, v, causal, None, window_size, alibi_slopes, True)
-    return {kernel.name: tuple(kernel.reasons(call, deterministic)) for kernel in KERNELS}
+    """Return every kernel, and why it cannot compute a ring with these options: () if it can."""
+    ring = RingOptions(**options)
+    call = AttentionCall(q, k, v, ring.causal, None, ring.window_size, ring.alibi_slopes, True)
+    return {kernel.name: tuple(kernel.reasons(call, ring.deterministic)) for kernel in KERNELS}
 
 
 class _Prepared(NamedTuple):

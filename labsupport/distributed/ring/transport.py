@@ -63,11 +63,9 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "ring attention needs a process group, and torch.distributed is not initialised in "
-                "this process. Start the program with torchrun and call "
-                "torch.distributed.init_process_group() first; for one process without a launcher: "
-                "init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
-                "world_size=1)."
+                "ring attention needs a process group. Start the program with torchrun and call "
+                "labsupport.distributed.setup_ddp(), or "
+                "torch.distributed.init_process_group(), first."
             )
         self.group = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
