@@ -352,7 +352,7 @@ def check_against(
 
 
 def _beside(
-    row: Mapping[str, Any], what: Iterable[str], time: str, predicted: float, ideal: float
+    row: Mapping[Any, Any], what: Iterable[str], time: str, predicted: float, ideal: float
 ) -> dict[str, Any]:
     return {name: row[name] for name in what} | {
         time: row[time],

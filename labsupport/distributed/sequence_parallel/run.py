@@ -14,7 +14,6 @@ W ranks saved, another number goes on with, and DDP or FSDP too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -84,9 +83,9 @@ def train_with_ring(
             stream.check_same()
             total = share.labels // info.world  # each rank has counted the labels of all
             loss = torch.zeros((), device=info.device)
-            for batch, _ in share.micro_batches:
+            for shard in stream.shards:
                 with torch.autocast(info.device.type, dtype=dtype, enabled=dtype is not None):
-                    part = sharded(stream.shard_of(batch), total)
+                    part = sharded(shard.to(info.device), total)
                 part.backward()
                 loss = loss + part.detach()
             sharded.sum_gradients()
@@ -98,37 +97,25 @@ def train_with_ring(
 class _Stream:
     """step -> this rank's shards, in the form that a `Share` counts.
 
-    Their labels are those of the whole sequence, on each rank. So all ranks keep or leave out the
-    same micro-batches: one whose labels all lie on other ranks is computed too.
+    Their labels are those of the whole sequence, on each rank.
     """
 
     def __init__(self, sharded: SequenceParallel, batches: Batches) -> None:
         self.sharded, self.batches = sharded, batches
-        self.step = self.checksum = self.farthest = 0
+        self.step = self.checksum = 0
+        self.shards: list[Shard] = []
 
     def __call__(self, step: int) -> list[dict[str, Tensor]]:
-        self.step, self.checksum, shards = step, 0, []
+        self.step, self.checksum, self.shards = step, 0, []
         for batch in self.batches(step):
             for name, tensor in sorted(tensors(batch).items()):
                 data = tensor.detach().cpu().contiguous().numpy()
                 self.checksum = zlib.crc32(data.tobytes(), zlib.crc32(name.encode(), self.checksum))
-            shard = self.sharded.shard(batch)
-            self.farthest = shard.farthest
-            shards.append(
-                {
-                    "tokens": shard.tokens,
-                    "labels": shard.all_labels,
-                    "own_labels": shard.labels,
-                    "positions": shard.positions,
-                    "fillers": torch.tensor(shard.fillers),
-                }
-            )
-        return shards
-
-    def shard_of(self, batch: Mapping[str, Tensor]) -> Shard:
-        """Return the shard again, by now on the rank's device."""
-        labels, whole = batch["own_labels"], batch["labels"]
-        return Shard(batch["tokens"], labels, batch["positions"], whole, self.farthest)
+            self.shards.append(self.sharded.shard(batch))
+        return [
+            {"tokens": own.tokens, "labels": own.all_labels, "fillers": torch.tensor(own.fillers)}
+            for own in self.shards
+        ]
 
     def check_same(self) -> None:
         """Raise ValueError, on all ranks, if they were not given the same micro-batches."""
