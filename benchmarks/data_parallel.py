@@ -9,51 +9,86 @@ step takes as long as one rank's alone, and W ranks train W times as many tokens
 
     efficiency = tokens/s of W ranks / (W · tokens/s of one rank alone)
 
-What comes out is agreed among all ranks. A case that fails is a row that says why. If a rank is
-left waiting, the process group's timeout ends the wait; with NCCL it ends the program, and what was
-measured until then is kept (--save).
+A case that fails is a row that says why. If a rank is left waiting, the process group's timeout
+ends the wait; with NCCL it ends the program, and what was measured until then is kept (--save).
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import runner
-from benchmarks.data_parallel_case import (
-    STRATEGIES,
-    Case,
-    Measured,
-    columns_of,
-    measure_case,
-    row_of,
-    savings_of,
-    shape_of,
+from labsupport.distributed.data_parallel.costs import (
+    ddp_bytes_sent,
+    fsdp_bytes_sent,
+    predict_state_bytes,
+    state_bytes,
 )
-from labsupport.distributed.data_parallel.costs import predict_state_bytes
-from labsupport.distributed.data_parallel.process_group import Place, cleanup_ddp, setup_ddp
+from labsupport.distributed.data_parallel.ddp import AllReduces, wrap
+from labsupport.distributed.data_parallel.fsdp import shard
+from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
+from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
-from labsupport.distributed.launch.worker import is_lost
+from labsupport.distributed.process_group import (
+    RankInfo,
+    all_gather_object,
+    cleanup_ddp,
+    setup_ddp,
+)
 from labsupport.profiling.provenance import command_line
+from labsupport.profiling.timing import quantile
 from labsupport.training.lengths import parse_tokens
-from labsupport.training.planner.plan import plan_memory
+from labsupport.training.loop.history import read_peak, reset_peak
+from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.model import Decoder, DecoderConfig, Savings
 from labsupport.training.saving.limit import is_out_of_memory
 
 if TYPE_CHECKING:
     import pandas as pd
 
-GIB, MIB = 2**30, 2**20
+STRATEGIES = ("single", "ddp", "fsdp")
 # Ranks that take no part wait on the CPU for those that do, so long at most.
-PATIENCE = timedelta(minutes=30)
-_WHO = ["preset", "strategy", "world"]
+MEETING = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    strategy: "single" (each rank by itself, nothing is sent), "ddp" or "fsdp".
+    preset: the decoder's shape, as for `shape_of`.
+    world: the first so many ranks take part.
+    length, batch: tokens (batch, length) of each micro-batch of each rank.
+    micro_batches: of each step and rank.
+    sync_every: communicate after each of them, not after the last only.
+    dtype: "bfloat16": by autocast, under FSDP by its policy, with a bfloat16 residual stream in
+        both, so that activations are alike. "float32": all of it.
+    attention: the backend.
+    """
+
+    strategy: str
+    preset: str
+    world: int
+    length: int
+    batch: int = 1
+    micro_batches: int = 1
+    sync_every: bool = False
+    dtype: str = "float32"
+    attention: str = "auto"
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -79,42 +114,73 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> pd.DataFrame | None:
     for preset in options.presets:
         shape_of(preset)  # an unknown one is refused before anything starts
-    ranks = int(os.environ.get("WORLD_SIZE", options.processes))
-    shared = {name: getattr(options, name) for name in ("length", "batch", "dtype", "attention")}
+    names = "length", "batch", "dtype", "attention"
     chosen = list(
         cases(
             options.presets,
-            [world for world in options.worlds if 1 <= world <= ranks],
+            options.worlds,
             strategies=options.strategies,
             accumulation=options.accumulation,
-            **shared,
+            **{name: getattr(options, name) for name in names},
         )
     )
-    names = ("steps", "warmup", "timeout", "seconds")
-    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    names = "steps", "warmup", "timeout", "seconds"
+    settings = {name: getattr(options, name) for name in names}
+    function = partial(measure_scaling, chosen, **settings)
+    return on_all_ranks(function, options, options.timeout)
+
+
+def on_all_ranks(
+    function: Callable[..., pd.DataFrame], options: Namespace, timeout: float
+) -> pd.DataFrame | None:
+    """Measure on torchrun's ranks, or on --processes; return the table on rank 0, else None.
+
+    Under torchrun `function` gets `on_rows`, which keeps the rows so far: a case may end the
+    program.
+    """
+    backend = {"cpu": "gloo", "cuda": "nccl"}.get(options.device or "")
+
+    def on_this_rank(on_rows: Any = None) -> pd.DataFrame | None:
+        info = setup_ddp(backend, timeout)
+        table = function(on_rows=None if info.rank else on_rows)
+        cleanup_ddp()
+        return None if info.rank else table
+
     if "RANK" in os.environ:
-        return on_this_rank(chosen, options.device, settings, runner.keep_rows(options))
-    table = launch(
-        on_this_rank, (chosen, options.device, settings), processes=options.processes,
-        device=options.device, timeout=options.timeout,
-    )[0]  # fmt: skip
+        return on_this_rank(runner.keep_rows(options))
+    where = {"processes": options.processes, "device": options.device}
+    table = launch(on_this_rank, timeout=timeout, **where)[0]
     table.attrs["provenance"]["command"] = command_line()
     return table
 
 
-def show(table: pd.DataFrame, options: Namespace) -> str:
-    """Times and efficiency; memory of FSDP beside DDP's; what no_sync() saves; what failed."""
-    done, parts = table[table.status == "ok"], []
-    if len(done):
-        parts = [
-            ("Time of a step in ms, and efficiency", _scaling(done[done.micro_batches == 1])),
-            ("Memory of a rank in GiB: weights, gradients and AdamW's states", _memory(done)),
-            ("Several micro-batches a step", _accumulation(done[done.micro_batches > 1])),
-        ]
-    parts.append(("Not measured", table[table.status != "ok"][[*_WHO, "status", "reason"]]))
-    return "\n\n".join(
-        f"{title}\n{part.to_string(index=False, na_rep='')}" for title, part in parts if len(part)
-    )
+def show(table: pd.DataFrame, options: Namespace | None) -> str:
+    columns = [
+        *("preset", "strategy", "world", "micro_batches", "sync_every", "step_ms", "efficiency"),
+        *("state_bytes", "predicted_state_bytes", "peak_memory_bytes", "all_reduces"),
+        *("predicted_sent_bytes", "status", "reason"),
+    ]
+    shown = table[[name for name in columns if name in table]].copy()
+    for name in columns:
+        if name.endswith("_bytes") and name in shown:
+            shown[name] = (shown[name] / 2**20).round(1)
+    shown = shown.rename(columns=lambda name: str(name).replace("_bytes", "_mib"))
+    return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
+
+
+def shape_of(preset: str) -> DecoderConfig:
+    """Return a preset of `labsupport.training.model`, or GPT-2's shape as LAYERSxWIDTH.
+
+    >>> shape_of("48x1600").heads  # GPT-2 XL's size; heads of 64
+    25
+
+    Raises:
+        ValueError: neither.
+    """
+    layers, x, width = preset.partition("x")
+    if x and layers.isdigit() and width.isdigit():
+        return DecoderConfig(layers=int(layers), width=int(width), heads=max(1, int(width) // 64))
+    return DecoderConfig.preset(preset)
 
 
 def cases(
@@ -125,38 +191,20 @@ def cases(
     accumulation: int = 1,
     **shared: Any,
 ) -> Iterator[Case]:
-    """Every strategy on every number of ranks, in the order given.
+    """Yield every strategy on every number of ranks.
 
-    The first preset also shows accumulation, on most ranks, with no_sync() (or its like) and
-    without. `shared` are further fields of `Case`.
+    The first preset also shows accumulation, with no_sync() (or its like) and without. `shared`
+    are further fields of `Case`.
     """
     for preset in presets:
         for world in worlds:
             for strategy in strategies:
                 yield Case(strategy, preset, world, **shared)
-        if accumulation > 1 and preset == presets[0]:
-            several: dict[str, Any] = {"preset": preset, "micro_batches": accumulation} | shared
-            yield Case(strategy="single", world=1, **several)
-            for strategy in strategies:
-                if strategy != "single" and max(worlds) > 1:
-                    for sync_every in (False, True):
-                        yield Case(strategy, world=max(worlds), sync_every=sync_every, **several)
-
-
-def on_this_rank(
-    chosen: Sequence[Case],
-    device: str | None,
-    settings: dict[str, Any],
-    on_rows: Callable[[pd.DataFrame], Any] | None = None,
-) -> pd.DataFrame | None:
-    """Join the process group, measure, leave it; the table on rank 0, None elsewhere."""
-    backend = {"cpu": "gloo", "cuda": "nccl"}.get(device or "")
-    place = setup_ddp(backend, settings["timeout"])
-    try:
-        table = measure_scaling(chosen, on_rows=on_rows, **settings)
-    finally:
-        cleanup_ddp()
-    return table if place.rank == 0 else None
+                if accumulation > 1 and preset == presets[0]:
+                    several = Case(strategy, preset, world, micro_batches=accumulation, **shared)
+                    yield several
+                    if strategy != "single" and world > 1:
+                        yield replace(several, sync_every=True)
 
 
 def measure_scaling(
@@ -180,153 +228,176 @@ def measure_scaling(
     Returns:
         On all ranks, a row for each case: its fields; parameters; predicted_state_bytes,
         predicted_sent_bytes (`costs`: by each rank, in a step); status ("ok", "out of memory",
-        "predicted", "failed", "not tried") and reason; step_ms, q1_ms, q3_ms (the slowest rank of
-        each step counts); tokens_s of all ranks; efficiency against "single" on one rank, NaN
-        without it; parameter_bytes, gradient_bytes, optimizer_bytes, state_bytes (their sum) and
+        "failed", "not tried") and reason; step_ms, q1_ms, q3_ms (the slowest rank of each step
+        counts); tokens_s of all ranks; efficiency against "single" on one rank, NaN without it;
+        parameter_bytes, gradient_bytes, optimizer_bytes, state_bytes (their sum) and
         peak_memory_bytes of the rank that holds most (peak: GPUs only); all_reduces and
         all_reduced_bytes of a step (DDP).
     """
-    place = Place.current()
-    meeting: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+    info = RankInfo.current()
+    meeting: Any = dist.new_group(backend="gloo", timeout=MEETING)
     groups: dict[int, Any] = {}
     began = time.monotonic()
 
     def attempt(case: Case) -> runner.Row:
-        refused = ("predicted", _does_not_fit(case, place))
-        if time.monotonic() - began > seconds:
-            refused = ("not tried", f"{seconds:g} s were over")
-        refused = _told(refused, meeting, place)[0]  # ranks' clocks differ: rank 0 decides
-        if refused[1]:
-            return dict(zip(("status", "reason"), refused, strict=True))
+        # Ranks' clocks differ: rank 0 decides.
+        if all_gather_object(time.monotonic() - began > seconds, meeting)[0]:
+            return {"status": "not tried", "reason": f"{seconds:g} s were over"}
         if case.world not in groups:
             limit = timedelta(seconds=timeout)
             groups[case.world] = dist.new_group(range(case.world), timeout=limit)
-        own = _tried(case, groups[case.world], place, steps, warmup)
-        heard = _told(own, meeting, place)[: case.world]
-        if failures := [said for said in heard if isinstance(said, tuple)]:
+        own: Any = None
+        if info.rank < case.world:
+            try:
+                own = measure_case(case, groups[case.world], info, steps=steps, warmup=warmup)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {runner.one_line(error)[:300]}"
+                status = "out of memory" if is_out_of_memory(error) else "failed"
+                # The cause sorts before what only follows from it.
+                own = is_lost(error), status, f"rank {info.rank}: {reason}"
+        by_rank = all_gather_object(own, meeting)[: case.world]
+        if failures := [answer for answer in by_rank if isinstance(answer, tuple)]:
             del groups[case.world]  # its ranks may wait for each other: make a new one
             return dict(zip(("status", "reason"), min(failures)[1:], strict=True))
-        return columns_of(case, heard)
+        return columns_of(case, by_rank)
 
     table = runner.run(
-        [runner.Case(row_of(c), partial(attempt, c)) for c in chosen if c.world <= place.world],
-        place.device,
-        progress=place.rank == 0,
-        on_rows=(lambda t: on_rows(with_efficiency(t))) if on_rows and place.rank == 0 else None,
-        ranks=place.world,
+        [runner.Case(row_of(c), partial(attempt, c)) for c in chosen if c.world <= info.world],
+        info.device,
+        progress=info.rank == 0,
+        on_rows=(lambda rows: on_rows(with_efficiency(rows))) if on_rows else None,
+        ranks=info.world,
         steps=steps,
         warmup=warmup,
     )
     return with_efficiency(table)
 
 
-def _tried(
-    case: Case, group: dist.ProcessGroup, place: Place, steps: int, warmup: int
-) -> Measured | tuple[int, str, str] | None:
-    """This rank's measurement; a failure as (how far from the cause, status, reason)."""
-    if place.rank >= case.world:
-        return None
-    try:
-        return measure_case(case, group, place, steps=steps, warmup=warmup)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {runner.one_line(error)[:300]}"
-        if is_out_of_memory(error):
-            return 0, "out of memory", reason
-        return (2 if is_lost(error) else 1), "failed", f"rank {place.rank}: {reason}"
+def measure_case(
+    case: Case, group: dist.ProcessGroup, info: RankInfo, *, steps: int, warmup: int
+) -> dict[str, Any]:
+    """Measure one rank of `group`: milliseconds of each step; bytes; all-reduces of one step."""
+    step, model, optimizer, counter = _prepared(case, group, info)
+    times: list[float] = []
+    for i in range(warmup + steps):
+        if i == warmup:
+            reset_peak(info.device)
+        counter.calls = counter.nbytes = 0
+        info.barrier(group)
+        began = time.perf_counter()
+        step()
+        if info.device.type == "cuda":
+            torch.cuda.synchronize(info.device)
+        times.append(1000 * (time.perf_counter() - began))
+    nan = float("nan")
+    return {
+        "times": times[warmup:],
+        "state": state_bytes(model, optimizer),
+        # On a CPU the system knows the peak of the process's whole life only.
+        "peak": read_peak(info.device) if info.device.type == "cuda" else nan,
+        "all_reduces": counter.calls if case.strategy == "ddp" else nan,
+        "all_reduced_bytes": counter.nbytes if case.strategy == "ddp" else nan,
+    }
 
 
-def _told(own: Any, meeting: dist.ProcessGroup, place: Place) -> list[Any]:
-    """Gather one value from each rank on all ranks; this blocks until all have come."""
-    said: list[Any] = [None] * place.world
-    dist.all_gather_object(said, own, group=meeting)
-    return said
+def _prepared(
+    case: Case, group: dist.ProcessGroup, info: RankInfo
+) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer, AllReduces]:
+    device, bfloat16, config = info.device, case.dtype == "bfloat16", shape_of(case.preset)
+    # The loss in chunks, or logits would be most of the memory.
+    residual = torch.bfloat16 if bfloat16 else None
+    savings = Savings(attention=case.attention, loss_chunk=1024, residual=residual)
+    torch.manual_seed(0)  # the same weights on all ranks
+    with device:
+        model = Decoder(config, savings)
+    torch.manual_seed(1 + info.rank)  # other tokens on each
+    tokens = torch.randint(config.vocab_size, (case.batch, case.length + 1), device=device)
+    tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    counter, called, sync = AllReduces(), model, lambda last: None
+    if case.strategy == "ddp":
+        called, counter = wrap(model, group=group)
 
+        def sync(last: bool) -> None:
+            called.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
 
-def _does_not_fit(case: Case, place: Place) -> str:
-    """Reason not to try a case on a GPU; "" if it may fit.
-
-    One rank that runs out of memory while another does not would leave that one waiting.
-    """
-    if place.device.type != "cuda":
-        return ""
-    config = shape_of(case.preset)
-    try:
-        plan = plan_memory(
-            config,
-            seqlen=case.length,
-            batch=case.batch,
-            savings=savings_of(case),
-            autocast=torch.bfloat16 if case.dtype == "bfloat16" else None,
-            device="cuda",
+    elif case.strategy == "fsdp":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None
+        sharded = shard(
+            model, mixed_precision=policy, mesh=DeviceMesh.from_group(group, device.type)
         )
-    except ValueError:  # attention of which it is not known what it keeps
-        return ""
-    needed, there = plan.peak_bytes, torch.cuda.get_device_properties(place.device).total_memory
+
+        def sync(last: bool) -> None:
+            sharded.set_requires_gradient_sync(case.sync_every or last)
+
+    optimizer = make_optimizer(model, TrainSettings(steps=1))
+    autocast = bfloat16 and case.strategy != "fsdp"
+
+    def step() -> None:
+        # DDP's gradients are views of its buckets: they are set to zero, not thrown away.
+        optimizer.zero_grad(set_to_none=case.strategy != "ddp")
+        for i in range(case.micro_batches):
+            sync(i == case.micro_batches - 1)
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = called(tokens, labels) / case.micro_batches
+            loss.backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+
+    return step, model, optimizer, counter
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """Return the columns that are known beforehand: the case, and what is predicted of it."""
+    config = shape_of(case.preset)
+    parameters, sent = config.parameters, 0.0
+    if case.strategy == "ddp":
+        sent = ddp_bytes_sent(4 * parameters, case.world)
+        sent *= case.micro_batches if case.sync_every else 1
     if case.strategy == "fsdp":
-        whole, share = (predict_state_bytes(config.parameters, ranks=w) for w in (1, case.world))
-        needed -= whole.total - share.total
-    if needed < 0.95 * there:
-        return ""
-    return f"needs about {needed / 2**30:.0f} GiB of {there / 2**30:.0f}"
+        travels = 2 if case.dtype == "bfloat16" else 4
+        one, two = (replace(config, layers=n).parameters for n in (1, 2))
+        sent = fsdp_bytes_sent(
+            travels * parameters,
+            4 * parameters,
+            case.world,
+            micro_batches=case.micro_batches,
+            sync_every=case.sync_every,
+            kept_bytes=travels * (2 * one - two),  # what lies outside of the blocks
+        )
+    ranks = case.world if case.strategy == "fsdp" else 1
+    return asdict(case) | {
+        "parameters": parameters,
+        "predicted_state_bytes": predict_state_bytes(parameters, ranks=ranks).total,
+        "predicted_sent_bytes": sent,
+    }
+
+
+def columns_of(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the measured columns, from what each rank measured."""
+    slowest = tuple(map(max, zip(*(rank["times"] for rank in by_rank), strict=True)))
+    most = max(by_rank, key=lambda rank: rank["state"].total)
+    state, median = most["state"], statistics.median(slowest)
+    return {
+        "step_ms": median,
+        "q1_ms": quantile(slowest, 0.25),
+        "q3_ms": quantile(slowest, 0.75),
+        "tokens_s": 1000 * case.world * case.micro_batches * case.batch * case.length / median,
+        "parameter_bytes": state.parameters,
+        "gradient_bytes": state.gradients,
+        "optimizer_bytes": state.optimizer,
+        "state_bytes": state.total,
+        "peak_memory_bytes": max(rank["peak"] for rank in by_rank),
+        "all_reduces": most["all_reduces"],
+        "all_reduced_bytes": most["all_reduced_bytes"],
+    }
 
 
 def with_efficiency(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with `efficiency` behind tokens_s: of each row against one rank by itself."""
+    """Return the table with `efficiency`, of each row against one rank by itself."""
     if "tokens_s" not in table:
         return table
     same = ["preset", "length", "batch", "micro_batches", "dtype", "attention"]
-    alone = table[(table.strategy == "single") & (table.world == 1)]
-    rates = {tuple(row[name] for name in same): row.tokens_s for _, row in alone.iterrows()}
-    base = [
-        rates.get(tuple(row[name] for name in same), float("nan")) for _, row in table.iterrows()
-    ]
-    table = table.copy()
-    at = list(table).index("tokens_s") + 1
-    table.insert(at, "efficiency", table.tokens_s / table.world / base)
-    return table
-
-
-def _scaling(done: pd.DataFrame) -> pd.DataFrame:
-    """One row for each model and strategy, one column for each number of ranks."""
-    import pandas as pd
-
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for _, one in done.sort_values("world", kind="stable").iterrows():
-        who = {"preset": one.preset, "strategy": one.strategy}
-        efficiency = "" if one.efficiency != one.efficiency else f" ({one.efficiency:.0%})"
-        row = rows.setdefault((one.preset, one.strategy), who)
-        row[f"on {one.world}"] = f"{one.step_ms:.1f}{efficiency}"
-    return pd.DataFrame(rows.values())
-
-
-def _memory(done: pd.DataFrame) -> pd.DataFrame:
-    """One row for each model, at the largest number of ranks."""
-    import pandas as pd
-
-    once = done[done.micro_batches == 1]
-    once = once[once.world == once.world.max()]
-    rows = []
-    for preset, group in once.groupby("preset", sort=False):
-        row: dict[str, Any] = {"preset": preset, "million": round(group.parameters.iloc[0] / 1e6)}
-        for strategy, one in group.set_index("strategy").iterrows():
-            if strategy == "single":
-                continue
-            row[f"{strategy} on {one.world}"] = round(one.state_bytes / GIB, 3)
-            row[f"{strategy}, predicted"] = round(one.predicted_state_bytes / GIB, 3)
-            row[f"{strategy}, peak of a step"] = round(one.peak_memory_bytes / GIB, 2)
-        if len(row) > 2:
-            rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _accumulation(done: pd.DataFrame) -> pd.DataFrame:
-    """With no_sync() (or its like) and without, beside one another."""
-    shown = done[_WHO + ["micro_batches"]].copy()
-    shown["in sync"] = [
-        "" if row.strategy == "single" else "always" if row.sync_every else "at the end"
-        for row in done.itertuples()
-    ]
-    shown["all-reduces"] = done.get("all_reduces")
-    shown["a rank sends, MiB"] = (done.predicted_sent_bytes / MIB).round(1)
-    shown["step, ms"] = done.step_ms.round(1)
-    return shown
+    single = table[(table.strategy == "single") & (table.world == 1)]
+    rates = single.set_index(same).tokens_s.to_dict()
+    alone = [rates.get(key, float("nan")) for key in table[same].itertuples(index=False, name=None)]
+    return table.assign(efficiency=table.tokens_s / table.world / alone)

@@ -970,7 +970,7 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # %%
 from labsupport.attention import merge_attention
 from labsupport.attention.reference import standard_attention
-from labsupport.distributed import lessons, positions_of, unshard_sequence
+from labsupport.distributed import demos, positions_of, unshard_sequence
 from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.ring import Plan
 from labsupport.distributed.scaling import check_against
@@ -1306,11 +1306,11 @@ for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chun
 # ## 3.13 · Real processes
 #
 # `launch` starts processes on this machine, here two, and returns what each of them returned. `ring_on_ranks`
-# (`labsupport/distributed/lessons/ring.py`) calls `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
+# (`labsupport/distributed/demos.py`) calls `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
 # options, one shard on each rank. First, are they right? Forward and backward, with RoPE, against one device in float64:
 
 # %%
-looked = launch(lessons.ring_on_ranks, processes=2, device="cpu")
+looked = launch(demos.ring_on_ranks, processes=2, device="cpu")
 errors = pd.DataFrame(looked[0]["errors"]).set_index(["case", "tensor"])
 assert (errors.relative < 2e-6).all()
 errors.map("{:.0e}".format)
@@ -1365,7 +1365,7 @@ plotting.plot_timeline(
 # program in this process.)
 
 # %%
-memory = pd.DataFrame(lessons.step_memory() + looked[0]["memory"] + looked[1]["memory"])
+memory = pd.DataFrame(demos.step_memory() + looked[0]["memory"] + looked[1]["memory"])
 peaks = memory.groupby(["seqlen", "ranks"]).peak_memory_bytes.max().unstack() / 2**20
 peaks.columns = [f"MiB, {ranks} rank{'s, each' * (ranks > 1)}" for ranks in peaks.columns]
 peaks.round(1)
@@ -1378,7 +1378,7 @@ peaks.round(1)
 
 # %%
 try:
-    launch(lessons.leave, processes=2, device="cpu")
+    launch(demos.leave, processes=2, device="cpu")
 except LaunchError as error:
     print(error)
 
@@ -1400,7 +1400,7 @@ except LaunchError as error:
 predicted_held = None  # your guess, a number between 0 and 1
 
 # %%
-ranks = launch(lessons.train_on_ranks, processes=2, device="cpu")
+ranks = launch(demos.train_on_ranks, processes=2, device="cpu")
 trained = pd.DataFrame(ranks[0] + ranks[1])
 held = trained.groupby("case", sort=False)[["parameters", "gradients", "optimizer"]].max()
 share = held.loc["FSDP"].sum() / held.loc["DDP"].sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,26 +18,35 @@ ring_app = typer.Typer(
 )
 Option = typer.Option
 
-_BACKEND = Option(help="nccl (GPUs) or gloo (CPU). Default: nccl where there are GPUs.")
-_PROCESSES = Option(help="How many to start here; under torchrun, its own count.")
-_PATIENCE = Option(help="Seconds that a rank waits for another before the run is given up.")
-_DTYPE = Option(help="bfloat16, float16, float32. Default: bfloat16 on GPUs, float32 on CPUs.")
+Backend = Annotated[
+    str | None, Option(help="nccl (GPUs) or gloo (CPU). Default: nccl where there are GPUs.")
+]
+Processes = Annotated[
+    int | None, Option(help="How many to start here; under torchrun, its own count.")
+]
+Timeout = Annotated[
+    float, Option(help="Seconds that a rank waits for another before the run is given up.")
+]
+Dtype = Annotated[
+    str | None, Option(help="bfloat16, float16, float32. Default: bfloat16 on GPUs, else float32.")
+]
+HeadDim = Annotated[int | None, Option(help="Default: 64 to check, 128 to time; less on CPUs.")]
 
 
 @ring_app.command("check")
 def check_command(
-    backend: Annotated[str | None, _BACKEND] = None,
-    processes: Annotated[int | None, _PROCESSES] = None,
+    backend: Backend = None,
+    processes: Processes = None,
     kernel: Annotated[
         str | None, Option(help="cudnn,native,flash_triton,flash_torch,fa4. Default: what can run.")
     ] = None,
-    dtype: Annotated[str | None, _DTYPE] = None,
+    dtype: Dtype = None,
     seqlen: Annotated[int | None, Option(help="Tokens of the whole sequence.")] = None,
     heads: Annotated[int, Option(help="Query heads.")] = 4,
     kv_heads: Annotated[int, Option(help="Key/value heads.")] = 2,
-    head_dim: Annotated[int | None, Option(help="Default: 64 on GPUs, 16 on CPUs.")] = None,
+    head_dim: HeadDim = None,
     speeds: Annotated[bool, Option(help="Measure latency and bandwidth.")] = True,
-    patience: Annotated[float, _PATIENCE] = 120.0,
+    timeout: Timeout = 120.0,
 ) -> None:
     """Check several devices: who is there, how they are linked, and whether rings compute right.
 
@@ -48,21 +58,15 @@ def check_command(
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
-    from labsupport.distributed.ring_tools.check import check_options
+    from labsupport.distributed.ring_check import MARKS, check, table
 
-    check_options(_names(kernel), dtype, heads, kv_heads)
-    options = {
-        "kernels": _names(kernel),
-        "dtype": dtype,
-        "seqlen": seqlen,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "speeds": speeds,
-    }
-    target = "labsupport.distributed.ring_tools.check:main"
-    where = {"backend": backend, "processes": processes, "patience": patience}
-    if _in_every_process(target, options, **where):
+    kernels = _names(kernel)
+    _check_known("kernel", kernels, [entry.name for entry in table.KERNELS])
+    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_heads(heads, [kv_heads])
+    options = {"kernels": kernels, "dtype": dtype, "seqlen": seqlen, "speeds": speeds}
+    options |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    if _in_every_process(check, options, backend, processes, timeout):
         raise typer.Exit(1)
 
 
@@ -75,13 +79,13 @@ def bench_command(
     kv_heads: Annotated[
         str | None, Option(help="Key/value heads. Default: 8,32; on CPUs 4.")
     ] = None,
-    head_dim: Annotated[int | None, Option(help="Default: 128; on CPUs 64.")] = None,
-    dtype: Annotated[str | None, _DTYPE] = None,
+    head_dim: HeadDim = None,
+    dtype: Dtype = None,
     implementations: Annotated[
         str | None,
         Option(
-            help="Kernels (see check); PyTorch's own context_parallel, with flash, cudnn or "
-            "efficient in square brackets behind it. Default: what may run."
+            help="Kernels (see check); PyTorch's own context_parallel, followed by flash, cudnn or "
+            "efficient in square brackets. Default: what may run."
         ),
     ] = None,
     layouts: Annotated[
@@ -100,9 +104,9 @@ def bench_command(
     ] = None,
     save: Annotated[str | None, Option(help="Keep the table under data/runs/SAVE.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace a run of that name.")] = False,
-    backend: Annotated[str | None, _BACKEND] = None,
-    processes: Annotated[int | None, _PROCESSES] = None,
-    patience: Annotated[float, _PATIENCE] = 120.0,
+    backend: Backend = None,
+    processes: Processes = None,
+    timeout: Timeout = 120.0,
 ) -> None:
     """Time causal ring attention beside one device, PyTorch's kernels and its context parallelism.
 
@@ -116,11 +120,11 @@ def bench_command(
     """
     import torch
 
-    from labsupport.distributed.ring_tools.bench import check_files, check_options
-    from labsupport.distributed.ring_tools.cases import check_heads
+    from labsupport.distributed import ring_bench
+    from labsupport.distributed.ring_check import LAYOUTS, MARKS, table
+    from labsupport.profiling.provenance import command_line
+    from labsupport.profiling.runs import check_run_name, list_runs, save_run
 
-    check_options(_names(implementations), _names(layouts), _names(directions) or [], dtype)
-    check_files(save, overwrite, rows)
     small = backend == "gloo" or not torch.cuda.is_available()
     options = {
         "seqlens": _numbers(seqlen or ("512,1024" if small else "8192,32768")),
@@ -135,36 +139,58 @@ def bench_command(
         "limit": limit,
         "rows_file": None if rows is None else str(rows.absolute()),
     }
-    check_heads(options["heads"], options["kv_heads"])
-    target = "labsupport.distributed.ring_tools.bench:main"
-    where = {"backend": backend, "processes": processes, "patience": patience}
-    kept = "--rows FILE would keep" if rows is None else f"{rows} holds"
-    table = _in_every_process(
-        target, options, **where, when_stopped=f"; {kept} the rows of the cases that were done"
-    )
-    if table is not None and save is not None:
-        from labsupport.profiling.provenance import command_line
-        from labsupport.profiling.runs import save_run
-
-        table.attrs["provenance"]["command"] = command_line()
-        typer.echo(f"saved: {save_run(table, save, overwrite=overwrite)}")
+    kernels = [*(entry.name for entry in table.KERNELS), *ring_bench.CONTEXT_PARALLEL]
+    _check_known("implementations", options["implementations"], kernels)
+    _check_known("layouts", options["layouts"], LAYOUTS)
+    _check_known("directions", options["directions"], ring_bench.DIRECTIONS)
+    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_heads(options["heads"], options["kv_heads"])
+    if save is not None:
+        check_run_name(save)
+        if save in list_runs() and not overwrite:
+            raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
+    if rows is not None and not rows.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--rows {rows}: there is no folder {rows.absolute().parent}")
+    done = _in_every_process(ring_bench.measure_ring, options, backend, processes, timeout)
+    if done is not None and save is not None:
+        done.attrs["provenance"]["command"] = command_line()
+        typer.echo(f"saved: {save_run(done, save, overwrite=overwrite)}")
 
 
 def _in_every_process(
-    target: str, options: dict[str, Any], *, when_stopped: str = "", **where: Any
+    function: Any, options: dict[str, Any], backend: str | None, processes: int | None, timeout: Any
 ) -> Any:
-    """As `start.in_every_process`; what ends it early is said, and is the exit status."""
+    """Call `ring_check.in_every_process`; print what ends it early, and set the exit status."""
     from labsupport.distributed.launch import LaunchError
-    from labsupport.distributed.ring_tools.start import in_every_process
+    from labsupport.distributed.ring_check import in_every_process
 
     try:
-        return in_every_process(target, options, **where)
+        return in_every_process(
+            function, options, backend=backend, processes=processes, timeout=timeout
+        )
     except LaunchError as error:
         typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo(f"stopped{when_stopped}", err=True)
+        rows = options.get("rows_file")
+        kept = f"; {rows} holds the rows of the cases that were done" if rows else ""
+        typer.echo(f"stopped{kept}", err=True)
         raise typer.Exit(interrupted_status()) from None
+
+
+def _check_known(option: str, names: Iterable[str] | None, known: Iterable[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"--{option} {name}: there are {', '.join(known)}")
+
+
+def _check_heads(heads: int, kv_heads: Iterable[int]) -> None:
+    for count in kv_heads:
+        if count < 1 or heads < 1 or heads % count:
+            raise ValueError(
+                f"--heads {heads} --kv-heads {count}: each key/value head serves equally many "
+                f"query heads, so --heads is a multiple of --kv-heads"
+            )
 
 
 def _names(text: str | None) -> list[str] | None:

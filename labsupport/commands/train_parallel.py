@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from labsupport.distributed.failures import explains_itself, short
+from labsupport.distributed.failures import explains_itself, is_lost, short
 from labsupport.interrupt import interrupted_status
 
 if TYPE_CHECKING:
     from labsupport.commands.train_options import Prepared
-    from labsupport.distributed.data_parallel.process_group import Place
+    from labsupport.distributed.data_parallel import Place
     from labsupport.distributed.data_parallel.run import ParallelRun
 
 TIMEOUT_S = 300.0  # for one rank to come to a collective; the first step may compile kernels
@@ -59,7 +59,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
     _check_share(options, processes)
     try:
         launch(
-            "labsupport.commands.train_parallel:train_as_rank",
+            train_as_rank,
             (options,),
             processes=processes,
             device=device,
@@ -84,7 +84,7 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
     import torch
 
     from labsupport.commands.train_options import keep_curves, prepare
-    from labsupport.distributed.data_parallel.process_group import cleanup_ddp, setup_ddp
+    from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
     from labsupport.training.loop import TrainingDivergedError
     from labsupport.training.loop.messages import out_of_memory, plan
     from labsupport.training.saving.limit import is_out_of_memory, memory_limit
@@ -172,19 +172,19 @@ def _dealt(options: Mapping[str, Any], run: Prepared, place: Place) -> str:
 def _report(done: ParallelRun, new_steps: int, place: Place, folder: Path | None) -> None:
     from labsupport.attention.backends import last_call
     from labsupport.commands.train_options import keep_curves
-    from labsupport.distributed.data_parallel.shares import told
-    from labsupport.distributed.ring.functions import all_ring_calls
+    from labsupport.distributed.process_group import all_gather_object
+    from labsupport.distributed.ring.attention import all_ring_calls
     from labsupport.profiling.units import format_bytes
     from labsupport.training.loop.messages import summary
 
     new = done.history.rows[len(done.history) - new_steps :]
-    peaks = told([max((row.peak_bytes for row in new), default=0)], place)
+    peaks = all_gather_object(max((row.peak_bytes for row in new), default=0))
     if place.rank:
         return
     ran: Any = all_ring_calls() or last_call()
     typer.echo(summary(done.history, place.device, ran if new_steps else None))
     if new_steps:
-        listed = ", ".join(format_bytes(peak) for peak in peaks[:, 0].tolist())
+        listed = ", ".join(format_bytes(peak) for peak in peaks)
         memory = done.memory
         typer.echo(
             f"each rank  peak {listed}\n"
@@ -269,15 +269,13 @@ def _check_ring(options: Mapping[str, Any], run: Prepared, place: Place) -> None
 
 
 def _as_rank_of_torchrun(options: Mapping[str, Any]) -> None:
-    from labsupport.distributed.launch.worker import chain, is_lost
-
     try:
         train_as_rank(options)
     except Exception as error:
         rank, alone = os.environ["RANK"], os.environ.get("WORLD_SIZE") == "1"
         if alone:
             raise
-        lost = all(is_lost(each) for each in chain(error))  # another rank, which says why
+        lost = is_lost(error)  # another rank, which says why
         if not (lost or explains_itself(error)):
             traceback.print_exc()
         print(f"labsupport: rank {rank}: {error}", file=sys.stderr, flush=True)

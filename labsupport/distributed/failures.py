@@ -1,38 +1,59 @@
-"""What is said of a rank that failed: a line where its error explains itself, else the traceback.
+"""Errors of ranks: which explain themselves, and which only follow from another rank's.
 
-Without PyTorch, since the program `labsupport` imports it.
+Imports no PyTorch, since the program `labsupport` imports it.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from labsupport.distributed.launch import LaunchError
-
-# By their exact names: a RuntimeError that is none of these is a bug, and wants its traceback.
+# By their exact names: a RuntimeError that is none of these is a bug, and needs its traceback.
 SELF_EXPLAINING = frozenset(
-    {
-        *("ValueError", "AttentionInputError", "ResumeError"),
-        *("BackendUnavailableError", "AttentionRefusedError", "RanksDidNotMeetError"),
-        *("TrainingDivergedError", "CheckpointError", "OutOfMemoryError"),
-        *("DownloadError", "RecallWeightsError", "ProjectNotFoundError"),
-        *("OSError", "FileNotFoundError", "FileExistsError", "PermissionError"),
-        *("NotADirectoryError", "IsADirectoryError"),
-    }
+    [
+        "ValueError",
+        "AttentionInputError",
+        "ResumeError",
+        "BackendUnavailableError",
+        "AttentionRefusedError",
+        "TrainingDivergedError",
+        "CheckpointError",
+        "OutOfMemoryError",
+        "DownloadError",
+        "RecallWeightsError",
+        "ProjectNotFoundError",
+        "OSError",
+        "FileNotFoundError",
+        "FileExistsError",
+        "PermissionError",
+        "NotADirectoryError",
+        "IsADirectoryError",
+        "RendezvousError",
+    ]
 )
+# What PyTorch's errors say when another rank is gone, or does not come.
+_LOST = ("gloo", "nccl", "processgroup", "tcpstore", "connection closed", "connection reset")
 
 
-def explains_itself(error: BaseException) -> bool:
-    """Whether an error says all that there is to say."""
-    return type(error).__name__ in SELF_EXPLAINING
+def explains_itself(error: BaseException | str) -> bool:
+    """True if an error, or one of this class name, needs no traceback."""
+    name = error if isinstance(error, str) else type(error).__name__
+    return name.rsplit(".", 1)[-1] in SELF_EXPLAINING
 
 
-def short(error: LaunchError) -> str:
-    """A launch's error, without the traceback if the rank's own explains itself."""
+def is_lost(error: BaseException) -> bool:
+    """True if an error says that other ranks are gone or late: then the cause is theirs."""
+    import torch.distributed as dist
+
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and not is_lost(cause):
+        return False
+    text = str(error).lower()
+    return isinstance(error, getattr(dist, "DistError", ())) or (
+        isinstance(error, RuntimeError | OSError) and any(word in text for word in _LOST)
+    )
+
+
+def short(error: Exception) -> str:
+    """Return a `LaunchError`'s text, without the traceback if the rank's own error needs none."""
     text = str(error)
     first = text.split("\n\nTraceback", maxsplit=1)[0]
-    kind = re.match(r"rank \d+ of \d+ failed: ([\w.]+)(:|$)", first)
-    explained = kind is not None and kind[1].rsplit(".", 1)[-1] in SELF_EXPLAINING
-    return f"labsupport: {first if explained else text}"
+    kind = first.partition(" failed: ")[2].partition(":")[0].partition("\n")[0]
+    return f"labsupport: {first if explains_itself(kind) else text}"

@@ -129,7 +129,7 @@ def hops() -> Figure:
         "Work grows with the square of the shard, messages in proportion: long shards hide them",
         f"Computed, forward, zigzag: {heads} heads of {head_dim}, {kv_heads} key heads, bfloat16; "
         f"{rate:.0f} TFLOP/s, as fa4 reached on an H200 (data/runs/attention-h200).\nLinks: what "
-        "their makers promise, each way (labsupport.distributed.scaling.links); no latency, no "
+        "their makers promise, each way (labsupport.distributed.scaling); no latency, no "
         "merging.",
     )
     return figure

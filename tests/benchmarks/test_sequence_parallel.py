@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.sequence_parallel import Case, in_own_processes, measure_case, row_of
-from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp
+from benchmarks.sequence_parallel import Case, measure_case, row_of
+from labsupport.distributed import cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
 from labsupport.paths import project_root
 from labsupport.profiling.runs import load_run
@@ -21,7 +21,7 @@ CASE = Case("tiny", 256, rung=3)
 def measured():
     setup_ddp()
     cases = [CASE, replace(CASE, kernel="native", layout="contiguous"), replace(CASE, kernel="fa4")]
-    rows = [measure_case(case, repeats=2) for case in cases]
+    rows = [measure_case(case, 2) for case in cases]
     cleanup_ddp()
     return rows
 
@@ -81,10 +81,16 @@ def test_a_case_that_does_not_exist_is_refused_before_anything_starts(wrong, sai
     assert said in capsys.readouterr().err
 
 
+def limited():
+    setup_ddp()
+    row = measure_case(Case("gpt2-small", 1024, limit="1500MiB"))
+    cleanup_ddp()
+    return row
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory_limit is Linux's")
 def test_a_case_without_enough_memory_is_a_row():
-    case = Case("gpt2-small", 1024, limit="1500MiB")
-    row = in_own_processes(2, "cpu", 120.0, case)
+    row = launch(limited, processes=2, device="cpu", timeout=60)[0]
     assert row["status"] == "out of memory"
     assert "does not fit into the limit of 1.5 GiB" in row["reason"]

@@ -36,19 +36,16 @@ FUNCTIONS = {
 }
 
 
-# --- on a rank ------------------------------------------------------------------------------------
-
-
 def attend(rank, group, function, q, k, v, dout, options):
-    """This rank's shards of out, lse, dq, dk and dv, and what it sent forward and in all."""
+    """On a rank: its shards of out, lse, dq, dk and dv, and what it sent."""
     size, zigzag = dist.get_world_size(group), function == "zigzag"
     shards = [shard_sequence(x, rank, size, zigzag=zigzag) for x in (q, k, v, dout)]
     *inputs, dout = (x.clone().requires_grad_() for x in shards)
     out, lse = FUNCTIONS[function](*inputs, return_lse=True, group=group, **options)
     report = last_ring_call()
     forward = report.traffic.kv_messages
-    found = out.detach(), lse, *gradients(out, inputs, dout.detach())
-    return found, {
+    results = out.detach(), lse, *gradients(out, inputs, dout.detach())
+    return results, {
         "kernel": report.kernel,
         "hops": report.plan.hops,
         "forward": forward,
@@ -59,7 +56,7 @@ def attend(rank, group, function, q, k, v, dout, options):
 
 
 def refusal(rank, group, make_inputs, options, function="ring"):
-    """The name and the text of the error."""
+    """On a rank: the name and the text of the error."""
     try:
         FUNCTIONS[function](*make_inputs(rank), group=group, **options)
     except Exception as error:
@@ -67,18 +64,14 @@ def refusal(rank, group, make_inputs, options, function="ring"):
     return None
 
 
-# --- all ranks ------------------------------------------------------------------------------------
-
-
 def distributed(workers, ranks, inputs, dout, function="ring", **options):
     """Whole out, lse, dq, dk and dv of a ring, and each rank's report."""
     tensors = [x.detach() for x in inputs]
     options.setdefault("causal", False)
     answers = workers.run(attend, function, *tensors, dout, options, ranks=ranks)
-    zigzag = function == "zigzag"
-    parts = zip(*(found for found, _ in answers), strict=True)
+    parts = zip(*(results for results, _ in answers), strict=True)
     whole = [
-        unshard_sequence(list(part), zigzag=zigzag, dim=2 if name == "lse" else 1)
+        unshard_sequence(list(part), zigzag=function == "zigzag", dim=2 if name == "lse" else 1)
         for name, part in zip(("out", "lse", "dq", "dk", "dv"), parts, strict=True)
     ]
     return whole, [report for _, report in answers]

@@ -8,26 +8,10 @@ from labsupport.attention import compare_with_oracle
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.reference import banded_attention, oracle_attention
-from labsupport.distributed.ring import (
-    gather_sequence,
-    ring_flash_attn_func,
-    shard_sequence,
-)
+from labsupport.distributed.minimal_ring import minimal_ring_attention
+from labsupport.distributed.ring import gather_sequence, ring_attention, shard_sequence
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
-from tests.distributed.rings import (
-    FUNCTIONS,
-    MASKS,
-    distributed,
-    refusal,
-)
-from tests.distributed.workers import Workers
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    pool = Workers(4, tmp_path_factory.mktemp("ring"))
-    yield pool
-    pool.close()
+from tests.distributed.rings import FUNCTIONS, MASKS, distributed, refusal
 
 
 def expected(attention, inputs, dout, **options):
@@ -56,34 +40,28 @@ def assert_like_one_device(
     return got, oracle
 
 
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_ring_agrees_with_one_device(workers, ranks, dtype, mask):
-    assert_like_one_device(workers, ranks, length=5, dtype=dtype, **MASKS[mask])
+@pytest.mark.parametrize("mask", MASKS)
+def test_both_layouts_agree_with_one_device(workers, mask, ranks):
+    options = {"length": 6, "dtype": torch.float32, **MASKS[mask]}
+    assert_like_one_device(workers, ranks, **options)
+    assert_like_one_device(workers, ranks, function="zigzag", **options)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zigzag_shards_agree_with_one_device(workers, ranks, mask):
-    options = {"length": 6, "dtype": torch.float32, "function": "zigzag"}
-    assert_like_one_device(workers, ranks, **options, **MASKS[mask])
+@pytest.mark.parametrize("length", [1, 5])
+def test_shards_of_one_token_and_of_an_odd_number(workers, length):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_like_one_device(workers, 4, length=length, dtype=dtype, causal=True)
 
 
 @pytest.mark.parametrize("function", ["ring", "zigzag"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_pytorchs_own_kernel_gives_the_same(workers, dtype, causal, function):
     options = {"length": 6, "dtype": dtype, "function": function, "kernel": "native"}
     assert_like_one_device(workers, 3, causal=causal, **options)
 
 
-@pytest.mark.parametrize("length", [1, 7])
-def test_shards_of_one_token_and_of_an_odd_number(workers, length):
-    assert_like_one_device(workers, 4, length=length, dtype=torch.float32, causal=True)
-
-
-@pytest.mark.parametrize("mask", ["causal", "window on both sides", "alibi"])
+@pytest.mark.parametrize("mask", ["window on both sides", "alibi"])
 def test_the_triton_kernels_interpreted_give_the_same(workers, mask):
     options = {"length": 3, "dtype": torch.float32, "head_dim": 16, "kernel": "flash_triton"}
     assert_like_one_device(workers, 2, function="triton", **options, **MASKS[mask])
@@ -95,7 +73,6 @@ def test_bfloat16_stays_below_the_marks(workers, function):
     options = {"length": 64, "dtype": torch.bfloat16, "function": function, "head_dim": 64}
     got, oracle = assert_like_one_device(workers, 4, causal=True, **options)
     errors = [relative_error(*pair) for pair in zip(got, oracle, strict=True)]
-    print("relative errors of out, lse, dq, dk, dv:", *(f"{error:.1e}" for error in errors))
     assert errors[0] < 1e-2
     assert max(errors[2:]) < 5e-2
 
@@ -110,9 +87,42 @@ def test_bfloat16_results_are_rounded_once_at_the_end(workers):
     exact, lse = flash_attention_forward(q, k, v, True)
     rounded = exact.bfloat16().float()
     wanted = exact, *flash_attention_backward(dout, q, k, v, rounded, lse, True)
-    for found, value in zip((out, *got), wanted, strict=True):
+    for result, value in zip((out, *got), wanted, strict=True):
         half_a_unit = value.abs() * 2**-8 * 1.001 + 1e-6
-        assert ((found.float().transpose(1, 2) - value).abs() <= half_a_unit).all()
+        assert ((result.float().transpose(1, 2) - value).abs() <= half_a_unit).all()
+
+
+# --- the minimal one ------------------------------------------------------------------------------
+
+
+def both_rings(rank, group, q, k, v, dout):
+    """Out and gradients of the minimal ring and of the general one, on this rank."""
+    found = []
+    for ring in ("minimal", "general"):
+        *inputs, shard = (shard_sequence(x, rank, 4, dim=2).clone() for x in (q, k, v, dout))
+        inputs = [x.requires_grad_() for x in inputs]
+        if ring == "minimal":
+            out = minimal_ring_attention(*inputs)
+        else:
+            out = ring_attention(*(x.transpose(1, 2) for x in inputs), causal=True).transpose(1, 2)
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, shard)])
+    return found
+
+
+def test_the_minimal_ring_is_the_general_one_and_one_device(workers):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 3, 20, 8, generator=generator, dtype=torch.float64)
+    answers = workers.run(both_rings, q, k, v, dout)
+    minimal, general = (
+        [torch.cat(part, 2) for part in zip(*ranks, strict=True)]
+        for ranks in zip(*answers, strict=True)
+    )
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = oracle_attention(*inputs, causal=True)
+    wanted = [out, *torch.autograd.grad(out, inputs, dout)]
+    for one, other, truth in zip(minimal, general, wanted, strict=True):
+        torch.testing.assert_close(one, truth, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 # --- its derivative, by finite differences --------------------------------------------------------
@@ -139,12 +149,12 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, zigzag):
         ctx.options = {"zigzag": zigzag}
-        ctx.place = dist.get_rank(group), dist.get_world_size(group)
+        ctx.ranks = dist.get_rank(group), dist.get_world_size(group)
         return gather_sequence(x, group=group, zigzag=zigzag)
 
     @staticmethod
     def backward(ctx, dx):
-        return shard_sequence(dx, *ctx.place, **ctx.options), None, None
+        return shard_sequence(dx, *ctx.ranks, **ctx.options), None, None
 
 
 def check_gradient(rank, group, function, options):
@@ -173,9 +183,8 @@ def attend_in_an_odd_group(rank, group, q, k, v):
     odd = dist.new_group([1, 3])
     if rank not in (1, 3):
         return refusal(rank, odd, lambda _: (q, k, v), {})
-    place = dist.get_rank(odd)
-    shards = [shard_sequence(x, place, 2) for x in (q, k, v)]
-    return gather_sequence(ring_flash_attn_func(*shards, causal=True, group=odd), group=odd)
+    shards = [shard_sequence(x, dist.get_rank(odd), 2) for x in (q, k, v)]
+    return gather_sequence(ring_attention(*shards, causal=True, group=odd), group=odd)
 
 
 def test_a_group_need_not_begin_with_rank_0(workers):
@@ -194,7 +203,7 @@ def attend_under_autocast(rank, group, q, k, v):
     for enabled in (False, True):
         inputs = [shard_sequence(x, rank, 2).clone().requires_grad_() for x in (q, k, v)]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = ring_flash_attn_func(*inputs, causal=True, group=group)
+            out = ring_attention(*inputs, causal=True, group=group)
             out.sum().backward()
         found.append((out.detach(), inputs[1].grad))
     return found

@@ -5,11 +5,10 @@ import torch
 
 from labsupport.attention.online_softmax import merge_attention
 from labsupport.attention.reference import banded_attention
+from labsupport.distributed.ring.merge_kernel import launch_add, launch_merge
 from labsupport.distributed.ring.merging import (
     add_into,
     added,
-    launch_add,
-    launch_merge,
     merge_into,
     merged,
 )

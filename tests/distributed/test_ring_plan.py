@@ -8,24 +8,24 @@ import torch
 from labsupport.attention import AttentionInputError
 from labsupport.attention.band import Band, alibi_bias
 from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
-from labsupport.distributed.ring.blocks import visible_pieces
+from labsupport.distributed.ring.blocks import visible_pairs
 
 SIDES = [None, 0, 1, 3, 4, 6, 11]
 
 
-def kernels_view(piece):
-    """Where a kernel sees a pair of a piece, and the bias that it adds for the slope 1."""
-    rows, cols = (part.stop - part.start for part in (piece.rows, piece.cols))
-    visible = Band.of(rows, cols, window_size=piece.window).full_mask()
+def kernels_view(pair):
+    """Where a kernel sees a pair of a pair, and the bias that it adds for the slope 1."""
+    rows, cols = (part.stop - part.start for part in (pair.rows, pair.cols))
+    visible = Band.of(rows, cols, window_size=pair.window).full_mask()
     bias = alibi_bias(torch.tensor(1.0), slice(0, rows), slice(0, cols), cols - rows)
     if visible is None:
         visible = torch.ones(rows, cols, dtype=torch.bool)
-    return visible, piece.slope_sign * bias - piece.distance
+    return visible, pair.slope_sign * bias - pair.alibi_offset
 
 
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("delta", [-10, -5, 0, 5, 10])
-def test_the_pieces_of_a_block_hold_each_visible_pair_once_with_its_distance(delta, alibi):
+def test_the_block_pairs_of_a_block_hold_each_visible_pair_once_with_its_distance(delta, alibi):
     length = 5
     i, j = torch.arange(length)[:, None] + delta, torch.arange(length)[None, :]
     for left, right in itertools.product(SIDES, SIDES):
@@ -35,13 +35,13 @@ def test_the_pieces_of_a_block_hold_each_visible_pair_once_with_its_distance(del
         if right is not None:
             wanted &= j <= i + right
         count = torch.zeros(length, length, dtype=torch.int64)
-        for piece in visible_pieces(length, delta, left, right, alibi=alibi):
-            visible, bias = kernels_view(piece)
-            count[piece.rows, piece.cols] += visible
+        for pair in visible_pairs(length, delta, left, right, alibi=alibi):
+            visible, bias = kernels_view(pair)
+            count[pair.rows, pair.cols] += visible
             assert visible.any(dim=1).all(), "a query without a key"
-            assert piece.pairs == visible.sum()
+            assert pair.pairs == visible.sum()
             if alibi:
-                distance = (i - j).abs()[piece.rows, piece.cols]
+                distance = (i - j).abs()[pair.rows, pair.cols]
                 assert torch.equal(bias[visible], -distance[visible].float())
         assert torch.equal(count, wanted.long()), (left, right)
 
@@ -68,7 +68,7 @@ def test_every_rank_gets_the_keys_it_needs_exactly_once():
             assert needed <= set(reached), plan
 
 
-def test_the_pieces_of_all_ranks_make_up_the_whole_mask():
+def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
     for plan in PLANS:
         total = plan.world_size * plan.length
         seen = torch.zeros(total, total, dtype=torch.int64)
@@ -77,9 +77,9 @@ def test_the_pieces_of_all_ranks_make_up_the_whole_mask():
             for rank in range(plan.world_size)
         ]
         for rank, owner in itertools.product(range(plan.world_size), repeat=2):
-            for piece in plan.table[rank][owner]:
-                rows, cols = places[rank][piece.rows], places[owner][piece.cols]
-                seen[rows[:, None], cols[None, :]] += kernels_view(piece)[0]
+            for pair in plan.table[rank][owner]:
+                rows, cols = places[rank][pair.rows], places[owner][pair.cols]
+                seen[rows[:, None], cols[None, :]] += kernels_view(pair)[0]
         mask = Band(total, total, plan.left, plan.right).full_mask()
         mask = torch.ones(total, total, dtype=torch.bool) if mask is None else mask
         assert torch.equal(seen, mask.long()), plan
@@ -99,21 +99,12 @@ def test_zigzag_shares_causal_work_equally_in_every_step():
     assert len({tuple(plan.pairs(rank)) for rank in range(4)}) == 1
     assert sum(sum(plan.pairs(rank)) for rank in range(4)) == 32 * 33 // 2
 
-
-def test_a_zigzag_shard_of_an_odd_length_is_refused_and_not_cut_short():
+    others = [plan.table[r][s] for r, s in itertools.permutations(range(4), 2)]
+    assert {len(pairs) for pairs in others} == {1}, "one call of a kernel for another rank's keys"
+    contiguous = Plan.of(4, 8, causal=True)
+    assert [sum(contiguous.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]
     with pytest.raises(AttentionInputError, match="two chunks of one length, but 3"):
         Plan.of(2, 3, causal=True, zigzag=True)
-
-
-def test_contiguous_shards_share_it_unequally():
-    plan = Plan.of(4, 8, causal=True)
-    assert [sum(plan.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]
-
-
-def test_zigzag_asks_a_kernel_once_for_keys_of_another_rank():
-    plan = Plan.of(4, 8, causal=True, zigzag=True)
-    others = [plan.table[r][s] for r, s in itertools.permutations(range(4), 2)]
-    assert {len(pieces) for pieces in others} == {1}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +142,7 @@ def test_a_ranks_own_zigzag_chunks_are_one_causal_call():
     for ranks in (1, 2, 5):
         plan = Plan.of(ranks, 6, causal=True, zigzag=True)
         for rank in range(ranks):
-            (piece,) = plan.table[rank][rank]
-            assert (piece.rows, piece.cols, piece.window) == (whole, whole, (-1, 0))
+            (pair,) = plan.table[rank][rank]
+            assert (pair.rows, pair.cols, pair.window) == (whole, whole, (-1, 0))
     windowed = Plan.of(2, 6, causal=True, window_size=(4, 0), zigzag=True)
     assert len(windowed.table[0][0]) > 1, "a window tells chunks apart that are no neighbours"

@@ -13,7 +13,6 @@ from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import pack
 from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
 from labsupport.training.model import Decoder, DecoderConfig, Savings
-from tests.distributed.workers import Workers
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES
 
@@ -23,13 +22,6 @@ SAVING = Savings(checkpoint=True, loss_chunk=4, mlp_chunk=3)
 SETTINGS = TrainSettings(
     4, 1e-2, warmup_steps=1, max_grad_norm=0.5, accumulation=2, checkpoint_every=2
 )
-
-
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    pool = Workers(4, tmp_path_factory.mktemp("sequence"))
-    yield pool
-    pool.close()
 
 
 # --- models and batches ---------------------------------------------------------------------------
@@ -119,8 +111,7 @@ def assert_ranks_agree_with_one_device(
 # --- loss and gradients ---------------------------------------------------------------------------
 
 
-@ZIGZAG
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "zigzag"), [(1, True), (2, False), (3, True), (4, True)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_are_those_of_one_device(workers, shape, ranks, zigzag):
     assert_ranks_agree_with_one_device(
@@ -128,8 +119,7 @@ def test_loss_and_gradients_are_those_of_one_device(workers, shape, ranks, zigza
     )
 
 
-@ZIGZAG
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize(("shape", "zigzag"), [("gpt2", False), ("llama", True)])
 def test_layers_computed_again_and_chunks_change_nothing(workers, shape, zigzag):
     assert_ranks_agree_with_one_device(
         workers, decoder, (SHAPES[shape], SAVING), batch_of(), ranks=2, zigzag=zigzag
@@ -141,8 +131,7 @@ def test_there_may_be_more_ranks_than_heads(workers):
     assert_ranks_agree_with_one_device(workers, decoder, (config,), batch_of(), ranks=4)
 
 
-@pytest.mark.parametrize("loss_chunk", [None, 5])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "loss_chunk"), [("gpt2", None), ("gpt2", 5), ("llama", None)])
 def test_transformers_models_too(workers, family, loss_chunk):
     assert_ranks_agree_with_one_device(
         workers, without_dropout, (family,), batch_of(), ranks=2, loss_chunk=loss_chunk
@@ -163,10 +152,9 @@ def test_transformers_models_with_layers_computed_again(workers, family):
     )
 
 
-@pytest.mark.parametrize("where", ["on the first rank", "on the last rank", "nowhere else"])
-def test_a_rank_may_have_no_label_at_all(workers, where):
+@pytest.mark.parametrize("wanted", [1, 7, 15])
+def test_a_rank_may_have_no_label_at_all(workers, wanted):
     batch = batch_of(16, rows=1, ignored=0)
-    wanted = {"on the first rank": 1, "on the last rank": 15, "nowhere else": 7}[where]
     label = batch["labels"][0, wanted].clone()
     batch["labels"][:] = -100
     batch["labels"][0, wanted] = label
@@ -174,18 +162,6 @@ def test_a_rank_may_have_no_label_at_all(workers, where):
         assert_ranks_agree_with_one_device(
             workers, decoder, (SHAPES["gpt2"],), batch, ranks=4, zigzag=zigzag
         )
-
-
-def test_in_float32_it_errs_no_more_than_one_device_by_the_rule(workers):
-    batch = batch_of(64, ignored=0)
-    exact = single_step(decoder, (SHAPES["llama"],), batch)
-    own = single_step(decoder, (SHAPES["llama"], None, torch.float32), batch)
-    args = (SHAPES["llama"], None, torch.float32)
-    for loss, found in workers.run(sharded_step, decoder, args, batch, ranks=2):
-        assert abs(loss - exact[0]) <= 2 * abs(own[0] - exact[0]) + 1e-5
-        for name, gradient in exact[1].items():
-            error, allowed = ((each[name] - gradient).abs().max() for each in (found, own[1]))
-            assert error <= 3 * allowed + 1e-5 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("family", ["decoder", "llama"])
@@ -332,9 +308,8 @@ def assert_same_run(got, bound=1e-12):
         torch.testing.assert_close(got[1][name], weight, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("savings", [None, SAVING], ids=["plain", "saving"])
-def test_four_ranks_take_the_steps_of_one_from_the_weights_of_rank_0(workers, savings):
-    for got in workers.run(trained, seed=1, savings=savings):
+def test_four_ranks_take_the_steps_of_one_from_the_weights_of_rank_0(workers):
+    for got in workers.run(trained, seed=1, savings=SAVING):
         assert_same_run(got)
 
 

@@ -1,4 +1,4 @@
-"""What data parallelism costs: bytes that a rank sends in a step, and bytes that it holds.
+"""Costs of data parallelism: bytes that a rank sends in a step, and bytes that it holds.
 
 With W ranks in a ring, tensors of n bytes take
 
@@ -14,8 +14,8 @@ parameters and gradients have the same dtype (Rajbhandari et al., ZeRO, arXiv 19
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 
 def ddp_bytes_sent(gradient_bytes: int, ranks: int) -> float:
-    """Bytes that each rank sends in a step under DDP, by ring all-reduce.
+    """Return the bytes that each rank sends in a step under DDP, by ring all-reduce.
 
     >>> ddp_bytes_sent(4_000_000, ranks=4)
     6000000.0
@@ -40,7 +40,7 @@ def fsdp_bytes_sent(
     sync_every: bool = False,
     kept_bytes: int = 0,
 ) -> float:
-    """Bytes that each rank sends in a step under FSDP.
+    """Return the bytes that each rank sends in a step under FSDP.
 
     Args:
         parameter_bytes, gradient_bytes: of the whole model, in the dtypes in which they travel.
@@ -60,7 +60,7 @@ def fsdp_bytes_sent(
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank holds from step to step, in bytes; activations are not among it."""
+    """Bytes that one rank holds from step to step, activations not among them."""
 
     parameters: int
     gradients: int
@@ -73,7 +73,7 @@ class StateBytes:
 
 
 def predict_state_bytes(parameters: int, *, ranks: int = 1) -> StateBytes:
-    """What a rank holds of so many float32 parameters under AdamW, shared by so many `ranks`.
+    """Predict what a rank holds of float32 parameters under AdamW, shared by `ranks`.
 
     DDP shares nothing: ranks=1, 16 bytes a parameter. FSDP shares all, up to rounding: it cuts each
     tensor along its rows, and rows may not divide by the number of ranks.
@@ -88,15 +88,12 @@ def predict_state_bytes(parameters: int, *, ranks: int = 1) -> StateBytes:
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Measure what this rank holds: of a sharded tensor its own part. Tied weights count once."""
     parameters = list(model.parameters())
-    states = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return StateBytes(_local(parameters), _local(gradients), _local(states))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = parameters, [p.grad for p in parameters], states
+    return StateBytes(*(sum(map(_local_bytes, values)) for values in held))
 
 
-def _local(tensors: Iterable[Tensor]) -> int:
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+def _local_bytes(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    return (value.to_local() if isinstance(value, DTensor) else value).nbytes

@@ -18,10 +18,8 @@ What is held: everything, on each rank. With float32 and AdamW 16 bytes a parame
 weight, 4 for the gradient (the buckets are the gradients: `gradient_as_bucket_view`), 8 for AdamW.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,16 +28,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import (
+    Batches,
     ParallelRun,
+    Share,
     add_micro_batches,
     check_settings,
     make_optimizer,
     run_steps,
 )
-from labsupport.distributed.data_parallel.shares import Batches, Share
-from labsupport.training.loop.history import StepRow
+from labsupport.distributed.process_group import RankInfo
 from labsupport.training.loop.inputs import check_weights
 from labsupport.training.loop.settings import TrainSettings
 
@@ -68,7 +66,7 @@ def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[T
 def wrap(
     model: nn.Module, *, bucket_mib: float = 25.0, group: dist.ProcessGroup | None = None
 ) -> tuple[DistributedDataParallel, AllReduces]:
-    """A model on its rank's device in DDP over a group (None: all ranks), and the counter."""
+    """Return a model in DDP over a group (None: all ranks), and its counter of all-reduces."""
     wrapped = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
     )
@@ -84,11 +82,7 @@ def train_with_ddp(
     *,
     sync_every: bool = False,
     bucket_mib: float = 25.0,
-    folder: Path | str | None = None,
-    fresh: bool = False,
-    course: Mapping[str, Any] | None = None,
-    on_step: Callable[[StepRow], None] | None = None,
-    progress: bool = True,
+    **options: Any,
 ) -> ParallelRun:
     """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
 
@@ -101,61 +95,41 @@ def train_with_ddp(
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
         bucket_mib: the size of a bucket of gradients.
-        folder: for distributed checkpoints, the same for all ranks. If a run is in it, that run
-            goes on, whatever number of ranks it had.
-        fresh, course, on_step: as for `labsupport.training.train`; on_step on each rank.
-        progress: show a bar, on rank 0.
+        options: folder, fresh, course, on_step and progress, as for `run_steps`.
 
     Returns:
         The run. Losses are means over the labels of all ranks; `all_reduces` counts.
 
     Raises:
         RuntimeError: no process group.
-        TrainingDivergedError, ResumeError, CheckpointError, TypeError: as
-            `labsupport.training.train`.
-        ValueError: settings with a policy or float16; too many micro-batches; no labels at all.
+        ValueError: settings with a policy or float16. Others as `run_steps`.
 
-    >>> place = setup_ddp()
-    >>> run = train_with_ddp(model, share_of(stream, place), TrainSettings(steps=100))
+    >>> info = setup_ddp()
+    >>> run = train_with_ddp(model, share_of(stream, info), TrainSettings(steps=100))
     """
-    place = Place.current()
+    info = RankInfo.current()
     check_weights(model, None)
     check_settings(settings)
-    model.to(place.device)
+    model.to(info.device)
     wrapped, counter = wrap(model, bucket_mib=bucket_mib)
     optimizer = make_optimizer(model, settings)
+    counts: list[tuple[int, int]] = []
 
-    def communicating(last: bool) -> AbstractContextManager[Any]:
-        # DDP learns it in the forward pass already.
-        return nullcontext() if sync_every or last else wrapped.no_sync()
+    def communicating(last: bool) -> AbstractContextManager[Any] | None:
+        return None if sync_every or last else wrapped.no_sync()
 
     def add_gradients(share: Share) -> Tensor:
         # They are views of DDP's buckets: without them, no_sync() would have to hold others.
         optimizer.zero_grad(set_to_none=False)
-        return add_micro_batches(wrapped, share, place, settings, communicating)
-
-    run = ParallelRun()
-
-    def noted(row: StepRow) -> None:
-        run.all_reduces.append(counter.calls)
-        run.all_reduced_bytes.append(counter.nbytes)
         counter.calls = counter.nbytes = 0
-        if on_step is not None:
-            on_step(row)
+        loss = add_micro_batches(wrapped, share, info, settings, communicating)
+        counts.append((counter.calls, counter.nbytes))
+        return loss
 
-    return run_steps(
-        run,
-        model,
-        optimizer,
-        batches,
-        settings,
-        place,
-        add_gradients=add_gradients,
-        # A rank that syncs at each micro-batch needs as many of them as the others.
-        same_number=sync_every,
-        folder=folder,
-        fresh=fresh,
-        course=course,
-        on_step=noted,
-        progress=progress,
+    # A rank that communicates at each micro-batch needs as many of them as the others.
+    run = run_steps(
+        model, optimizer, batches, settings, add_gradients, same_number=sync_every, **options
     )
+    run.all_reduces = [calls for calls, _ in counts]
+    run.all_reduced_bytes = [nbytes for _, nbytes in counts]
+    return run

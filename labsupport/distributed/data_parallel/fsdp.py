@@ -26,13 +26,11 @@ memory for traffic. And each micro-batch gathers the parameters anew, however th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -43,16 +41,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import (
+    Batches,
     ParallelRun,
+    Share,
     add_micro_batches,
     check_settings,
     make_optimizer,
     run_steps,
 )
-from labsupport.distributed.data_parallel.shares import Batches, Share
-from labsupport.training.loop.history import StepRow
+from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.training.loop.inputs import check_weights
 from labsupport.training.loop.settings import TrainSettings
 
@@ -84,7 +82,7 @@ def shard(
         RuntimeError: no process group.
         ValueError: no blocks are found; it is sharded already; the ranks' weights differ.
     """
-    place = Place.current()
+    info = RankInfo.current()
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already")
     if blocks is None:
@@ -96,12 +94,12 @@ def shard(
             "the model has no nn.ModuleList, so that it would be gathered as a whole: say which "
             "modules are its blocks, shard(model, blocks=model.layers)"
         )
-    mesh = mesh or init_device_mesh(place.device.type, (place.world,))
-    _check_same_weights(model, place.device, mesh)
+    mesh = mesh or init_device_mesh(info.device.type, (info.world,))
+    _check_same_weights(model, mesh)
     offload = OffloadPolicy()
     if cpu_offload:
         # Pinned memory is what a GPU can copy from while it computes; without one there is none.
-        offload = CPUOffloadPolicy(pin_memory=place.device.type != "cpu")
+        offload = CPUOffloadPolicy(pin_memory=info.device.type != "cpu")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
@@ -112,18 +110,15 @@ def shard(
     return fully_shard(model, **options)
 
 
-def _check_same_weights(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+def _check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ValueError, on all ranks, if one has other weights than rank 0.
 
     DDP copies rank 0's to the others. FSDP sends nothing: each rank keeps its rows of what it has,
     and of models from different seeds one would be patched together that nobody had built.
     """
-    sums = torch.zeros(mesh.size(), dtype=torch.float64, device=device)
-    for parameter in model.parameters():
-        own = parameter.detach().abs().sum(dtype=torch.float64)
-        sums[mesh.get_local_rank()] += own.to(device)
-    dist.all_reduce(sums, group=mesh.get_group())  # each entry is 0 on all ranks but one
-    if not bool(torch.isclose(sums, sums[0], rtol=1e-9, equal_nan=True).all()):
+    own = sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in model.parameters())
+    sums = all_gather_object(own, mesh.get_group())
+    if not all(math.isclose(each, sums[0]) for each in sums):
         raise ValueError(
             "the ranks' weights differ: call torch.manual_seed with the same number on each before "
             "the model is built, or load the same file"
@@ -138,11 +133,7 @@ def train_with_fsdp(
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
     sync_every: bool = False,
-    folder: Path | str | None = None,
-    fresh: bool = False,
-    course: Mapping[str, Any] | None = None,
-    on_step: Callable[[StepRow], None] | None = None,
-    progress: bool = True,
+    **options: Any,
 ) -> ParallelRun:
     """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
 
@@ -156,50 +147,36 @@ def train_with_fsdp(
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
         sync_every: reduce-scatter after each micro-batch: gradients stay sharded, more is sent.
-        folder, fresh, course, on_step, progress: as for `train_with_ddp`. A run under DDP and one
-            under FSDP can go on from each other's checkpoints.
+        options: folder, fresh, course, on_step and progress, as for `run_steps`. A run under DDP
+            and one under FSDP can go on from each other's checkpoints.
 
     Returns:
         The run; `memory` is what this rank holds.
 
     Raises: as `train_with_ddp` and `shard`.
     """
-    place = Place.current()
+    info = RankInfo.current()
     check_weights(model, None)
     check_settings(settings)
-    if isinstance(model, FSDPModule):
-        sharded = model
-        if mixed_precision is not None or cpu_offload:
-            raise ValueError("the model is sharded already: give these options to shard(...)")
-    else:
+    if not isinstance(model, FSDPModule):
         sharded = shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
-
+    elif mixed_precision is None and not cpu_offload:
+        sharded = model
+    else:
+        raise ValueError("the model is sharded already: give these options to shard(...)")
     optimizer = make_optimizer(model, settings)
-    course = dict(course or {})
     if mixed_precision is not None:
         dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype
-        course["mixed_precision"] = [str(dtype) for dtype in dtypes]
-
-    def communicating(last: bool) -> AbstractContextManager[Any]:
-        sharded.set_requires_gradient_sync(sync_every or last)
-        return nullcontext()
+        own = {"mixed_precision": [str(dtype) for dtype in dtypes]}
+        options["course"] = {**(options.get("course") or {}), **own}
 
     def add_gradients(share: Share) -> Tensor:
         optimizer.zero_grad()
-        return add_micro_batches(model, share, place, settings, communicating)
+        return add_micro_batches(
+            model, share, info, settings,
+            lambda last: sharded.set_requires_gradient_sync(sync_every or last),
+        )  # fmt: skip
 
     return run_steps(
-        ParallelRun(),
-        model,
-        optimizer,
-        batches,
-        settings,
-        place,
-        add_gradients=add_gradients,
-        same_number=True,
-        folder=folder,
-        fresh=fresh,
-        course=course,
-        on_step=on_step,
-        progress=progress,
+        model, optimizer, batches, settings, add_gradients, same_number=True, **options
     )

@@ -1,16 +1,33 @@
-"""What DDP and FSDP have in common: the steps, clipping, the optimizer, the history.
+"""The training loop that DDP, FSDP and the sharded sequence share.
 
 As in `labsupport.training.loop`, step k depends on nothing but the weights, the optimizer's state
 and k; random numbers are seeded anew in each step, from k and the rank. So a run may go on with
 another number of ranks.
+
+WEIGHTS. The step's loss is the mean over ALL labels of all ranks' micro-batches. Micro-batch i of
+rank r has a mean of its own, over its n_ri labels, and DDP as FSDP *averages* gradients over the W
+ranks. So with N the sum of all n_ri
+
+    backward of   W · (n_ri / N) · loss_ri        gives, averaged over ranks:
+
+    (1/W) Σ_r Σ_i  W · (n_ri / N) · grad loss_ri  =  grad of the mean over all N labels
+
+Averaging the ranks' means is right only if all have the same number of labels. Documents that are
+packed, padded or masked do not.
+
+UNEVEN INPUTS. A collective needs every rank. So the ranks first tell one another what they have;
+then a rank that has too few computes empty micro-batches, of one token and with the weight 0. DDP
+needs one per step, since it only communicates in the last backward pass; FSDP as many as the
+busiest rank has, since it gathers parameters for each. (DDP's own remedy,
+`torch.distributed.algorithms.join.Join`, does not know of labels' numbers, nor of FSDP2.)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,32 +37,97 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from labsupport.distributed.data_parallel.checkpoints import DistributedCheckpoints
 from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
-from labsupport.distributed.data_parallel.process_group import Place
-from labsupport.distributed.data_parallel.saving import DistributedCheckpoints
-from labsupport.distributed.data_parallel.shares import Batch, Batches, Share
+from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
-from labsupport.training.loop.inputs import model_course
+from labsupport.training.loop.inputs import IGNORED, model_course, tensors
 from labsupport.training.loop.loop import TrainingDivergedError, progress_bar
 from labsupport.training.loop.settings import TrainSettings, learning_rate, parameter_groups
+
+Batch = dict[str, Tensor]
+Batches = Callable[[int], Iterable[Any]]
 
 
 @dataclass
 class ParallelRun:
-    """What a run did.
+    """A finished run.
 
-    history: a row for each step, from the run's beginning. loss and grad_norm are those of all
-        ranks together, tokens too; seconds and peak_bytes this rank's (before a resumption, rank
-        0's).
-    memory: what this rank holds after the last step, gradients included.
-    all_reduces, all_reduced_bytes: of this call's steps, DDP only: how many buckets were
-        all-reduced in each, and their bytes (of which each rank sends 2 (W-1)/W).
+    Attributes:
+        history: a row for each step, from the run's beginning. loss, grad_norm and tokens are those
+            of all ranks together; seconds and peak_bytes this rank's (before a resumption, rank
+            0's).
+        memory: held by this rank after the last step, gradients included.
+        all_reduces, all_reduced_bytes: of this call's steps, DDP only: buckets that were
+            all-reduced in each, and their bytes (of which each rank sends 2 (W-1)/W).
     """
 
     history: History = field(default_factory=History)
     memory: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
     all_reduces: list[int] = field(default_factory=list)
     all_reduced_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's micro-batches of a step.
+
+    Attributes:
+        micro_batches: (tensors on the rank's device, weight n_ri / N); those without labels are
+            left out, empty ones of weight 0 filled in. All ranks' weights add up to 1.
+        labels: N, of all ranks.
+        tokens: of all ranks, without empty micro-batches and `fillers` (tokens of a micro-batch
+            that only fill a sequence up, if it says so).
+    """
+
+    micro_batches: list[tuple[Batch, float]]
+    labels: int
+    tokens: int
+
+
+def share_of(batches: Batches, info: RankInfo) -> Batches:
+    """Return this rank's part of a stream: micro-batches `rank`, `rank + world`, ... of each step.
+
+    All ranks together then take the same steps as one process with the whole stream, whatever
+    their number: for streams this is what `torch.utils.data.DistributedSampler` is for datasets.
+
+    >>> stream = batches(documents, 512, end_token=256, accumulation=8)
+    >>> own = share_of(stream, info)  # of 2 ranks, 4 micro-batches each
+    """
+    return lambda step: list(batches(step))[info.rank :: info.world]
+
+
+def deal(
+    step: int, batches: Batches, info: RankInfo, *, accumulation: int, same_number: bool
+) -> Share:
+    """Draw this rank's micro-batches, and agree with the other ranks about the weights.
+
+    Raises:
+        ValueError, on all ranks: no rank has a label; a rank has more than `accumulation`
+            micro-batches. TypeError, on the rank itself: what is no micro-batch.
+    """
+    own = [tensors(batch) for batch in batches(step)]
+    labels = [int((batch["labels"] != IGNORED).sum()) for batch in own]
+    tokens = sum(batch["tokens"].numel() - int(batch.get("fillers", 0)) for batch in own)
+    by_rank = all_gather_object((len(own), sum(map(bool, labels)), sum(labels), tokens))
+    numbers, with_labels, all_labels, all_tokens = zip(*by_rank, strict=True)
+    if max(numbers) > accumulation:
+        raise ValueError(
+            f"batches({step}) gave the ranks {list(numbers)} micro-batches, and the settings say "
+            f"accumulation={accumulation}: that is the most that a rank may have"
+        )
+    if not sum(all_labels):
+        raise ValueError(f"batches({step}) has no label to learn from, on any rank")
+    shares = [
+        ({name: tensor.to(info.device) for name, tensor in batch.items()}, count / sum(all_labels))
+        for batch, count in zip(own, labels, strict=True)
+        if count
+    ]
+    # With a label, although it does not count: the mean over no labels may be NaN, and 0 · NaN too.
+    one = torch.zeros(1, 1, dtype=torch.int64, device=info.device)
+    missing = (max(with_labels) if same_number else 1) - len(shares)
+    shares += [({"tokens": one, "labels": one}, 0.0)] * missing
+    return Share(shares, sum(all_labels), sum(all_tokens))
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -73,96 +155,88 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ada
     )
 
 
-def weighted_backward(
-    model: nn.Module, batch: Batch, weight: float, place: Place, settings: TrainSettings
-) -> Tensor:
-    """Add a micro-batch's part to the gradients; returns its part of the loss.
-
-    The gradients are those of `world * weight * loss`, because they are averaged over ranks.
-    """
-    dtype = settings.autocast
-    with torch.autocast(place.device.type, dtype=dtype, enabled=dtype is not None):
-        loss = model(**batch)
-    part = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
-    (place.world * part).backward()
-    return part.detach()
-
-
 def add_micro_batches(
     model: nn.Module,
     share: Share,
-    place: Place,
+    info: RankInfo,
     settings: TrainSettings,
-    communicating: Callable[[bool], AbstractContextManager[Any]],
+    communicating: Callable[[bool], AbstractContextManager[Any] | None],
 ) -> Tensor:
-    """Run a share's micro-batches forward and backward; returns this rank's part of the loss.
+    """Run a share's micro-batches forward and backward; return this rank's part of the loss.
 
-    `communicating(last)` surrounds each of them, the forward pass as well: it says whether the
-    gradients travel, `last` being True for the last one.
+    The gradients are those of `world * weight * loss`, because they are averaged over ranks.
+    `communicating(last)` says whether those of a micro-batch travel; a context that it returns
+    surrounds the forward pass as well.
     """
-    loss = torch.zeros((), device=place.device)
-    last = len(share.micro_batches) - 1
-    for i, batch in enumerate(share.micro_batches):
-        with communicating(i == last):
-            loss = loss + weighted_backward(model, batch, share.weights[i], place, settings)
+    loss, dtype = torch.zeros((), device=info.device), settings.autocast
+    for i, (batch, weight) in enumerate(share.micro_batches):
+        with communicating(i == len(share.micro_batches) - 1) or nullcontext():
+            with torch.autocast(info.device.type, dtype=dtype, enabled=dtype is not None):
+                part = model(**batch)
+            part = part.to(torch.promote_types(part.dtype, torch.float32)) * weight
+            (info.world * part).backward()
+        loss = loss + part.detach()
     return loss
 
 
 def run_steps(
-    run: ParallelRun,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     settings: TrainSettings,
-    place: Place,
-    *,
     add_gradients: Callable[[Share], Tensor],
-    same_number: bool,
-    folder: Path | str | None,
-    fresh: bool,
-    course: Mapping[str, Any] | None,
-    on_step: Callable[[StepRow], None] | None,
-    progress: bool,
+    *,
+    same_number: bool = False,
+    folder: Path | str | None = None,
+    fresh: bool = False,
+    course: Mapping[str, Any] | None = None,
+    on_step: Callable[[StepRow], None] | None = None,
+    progress: bool = True,
 ) -> ParallelRun:
-    """All steps from where the folder's run ended; fills `run`.
+    """Take all steps from where the folder's run ended.
 
-    `add_gradients` clears the gradients, runs a share's micro-batches forward and backward,
-    communicates, and returns this rank's part of the loss. `same_number`: whether all ranks need as
-    many micro-batches.
+    Args:
+        add_gradients: clears the gradients, runs a share's micro-batches forward and backward,
+            communicates, and returns this rank's part of the loss.
+        same_number: all ranks need equally many micro-batches.
+        folder: for distributed checkpoints, the same for all ranks. If a run is in it, that run
+            goes on, whatever number of ranks it had.
+        fresh, course, on_step: as for `labsupport.training.train`; on_step on each rank.
+        progress: show a bar, on rank 0.
+
+    Raises:
+        TrainingDivergedError, ResumeError, CheckpointError, TypeError: as
+            `labsupport.training.train`.
+        ValueError: too many micro-batches; no labels at all.
     """
+    info, run, checkpoints = RankInfo.current(), ParallelRun(), None
     everything = settings.course() | model_course(model) | dict(course or {})
-    # Eight micro-batches of one rank are four of each of two: not part of the course here.
+    # Eight micro-batches of one rank are four of each of two: not compared.
     del everything["accumulation"]
-    checkpoints = None
     if folder is not None:
-        checkpoints = DistributedCheckpoints(folder, place, everything, keep=settings.keep)
+        checkpoints = DistributedCheckpoints(folder, info, everything, keep=settings.keep)
     try:
         if checkpoints is not None:
             checkpoints.open(fresh=fresh)
             run.history = checkpoints.load_newest(model, optimizer) or History()
         model.train()
-        with progress_bar(run.history, settings, shown=progress and place.rank == 0) as bar:
+        with progress_bar(run.history, settings, shown=progress and info.rank == 0) as bar:
             for step in range(len(run.history), settings.steps):
                 began = time.perf_counter()
-                reset_peak(place.device)
-                torch.manual_seed(settings.seed + step * 2**16 + place.rank)
-                share = Share(
-                    step,
-                    batches,
-                    place,
-                    accumulation=settings.accumulation,
-                    same_number=same_number,
+                reset_peak(info.device)
+                torch.manual_seed(settings.seed + step * 2**16 + info.rank)
+                share = deal(
+                    step, batches, info, accumulation=settings.accumulation, same_number=same_number
                 )
-                rate = learning_rate(step, settings)
                 loss = add_gradients(share)
                 dist.all_reduce(loss)
                 norm = clip_gradients(model, settings.max_grad_norm)
                 _check_finite(step, float(loss), norm, run.history)
+                rate = learning_rate(step, settings)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-                peak = read_peak(place.device)
-                seconds = time.perf_counter() - began
+                peak, seconds = read_peak(info.device), time.perf_counter() - began
                 row = StepRow(step, float(loss), norm, rate, seconds, share.tokens, peak)
                 run.history.rows.append(row)
                 bar.set_postfix_str(f"loss {row.loss:.3f}, {row.tokens_per_s:,.0f} tokens/s")
@@ -179,7 +253,7 @@ def run_steps(
 
 
 def clip_gradients(model: nn.Module, limit: float | None) -> float:
-    """Scale the gradients down to a total norm; returns what it was, over all ranks' parts.
+    """Scale the gradients down to a total norm; return what it was, over all ranks' parts.
 
     If it is not finite they are left as they are.
     """
@@ -194,13 +268,12 @@ def clip_gradients(model: nn.Module, limit: float | None) -> float:
 
 def _check_finite(step: int, loss: float, norm: float, history: History) -> None:
     # Both are the same on all ranks: all of them stop here, or none.
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    raise TrainingDivergedError(
-        f"step {step}: the loss is {loss}, the gradients' norm {norm}. The step was not taken, the "
-        "weights are those from before it. To find the micro-batch and the layer, run that step "
-        "with labsupport.training.train in one process",
-        step,
-        None,
-        history,
-    )
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingDivergedError(
+            f"step {step}: the loss is {loss}, the gradients' norm {norm}. The step was not taken, "
+            "the weights are those from before it. To find the micro-batch and the layer, run that "
+            "step with labsupport.training.train in one process",
+            step,
+            None,
+            history,
+        )

@@ -10,6 +10,8 @@ to the next rank and gets those of the one before. Four ranks, causal, which ran
     rank 2    K2 d       K1         K0         -            -   later keys: hidden, not even sent
     rank 3    K3 d       K2         K1         K0
 
+`labsupport.distributed.minimal_ring` is this table and nothing else, in 60 lines: read it first.
+
 Besides its own, a rank holds two ranks' keys at most: those it works on, and those that are coming.
 The hop is posted before the compute and awaited after it. A block of n queries and n keys costs n^2
 work and n of communication, so with long shards the hop hides behind the compute.
@@ -48,19 +50,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.distributed.ring.blocks import Piece
-from labsupport.distributed.ring.kernel import BlockKernel, Options
+from labsupport.distributed.ring.blocks import BlockPair
+from labsupport.distributed.ring.kernels import BlockKernel, BlockOptions
 from labsupport.distributed.ring.merging import added, merged
 from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import Ring
 
 Pair = tuple[Tensor, Tensor]
-Messages = list[tuple[Tensor, int]]
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """What a ring is told besides its tensors."""
+    """One ring, besides its tensors."""
 
     ring: Ring
     plan: Plan
@@ -68,36 +69,35 @@ class RingCall:
     scale: float
     slopes: Tensor | None = None
 
-    def pieces(self, distance: int) -> list[Piece]:
-        """What this rank computes with keys that have come `distance` ranks."""
+    def block_pairs(self, distance: int) -> list[BlockPair]:
+        """Return what this rank computes with keys that have come `distance` ranks."""
         rank = self.ring.rank
         return self.plan.table[rank][self.plan.owner(rank, distance)]
 
-    def options(self, piece: Piece) -> Options:
-        """A piece in the kernel's terms."""
-        slopes = None if self.slopes is None else piece.slope_sign * self.slopes
-        return Options(self.scale, piece.window, slopes)
+    def options(self, pair: BlockPair) -> BlockOptions:
+        """Return a block pair in the kernel's terms."""
+        slopes = None if self.slopes is None else pair.slope_sign * self.slopes
+        return BlockOptions(self.scale, pair.window, slopes)
 
-    def too_high(self, piece: Piece) -> Tensor | float:
-        """By how much the kernel's scores exceed the true ones: (..., heads, 1), or 0."""
-        return 0.0 if self.slopes is None else (piece.distance * self.slopes)[..., None]
+    def alibi_offset(self, pair: BlockPair) -> Tensor | float:
+        """Return by how much the kernel's scores are too high: (..., heads, 1), or 0."""
+        return 0.0 if self.slopes is None else (pair.alibi_offset * self.slopes)[..., None]
 
 
 def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Out (batch, seqlen_local, heads, head_dim) in q's dtype, lse (batch, heads, seqlen_local)."""
+    """Return out (batch, seqlen_local, heads, head_dim) and lse (batch, heads, seqlen_local)."""
     own = k.contiguous(), v.contiguous()
-    held: Pair | None = own
+    here: Pair | None = own
     result: Pair | None = None  # out and lse so far
     for step, distance in enumerate(call.plan.route):
-        sends, receives, arriving = _hop(call, step, own, held)
+        sends, receives, arriving = _hop(call, step, own, here)
         with call.ring.in_flight(sends, receives):
-            for piece in call.pieces(distance):
-                assert held is not None
-                rows, cols = piece.rows, piece.cols
-                keys, values = (x[:, cols] for x in held)
-                part, lse = call.kernel.forward(q[:, rows], keys, values, call.options(piece))
-                result = merged(result, q, rows, part, lse - call.too_high(piece))
-        held = arriving.get("keys")
+            for pair in call.block_pairs(distance):
+                assert here is not None
+                keys, values = (x[:, pair.cols] for x in here)
+                out, lse = call.kernel.forward(q[:, pair.rows], keys, values, call.options(pair))
+                result = merged(result, q, pair.rows, out, lse - call.alibi_offset(pair))
+        here = arriving.get("keys")
     assert result is not None  # a rank sees its own keys
     return result[0].to(q.dtype).contiguous(), result[1]
 
@@ -105,28 +105,25 @@ def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 def ring_backward(
     call: RingCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
-    backward = call.kernel.backward
-    assert backward is not None  # a kernel without one was refused before the forward
+    """Return dQ, dK and dV of this rank's shard, in the dtypes of q, k and v."""
     dout, own = dout.contiguous(), (k.contiguous(), v.contiguous())
-    held: Pair | None = own
+    here: Pair | None = own
     dq: Tensor | None = None
     at_home: Pair | None = None  # dK and dV of this rank's own keys
-    finished: Pair | None = None  # what the step before added to: it leaves in this one
+    leaving: Pair | None = None  # what the step before added to
     for step, distance in enumerate((*call.plan.route, None)):
-        sends, receives, arriving = _hop(call, step, own, held, backward=True, finished=finished)
+        sends, receives, arriving = _hop(call, step, own, here, backward=True, leaving=leaving)
         shares: list[tuple[slice, Pair]] = []
         with call.ring.in_flight(sends, receives):
-            for piece in [] if distance is None else call.pieces(distance):
-                assert held is not None
-                rows, cols = piece.rows, piece.cols
-                keys, values = (x[:, cols] for x in held)
-                whole_rows = out[:, rows], lse[:, :, rows] + call.too_high(piece)
-                dq_part, dk_part, dv_part = backward(
-                    dout[:, rows], q[:, rows], keys, values, *whole_rows, call.options(piece)
-                )
+            for pair in [] if distance is None else call.block_pairs(distance):
+                assert here is not None
+                rows, (keys, values) = pair.rows, (x[:, pair.cols] for x in here)
+                dq_part, dk_part, dv_part = call.kernel.backward(
+                    dout[:, rows], q[:, rows], keys, values,
+                    out[:, rows], lse[:, :, rows] + call.alibi_offset(pair), call.options(pair),
+                )  # fmt: skip
                 dq = added(dq, q, rows, dq_part)
-                shares.append((cols, (dk_part, dv_part)))
+                shares.append((pair.cols, (dk_part, dv_part)))
         sums = at_home if distance == 0 else arriving.get("sums")
         for cols, share in shares:
             sums = _both_added(sums, own, cols, share)
@@ -134,7 +131,7 @@ def ring_backward(
             at_home = sums
         if "home" in arriving:
             at_home = _both_added(at_home, own, slice(0, k.shape[1]), arriving["home"])
-        finished, held = sums, arriving.get("keys")
+        leaving, here = sums, arriving.get("keys")
     assert dq is not None  # a rank sees its own keys
     assert at_home is not None
     return dq.to(q.dtype), at_home[0].to(k.dtype), at_home[1].to(v.dtype)
@@ -142,7 +139,7 @@ def ring_backward(
 
 def _both_added(sums: Pair | None, own: Pair, cols: slice, share: Pair) -> Pair:
     """dK and dV so far, with this rank's share for some of the keys."""
-    dk, dv = (None, None) if sums is None else sums
+    dk, dv = sums or (None, None)
     return added(dk, own[0], cols, share[0]), added(dv, own[1], cols, share[1])
 
 
@@ -150,41 +147,37 @@ def _hop(
     call: RingCall,
     step: int,
     own: Pair,
-    held: Pair | None,
+    here: Pair | None,
     *,
     backward: bool = False,
-    finished: Pair | None = None,
-) -> tuple[Messages, Messages, dict[str, Pair]]:
-    """This rank's messages of a step: what it sends, what it receives, and where that will be.
+    leaving: Pair | None = None,
+) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]], dict[str, Pair]]:
+    """Return this rank's messages of a step: sends, receives, and the latter's buffers by name.
 
     Args:
-        held: the keys and values of this step, which go on.
-        backward: dK and dV follow the keys; `finished` are those that the step before added to.
-
-    Returns:
-        sends, receives, and by `Message.what` the buffers that the latter fill.
+        here: the keys and values of this step, which go on.
+        backward: dK and dV follow the keys; those of `leaving` are what the step before added to.
     """
     plan, rank = call.plan, call.ring.rank
-    wide = torch.promote_types(own[0].dtype, torch.float32)
     coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0
-    leaving = own if abs(coming) == 1 else held  # each direction begins with a rank's own keys
-    sends: Messages = []
-    receives: Messages = []
+    keys = own if abs(coming) == 1 else here  # each direction begins with a rank's own keys
+    sends: list[tuple[Tensor, int]] = []
+    receives: list[tuple[Tensor, int]] = []
     arriving: dict[str, Pair] = {}
     for what, sender, receiver in plan.messages[step]:
-        if what != "keys" and not backward:
+        gradients = what != "keys"
+        if gradients and not backward:
             continue
         if sender == rank:
-            pair = leaving if what == "keys" else finished
+            pair = leaving if gradients else keys
             assert pair is not None
             sends += [(x, receiver) for x in pair]
-            call.ring.count(pair, gradients=what != "keys")
+            call.ring.count(pair, gradients=gradients)
         if receiver == rank:
-            dtype = own[0].dtype if what == "keys" else wide
-            arriving[what] = (
-                torch.empty_like(own[0], dtype=dtype),
-                torch.empty_like(own[1], dtype=dtype),
-            )
+            dtype = own[0].dtype
+            dtype = torch.promote_types(dtype, torch.float32) if gradients else dtype
+            k, v = own
+            arriving[what] = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
             receives += [(x, sender) for x in arriving[what]]
     return sends, receives, arriving
 
@@ -208,7 +201,7 @@ class RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the ring again, with the gradients behind the keys."""
+        """Run the ring again; the gradients follow the keys."""
         q, k, v, out, lse = ctx.saved_tensors
         with autocast_off(q):
             return *ring_backward(ctx.call, dout, q, k, v, out, lse), None

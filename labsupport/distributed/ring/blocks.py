@@ -1,4 +1,4 @@
-"""Which pairs of one block are visible, in terms that every kernel understands.
+"""The visible pairs of one block, in terms that every kernel understands.
 
 A block is one chunk of n queries against one chunk of n keys. In the whole sequence, query i of the
 block stands `delta` places behind key i: delta = 0 on the diagonal, n for the chunk before it, -n
@@ -18,7 +18,7 @@ square in a corner; there it is a window around the main diagonal again:
     q 3   . . . . .        <- sees none of them
     q 4   . . . . .
 
-In such a piece each query sees at least one key. So no kernel is asked about empty rows.
+In such a square each query sees at least one key. So no kernel is asked about empty rows.
 
 ALiBi adds -s * |distance|, and the distance in the whole sequence is |delta - (j - i)|, while a
 kernel counts |j - i|. For keys before the queries, |delta - (j - i)| = delta + (i - j). That is the
@@ -31,7 +31,7 @@ and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7; bfloat16 rou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import permutations
 
 from labsupport.attention.band import Band
 
@@ -40,22 +40,21 @@ CAUSAL = (-1, 0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPair:
     """One call of a kernel: a rectangle of queries and keys with a window around its diagonal.
 
     Attributes:
         rows, cols: of the queries and of the keys, within the ranks' shards.
         window: (left, right) as flash-attn's `window_size`; a causal mask is (-1, 0).
-        slope_sign: factor on ALiBi's slopes for this piece.
-        distance: of key 0 from query 0 of the piece, less what the kernel counts: the kernel's
-            scores are too high by slope * distance.
+        slope_sign: factor on ALiBi's slopes.
+        alibi_offset: the kernel's scores are too high by slope * alibi_offset.
     """
 
     rows: slice
     cols: slice
     window: tuple[int, int]
     slope_sign: int = 1
-    distance: int = 0
+    alibi_offset: int = 0
 
     @property
     def pairs(self) -> int:
@@ -63,15 +62,18 @@ class Piece:
         rows, cols = (part.stop - part.start for part in (self.rows, self.cols))
         return Band.of(rows, cols, window_size=self.window).visible_pairs()
 
-    def moved(self, rows: int, cols: int) -> Piece:
-        """The same piece, so many rows and columns on."""
-        return replace(self, rows=_moved(self.rows, rows), cols=_moved(self.cols, cols))
+    def moved(self, rows: int, cols: int) -> BlockPair:
+        """Return the same pair, that many rows and columns further on."""
+        (top, bottom), (first, last) = ((x.start, x.stop) for x in (self.rows, self.cols))
+        return replace(
+            self, rows=slice(top + rows, bottom + rows), cols=slice(first + cols, last + cols)
+        )
 
 
-def visible_pieces(
+def visible_pairs(
     length: int, delta: int, left: int | None, right: int | None, *, alibi: bool = False
-) -> list[Piece]:
-    """The visible part of one block, as pieces; none when all of it is hidden.
+) -> list[BlockPair]:
+    """Return the visible part of one block; [] when all of it is hidden.
 
     Args:
         length: n, of both chunks.
@@ -84,64 +86,50 @@ def visible_pieces(
     ranges = [(low, high)]
     if alibi and delta != 0:
         ranges = [(low, min(high, 0)), (max(low, 1), high)]
-    return [_piece(length, delta, *ends, alibi) for ends in ranges if ends[0] <= ends[1]]
+    return [_pair(length, delta, *ends, alibi) for ends in ranges if ends[0] <= ends[1]]
 
 
-def _piece(length: int, delta: int, low: int, high: int, alibi: bool) -> Piece:
+def _pair(length: int, delta: int, low: int, high: int, alibi: bool) -> BlockPair:
     aside = max(low, 0) + min(high, 0)  # the diagonal that becomes the main one
     size = length - abs(aside)
     row, col = max(-aside, 0), max(aside, 0)
-    window = tuple(-1 if side >= size - 1 else side for side in (aside - low, high - aside))
-    piece = Piece(slice(row, row + size), slice(col, col + size), (window[0], window[1]))
+    left, right = (-1 if side >= size - 1 else side for side in (aside - low, high - aside))
+    pair = BlockPair(slice(row, row + size), slice(col, col + size), (left, right))
     if not alibi or delta == 0:
-        return piece
+        return pair
     sign = 1 if (delta > 0) == (high <= 0) else -1
-    return replace(piece, slope_sign=sign, distance=abs(delta - aside))
+    return replace(pair, slope_sign=sign, alibi_offset=abs(delta - aside))
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """Neighbours that one call can compute as one piece: fewer, larger. Not for ALiBi's pieces."""
-    for along, across in (("rows", "cols"), ("cols", "rows")):
-        done: list[Piece] = []
-        for piece in sorted(
-            pieces, key=lambda p: (getattr(p, across).start, getattr(p, along).start)
-        ):
-            last = done[-1] if done else None
-            if (
-                last is not None
-                and last.window == piece.window == UNLIMITED
-                and getattr(last, across) == getattr(piece, across)
-                and getattr(last, along).stop == getattr(piece, along).start
-            ):
-                both = slice(getattr(last, along).start, getattr(piece, along).stop)
-                sides: dict[str, Any] = {along: both}
-                done[-1] = replace(last, **sides)
-            else:
-                done.append(piece)
-        pieces = done
-    return _stairs(pieces)
+def joined(pairs: list[BlockPair]) -> list[BlockPair]:
+    """Join neighbours that one call can compute: fewer, larger pairs. Not for ALiBi's."""
+    for one, two in permutations(pairs, 2):
+        if one.window == two.window == UNLIMITED:
+            whole = None
+            if one.cols == two.cols and one.rows.stop == two.rows.start:
+                whole = replace(one, rows=slice(one.rows.start, two.rows.stop))
+            elif one.rows == two.rows and one.cols.stop == two.cols.start:
+                whole = replace(one, cols=slice(one.cols.start, two.cols.stop))
+            if whole is not None:
+                return joined([whole, *(pair for pair in pairs if pair not in (one, two))])
+    return _staircase(pairs)
 
 
-def _stairs(pieces: list[Piece]) -> list[Piece]:
-    """Two causal squares on the diagonal and what lies left of the second, as one causal square.
+def _staircase(pairs: list[BlockPair]) -> list[BlockPair]:
+    """Join two causal squares on the diagonal and what lies left of the second: one causal square.
 
-    This is what the two chunks of a zigzag rank are to each other: the later one sees all of the
-    earlier one, however far apart they stand.
+    The two chunks of a zigzag rank are this to each other: the later one sees all of the earlier
+    one, however far apart they stand.
     """
-    if len(pieces) != 3:
-        return pieces
-    first, left, second = sorted(pieces, key=lambda p: (p.rows.start, p.cols.start))
+    if len(pairs) != 3:
+        return pairs
+    first, left, second = sorted(pairs, key=lambda pair: (pair.rows.start, pair.cols.start))
     if (
-        first.window == second.window == CAUSAL
-        and left.window == UNLIMITED
+        (first.window, left.window, second.window) == (CAUSAL, UNLIMITED, CAUSAL)
         and first.rows == first.cols == left.cols
         and second.rows == second.cols == left.rows
         and first.rows.stop == second.rows.start
     ):
         whole = slice(first.rows.start, second.rows.stop)
         return [replace(first, rows=whole, cols=whole)]
-    return pieces
-
-
-def _moved(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
+    return pairs

@@ -1,29 +1,303 @@
-"""How one piece of a block is computed: the table of kernels, and the choice among them.
+"""The kernels that can compute a block pair of the ring, and the choice among them.
 
-To add a kernel, write its forward and backward (`kernel.py` says what is asked of them), and add an
-entry to `KERNELS`.
+A ring asks more of a kernel than attention does. The forward must return the log-sum-exp, or
+partial results cannot be merged. The backward must take the output and the log-sum-exp from
+outside: those of the whole row, over the keys of all ranks. A kernel whose backward is reached
+through autograd alone uses those of its own block, and gives gradients of another function.
+
+To add a kernel, write its forward and backward, and add an entry to `KERNELS`. All tensors are in
+flash-attn's layout, (batch, seqlen, heads, head_dim); lse is (batch, heads, seqlen), natural log.
+This file is the only one of the ring that calls the kernels of `labsupport.attention`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.attention.adapters_packages import run_fa4
 from labsupport.attention.call import AttentionCall
+from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
+from labsupport.attention.flash_triton import mode
+from labsupport.attention.flash_triton.geometry import Geometry
+from labsupport.attention.implementations import by_name
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.reports import BackendUnavailableError
-from labsupport.distributed.ring.kernel import BlockKernel
-from labsupport.distributed.ring.kernels_fa4 import FA4
-from labsupport.distributed.ring.kernels_lab import FLASH_TORCH, FLASH_TRITON
-from labsupport.distributed.ring.kernels_torch import CUDNN, NATIVE
+
+CAUSAL = (-1, 0)
+Gradients = tuple[Tensor, Tensor, Tensor]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Scale, window (a causal mask is (-1, 0)) and ALiBi slopes of one block pair."""
+
+    scale: float
+    window: tuple[int, int] = (-1, -1)
+    slopes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """A kernel that can compute a block pair.
+
+    Attributes:
+        name: what users pass as `kernel=`.
+        backend: the entry of `labsupport.attention`'s table whose limits apply.
+        forward: (q, k, v, options) -> out, float32 where the kernel can, and lse. Both are the
+            ring's to overwrite.
+        backward: (dout, q, k, v, out, lse, options) -> dq, dk, dv, with `out` and `lse` of the
+            whole rows.
+        windows: it can compute the slanted edge of a window through a block.
+        ordered: its gradients are the same bits every time: "always", "on request" by
+            torch.use_deterministic_algorithms(True), or "never".
+        has_backward: False where its package has none that takes the log-sum-exp.
+        in_auto: `kernel="auto"` may choose it on this device.
+    """
+
+    name: str
+    backend: str
+    forward: Callable[[Tensor, Tensor, Tensor, BlockOptions], tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
+    windows: bool = True
+    ordered: Literal["always", "on request", "never"] = "always"
+    has_backward: Callable[[], bool] = lambda: True
+    in_auto: Callable[[torch.device], bool] = lambda device: device.type == "cuda"
+
+    def reasons(self, call: AttentionCall, deterministic: bool = False) -> list[str]:
+        """Return every reason why it cannot compute the block pairs of a call; [] if it can."""
+        reasons = by_name(self.backend).reasons(call)
+        if call.windowed and not self.windows:
+            reasons.append("cannot do windows in a ring, only a causal mask or none")
+        requested = torch.are_deterministic_algorithms_enabled()
+        if self.ordered == "never" and (deterministic or requested):
+            reasons.append("adds dQ up in any order; flash_triton and flash_torch do not")
+        on_gpu = call.q.device.type == "cuda"
+        if self.ordered == "on request" and deterministic and not requested and on_gpu:
+            reasons.append(
+                "adds dQ up in any order on a GPU: call torch.use_deterministic_algorithms(True)"
+            )
+        if call.needs_grad and not self.has_backward():
+            reasons.append(
+                "has no backward here that takes the log-sum-exp from outside, which a ring's "
+                "gradients need: its forward only, under torch.no_grad()"
+            )
+        return reasons
+
+
+# --- FlashAttention in PyTorch: the operators behind F.scaled_dot_product_attention ---------------
+
+
+def _native_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions
+) -> tuple[Tensor, Tensor]:
+    causal, scale = options.window == CAUSAL, options.scale
+    heads_first = _native_layout(q, k, v)
+    if q.device.type == "cpu":
+        forward = aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = forward(*heads_first, 0.0, causal, scale=scale)
+    else:
+        forward = aten._scaled_dot_product_flash_attention
+        out, lse, *_ = forward(*heads_first, 0.0, causal, False, scale=scale)
+    return out[..., : q.shape[-1]].transpose(1, 2), lse
+
+
+def _native_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
+) -> Gradients:
+    causal, scale = options.window == CAUSAL, options.scale
+    heads_first, lse = _native_layout(dout, q, k, v, out), lse.contiguous()
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = backward(*heads_first, lse, 0.0, causal, scale=scale)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        lengths = None, None, q.shape[1], k.shape[1]  # not packed
+        random = (q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))  # no dropout
+        gradients = backward(*heads_first, lse, *lengths, 0.0, causal, *random, scale=scale)
+    dq, dk, dv = (x[..., : q.shape[-1]].transpose(1, 2) for x in gradients)
+    group = dk.shape[2] // k.shape[2]
+    if group > 1:
+        dk, dv = (widened(x).unflatten(2, (-1, group)).sum(3) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _native_layout(*tensors: Tensor) -> list[Tensor]:
+    """(batch, heads, seqlen, head_dim); on a GPU head_dim in multiples of 8, on a CPU heads alike.
+
+    Its kernels for CPUs do not take grouped heads: the key heads are repeated.
+    """
+    on_cpu = tensors[0].device.type == "cpu"
+    heads, short = max(x.shape[2] for x in tensors), 0 if on_cpu else -tensors[0].shape[-1] % 8
+    converted = []
+    for x in tensors:
+        if on_cpu and x.shape[2] != heads:
+            x = x.repeat_interleave(heads // x.shape[2], 2)
+        converted.append((F.pad(x, (0, short)) if short else x).transpose(1, 2))
+    return converted
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+# PyTorch keeps one plan of cuDNN's for all calls whose q, k and v have the same shapes and strides,
+# and does not look at the strides of out, dout and lse again. So all are made contiguous here.
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *(x.contiguous().transpose(1, 2) for x in (q, k, v)),
+        None, True, 0.0, options.window == CAUSAL, False, scale=options.scale,
+    )  # fmt: skip
+    # (batch, heads, rows, 1) in some releases of PyTorch.
+    return out.transpose(1, 2), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
+) -> Gradients:
+    heads_first = [x.contiguous().transpose(1, 2) for x in (dout, q, k, v, out)]
+    no_dropout = [q.new_zeros((), dtype=torch.int64) for _ in range(2)]
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first, lse.contiguous()[..., None], *no_dropout, None, None, None,
+        q.shape[1], k.shape[1], 0.0, options.window == CAUSAL, scale=options.scale,
+    )  # fmt: skip
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+# --- the lab's own --------------------------------------------------------------------------------
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    # Given float32, it returns the output as it was accumulated.
+    call = AttentionCall(widened(q), widened(k), widened(v), alibi_slopes=options.slopes)
+    *qkv, slopes = call.math_layout()
+    out, lse = flash_attention_forward(
+        *qkv, softmax_scale=options.scale, window_size=options.window, alibi_slopes=slopes
+    )
+    return out.flatten(1, 2).transpose(1, 2), lse.flatten(1, 2)
+
+
+def _torch_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
+) -> Gradients:
+    call = AttentionCall(widened(q), widened(k), widened(v), alibi_slopes=options.slopes)
+    *qkv, slopes = call.math_layout()
+    by_kv_head = call.kv_heads, call.heads // call.kv_heads
+    dq, dk, dv = flash_attention_backward(
+        widened(dout).transpose(1, 2).unflatten(1, by_kv_head),
+        *qkv,
+        widened(out).transpose(1, 2).unflatten(1, by_kv_head),
+        lse.unflatten(1, by_kv_head),
+        softmax_scale=options.scale,
+        window_size=options.window,
+        alibi_slopes=slopes,
+    )
+    # Query heads that share a key head add up to its gradient.
+    return dq.flatten(1, 2).transpose(1, 2), dk.sum(2).transpose(1, 2), dv.sum(2).transpose(1, 2)
+
+
+def _triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: BlockOptions
+) -> tuple[Tensor, Tensor]:
+    from labsupport.attention.flash_triton.launch import forward
+
+    geometry = Geometry(options.scale, *options.window, options.slopes)
+    return forward(q, k, v, geometry, float32_out=True)
+
+
+def _triton_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
+) -> Gradients:
+    from labsupport.attention.flash_triton.launch import backward
+
+    geometry = Geometry(options.scale, *options.window, options.slopes)
+    return backward(dout, q, k, v, out, lse, geometry)
+
+
+@cache
+def triton_is_missing() -> str | None:
+    """Return why Triton's kernels cannot run here, or None."""
+    return mode.missing()
+
+
+# --- flash-attn-4: its public forward, and the private backward behind autograd's -----------------
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    left, right = options.window
+    (q, k, v), causal = (x.contiguous() for x in (q, k, v)), right == 0
+    window = (left, -1 if causal else right)
+    out, lse = run_fa4(AttentionCall(q, k, v, causal, options.scale, window, None, True))
+    assert lse is not None
+    return out, lse
+
+
+def _fa4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
+) -> Gradients:
+    backward = _private_backward()
+    assert backward is not None  # its absence is a reason to refuse
+    left, right = (None if side < 0 else side for side in options.window)
+    causal = right == 0 and left is None
+    dq, dk, dv = backward(
+        *(x.contiguous() for x in (q, k, v, out, dout, lse)),
+        softmax_scale=options.scale,
+        causal=causal,
+        window_size_left=left,
+        window_size_right=None if causal else right,
+    )[:3]
+    return dq, dk, dv
+
+
+def _private_backward() -> Callable[..., Any] | None:
+    """The function, in the package that `labsupport.attention` has imported; None without it."""
+    module = sys.modules.get("flash_attn.cute.interface")
+    return getattr(module, "_flash_attn_bwd", None)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _on_hopper(device: torch.device) -> bool:
+    # On older GPUs native is as fast, and cuDNN makes a plan for each new shape.
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+CUDNN = BlockKernel(
+    "cudnn", "sdpa_cudnn", _cudnn_forward, _cudnn_backward,
+    windows=False, ordered="never", in_auto=_on_hopper,
+)  # fmt: skip
+NATIVE = BlockKernel(
+    "native", "sdpa_flash", _native_forward, _native_backward, windows=False, ordered="on request"
+)
+FLASH_TRITON = BlockKernel("flash_triton", "flash_triton", _triton_forward, _triton_backward)
+FLASH_TORCH = BlockKernel(
+    "flash_torch", "flash_torch", _torch_forward, _torch_backward, in_auto=lambda device: True
+)
+FA4 = BlockKernel(
+    "fa4", "fa4", _fa4_forward, _fa4_backward, ordered="never",
+    has_backward=lambda: _private_backward() is not None,
+    in_auto=lambda device: False,  # its backward is private
+)  # fmt: skip
 
 # In order of preference. On Hopper cuDNN is the fastest. Its gradients, like those of native,
 # differ in the last bits from run to run; `deterministic=True` passes over both. On a CPU the lab's
-# own comes first: its partial results are float32, and the processes of a lesson are small.
+# own comes first: its partial results are float32.
 KERNELS: tuple[BlockKernel, ...] = (CUDNN, NATIVE, FLASH_TRITON, FLASH_TORCH, FA4)
 
 
 def choose(
-    name: str, call: AttentionCall, deterministic: bool
+    name: str, call: AttentionCall, deterministic: bool = False
 ) -> tuple[BlockKernel, dict[str, tuple[str, ...]]]:
-    """The kernel of that name, or the first that can for "auto"; and why not those before it.
+    """Return the kernel of that name, or for "auto" the first that can; and why not those before.
 
     Raises:
         AttentionInputError: there is no such kernel.
@@ -34,18 +308,23 @@ def choose(
         raise AttentionInputError(
             f"ring attention has no kernel {name!r}: there are auto, {', '.join(names)}."
         )
-    refused: dict[str, tuple[str, ...]] = {}
+    rejected: dict[str, tuple[str, ...]] = {}
     for kernel in KERNELS:
         if name not in ("auto", kernel.name):
             continue
         reasons = kernel.reasons(call, deterministic)
         if not reasons and (name != "auto" or kernel.in_auto(call.q.device)):
-            return kernel, refused
-        refused[kernel.name] = tuple(reasons) or ("runs, but only when asked for by name",)
-    listing = "\n".join(f"  {other}: {'; '.join(why)}" for other, why in refused.items())
+            return kernel, rejected
+        rejected[kernel.name] = tuple(reasons) or ("runs, but only when asked for by name",)
+    listing = "\n".join(f"  {other}: {'; '.join(why)}" for other, why in rejected.items())
     able = [kernel.name for kernel in KERNELS if not kernel.reasons(call, deterministic)]
     raise BackendUnavailableError(
         f"kernel {name!r} cannot run this ring:\n{listing}\nKernels that can: "
         f"{', '.join(able) or 'none'}.",
-        refused,
+        rejected,
     )
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,15 +1,17 @@
-"""What happens between two steps of a ring, each in one pass over memory, as Triton kernels.
+"""Triton kernels that merge or add a step's result into the sum, in one pass over memory.
 
 A step's results are as large as its inputs: at 32,768 tokens of 32 heads, a partial output is a
 quarter of a gigabyte, and the sum in float32 half of one. PyTorch merges two of them in about ten
-passes (a widened copy, two products, a sum, ...); each costs what reading and writing all of it
-costs. These kernels read the sum and the part once, and write the sum.
+passes (a widened copy, two products, a sum, ...). These kernels read the sum and the part once, and
+write the sum.
 """
 # Triton's arguments have no Python types.
 # ruff: noqa: ANN001, ANN201
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -49,6 +51,18 @@ def merge_kernel(
     tl.store(OUT, merged, mask=mask)
 
 
+def launch_merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`merging.merge_into` on a GPU; all last strides must be 1, the sums float32."""
+    batch, rows, heads, head_dim = out.shape
+    block = 32
+    with torch.cuda.device_of(out):
+        merge_kernel[(triton.cdiv(rows, block), heads, batch)](
+            out, lse, part, part_lse, *out.stride()[:3], *lse.stride()[:2],
+            *part.stride()[:3], *part_lse.stride()[:2], rows, head_dim,
+            D=triton.next_power_of_2(head_dim), ROWS=block, num_warps=4,
+        )  # fmt: skip
+
+
 @triton.jit
 def add_kernel(TOTAL, PART, total_batch, part_batch, numbers, BLOCK: tl.constexpr):
     """TOTAL += PART, float32. Grid: blocks of the numbers of a batch entry, batch."""
@@ -59,3 +73,12 @@ def add_kernel(TOTAL, PART, total_batch, part_batch, numbers, BLOCK: tl.constexp
     part = tl.load(PART + i, mask=i < numbers, other=0.0).to(tl.float32)
     total = tl.load(TOTAL + i, mask=i < numbers, other=0.0)
     tl.store(TOTAL + i, total + part, mask=i < numbers)
+
+
+def launch_add(total: Tensor, part: Tensor) -> None:
+    """`merging.add_into` on a GPU; each batch entry must be contiguous."""
+    numbers, block = total[0].numel(), 4096
+    with torch.cuda.device_of(total):
+        add_kernel[(triton.cdiv(numbers, block), total.shape[0])](
+            total, part, total.stride(0), part.stride(0), numbers, BLOCK=block, num_warps=8
+        )

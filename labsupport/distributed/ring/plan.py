@@ -1,11 +1,11 @@
-"""Which rank's keys travel how far, and who must see them: known to all before anything is sent.
+"""The schedule of a ring: how far each rank's keys travel, known to all before anything is sent.
 
 Keys and values travel around the ring, one hop a step. `route` lists how far what a rank holds has
 come, step by step: (0, 1, 2, 3) is one full round of four ranks. Under a window a rank needs its
 neighbours only, and the route is short: (0, 1) when each rank needs the keys of the one before, and
 (0, 1, -1) when it also needs those of the one after, which come the other way round.
 
-A hop that nobody behind it needs is left out. Under a causal mask the keys of rank r go up to the
+A hop that no later rank needs is left out. Under a causal mask the keys of rank r go up to the
 last rank and never on to rank 0: half of all the traffic.
 
 A plan is a function of sizes and options alone. So all ranks come to the same one, and each knows
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from labsupport.distributed.ring.blocks import Piece, joined, visible_pieces
+from labsupport.distributed.ring.blocks import BlockPair, joined, visible_pairs
 from labsupport.distributed.ring.zigzag import check_even, chunks_of
 
 
 class Message(NamedTuple):
     """One message of a step, by ranks.
 
-    what: "keys", K and V for the next step; "sums", dK and dV so far, behind their keys; "home",
+    what: "keys", K and V for the next step; "sums", dK and dV so far, following their keys; "home",
     dK and dV that are complete, to the keys' owner.
     """
 
@@ -37,14 +37,14 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Ring attention's schedule. Build one with `Plan.of`.
+    """Schedule of a ring. Build one with `Plan.of`.
 
     Attributes:
-        world_size: W, how many ranks there are.
+        world_size: W, the number of ranks.
         length: of one rank's shard.
         left, right: the window in the whole sequence; None means no limit. Causal is right = 0.
         zigzag: each rank holds chunks r and 2W - 1 - r, not one run of the sequence.
-        alibi: pieces are cut for ALiBi.
+        alibi: block pairs are cut for ALiBi.
 
     >>> Plan.of(8, 1024, causal=True, window_size=(1500, 0)).route
     (0, 1, 2)
@@ -68,7 +68,7 @@ class Plan:
         zigzag: bool = False,
         alibi: bool = False,
     ) -> Plan:
-        """The plan of flash-attn's options; `length` is that of one rank's shard.
+        """Return the plan of flash-attn's options; `length` is that of one rank's shard.
 
         Raises:
             AttentionInputError: zigzag with an odd length.
@@ -79,28 +79,28 @@ class Plan:
         return Plan(world_size, length, left, 0 if causal else right, zigzag, alibi)
 
     @cached_property
-    def table(self) -> list[list[list[Piece]]]:
-        """Pieces by [rank of the queries][rank that owns the keys]."""
+    def table(self) -> list[list[list[BlockPair]]]:
+        """Block pairs by [rank of the queries][rank that owns the keys]."""
         ranks = range(self.world_size)
-        return [[self._pieces(rank, owner) for owner in ranks] for rank in ranks]
+        return [[self._block_pairs(rank, owner) for owner in ranks] for rank in ranks]
 
-    def _pieces(self, rank: int, owner: int) -> list[Piece]:
-        here, there = (chunks_of(r, self.world_size, zigzag=self.zigzag) for r in (rank, owner))
-        size = self.length // len(here)
-        found = [
-            piece.moved(row * size, col * size)
-            for row, mine in enumerate(here)
-            for col, other in enumerate(there)
-            for piece in visible_pieces(
+    def _block_pairs(self, rank: int, owner: int) -> list[BlockPair]:
+        queries, keys = (chunks_of(r, self.world_size, zigzag=self.zigzag) for r in (rank, owner))
+        size = self.length // len(queries)
+        pairs = [
+            pair.moved(row * size, col * size)
+            for row, mine in enumerate(queries)
+            for col, other in enumerate(keys)
+            for pair in visible_pairs(
                 size, (mine - other) * size, self.left, self.right, alibi=self.alibi
             )
         ]
-        return found if self.alibi else joined(found)
+        return pairs if self.alibi else joined(pairs)
 
     def pairs(self, rank: int) -> list[int]:
-        """Visible (query, key) pairs that a rank computes, by step: its work."""
+        """Return the visible (query, key) pairs that a rank computes, by step: its work."""
         return [
-            sum(piece.pairs for piece in self.table[rank][self.owner(rank, distance)])
+            sum(pair.pairs for pair in self.table[rank][self.owner(rank, distance)])
             for distance in self.route
         ]
 
@@ -108,7 +108,7 @@ class Plan:
 
     @cached_property
     def route(self) -> tuple[int, ...]:
-        """How many ranks what is held has come, by step; negative: against the ring's direction."""
+        """Ranks that what is held has come, by step; negative: against the ring's direction."""
         ranks = range(self.world_size)
         needed = sorted(
             {
@@ -132,45 +132,39 @@ class Plan:
 
     @property
     def hops(self) -> int:
-        """How many steps wait for a hop: W - 1 for a full round."""
+        """Steps that wait for a hop: W - 1 for a full round."""
         return len(self.route) - 1
 
     def owner(self, rank: int, distance: int) -> int:
-        """Whose keys a rank holds when they have come `distance` ranks."""
+        """Return whose keys a rank holds when they have come `distance` ranks."""
         return (rank - distance) % self.world_size
 
-    def travels(self, owner: int, distance: int) -> bool:
-        """Whether the keys of `owner` make the hop to `distance`: somebody there or on needs it."""
-        return any(
-            self.table[(owner + far) % self.world_size][owner]
+    def _uses(self, owner: int, distance: int) -> list[int]:
+        """Distances, in the direction of `distance`, at which the keys of `owner` are needed."""
+        return [
+            abs(far)
             for far in self.route
-            if far * distance > 0 and abs(far) >= abs(distance)
-        )
+            if far * distance > 0 and self.table[(owner + far) % self.world_size][owner]
+        ]
 
-    def has_gradient(self, owner: int, distance: int) -> bool:
-        """Whether a rank has added to the travelling dK and dV up to `distance`."""
-        return any(
-            self.table[(owner + near) % self.world_size][owner]
-            for near in self.route
-            if near * distance > 0 and abs(near) <= abs(distance)
-        )
+    def travels(self, owner: int, distance: int) -> bool:
+        """True if the keys of `owner` make the hop to `distance`: needed there, or further on."""
+        return abs(distance) <= max(self._uses(owner, distance), default=0)
 
     def goes_on(self, owner: int, distance: int) -> bool:
-        """Whether dK and dV of `owner` leave the rank at `distance` for the next one."""
-        onward = distance + direction(distance)
-        return self.travels(owner, onward) and self.has_gradient(owner, distance)
+        """True if dK and dV of `owner` leave the rank at `distance` for the next one."""
+        uses = self._uses(owner, distance)
+        return bool(uses) and min(uses) <= abs(distance) < max(uses)
 
     def goes_home(self, owner: int, distance: int) -> bool:
-        """Whether dK and dV of `owner` are complete at `distance`: nobody further on adds to it."""
-        return self.travels(owner, distance) and not self.travels(
-            owner, distance + direction(distance)
-        )
+        """True if dK and dV of `owner` are complete at `distance`: no later rank adds to them."""
+        return abs(distance) == max(self._uses(owner, distance), default=None)
 
     # --- what is sent -----------------------------------------------------------------------------
 
     @cached_property
     def messages(self) -> tuple[tuple[Message, ...], ...]:
-        """What travels while a step computes, by step; keys come before gradients.
+        """Messages that travel while a step computes, by step; keys come before gradients.
 
         A forward sends the keys only. A backward has one step more: the last gradients go home.
         """
@@ -181,27 +175,19 @@ class Plan:
 
     def _keys_sent(self, step: int) -> Iterator[Message]:
         """The hop that the next step needs."""
-        if step + 1 >= len(self.route):
-            return
-        coming = self.route[step + 1]
-        way = direction(coming)
-        for rank in range(self.world_size):
-            if self.travels(self.owner(rank, coming - way), coming):
-                yield Message("keys", rank, (rank + way) % self.world_size)
+        for coming in self.route[step + 1 : step + 2]:
+            way = 1 if coming > 0 else -1
+            for rank in range(self.world_size):
+                if self.travels(self.owner(rank, coming - way), coming):
+                    yield Message("keys", rank, (rank + way) % self.world_size)
 
     def _gradients_sent(self, step: int) -> Iterator[Message]:
-        """What the step before added to: one step behind the keys."""
+        """Sums that the step before added to: one step after the keys."""
         before = self.route[step - 1] if step else 0
-        if not before:
-            return
-        for rank in range(self.world_size):
+        for rank in range(self.world_size) if before else ():
             owner = self.owner(rank, before)
             if self.goes_on(owner, before):
-                yield Message("sums", rank, (rank + direction(before)) % self.world_size)
+                way = 1 if before > 0 else -1
+                yield Message("sums", rank, (rank + way) % self.world_size)
             elif self.goes_home(owner, before):
                 yield Message("home", rank, owner)
-
-
-def direction(distance: int) -> int:
-    """1 forwards, -1 backwards."""
-    return 1 if distance > 0 else -1

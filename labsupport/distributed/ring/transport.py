@@ -14,21 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from threading import Lock
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+Messages = Sequence[tuple[Tensor, int]]
+
 
 @dataclass
 class Traffic:
-    """What this rank has sent, counted.
-
-    Attributes:
-        kv_messages, kv_bytes: keys and values, forward and backward.
-        gradient_messages, gradient_bytes: dK and dV.
-    """
+    """Messages that this rank has sent, and their bytes: keys and values, and dK and dV."""
 
     kv_messages: int = 0
     kv_bytes: int = 0
@@ -53,14 +49,8 @@ class Traffic:
         )
 
 
-_in_all = Traffic()
-_counting = Lock()  # autograd computes backwards in a thread of its own
-
-
-def sent_in_all() -> Traffic:
-    """What all rings of this process have sent so far; a copy."""
-    with _counting:
-        return replace(_in_all)
+TOTAL = Traffic()
+"""Traffic of all rings of this process so far."""
 
 
 class Ring:
@@ -73,11 +63,9 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "ring attention needs a process group, and torch.distributed is not initialised in "
-                "this process. Start the program with torchrun and call "
-                "torch.distributed.init_process_group() first; for one process without a launcher: "
-                "init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, "
-                "world_size=1)."
+                "ring attention needs a process group. Start the program with torchrun and call "
+                "labsupport.distributed.setup_ddp(), or "
+                "torch.distributed.init_process_group(), first."
             )
         self.group = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
@@ -91,15 +79,10 @@ class Ring:
 
     def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
         """Note that this rank sends a message of two tensors."""
-        with _counting:
-            self.traffic.count(pair, gradients=gradients)
-            _in_all.count(pair, gradients=gradients)
+        self.traffic.count(pair, gradients=gradients)
+        TOTAL.count(pair, gradients=gradients)
 
-    def post(
-        self,
-        sends: Sequence[tuple[Tensor, int]],
-        receives: Sequence[tuple[Tensor, int]],
-    ) -> Callable[[], None]:
+    def post(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         """Start all messages of a step; the returned function waits for them.
 
         Args:
@@ -120,12 +103,10 @@ class Ring:
         return wait
 
     @contextmanager
-    def in_flight(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> Iterator[None]:
-        """The messages of `post` travel while the body runs; after it they have arrived.
+    def in_flight(self, sends: Messages, receives: Messages) -> Iterator[None]:
+        """Let the messages of `post` travel while the body runs; after it they have arrived.
 
-        Also when the body fails: their memory must not be given back before.
+        Also when the body fails: their memory must not be freed before.
         """
         wait = self.post(sends, receives)
         try:

@@ -1,4 +1,4 @@
-"""How a sequence is sharded over ranks and put together again, and which positions a rank holds.
+"""Sharding of a sequence over ranks, and the positions that a rank holds.
 
 Contiguous shards are simple, and unfair under a causal mask: the last rank's queries see all keys,
 the first rank's only themselves, and each step lasts as long as the busiest rank. Zigzag cuts the
@@ -30,7 +30,7 @@ from labsupport.attention.inputs import AttentionInputError
 
 
 def chunks_of(rank: int, world_size: int, *, zigzag: bool = False) -> tuple[int, ...]:
-    """The chunks that a rank holds, in the order in which it holds them."""
+    """Return the chunks that a rank holds, in their order."""
     return (rank, 2 * world_size - 1 - rank) if zigzag else (rank,)
 
 
@@ -42,7 +42,7 @@ def positions_of(
     zigzag: bool = False,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Where a rank's tokens stand in the whole sequence: (seqlen_local,), int64.
+    """Return the positions of a rank's tokens in the whole sequence: (seqlen_local,), int64.
 
     Raises:
         AttentionInputError: zigzag with an odd `seqlen_local`, or no such rank.
@@ -61,7 +61,7 @@ def positions_of(
 def shard_sequence(
     x: Tensor, rank: int, world_size: int, *, zigzag: bool = False, dim: int = 1
 ) -> Tensor:
-    """A rank's shard of a whole sequence: tokens, hidden states, labels. Differentiable.
+    """Return a rank's shard of a sequence: tokens, hidden states, labels. Differentiable.
 
     Args:
         x: any tensor whose dimension `dim` is the sequence.
@@ -87,7 +87,7 @@ def shard_sequence(
 
 
 def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1) -> Tensor:
-    """The whole sequence from the shards of all ranks, in the order of the ranks. Differentiable.
+    """Return the whole sequence from the shards of all ranks, in their order. Differentiable.
 
     >>> unshard_sequence([torch.tensor([0, 3]), torch.tensor([1, 2])], zigzag=True, dim=0)
     tensor([0, 1, 2, 3])
@@ -105,7 +105,7 @@ def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1
 def gather_sequence(
     x: Tensor, *, zigzag: bool = False, dim: int = 1, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The whole sequence on every rank, from this rank's shard: to look at. Not differentiable."""
+    """Return the whole sequence on every rank, from this rank's shard. Not differentiable."""
     shards = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, x.detach().contiguous(), group=group)
     return unshard_sequence(shards, zigzag=zigzag, dim=dim)

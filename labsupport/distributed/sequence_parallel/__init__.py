@@ -1,8 +1,8 @@
 """A sequence that no single device holds: its tokens are sharded over the ranks, in every layer.
 
 sharding    a rank's tokens, their labels and their positions, cut from whole sequences
-attention   attention by the ring in the lab's Decoder and in Transformers' GPT-2 and Llama
-model       shard_model: a model, and this rank's part of its loss; the sum of the gradients
+model       shard_model: the lab's Decoder, or Transformers' GPT-2 or Llama, and this rank's part of
+            its loss
 run         train_with_ring: the training loop
 
     rank 0    tokens 0 1 . . . . 6 7     embedding, norms, MLP, classifier, loss: each token by

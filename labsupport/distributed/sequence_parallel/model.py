@@ -11,25 +11,40 @@ worked on all tokens: their gradients are summed over the ranks, once a step. (S
 as in data parallelism: the terms have been divided by N already.)
 
 All ranks compute in the same order, layers that are computed again in the backward pass too: a ring
-needs all of them. So a rank without labels computes all the same, with a term of 0.
+needs all of them. So a rank without labels computes too, with a term of 0.
+
+ATTENTION is the only part of a model that looks at other tokens. So a model computes a shard of a
+sequence when its attention goes around the ring and its positions are those in the whole sequence:
+
+    Decoder             each block's `attention` becomes a `RingAttention` with the same layers
+    Transformers'       the attention function of GPT-2 or Llama, under the name "lab_ring"
+                        (labsupport.models.integration says how that works)
+
+The names of the parameters stay the same, so that checkpoints fit both ways.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labsupport.attention.rotary import apply_rotary_emb
+from labsupport.distributed.ring.attention import RingOptions, ring_attention
 from labsupport.distributed.ring.transport import Ring
-from labsupport.distributed.sequence_parallel.attention import RingOptions, install
 from labsupport.distributed.sequence_parallel.sharding import Shard, shard_batch
 from labsupport.precision.losses import compute_loss
 from labsupport.training.documents.packing import IGNORED
 from labsupport.training.model.decoder import Decoder
+from labsupport.training.model.layers import Angles, Attention
 from labsupport.training.saving.cross_entropy import chunked_cross_entropy
+
+FAMILIES = ("gpt2", "llama")  # of Transformers: causal attention and nothing else in each layer
+_NAME = "lab_ring"
 
 
 def shard_model(
@@ -55,20 +70,23 @@ def shard_model(
     Raises:
         RuntimeError: no process group. ValueError: another kind of model, or one that is sharded.
 
-    >>> with shard_model(Decoder(config).to(place.device)) as sharded:
+    >>> with shard_model(Decoder(config).to(info.device)) as sharded:
     ...     part = sharded(sharded.shard(batch))  # of this rank; the sum over ranks is the loss
     ...     part.backward()
     ...     sharded.sum_gradients()
     """
-    return SequenceParallel(model, RingOptions(zigzag, kernel, group), loss_chunk)
+    layout = "zigzag" if zigzag else "contiguous"
+    # Ranks were given the same batch; to check that in each layer would stop a GPU each time.
+    ring = RingOptions(layout, kernel, causal=True, group=group, check_ranks=False)
+    return SequenceParallel(model, ring, loss_chunk)
 
 
 class SequenceParallel:
-    """What `shard_model` returns.
+    """A model whose sequence is sharded; `shard_model` makes it.
 
     Attributes:
         model: the model that was given.
-        ring: the layout, the kernel, the group.
+        ring: the options of its attention.
         rank, world: of this process in the group.
     """
 
@@ -78,16 +96,22 @@ class SequenceParallel:
         around = Ring(ring.group)
         self.rank, self.world = around.rank, around.size
         self.model, self.ring, self.loss_chunk = model, ring, loss_chunk
-        self._restore = install(model, ring)
+        self.restore = _install(model, ring)
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def shard(self, batch: Any) -> Shard:
-        """This rank's part of a micro-batch of whole sequences, on the CPU or wherever that is.
+        """Return this rank's part of a micro-batch of whole sequences, on the batch's device.
 
         Raises: as `shard_batch`, and ValueError for a position that the model has not learned; on
             all ranks alike.
         """
-        shard = shard_batch(batch, self.rank, self.world, zigzag=self.ring.zigzag)
-        learned = learned_positions(self.model)
+        shard = shard_batch(batch, self.rank, self.world, zigzag=self.ring.layout == "zigzag")
+        learned = _learned_positions(self.model)
         if learned is not None and shard.farthest >= learned:
             raise ValueError(
                 f"position {shard.farthest:,} was asked for, but this model has learned "
@@ -96,7 +120,7 @@ class SequenceParallel:
         return shard
 
     def __call__(self, shard: Shard, total: int | None = None) -> Tensor:
-        """This rank's part of the mean loss, a scalar; the sum over the ranks is the loss.
+        """Return this rank's part of the mean loss, a scalar; the sum over the ranks is the loss.
 
         Args:
             shard: of this rank, on the model's device; all ranks call with theirs.
@@ -107,7 +131,7 @@ class SequenceParallel:
                 cannot compute it.
         """
         if self.model.training:
-            check_no_dropout(self.model)
+            _check_no_dropout(self.model)
         if total is None:
             total = int((shard.all_labels != IGNORED).sum())
         own = (shard.labels != IGNORED).sum()
@@ -128,25 +152,11 @@ class SequenceParallel:
             if work is not None:
                 work.wait()
 
-    def restore(self) -> None:
-        """Give the model back the attention that it had."""
-        self._restore()
-
-    def __enter__(self) -> SequenceParallel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.restore()
-
     def _mean_loss(self, shard: Shard) -> Tensor:
-        if isinstance(self.model, Decoder):
-            return self.model(shard.tokens, shard.labels, positions=_for_decoder(shard))
         model: Any = self.model
+        if isinstance(model, Decoder):
+            positions = shard.positions[0] if len(shard.positions) == 1 else shard.positions
+            return model(shard.tokens, shard.labels, positions=positions)
         # Not model(..., labels=...): that would shift the labels.
         hidden = model.base_model(
             input_ids=shard.tokens,
@@ -162,19 +172,15 @@ class SequenceParallel:
         return compute_loss(logits, shard.labels, dtype=wide)
 
 
-def _for_decoder(shard: Shard) -> Tensor:
-    return shard.positions[0] if len(shard.positions) == 1 else shard.positions
-
-
-def learned_positions(model: nn.Module) -> int | None:
-    """How many positions a model has learned; None if its positions have no end."""
+def _learned_positions(model: nn.Module) -> int | None:
+    """Number of positions that a model has learned; None if its positions have no end."""
     config: Any = model.config
     if isinstance(model, Decoder):
         return config.max_positions if config.positions == "learned" else None
     return config.n_positions if config.model_type == "gpt2" else None
 
 
-def check_no_dropout(model: nn.Module) -> None:
+def _check_no_dropout(model: nn.Module) -> None:
     """Raise ValueError if a layer of the model drops out."""
     for name, module in model.named_modules():
         rate = getattr(module, "p" if isinstance(module, nn.Dropout) else "attention_dropout", 0.0)
@@ -185,3 +191,122 @@ def check_no_dropout(model: nn.Module) -> None:
                 "(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0; attention_dropout=0.0), or call "
                 "model.eval()"
             )
+
+
+# --- attention around the ring --------------------------------------------------------------------
+
+
+class RingAttention(nn.Module):
+    """A block's attention with the same projections, around the ring."""
+
+    def __init__(self, attention: Attention, ring: RingOptions) -> None:
+        super().__init__()
+        self.config, self.ring = attention.config, ring
+        self.query, self.key = attention.query, attention.key
+        self.value, self.out = attention.value, attention.out
+
+    def forward(self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+        """(batch, seqlen_local, width) to the same; `backend` is one device's business."""
+        if cu_seqlens is not None:
+            raise ValueError("the ring knows no documents: cu_seqlens must be None")
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.config.head_dim))
+            for project in (self.query, self.key, self.value)
+        )
+        if angles is not None:
+            interleaved = self.config.rope_interleaved
+            q, k = (apply_rotary_emb(each, *angles, interleaved=interleaved) for each in (q, k))
+        return self.out(ring_attention(q, k, v, **vars(self.ring)).reshape(x.shape))
+
+
+def _install(model: Any, ring: RingOptions) -> Callable[[], None]:
+    """Let a model's attention go around the ring until the returned function is called.
+
+    Raises:
+        ValueError: a model that is neither a Decoder nor Transformers' GPT-2 or Llama with a head;
+            whose positions depend on the length; whose attention goes around a ring already.
+    """
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(model, Decoder):
+        layers: list[Any] = list(model.blocks)
+        before: Any = [block.attention for block in layers]
+        already = any(isinstance(attention, RingAttention) for attention in before)
+    elif family in FAMILIES and hasattr(model, "lm_head"):
+        layers = [
+            module
+            for module in model.modules()
+            if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
+        ]
+        before = model.config._attn_implementation
+        already = before == _NAME
+    else:
+        raise ValueError(
+            f"a {type(model).__name__} was given, but only a Decoder, a GPT2LMHeadModel or a "
+            "LlamaForCausalLM can be computed with a sharded sequence"
+        )
+    if already:
+        raise ValueError("the model's attention goes around a ring already: restore() it first")
+    if isinstance(model, Decoder):
+        for block in layers:
+            block.attention = RingAttention(block.attention, ring)
+
+        def restore() -> None:
+            for block, attention in zip(layers, before, strict=True):
+                block.attention = attention
+
+        return restore
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"this model's rotary positions ({rope['rope_type']}) depend on the length of the "
+            "sequence, and a rank would take its shard's"
+        )
+    _register()
+    model.set_attn_implementation(_NAME)
+    for layer in layers:
+        layer.ring = ring
+
+    def restore_transformers() -> None:
+        model.set_attn_implementation(before)
+        for layer in layers:
+            del layer.ring
+
+    return restore_transformers
+
+
+def _register() -> None:
+    """Make the ring known to Transformers, once; imported here, since that takes seconds."""
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    from labsupport.models.integration.functions import layer_function
+    from labsupport.models.integration.masks import MaskDescription, describe_mask
+
+    def compute(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskDescription,
+        scaling: float | None,
+        _: dict[str, Any],
+    ) -> tuple[Tensor, None]:
+        q, k, v = (_in_one_dtype(tensor).transpose(1, 2) for tensor in (query, key, value))
+        ring = replace(module.ring, softmax_scale=scaling)
+        return ring_attention(q, k, v, **vars(ring)), None
+
+    def causal_mask(*sizes: Any, **options: Any) -> MaskDescription:
+        # Where positions jump, as between a zigzag shard's chunks, Transformers believes that
+        # another sequence begins, and would mask it. The two families know causal masks only.
+        options["mask_function"] = masking_utils.causal_mask_function
+        return describe_mask(*sizes, **options)
+
+    AttentionInterface.register(_NAME, layer_function(compute))
+    AttentionMaskInterface.register(_NAME, causal_mask)
+
+
+def _in_one_dtype(tensor: Tensor) -> Tensor:
+    """In autocast's dtype where it is on: rotary positions leave q and k in float32 beside v."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

@@ -17,7 +17,7 @@ the result changes: no token sees a later one, and fillers have no labels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,13 +33,14 @@ _KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank computes of a micro-batch.
+    """One rank's part of a micro-batch.
 
-    tokens, labels: (batch, seqlen / world) int64. labels: -100 does not count.
-    positions: (1 or batch, seqlen / world) int64, in the whole sequence.
-    all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
-    farthest: the largest position of the whole sequence.
-    fillers: how many of this rank's tokens are none, but fill the sequence up.
+    Attributes:
+        tokens, labels: (batch, seqlen / world) int64. labels: -100 does not count.
+        positions: (1 or batch, seqlen / world) int64, in the whole sequence.
+        all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
+        farthest: the largest position of the whole sequence.
+        fillers: number of this rank's tokens that only fill the sequence up.
     """
 
     tokens: Tensor
@@ -50,15 +51,13 @@ class Shard:
     fillers: int = 0
 
     def to(self, device: torch.device | str) -> Shard:
-        """The same on another device."""
-        tokens, labels, positions, all_labels = (
-            x.to(device) for x in (self.tokens, self.labels, self.positions, self.all_labels)
-        )
-        return Shard(tokens, labels, positions, all_labels, self.farthest, self.fillers)
+        """Return the same on another device."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
 
 
 def shard_length(seqlen: int, world_size: int, *, zigzag: bool = True) -> int:
-    """Tokens of each rank's shard, fillers included.
+    """Return the number of tokens of each rank's shard, fillers included.
 
     >>> shard_length(1001, 2), shard_length(1001, 2, zigzag=False)
     (502, 501)
@@ -68,7 +67,7 @@ def shard_length(seqlen: int, world_size: int, *, zigzag: bool = True) -> int:
 
 
 def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) -> Shard:
-    """A rank's shard of a micro-batch of whole sequences, the same on all ranks.
+    """Cut a rank's shard of a micro-batch of whole sequences, which all ranks have.
 
     Args:
         batch: a mapping or dataclass with `tokens` and `labels`, (batch, seqlen) int64, labels
@@ -127,7 +126,7 @@ def _positions(given: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
 
 def _check_one_document(cu_seqlens: Tensor, labels: Tensor) -> None:
     ends = [end for end in cu_seqlens.tolist() if end > 0]
-    # What comes behind the first document sees it here. Without labels it leaves no trace.
+    # What follows the first document sees it here. Without labels it leaves no trace.
     if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
         raise ValueError(
             f"the sequence holds {len(ends)} documents with labels, which must not see one "

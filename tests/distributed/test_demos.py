@@ -3,20 +3,20 @@
 import pandas as pd
 import pytest
 
-from labsupport.distributed import lessons
+from labsupport.distributed import demos
 from labsupport.distributed.launch import LaunchError, launch
 
 
 @pytest.fixture(scope="module")
 def ring():
     sizes = {"seqlen": 128, "timed": 512, "lengths": [256, 512]}
-    return launch(lessons.ring_on_ranks, kwargs=sizes, processes=2, device="cpu")
+    return launch(demos.ring_on_ranks, kwargs=sizes, processes=2, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def trained():
     sizes = {"seqlen": 64, "micro_batches": 3, "steps": 2, "layers": 1}
-    ranks = launch(lessons.train_on_ranks, kwargs=sizes, processes=2, device="cpu")
+    ranks = launch(demos.train_on_ranks, kwargs=sizes, processes=2, device="cpu")
     return pd.DataFrame(ranks[0] + ranks[1])
 
 
@@ -50,13 +50,13 @@ def test_spans_lie_on_one_clock_and_every_rank_sends(ring):
 
 
 def test_spans_that_touch_become_one():
-    assert lessons.joined([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0005, 2.5)]) == [
+    assert demos.joined([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0005, 2.5)]) == [
         (0.0, 2.5), (3.0, 4.0)
     ]  # fmt: skip
 
 
 def test_two_ranks_need_half_of_what_one_needs(ring):
-    alone = lessons.step_memory([512])[0]
+    alone = demos.step_memory([512])[0]
     assert (alone["ranks"], alone["sent_bytes"]) == (1, 0)
     shared = [row for rank in ring for row in rank["memory"] if row["seqlen"] == 512]
     for row in shared:
@@ -82,4 +82,4 @@ def test_two_ranks_hold_the_whole_model_under_ddp_and_half_of_it_under_fsdp(trai
 
 def test_the_killed_rank_is_named():
     with pytest.raises(LaunchError, match="rank 1 of 2 failed: killed by SIGKILL"):
-        launch(lessons.leave, processes=2, device="cpu")
+        launch(demos.leave, processes=2, device="cpu")

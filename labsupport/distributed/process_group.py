@@ -1,4 +1,4 @@
-"""Who am I: the process group, this process's rank in it, and its device.
+"""The process group: which rank this process is, and on which device it computes.
 
     setup_ddp()         reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
                         torchrun and `labsupport.distributed.launch` set
@@ -13,28 +13,26 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the others.
-
-    rank: 0 ... world - 1. world: how many there are. device: where it computes.
-    """
+class RankInfo:
+    """This process among the others: rank 0 to world - 1, and the device that it computes on."""
 
     rank: int
     world: int
     device: torch.device
 
     @classmethod
-    def current(cls) -> Place:
-        """The place in the process group that is set up.
+    def current(cls) -> RankInfo:
+        """Return this process's place in the default process group.
 
         Raises:
-            RuntimeError: none is.
+            RuntimeError: there is no process group.
         """
         if not dist.is_initialized():
             raise RuntimeError("there is no process group: call setup_ddp() first")
@@ -44,33 +42,41 @@ class Place:
 
     @property
     def ranks(self) -> str:
-        """How many there are, in words: "1 rank", "2 ranks"."""
+        """The number of ranks in words: "1 rank", "2 ranks"."""
         return f"{self.world} rank{'s' * (self.world != 1)}"
 
-    def wait_for_all(self) -> None:
-        """Return when all ranks have come here."""
-        here = torch.zeros(1, device=self.device)
-        dist.all_reduce(here)
-        here.item()  # on a GPU the line above only asks for it
+    def barrier(self, group: dist.ProcessGroup | None = None) -> None:
+        """Return when all ranks of the group (None: all) have come here."""
+        # The value is read, since on a GPU the all-reduce alone only asks for it.
+        one = torch.zeros(1, device=self.device)
+        dist.all_reduce(one, group=group)
+        one.item()
 
 
-def setup_ddp(backend: str | None = None, timeout: float | None = None) -> Place:
+def all_gather_object(local: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's object, in the order of the ranks, on all of them."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    return gathered
+
+
+def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankInfo:
     """Join the process group, and choose this rank's device.
 
     Args:
         backend: "nccl" (GPUs, one for each process), "gloo" (CPU); None: "nccl" if there are GPUs.
             With "nccl" tensors on the CPU travel by gloo: FSDP's offloading needs that.
-        timeout: seconds that a collective may wait for the other ranks; None: what
-            `launch(timeout=...)` said, else PyTorch's (10 minutes with NCCL, 30 with gloo). With
-            gloo the rank that waited raises; with NCCL its process is ended.
+        timeout: seconds that a collective may wait for the other ranks; None: the timeout of
+            `launch`, else PyTorch's (10 minutes with NCCL, 30 with gloo). With gloo the rank that
+            waited raises; with NCCL its process is ended.
 
     Raises:
         RuntimeError: the group exists already.
         ValueError: an unknown backend; fewer GPUs than processes on this machine, which NCCL does
             not accept.
 
-    >>> place = setup_ddp()
-    >>> model = Decoder(config).to(place.device)
+    >>> info = setup_ddp()
+    >>> model = Decoder(config).to(info.device)
     """
     if dist.is_initialized():
         raise RuntimeError("the process group exists already: cleanup_ddp() closes it")
@@ -87,25 +93,16 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> Place
             )
         # Before anything is put on "cuda": otherwise all ranks would share GPU 0.
         torch.cuda.set_device(local)
-    if timeout is None and "LABSUPPORT_COLLECTIVE_TIMEOUT" in os.environ:
-        timeout = float(os.environ["LABSUPPORT_COLLECTIVE_TIMEOUT"])
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(both, timeout=limit)
-    else:
-        dist.init_process_group(both, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
-    return Place.current()
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        timeout=None if timeout is None else timedelta(seconds=timeout),
+        **({} if "RANK" in os.environ else alone),
+    )
+    return RankInfo.current()
 
 
 def cleanup_ddp() -> None:
-    """Leave the process group; nothing happens if there is none."""
+    """Leave the process group; do nothing if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def ranks() -> tuple[int, int]:
-    """This process's rank and the number of ranks: to try a launch with."""
-    place = setup_ddp()
-    cleanup_ddp()
-    return place.rank, place.world

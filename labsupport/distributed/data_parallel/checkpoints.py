@@ -20,8 +20,6 @@ all. The folder must be one that all ranks see. (The loop on one device also see
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -38,12 +36,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from labsupport.distributed.data_parallel.process_group import Place
+from labsupport.distributed.process_group import RankInfo
 from labsupport.training.loop.checkpoints import CheckpointError, Checkpoints
 from labsupport.training.loop.history import History
 from labsupport.training.loop.inputs import check_same_course
-
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 class DistributedCheckpoints:
@@ -51,15 +47,15 @@ class DistributedCheckpoints:
 
     Args:
         folder: the same for all ranks; made when first needed.
-        place: this rank's.
+        info: this rank.
         course: what the weights depend on; a run with another one is not resumed.
-        keep: so many are kept, the newest ones.
+        keep: number of checkpoints that are kept, the newest ones.
     """
 
     def __init__(
-        self, folder: Path | str, place: Place, course: Mapping[str, Any], *, keep: int = 2
+        self, folder: Path | str, info: RankInfo, course: Mapping[str, Any], *, keep: int = 2
     ) -> None:
-        self.folder, self.place, self.keep = Path(folder), place, keep
+        self.folder, self.info, self.keep = Path(folder), info, keep
         self.course = json.loads(json.dumps(course))  # as it will be read back: lists, no tuples
         self._lock = ExitStack()
 
@@ -69,48 +65,36 @@ class DistributedCheckpoints:
         Raises:
             CheckpointError: on rank 0, if another program trains here.
         """
-        if self.place.rank == 0:
+        if self.info.rank == 0:
             self._lock.enter_context(Checkpoints(self.folder).in_use())
-            old = list(self.folder.glob("partial-*")) + (self.paths() if fresh else [])
-            for path in old:
+            for path in [*self.folder.glob("partial-*"), *(self.paths() if fresh else [])]:
                 shutil.rmtree(path)
-        self.place.wait_for_all()
+        self.info.barrier()
 
     def close(self) -> None:
         """Let other programs in."""
         self._lock.close()
 
     def paths(self) -> list[Path]:
-        """All whole checkpoints, the newest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+        """Return all whole checkpoints, the newest first."""
+        steps = self.folder.glob("step-*")
+        return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, history: History
-    ) -> Path:
-        """Write what is there after so many steps; when this returns it is on the disk."""
+    ) -> None:
+        """Write the state after that many steps."""
         partial = self.folder / f"partial-{step:06d}"
-        path = self.folder / f"step-{step:06d}"
         dcp.save(_state(model, optimizer), checkpoint_id=str(partial))
-        self.place.wait_for_all()
-        if self.place.rank == 0:
-            run = {
-                "step": step,
-                "ranks": self.place.world,
-                "course": self.course,
-                "history": history.state(),
-            }
-            with (partial / "run.json").open("w", encoding="utf-8") as file:
-                json.dump(run, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(path)
+        self.info.barrier()
+        if self.info.rank == 0:
+            run = {"step": step, "ranks": self.info.world, "course": self.course}
+            run["history"] = history.state()
+            (partial / "run.json").write_text(json.dumps(run), encoding="utf-8")
+            partial.rename(self.folder / f"step-{step:06d}")
             for old in self.paths()[self.keep :]:
                 shutil.rmtree(old)
-        self.place.wait_for_all()
-        return path
+        self.info.barrier()
 
     def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> History | None:
         """Fill the model and the optimizer, each rank its part; None if there is nothing yet.

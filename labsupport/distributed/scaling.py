@@ -1,0 +1,363 @@
+"""How well several devices can do, predicted: ring attention and DDP, from compute and links.
+
+Nothing here is measured. A prediction takes what one device needs alone and what a link carries,
+and follows the schedule. What it leaves out (starting kernels, links that share a switch, clocks
+that fall when all devices work) makes the real run slower. So it is a bound on efficiency, and the
+distance to it is what could be won.
+
+A ring. In each step a rank computes with the keys that it holds, while those of the next step
+travel. A message begins when both ends have come to the step, and a step ends when its compute and
+its messages have:
+
+    begin[rank, step + 1] = max(begin[rank, step] + compute[rank, step], messages of this step)
+
+`Plan` says which pairs a rank computes in a step and what it sends: imbalance under a causal mask
+and hops that are left out are exact. Compute is proportional to pairs: for each and each head 4 d
+FLOPs forward, 10 d backward (two and five products; Dao, FlashAttention-2, arXiv 2307.08691,
+section 4.1). A hop carries K and V; in the backward also dK and dV, in float32.
+
+DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
+when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
+section 3.2). What is not done when the backward ends is exposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
+from labsupport.distributed.ring.plan import Plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Layout = Literal["contiguous", "zigzag"]
+Direction = Literal["forward", "backward", "forward+backward"]
+PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
+ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Connection of two devices: GB/s each way, as its maker promises, and the source."""
+
+    name: str
+    gb_s: float
+    source: str
+
+
+LINKS = (
+    Link("NVLink, H100 and H200", 450, "NVIDIA H200 page: 900 GB/s, both ways together"),
+    Link("PCIe 5.0, 16 lanes", 64, "NVIDIA H200 page: 128 GB/s, both ways together"),
+    Link("InfiniBand, 200 Gb/s", 25, "NVIDIA ConnectX-6 page: 200 Gb/s a port"),
+    Link("Ethernet, 10 Gb/s", 1.25, "IEEE 802.3ae"),
+)
+
+# --- ring attention -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RingPrediction:
+    """Ring attention of one call, in milliseconds.
+
+    Attributes:
+        total_ms: until the last rank is done.
+        compute_ms: the busiest rank's compute, in all steps.
+        exposed_ms: by how much the total exceeds what it would be if messages took no time.
+        waiting_ms: the rest: ranks that wait for busier ones.
+        hop_ms: the longest message of a step.
+        sent_bytes: by the rank that sends most.
+        efficiency: world * single_ms / total_ms.
+    """
+
+    total_ms: float
+    compute_ms: float
+    exposed_ms: float
+    waiting_ms: float
+    hop_ms: float
+    sent_bytes: int
+    efficiency: float
+
+
+def predict_ring(
+    world: int,
+    seqlen_per_rank: int,
+    *,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    causal: bool = True,
+    layout: Layout = "zigzag",
+    direction: Direction = "forward",
+    single_ms: float | None = None,
+    tflops: float | None = None,
+    gb_s: float = LINKS[0].gb_s,
+    latency_us: float = 0.0,
+    memory_gb_s: float | None = None,
+) -> RingPrediction:
+    """Predict a ring's time from one device's.
+
+    Args:
+        world, seqlen_per_rank, heads, kv_heads, head_dim, batch, dtype, causal, layout: the call.
+        direction: "forward+backward" is one after the other.
+        single_ms: what the kernel needs on one device for `seqlen_per_rank` tokens, same direction.
+        tflops: in its place, what it achieves.
+        gb_s, latency_us: of a link, each way; a message takes latency_us + bytes / gb_s.
+        memory_gb_s: of a device; adding a step's result to the result so far reads and writes it in
+            float32 and reads the new part. None: that is free.
+
+    Raises:
+        ValueError: not exactly one of single_ms and tflops; sizes that do not fit; a layout, dtype
+            or direction that does not exist.
+
+    >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
+    >>> round(one.efficiency, 2)
+    1.0
+    """
+    kv_heads = kv_heads or heads
+    if (single_ms is None) == (tflops is None):
+        raise ValueError("give either single_ms or tflops")
+    if world < 1 or seqlen_per_rank < 1 or heads % kv_heads:
+        raise ValueError(
+            f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
+        )
+    _check_known("direction", direction, PRODUCTS)
+    _check_known("dtype", dtype, ELEMENT)
+    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=_is_zigzag(layout))
+    one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
+    if single_ms is None:
+        single_ms = one * batch * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
+    narrow, wide = batch * head_dim * ELEMENT[dtype], batch * head_dim * 4  # a head of a token
+    add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6
+    total = compute = free = longest = sent = 0.0
+    for name in ("forward", "backward") if direction == "forward+backward" else (direction,):
+        backward = name == "backward"
+        pair_ms = single_ms * PRODUCTS[name] / PRODUCTS[direction] / one
+        row_ms, col_ms = add_ms * heads, add_ms * 2 * kv_heads * backward
+        work = [
+            [
+                sum(
+                    pair.pairs * pair_ms
+                    + (pair.rows.stop - pair.rows.start) * row_ms
+                    + (pair.cols.stop - pair.cols.start) * col_ms
+                    for pair in plan.table[rank][plan.owner(rank, distance)]
+                )
+                for distance in plan.route
+            ]
+            for rank in range(world)
+        ]
+        values = seqlen_per_rank * 2 * kv_heads  # of K and V, per head_dim and batch
+        nbytes = _messages(plan, values * narrow, values * wide if backward else 0)
+        times = [
+            {way: latency_us / 1e3 + size / gb_s / 1e6 for way, size in step.items()}
+            for step in nbytes
+        ]
+        total += _end(work, times)
+        free += _end(work, [dict.fromkeys(step, 0.0) for step in times])
+        compute += max(math.fsum(row) for row in work)
+        longest = max([longest, *(ms for step in times for ms in step.values())])
+        sent += max(
+            sum(size for step in nbytes for (sender, _), size in step.items() if sender == rank)
+            for rank in range(world)
+        )
+    efficiency = world * single_ms / total
+    return RingPrediction(
+        total, compute, total - free, free - compute, longest, int(sent), efficiency
+    )
+
+
+def _messages(plan: Plan, kv_bytes: int, gradient_bytes: int) -> list[dict[tuple[int, int], int]]:
+    """Bytes of each step by (sender, receiver); without gradients it is a forward's."""
+    steps = []
+    for messages in plan.messages[: len(plan.route) + bool(gradient_bytes)]:
+        sent: dict[tuple[int, int], int] = {}
+        for what, sender, receiver in messages:
+            if nbytes := kv_bytes if what == "keys" else gradient_bytes:
+                sent[sender, receiver] = sent.get((sender, receiver), 0) + nbytes
+        steps.append(sent)
+    return steps
+
+
+def _end(work: list[list[float]], times: list[dict[tuple[int, int], float]]) -> float:
+    """When the last rank is done: `work` by [rank][step], `times` of messages by step."""
+    begin = [0.0] * len(work)
+    for step, messages in enumerate(times):
+        ends = [
+            at + sum(row[step : step + 1])  # in a backward's last step nothing is computed
+            for at, row in zip(begin, work, strict=True)
+        ]
+        for (sender, receiver), ms in messages.items():
+            there = max(begin[sender], begin[receiver]) + ms
+            ends[sender], ends[receiver] = max(ends[sender], there), max(ends[receiver], there)
+        begin = ends
+    return max(begin)
+
+
+def imbalance(world: int, seqlen_per_rank: int, *, layout: Layout = "contiguous") -> float:
+    """Return the busiest rank's pairs under a causal mask, over the mean: 1 is balanced.
+
+    Raises:
+        ValueError: no such layout, or a zigzag shard of an odd length.
+
+    >>> round(imbalance(8, 4096), 3), imbalance(8, 4096, layout="zigzag")
+    (1.875, 1.0)
+    """
+    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=_is_zigzag(layout))
+    work = [sum(plan.pairs(rank)) for rank in range(world)]
+    return max(work) * world / sum(work)
+
+
+def hides_from(
+    tflops: float,
+    gb_s: float,
+    *,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    balanced_causal: bool = True,
+    direction: Literal["forward", "backward"] = "forward",
+    latency_us: float = 0.0,
+) -> float:
+    """Return the fewest tokens of a rank whose step of compute is as long as its messages.
+
+    A step of n queries and n keys (half of the pairs in a zigzag ring) takes a n^2, its messages
+    c n + latency. So n = (c + sqrt(c^2 + 4 a latency)) / 2a, which is c / a without latency:
+
+        forward, zigzag       n = b (kv_heads / heads) F / β              b bytes of a number,
+        backward, zigzag      n = 2 (b + 4) / 5 (kv_heads / heads) F / β  F FLOP/s, β bytes/s
+
+    `balanced_causal` False is no mask: all pairs, half of that n. Neither head_dim nor batch is in
+    it, except with latency.
+
+    >>> round(hides_from(600, 25, heads=32, kv_heads=8, head_dim=128))
+    12000
+    """
+    kv_heads, element = kv_heads or heads, ELEMENT[dtype]
+    pairs = 0.5 if balanced_causal else 1.0
+    a = pairs * 2 * PRODUCTS[direction] * head_dim * heads * batch / (tflops * 1e12)
+    travels = element + (4 if direction == "backward" else 0)
+    c = 2 * kv_heads * head_dim * batch * travels / (gb_s * 1e9)
+    return (c + math.sqrt(c * c + 4 * a * latency_us / 1e6)) / (2 * a)
+
+
+def _is_zigzag(layout: str) -> bool:
+    _check_known("layout", layout, ("contiguous", "zigzag"))
+    return layout == "zigzag"
+
+
+def _check_known(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} {value!r}: there are {', '.join(known)}")
+
+
+# --- DDP ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DdpPrediction:
+    """A step under DDP, in ms: all-reduces together, those after the backward's end; efficiency."""
+
+    step_ms: float
+    communication_ms: float
+    exposed_ms: float
+    efficiency: float
+
+
+def predict_ddp(
+    parameters: int,
+    world: int,
+    *,
+    step_ms: float,
+    backward_ms: float | None = None,
+    gb_s: float = LINKS[0].gb_s,
+    latency_us: float = 0.0,
+    bucket_mib: float = 25.0,
+    gradient_bytes: int = 4,
+) -> DdpPrediction:
+    """Predict a DDP step with one micro-batch from one device's step.
+
+    Args:
+        parameters, gradient_bytes: what is all-reduced.
+        step_ms, backward_ms: of one device alone; a backward takes two thirds of a step unless said
+            (twice the forward's FLOPs; the optimizer's time is neglected).
+        gb_s, latency_us: of a link, each way; a ring all-reduce has 2 (world - 1) messages.
+        bucket_mib: as DDP's bucket_cap_mb.
+
+    >>> predict_ddp(355_000_000, 8, step_ms=30, gb_s=450).exposed_ms < 0.2
+    True
+    """
+    backward = 2 / 3 * step_ms if backward_ms is None else backward_ms
+    nbytes = gradient_bytes * parameters
+    buckets = max(1, math.ceil(nbytes / (bucket_mib * 2**20)))
+    one = ddp_bytes_sent(nbytes, world) / buckets / gb_s / 1e6
+    one += 2 * (world - 1) * latency_us / 1e3
+    done = 0.0
+    for bucket in range(buckets):
+        done = max(done, backward * (bucket + 1) / buckets) + one
+    exposed = done - backward
+    return DdpPrediction(step_ms + exposed, buckets * one, exposed, step_ms / (step_ms + exposed))
+
+
+# --- beside a recorded run ------------------------------------------------------------------------
+
+
+def check_against(
+    table: pd.DataFrame, *, gb_s: float = LINKS[0].gb_s, memory_gb_s: float | None = None
+) -> pd.DataFrame:
+    """Set predictions beside a recorded run's times: a ring's, or DDP's.
+
+    Args:
+        table: of `ring_bench.measure_ring` or of `python -m benchmarks data_parallel`.
+        gb_s, memory_gb_s: of the devices on which it was measured.
+
+    Returns:
+        One row for each measured one of more than one rank (of the first: those that go around in
+        a ring, PyTorch's context parallelism does not; of the second: those of DDP with one
+        micro-batch): what it is, median_ms or step_ms, predicted_ms, ratio (measured over
+        predicted), efficiency, predicted_efficiency.
+    """
+    import pandas as pd
+
+    ok, rows = table[(table.status == "ok") & (table.world > 1)], []
+    if "layout" in table:
+        ring = ~ok.implementation.str.startswith("context_parallel")
+        for row in ok[ring & ok.single_ms.notna()].to_dict("records"):
+            names = ("heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms")
+            guess = predict_ring(
+                row["world"],
+                row["seqlen_per_rank"],
+                **{name: row[name] for name in names},
+                gb_s=gb_s,
+                memory_gb_s=memory_gb_s,
+            )
+            what = ("layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction")
+            ideal = row["world"] * row["single_ms"]
+            rows.append(_beside(row, what, "median_ms", guess.total_ms, ideal))
+        return pd.DataFrame(rows)
+    alone = table[(table.strategy == "single") & (table.world == 1) & (table.micro_batches == 1)]
+    single = alone.set_index(["preset", "length"]).step_ms.to_dict()
+    for row in ok[(ok.strategy == "ddp") & (ok.micro_batches == 1)].to_dict("records"):
+        if (ideal := single.get((row["preset"], row["length"]))) is not None:
+            guess = predict_ddp(row["parameters"], row["world"], step_ms=ideal, gb_s=gb_s)
+            what = ("strategy", "preset", "world", "length")
+            rows.append(_beside(row, what, "step_ms", guess.step_ms, ideal))
+    return pd.DataFrame(rows)
+
+
+def _beside(
+    row: Mapping[Any, Any], what: Iterable[str], time: str, predicted: float, ideal: float
+) -> dict[str, Any]:
+    return {name: row[name] for name in what} | {
+        time: row[time],
+        "predicted_ms": predicted,
+        "ratio": row[time] / predicted,
+        "efficiency": ideal / row[time],
+        "predicted_efficiency": ideal / predicted,
+    }
