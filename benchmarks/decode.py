@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.runner import Case, check_triton, names, not_measured, numbers, run
 from labsupport.attention import attention, oracle_attention
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.launch_decode import decode
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.decode import decode
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.hardware import measured_ceilings

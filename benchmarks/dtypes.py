@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.runner import Case, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.registry import AttentionCall
 from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.reference import oracle_attention
 from labsupport.attention.registry import FLOAT_DTYPES, Backend

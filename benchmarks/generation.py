@@ -31,7 +31,7 @@ import torch
 from benchmarks.generation_models import decode_bytes, gpt2, llama, random_ids
 from benchmarks.runner import Case, Row, run, some_of
 from labsupport.attention import BackendUnavailableError, available_backends
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.generate import prefill_and_decode
 from labsupport.models.generation.graphed import GraphedDecoder

@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, names, numbers, run
-from labsupport.attention.flash_triton.mode import VARIABLE
-from labsupport.attention.flash_triton.tuning import HALF, HOPPER, Tiling, padded, tiling
+from labsupport.attention.kernels.mode import VARIABLE
+from labsupport.attention.kernels.config import HALF, HOPPER, Tiling, padded, tiling
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -273,7 +273,7 @@ def _source(job: Job) -> Any:
     from triton.compiler import ASTSource
 
     file = "forward" if job.kernel == "forward" else "backward"
-    module = import_module(f"labsupport.attention.flash_triton.{file}{'_hopper' * job.hopper}")
+    module = import_module(f"labsupport.attention.kernels.{file}{'_hopper' * job.hopper}")
     kernel = getattr(module, f"{'hopper_' * job.hopper}{job.kernel}_kernel")
     constants: dict[str, Any] = {
         "HEAD_DIM": job.head_dim, "D": padded(job.head_dim),

@@ -54,7 +54,16 @@ SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 4096, 4, 16, head_dim=64, dtype="bfloat16", causal=True),
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
-KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
+KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"  # in recorded runs
+KERNELS = {
+    "_attn_fwd": "forward_kernel",
+    "_bwd_preprocess": "rows_kernel",
+    "_bwd_dkdv": "keys_kernel",
+    "_bwd_dq": "queries_kernel",
+    "_hopper_fwd": "hopper_forward_kernel",
+    "_hopper_dkdv": "hopper_keys_kernel",
+    "_hopper_dq": "hopper_queries_kernel",
+}
 _UNITS = {"byte": 1.0, "kbyte": 1e3, "mbyte": 1e6, "gbyte": 1e9, "tbyte": 1e12}
 NOT_FOUND = (
     "ncu not found: install NVIDIA Nsight Compute (it comes with the CUDA toolkit), or put its "
@@ -110,7 +119,7 @@ def ncu_command(program: Sequence[str]) -> list[str]:
     """
     return [
         "ncu", "--csv", "--page", "details", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name-base", "function", "--kernel-name", f"regex:^{KERNEL_NAMES}$",
+        "--kernel-name-base", "function", "--kernel-name", f"regex:^({'|'.join(KERNELS)})$",
         "--metrics", ",".join(METRICS), *program,
     ]  # fmt: skip
 
@@ -147,11 +156,12 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
     """
     import pandas as pd
 
-    from labsupport.attention.flash_triton.tuning import tiling
+    from labsupport.attention.kernels.config import tiling
 
     rows = []
     for launch in launches:
-        match = re.fullmatch(KERNEL_NAMES, str(launch["kernel"]).split("(")[0])
+        name = str(launch["kernel"]).split("(")[0]
+        match = re.fullmatch(KERNEL_NAMES, KERNELS.get(name, name))
         if match is None:
             continue
         kernel, plan = match[2], None
@@ -165,7 +175,7 @@ def compare(launches: Sequence[dict[str, float | str]], case: Case) -> pd.DataFr
         to, fro, l2, read, written = (float(launch.get(name, "nan")) for name in METRICS)
         rows.append(
             {
-                "kernel": launch["kernel"], "block_q": block_q, "block_k": block_k,
+                "kernel": match[0], "block_q": block_q, "block_k": block_k,
                 "counted": expected.total, "moved": to + fro, "l2": l2, "dram": read + written,
                 "compulsory": expected.compulsory, "moved_ratio": (to + fro) / expected.total,
                 "l2_ratio": l2 / expected.total,

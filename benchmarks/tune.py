@@ -38,8 +38,8 @@ from benchmarks.tune_jobs import (
     what_does_not_fit,
     with_plans,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.tuning import Tiling, padded
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Tiling, padded
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_math_layout
+from labsupport.attention.masks import Band, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
 # Entries of one tile over all heads, and the largest block_q and block_k. Large tiles hide the cost
@@ -54,9 +54,9 @@ SMALLEST_BLOCK = 64
 def autocast_off(tensor: Tensor) -> AbstractContextManager[Any]:
     """Switch autocast off: it would round what is meant to be computed as given."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

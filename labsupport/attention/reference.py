@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_mask, check_math_layout
+from labsupport.attention.masks import Band, alibi_bias
 
 
 def standard_attention(

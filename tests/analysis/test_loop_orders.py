@@ -1,7 +1,7 @@
 """Bytes of the two loop orders, by hand."""
 
 from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
-from labsupport.attention.flash_triton.tuning import Tiling
+from labsupport.attention.kernels.config import Tiling
 
 
 def test_version_one_moves_each_row_of_o_m_and_l_once_for_each_block_of_keys():

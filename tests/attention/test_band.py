@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 
 BANDS = [
     Band.of(n_q, n_k, causal=causal, window_size=window)

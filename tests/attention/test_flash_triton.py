@@ -20,15 +20,15 @@ from labsupport.attention import (
     merge_attention,
     oracle_attention,
 )
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.attention.reference import banded_attention
 from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.flash_triton.launch import forward_version1
-from labsupport.attention.flash_triton.operators import (
+from labsupport.attention.kernels.autograd import forward_version1
+from labsupport.attention.kernels.autograd import (
     backward_operator,
     flash_attention_triton,
     forward_operator,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.attention.reference import banded_attention
 
 if sys.platform != "linux":

@@ -16,8 +16,8 @@ from labsupport.attention import (
     merge_attention,
     oracle_attention,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.launch_decode import (
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.decode import (
     MERGED_AT_ONCE,
     RESIDENT,
     choose_splits,
@@ -260,8 +260,8 @@ import json, os, re, subprocess, sys, tempfile
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from labsupport.attention.flash_triton.decode import merge_kernel, splits_kernel
-from labsupport.attention.flash_triton.launch_decode import MERGED_AT_ONCE, tiling
+from labsupport.attention.kernels.decode import merge_kernel, splits_kernel
+from labsupport.attention.kernels.decode import MERGED_AT_ONCE, tiling
 
 def resources(kernel, capability, constants, warps, stages):
     signature, aligned = {}, {}

@@ -13,13 +13,13 @@ from labsupport.attention import (
     oracle_attention,
     standard_attention,
 )
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from tests.attention.cases import make_qkv
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.flash_triton.with_update import attention_with_update, softmax_update
+from labsupport.attention.kernels.template import attention_with_update, softmax_update
 
 DEVICE = "cpu" if mode.interpreted() else "cuda"
 # Compiled, tl.dot would round float32 to TF32.
@@ -69,7 +69,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from labsupport.attention.flash_triton.with_update import softmax_update, with_update_kernel
+from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
 constants = {"update": softmax_update, "D": 64, "BLOCK_Q": 64, "BLOCK_K": 64, "CAUSAL": True}
 kinds = {name: "*bf16" for name in "QKVO"} | {"M": "*fp32", "L": "*fp32", "scale": "fp32"}

@@ -9,7 +9,7 @@ import torch
 from benchmarks import decode as program
 from benchmarks.__main__ import parser_of
 from benchmarks.decode import DecodeShape, means_of
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.profiling.graphs import captured
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))

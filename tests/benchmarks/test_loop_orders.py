@@ -6,8 +6,8 @@ import torch
 from benchmarks import loop_orders
 from benchmarks.__main__ import main, parser_of
 from benchmarks.loop_orders import version1_tiling
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.tuning import Tiling, tiling
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Tiling, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 SMALL = ["--tokens", "128", "--head-dim", "16", "--max-seconds", "0.01"]

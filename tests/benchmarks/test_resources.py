@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.resources import LIMITS, compile_report, neighbours, show
-from labsupport.attention.flash_triton.tuning import Tiling
+from labsupport.attention.kernels.config import Tiling
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 BF16 = [torch.bfloat16]

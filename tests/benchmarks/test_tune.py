@@ -20,11 +20,11 @@ from benchmarks.tune_jobs import (
     what_does_not_fit,
     with_plans,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.geometry import Geometry
-from labsupport.attention.flash_triton.launch import forward
-from labsupport.attention.flash_triton.launch_decode import tiling as decode_tiling
-from labsupport.attention.flash_triton.tuning import Tiling, overridden, override, tiling
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.kernels.autograd import forward
+from labsupport.attention.kernels.decode import tiling as decode_tiling
+from labsupport.attention.kernels.config import Tiling, overridden, override, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 interpreted = pytest.mark.skipif(not mode.interpreted(), reason="the kernels are compiled here")
@@ -108,7 +108,7 @@ def test_a_call_with_other_tilings_computes_the_same(direction):
 
 @runs_kernels
 def test_the_tiling_of_an_override_is_the_one_that_runs(monkeypatch):
-    from labsupport.attention.flash_triton import launch_plain
+    from labsupport.attention.kernels import launch_plain
 
     seen = []
     constants = launch_plain._constants

@@ -27,7 +27,7 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 from labsupport.profiling.cases import Case
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@
               two_pass   dK, dV with keys outside, then dQ with queries outside: the lab's kernels
 
 Sources: Dao et al., "FlashAttention" (2022), algorithms 1 and 4; Dao, "FlashAttention-2" (2023),
-algorithms 1 and 2; `labsupport/attention/flash_triton/backward.py`.
+algorithms 1 and 2; `labsupport/attention/kernels/backward.py`.
 """
 
 from __future__ import annotations

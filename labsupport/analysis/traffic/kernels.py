@@ -42,7 +42,7 @@ def kernel_bytes(kernel: str, case: Case, block_q: int, block_k: int) -> KernelB
     Args:
         kernel: "forward", "rows", "keys" or "queries".
         case: gives shape, mask and dtype; its backend and direction do not matter.
-        block_q, block_k: the tiling, as `flash_triton.tuning.tiling` chooses it.
+        block_q, block_k: the tiling, as `attention.kernels.config.tiling` chooses it.
 
     Raises:
         ValueError: no such kernel.

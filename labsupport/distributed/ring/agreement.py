@@ -11,7 +11,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.registry import AttentionCall
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.registry import FLOAT_DTYPES
 from labsupport.distributed.ring.kernels import KERNELS

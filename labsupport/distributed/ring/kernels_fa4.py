@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from labsupport.attention.adapters_packages import run_fa4
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.adapters import run_fa4
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.ring.kernel import (
     NO_BACKWARD,
     BlockKernel,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.registry import AttentionCall
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
-from labsupport.attention.flash_triton.geometry import Geometry
+from labsupport.attention.kernels.config import Geometry
 from labsupport.distributed.ring.kernel import BlockKernel, Gradients, Options, widened
 
 
@@ -40,7 +40,7 @@ def _torch_backward(
 
 
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    from labsupport.attention.flash_triton.launch import forward
+    from labsupport.attention.kernels.autograd import forward
 
     return forward(q, k, v, _geometry(options), float32_out=True)
 
@@ -48,7 +48,7 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[
 def _triton_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> Gradients:
-    from labsupport.attention.flash_triton.launch import backward
+    from labsupport.attention.kernels.autograd import backward
 
     return backward(dout, q, k, v, out, lse, _geometry(options))
 

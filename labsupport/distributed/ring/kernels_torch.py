@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.ring.blocks import CAUSAL
 from labsupport.distributed.ring.kernel import (
     BlockKernel,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.attention.online_softmax import merge_attention
 
 Result = tuple[Tensor, Tensor]

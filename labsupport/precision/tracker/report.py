@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import AttentionInputError, available_backends
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.registry import AttentionCall
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import check_model_layout
 from labsupport.precision.dtypes import Range, range_of, short

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from labsupport.attention.backends import attention, available_backends, last_call
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.attention.implementations import by_name
 from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case

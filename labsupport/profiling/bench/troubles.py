@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import QUADRATIC_BACKENDS, predicted_shortage
 from labsupport.profiling.cases import Case
 from labsupport.profiling.units import format_bytes
