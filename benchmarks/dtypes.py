@@ -24,10 +24,9 @@ from torch import Tensor
 from benchmarks.runner import Case, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.reference import oracle_attention
-from labsupport.attention.registry import FLOAT_DTYPES, Backend
+from labsupport.attention.registry import FLOAT_DTYPES, AttentionCall, Backend
 from labsupport.precision.autofix import Float64, PrecisionWarning, safe_flash_attention
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device

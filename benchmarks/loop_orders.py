@@ -26,9 +26,8 @@ from torch import Tensor
 from benchmarks.runner import Case, check_triton, not_measured, numbers, run
 from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import Geometry
 from labsupport.attention.kernels.autograd import forward, forward_version1
-from labsupport.attention.kernels.config import Tiling, override, tiling
+from labsupport.attention.kernels.config import Geometry, Tiling, override, tiling
 from labsupport.profiling.graphs import captured
 from labsupport.profiling.timing import measure_interleaved, resolve_device
 

@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, names, numbers, run
-from labsupport.attention.kernels.mode import VARIABLE
 from labsupport.attention.kernels.config import HALF, HOPPER, Tiling, padded, tiling
+from labsupport.attention.kernels.mode import VARIABLE
 
 if TYPE_CHECKING:
     import pandas as pd

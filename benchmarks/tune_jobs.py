@@ -27,9 +27,8 @@ import torch
 
 from benchmarks.resources import LIMITS, compile_report
 from labsupport.attention.kernels import launch_decode, mode
-from labsupport.attention.kernels.config import Geometry
 from labsupport.attention.kernels.autograd import backward, forward
-from labsupport.attention.kernels.config import HOPPER, Tiling, override, padded, tiling
+from labsupport.attention.kernels.config import HOPPER, Geometry, Tiling, override, padded, tiling
 from labsupport.profiling.timing import now, resolve_device
 
 KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}

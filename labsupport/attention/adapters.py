@@ -12,7 +12,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
@@ -124,6 +125,11 @@ class Sdpa:
     can_use: Callable[[SDPAParams, bool], bool] = lambda params, debug: True
     with_lse: dict[str, Callable[..., Result]] = field(default_factory=dict)
 
+    @cached_property
+    def pinned(self) -> list[bool]:
+        """The switches under which PyTorch can choose no other backend."""
+        return [backend == self.backend for backend, _, _ in _SWITCHES]
+
     def run(self, call: AttentionCall) -> Result:
         """Run the call."""
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
@@ -131,7 +137,7 @@ class Sdpa:
             out, lse = self.with_lse[q.device.type](call, q, k, v)
             return out.transpose(1, 2), lse
         mask, is_causal = _sdpa_mask(call)
-        with sdpa_kernel(self.backend):
+        with sdpa_kernel(self.backend) if is_compiling() else _Pinned(self.pinned):
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -179,6 +185,24 @@ class Sdpa:
             self.can_use(params, True)
         texts = [str(w.message).split(" (Triggered internally")[0].strip() for w in caught]
         return texts or ["PyTorch refuses these inputs without a reason"]
+
+
+class _Pinned:
+    """`sdpa_kernel` in a third of its time; torch.compile only knows the original."""
+
+    def __init__(self, wanted: list[bool]) -> None:
+        self.wanted = wanted
+
+    def __enter__(self) -> None:
+        self.before = [enabled() for _, enabled, _ in _SWITCHES]
+        self.set(self.wanted)
+
+    def __exit__(self, *error: object) -> None:
+        self.set(self.before)
+
+    def set(self, flags: list[bool]) -> None:
+        for flag, (_, _, enable) in zip(flags, _SWITCHES, strict=True):
+            enable(flag)
 
 
 def _needs_mask_tensor(call: AttentionCall) -> bool:
@@ -253,6 +277,17 @@ def _cudnn_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Res
     return out, lse.reshape(q.shape[:-1])
 
 
+_cuda = torch.backends.cuda
+_SWITCHES = (
+    (SDPBackend.FLASH_ATTENTION, _cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (
+        SDPBackend.EFFICIENT_ATTENTION,
+        _cuda.mem_efficient_sdp_enabled,
+        _cuda.enable_mem_efficient_sdp,
+    ),
+    (SDPBackend.CUDNN_ATTENTION, _cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (SDPBackend.MATH, _cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+)
 SDPA_FLASH = Sdpa(
     SDPBackend.FLASH_ATTENTION,
     "aten::_scaled_dot_product_flash_attention",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, TypeVar, Unpack
 
@@ -37,6 +37,7 @@ from labsupport.attention.inputs import (
     check_packed_layout,
     check_window,
 )
+from labsupport.attention.masks import Band
 from labsupport.attention.registry import (
     AttentionCall,
     AttentionOptions,
@@ -165,9 +166,17 @@ def attention_varlen(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The choice for one signature: a backend, leading queries without keys, and the report."""
+    """The choice for one signature.
+
+    Attributes:
+        backend: which one runs.
+        band: the visible pairs, without leading queries that see no key; None for packed calls.
+        empty: number of such queries.
+        report: for `last_call`.
+    """
 
     backend: Backend
+    band: Band | None
     empty: int
     report: CallReport
 
@@ -196,7 +205,9 @@ def _attend(
                 _plans.clear()
             _plans[signature] = plan
     if plan.empty:
-        call = call.without_empty_queries()[1]
+        call = replace(call, q=call.q[:, plan.empty :])
+    if signature is not None:
+        call.__dict__["band"] = plan.band  # a cached property
     # Autocast would cast inputs on the way into some backends and not into others.
     with autocast_off(call.q):
         out, lse = _run(plan.backend, call)
@@ -263,7 +274,8 @@ def _make_plan(call: AttentionCall, requested: str, io_aware: bool) -> _Plan:
         kernels += ", once per sequence"
     stores_no_mask = not any(chosen.stores_mask(part) for part in parts)
     ran_io_aware = chosen.io_aware and stores_no_mask
-    return _Plan(chosen, empty, CallReport(chosen.name, kernels, ran_io_aware, requested, refused))
+    report = CallReport(chosen.name, kernels, ran_io_aware, requested, refused)
+    return _Plan(chosen, None if call.packed else call.band, empty, report)
 
 
 def _choose(

@@ -19,9 +19,9 @@ from labsupport.attention import (
 )
 from labsupport.attention.backends import BACKENDS
 from labsupport.attention.backends import _choose as choose
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.implementations import by_name, shape_comes_back
 from labsupport.attention.reference import banded_attention
+from labsupport.attention.registry import AttentionCall
 from labsupport.precision.cast_hooks import KernelDtype
 from tests.attention.cases import (
     DEVICES,

@@ -27,11 +27,11 @@ from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_ma
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.kernels.autograd import forward_version1
 from labsupport.attention.kernels.autograd import (
     backward_operator,
     flash_attention_triton,
     forward_operator,
+    forward_version1,
 )
 
 GPU = torch.cuda.is_available()

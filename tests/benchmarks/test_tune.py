@@ -21,10 +21,9 @@ from benchmarks.tune_jobs import (
     with_plans,
 )
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import Geometry
 from labsupport.attention.kernels.autograd import forward
+from labsupport.attention.kernels.config import Geometry, Tiling, overridden, override, tiling
 from labsupport.attention.kernels.decode import tiling as decode_tiling
-from labsupport.attention.kernels.config import Tiling, overridden, override, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 interpreted = pytest.mark.skipif(not mode.interpreted(), reason="the kernels are compiled here")

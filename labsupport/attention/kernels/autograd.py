@@ -10,7 +10,7 @@ needed, and the kernels directly otherwise, because an operator costs up to 0.2 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -83,6 +83,7 @@ def forward(
     out, lse = _outputs(q, float32_out)
     if q.numel() == 0:
         return out, lse
+    geometry = _with_plain_slopes(geometry)
     if hopper_takes(geometry, q, k, v) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_forward as launch
     else:
@@ -119,6 +120,7 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    geometry = _with_plain_slopes(geometry)
     if hopper_takes(geometry, q, k, v, dout) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_backward as launch
     else:
@@ -131,6 +133,13 @@ def backward(
 def _outputs(q: Tensor, float32_out: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, dtype=torch.float32) if float32_out else torch.empty_like(q)
     return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+
+
+def _with_plain_slopes(geometry: Geometry) -> Geometry:
+    """Return the geometry with ALiBi's slopes as the kernels read them."""
+    if geometry.slopes is None:
+        return geometry
+    return replace(geometry, slopes=geometry.slopes.to(torch.float32).contiguous())
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -324,4 +333,8 @@ def flash_attention_triton(
         scale, left, 0 if causal else right, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, "tf32" if allow_tf32 else "ieee",
     )  # fmt: skip
-    return TritonFlashAttentionFunction.apply(q, k, v, False, None, (-1, -1), geometry, float32_out)
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if wanted or _needs_operator(q):
+        rest = False, None, (-1, -1), geometry, float32_out
+        return TritonFlashAttentionFunction.apply(q, k, v, *rest)
+    return forward(q, k, v, geometry, float32_out=float32_out)

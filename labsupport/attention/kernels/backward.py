@@ -23,19 +23,21 @@ from torch import Tensor
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
+    Arguments,
     alibi_penalty,
     apply_mask,
+    blocks_of,
     load_rows,
-    options,
-    programs,
+    others,
     row_strides,
+    run_kernel,
     sequence,
     sizes,
     store_rows,
     strides,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, padded, tiling
+from labsupport.attention.kernels.config import Geometry, Tiling, padded, tiling
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -287,21 +289,34 @@ def launch(
     """Fill dq, dk and dv; shapes and strides as in `autograd.backward`."""
     delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     launch_preprocess(dout, out, lse, dlse, shift, delta)
-    given = dict(
-        Q=q, K=k, V=v, dO=dout, Shift=shift, Delta=delta, scale=geometry.scale,
-        WIDE=q.dtype == torch.float32, **strides(q=q, k=k, v=v, g=dout), **row_strides(l=delta),
-        **sizes(q, k, geometry),
+    inputs = {"Q": q, "K": k, "V": v, "dO": dout}
+    rows = {
+        "Shift": shift, "Delta": delta, "slopes": geometry.slopes,
+        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
+    }  # fmt: skip
+
+    def rest(
+        config: Tiling, blocks: int, programs: int, **outputs: Tensor
+    ) -> tuple[int, Arguments]:
+        return programs, {
+            "scale": geometry.scale, "blocks": blocks, "WIDE": q.dtype == torch.float32,
+            **strides(q=q, k=k, v=v, g=dout, **outputs), **row_strides(l=delta),
+            **sizes(q, k, geometry), **others(q, geometry, config),
+        }  # fmt: skip
+
+    of_keys = tiling("keys", q.shape[-1], q.dtype)
+    run_kernel(
+        _bwd_dkdv, {**inputs, "dK": dk, "dV": dv, **rows}, (of_keys, geometry.numbers),
+        lambda: rest(
+            of_keys, *blocks_of(k, geometry.max_seqlen_k, of_keys.block_k, geometry), dk=dk, dv=dv
+        ),
     )  # fmt: skip
-    config = tiling("keys", q.shape[-1], q.dtype)
-    blocks, grid = programs(k, geometry.max_seqlen_k, config.block_k, geometry)
-    _bwd_dkdv[grid](
-        dK=dk, dV=dv, blocks=blocks, **given, **strides(dk=dk, dv=dv),
-        **options(q, geometry, config),
-    )  # fmt: skip
-    config = tiling("queries", q.shape[-1], q.dtype)
-    blocks, grid = programs(q, geometry.max_seqlen_q, config.block_q, geometry)
-    _bwd_dq[grid](
-        dQ=dq, blocks=blocks, **given, **strides(dq=dq), **options(q, geometry, config)
+    of_queries = tiling("queries", q.shape[-1], q.dtype)
+    run_kernel(
+        _bwd_dq, {**inputs, "dQ": dq, **rows}, (of_queries, geometry.numbers),
+        lambda: rest(
+            of_queries, *blocks_of(q, geometry.max_seqlen_q, of_queries.block_q, geometry), dq=dq
+        ),
     )  # fmt: skip
 
 
@@ -311,9 +326,12 @@ def launch_preprocess(
     """Fill shift and delta, which are shaped like lse."""
     seqlen, heads, head_dim = out.shape[-3:]
     blocks = -(-seqlen // 64)
-    _bwd_preprocess[(blocks * (lse.numel() // seqlen),)](
-        O=out, dO=dout, LSE=lse, dLSE=None if dlse is None else dlse.contiguous(), Shift=shift,
-        Delta=delta, **strides(o=out, g=dout), **row_strides(l=lse, r=delta), heads=heads,
-        seqlen=seqlen, blocks=blocks, HEAD_DIM=head_dim, D=padded(head_dim), BLOCK=64,
-        WITH_DLSE=dlse is not None, WIDE=out.dtype == torch.float32, num_warps=4,
-    )  # fmt: skip
+    tensors = {
+        "O": out, "dO": dout, "LSE": lse, "dLSE": None if dlse is None else dlse.contiguous(),
+        "Shift": shift, "Delta": delta,
+    }  # fmt: skip
+    run_kernel(_bwd_preprocess, tensors, (), lambda: (blocks * (lse.numel() // seqlen), {
+        **strides(o=out, g=dout), **row_strides(l=lse, r=delta), "heads": heads, "seqlen": seqlen,
+        "blocks": blocks, "HEAD_DIM": head_dim, "D": padded(head_dim), "BLOCK": 64,
+        "WITH_DLSE": dlse is not None, "WIDE": out.dtype == torch.float32, "num_warps": 4,
+    }))  # fmt: skip

@@ -9,9 +9,9 @@ right = 0. For a block of rows the columns fall into up to three ranges of tiles
       |    (masked)   |    (no mask)      |    (masked)    |
 """
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -109,6 +109,47 @@ def store_rows(
 
 # --- for the launchers ----------------------------------------------------------------------------
 
+Arguments = dict[str, Any]
+_compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+def run_kernel(
+    kernel: Any,
+    tensors: dict[str, Tensor | TensorDescriptor | None],
+    key: tuple[Any, ...],
+    rest: Callable[[], tuple[int, Arguments]],
+) -> None:
+    """Run a kernel; the second call with the same signature costs a quarter of the Python.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        tensors: its first parameters, by name.
+        key: what `rest` depends on besides the tensors' shapes and strides.
+        rest: returns the number of programs, and the other parameters by name. They are made, and
+            Triton looks for the compiled kernel, once for each signature.
+    """
+    first: Any = next(iter(tensors.values()))
+    device = getattr(first, "base", first).device
+    signature = kernel, device, key, *map(_signature, tensors.values())
+    if (found := _compiled.get(signature)) is not None:
+        launch, others = found
+        launch(*tensors.values(), *others)
+        return
+    programs, named = rest()
+    compiled = kernel[(programs,)](**tensors, **named)
+    if compiled is not None:  # None: interpreted
+        if len(_compiled) >= 4096:
+            _compiled.clear()
+        others = tuple(named[name] for name in kernel.arg_names[len(tensors) :])
+        _compiled[signature] = compiled[(programs, 1, 1)], others
+
+
+def _signature(x: Tensor | TensorDescriptor | None) -> Any:
+    """Everything that Triton compiles for, and that numbers are computed from."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0
+    return x and (x.base.dtype, *x.shape, *x.strides, *x.block_shape)
+
 
 def strides(**tensors: Tensor) -> dict[str, int]:
     """Return stride_qb, stride_qn, stride_qh, stride_qd for q (batch, seqlen, heads, head_dim).
@@ -143,26 +184,18 @@ def sizes(q: Tensor, k: Tensor, geometry: Geometry) -> dict[str, int]:
     }  # fmt: skip
 
 
-def options(q: Tensor, geometry: Geometry, config: Tiling) -> dict[str, Any]:
-    """Return ALiBi's slopes, the offsets of packed sequences, and the constants of a kernel."""
+def others(q: Tensor, geometry: Geometry, config: Tiling) -> Arguments:
+    """Return the stride of ALiBi's slopes, and the constants of a kernel."""
+    slopes = geometry.slopes
     return {
-        **alibi(geometry.slopes), "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
-        "HEAD_DIM": q.shape[-1], "D": padded(q.shape[-1]), "LEFT": geometry.left >= 0,
-        "RIGHT": geometry.right >= 0, "PACKED": geometry.packed, "PRECISION": geometry.precision,
+        "stride_slope": slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
+        "ALIBI": slopes is not None, "HEAD_DIM": q.shape[-1], "D": padded(q.shape[-1]),
+        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": geometry.packed, "PRECISION": geometry.precision,
         **constants(config),
     }  # fmt: skip
 
 
-def alibi(slopes: Tensor | None) -> dict[str, Any]:
-    """Return ALiBi's slopes, (heads,) or (batch, heads), as a kernel takes them."""
-    if slopes is None:
-        return {"slopes": None, "stride_slope": 0, "ALIBI": False}
-    slopes = slopes.to(torch.float32).contiguous()
-    stride = slopes.stride(0) if slopes.ndim == 2 else 0
-    return {"slopes": slopes, "stride_slope": stride, "ALIBI": True}
-
-
-def constants(config: Tiling) -> dict[str, int]:
+def constants(config: Tiling) -> Arguments:
     """Return a configuration as a kernel takes it."""
     return {
         "BLOCK_Q": config.block_q, "BLOCK_K": config.block_k,
@@ -170,18 +203,20 @@ def constants(config: Tiling) -> dict[str, int]:
     }  # fmt: skip
 
 
-def programs(x: Tensor, longest: int, block: int, geometry: Geometry) -> tuple[int, tuple[int]]:
-    """Return blocks of the longest sequence of x, and the grid: blocks x heads x sequences.
+def blocks_of(x: Tensor, longest: int, block: int, geometry: Geometry) -> tuple[int, int]:
+    """Return the blocks of the longest sequence of x, and of all heads and sequences together.
 
     `longest` is that of packed sequences.
     """
     packed = geometry.cu_seqlens_q
     count, longest = (len(x), x.shape[1]) if packed is None else (len(packed) - 1, longest)
     blocks = -(-longest // block)
-    return blocks, (blocks * count * x.shape[-2],)
+    return blocks, blocks * count * x.shape[-2]
 
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
-    x = x.transpose(1, 2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
+    (batch, seqlen, heads, head_dim), (b, n, h, d) = x.shape, x.stride()
+    return TensorDescriptor(
+        x, [batch, heads, seqlen, head_dim], [b, h, n, d], [1, 1, rows, head_dim]
+    )

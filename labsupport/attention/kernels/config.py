@@ -54,6 +54,12 @@ class Geometry:
         """True when sequences lie one after the other, without a batch dimension."""
         return self.cu_seqlens_q is not None
 
+    @property
+    def numbers(self) -> tuple[float | str, ...]:
+        """Everything but the tensors."""
+        limits = self.left, self.right, self.max_seqlen_q, self.max_seqlen_k
+        return self.scale, *limits, self.precision
+
 
 @dataclass(frozen=True)
 class Tiling:

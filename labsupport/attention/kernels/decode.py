@@ -37,8 +37,10 @@ from labsupport.attention.inputs import (
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.common import (
     LOG2_E,
-    alibi,
+    Arguments,
     constants,
+    row_strides,
+    run_kernel,
     strides,
     tile_ranges,
 )
@@ -226,25 +228,38 @@ def decode(
         lengths = None if cache_seqlens is None else cache_seqlens.to(torch.int32).contiguous()
         scale = 1 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
         q, scale = positive_scale(q, scale)
-        of_lses = dict(
-            zip(("stride_ls", "stride_lb", "stride_lh"), part_lses.stride()[:3], strict=True)
-        )
-        width = {"HEAD_DIM": head_dim, "D": padded(head_dim)}
-        tile = constants(config)
+        slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
+        shared = {
+            "stride_ls": part_lses.stride(0), **row_strides(l=part_lses[0]), "seqlen_q": seqlen_q,
+            "num_splits": num_splits, "HEAD_DIM": head_dim, "D": padded(head_dim),
+        }  # fmt: skip
+
+        def split() -> tuple[int, Arguments]:
+            return blocks * num_splits * kv_heads * batch, {
+                **strides(q=q, k=k_cache, v=v_cache, o=parts[0]), "stride_os": parts.stride(0),
+                "stride_slope": slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
+                "scale": scale, "kv_heads": kv_heads, "group": group, "seqlen_k": seqlen_k,
+                "left": left, "right": right, "blocks": blocks, "LEFT": left >= 0,
+                "RIGHT": right >= 0, "ALIBI": slopes is not None, "PRECISION": "ieee",
+                **shared, **constants(config),
+            }  # fmt: skip
+
+        def merge() -> tuple[int, Arguments]:
+            return seqlen_q * heads * batch, {
+                **strides(p=parts[0], o=out), "stride_ps": parts.stride(0), "heads": heads,
+                "BLOCK_SPLITS": MERGED_AT_ONCE, "num_warps": 4, **shared,
+            }  # fmt: skip
+
+        tensors = {"Q": q, "K": k_cache, "V": v_cache, "O": parts, "LSE": part_lses}
         with autocast_off(q), torch.cuda.device_of(q):
-            _decode_split[(blocks * num_splits * kv_heads * batch,)](
-                Q=q, K=k_cache, V=v_cache, O=parts, LSE=part_lses,
-                cache_seqlens=lengths, scale=scale, stride_os=parts.stride(0), **of_lses,
-                **strides(q=q, k=k_cache, v=v_cache, o=parts[0]), **alibi(alibi_slopes),
-                kv_heads=kv_heads, group=group, seqlen_q=seqlen_q, seqlen_k=seqlen_k, left=left,
-                right=right, blocks=blocks, num_splits=num_splits, **width, **tile,
-                LEFT=left >= 0, RIGHT=right >= 0, PRECISION="ieee",
+            run_kernel(
+                _decode_split, {**tensors, "slopes": slopes, "cache_seqlens": lengths},
+                (config, scale, left, right), split,
             )  # fmt: skip
             if num_splits > 1:
-                _decode_merge[(seqlen_q * heads * batch,)](
-                    O_s=parts, LSE_s=part_lses, O=out, LSE=lse, stride_ps=parts.stride(0),
-                    **strides(p=parts[0], o=out), **of_lses, heads=heads, seqlen_q=seqlen_q,
-                    num_splits=num_splits, **width, BLOCK_SPLITS=MERGED_AT_ONCE, num_warps=4,
+                run_kernel(
+                    _decode_merge, {"O_s": parts, "LSE_s": part_lses, "O": out, "LSE": lse}, (),
+                    merge,
                 )  # fmt: skip
     return (out, lse) if return_lse else out
 

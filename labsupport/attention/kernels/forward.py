@@ -20,12 +20,14 @@ from torch import Tensor
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
+    Arguments,
     alibi_penalty,
     apply_mask,
+    blocks_of,
     load_rows,
-    options,
-    programs,
+    others,
     row_strides,
+    run_kernel,
     sequence,
     sizes,
     store_rows,
@@ -142,9 +144,16 @@ def launch(
 ) -> None:
     """Fill out and lse; shapes and strides as in `autograd.forward`, scale > 0."""
     config = tiling("forward", q.shape[-1], q.dtype)
-    blocks, grid = programs(q, geometry.max_seqlen_q, config.block_q, geometry)
-    _attn_fwd[grid](
-        Q=q, K=k, V=v, O=out, LSE=lse, scale=scale, blocks=blocks,
-        **strides(q=q, k=k, v=v, o=out), **row_strides(l=lse),
-        **sizes(q, k, geometry), **options(q, geometry, config),
-    )  # fmt: skip
+
+    def rest() -> tuple[int, Arguments]:
+        blocks, programs = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
+        return programs, {
+            "scale": scale, "blocks": blocks, **strides(q=q, k=k, v=v, o=out), **row_strides(l=lse),
+            **sizes(q, k, geometry), **others(q, geometry, config),
+        }  # fmt: skip
+
+    tensors = {
+        "Q": q, "K": k, "V": v, "O": out, "LSE": lse, "slopes": geometry.slopes,
+        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
+    }  # fmt: skip
+    run_kernel(_attn_fwd, tensors, (config, scale, geometry.numbers), rest)

@@ -15,8 +15,6 @@ the mask need masked tiles, and for dQ the end of the keys. Rows holds Shift and
 Source: NVIDIA, CUDA C++ Programming Guide, "Tensor Memory Access".
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,11 +24,13 @@ from labsupport.attention.kernels.backward import add_to_dkdv, add_to_dq, launch
 from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
+    Arguments,
     apply_mask,
+    blocks_of,
     constants,
     describe,
-    programs,
     row_strides,
+    run_kernel,
     sizes,
     tile_ranges,
 )
@@ -199,10 +199,13 @@ def launch_forward(
 ) -> None:
     """Fill out and lse, as `forward.launch` does."""
     config = tiling("forward", q.shape[3], q.dtype, hopper=True, keys=k.shape[1])
-    blocks, grid = programs(q, 0, config.block_q, geometry)
-    _hopper_fwd[grid](
-        LSE=lse, scale=scale, blocks=blocks, **row_strides(l=lse), **sizes(q, k, geometry),
-        **_described(geometry, config, of_queries={"Q": q, "O": out}, of_keys={"K": k, "V": v}),
+    tensors = _describe(config, of_queries={"Q": q, "O": out}, of_keys={"K": k, "V": v})
+    run_kernel(
+        _hopper_fwd, {**tensors, "LSE": lse}, (config, scale, geometry.numbers),
+        lambda: _rest(
+            q, k, geometry, config, *blocks_of(q, 0, config.block_q, geometry), scale,
+            **row_strides(l=lse),
+        ),
     )  # fmt: skip
 
 
@@ -224,32 +227,49 @@ def launch_backward(
     # 16-byte steps from one row of numbers to the next.
     rows = lse.new_empty((2, batch, heads, -(-seqlen // 4) * 4))[..., :seqlen]
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
-    given = {"scale": geometry.scale, **sizes(q, k, geometry)}
     of_queries, of_keys = {"Q": q, "dO": dout}, {"K": k, "V": v}
 
-    config = tiling("keys", head_dim, q.dtype, hopper=True)
-    blocks, grid = programs(k, 0, config.block_k, geometry)
-    of_all_keys = of_keys | {"dK": dk, "dV": dv}
-    described = _described(geometry, config, of_queries=of_queries, of_keys=of_all_keys)
-    _hopper_dkdv[grid](Rows=_describe_rows(rows, config), blocks=blocks, **given, **described)
+    keys = tiling("keys", head_dim, q.dtype, hopper=True)
+    tensors = _describe(keys, of_queries=of_queries, of_keys={**of_keys, "dK": dk, "dV": dv})
+    run_kernel(
+        _hopper_dkdv, {**tensors, "Rows": _describe_rows(rows, keys)}, (keys, geometry.numbers),
+        lambda: _rest(
+            q, k, geometry, keys, *blocks_of(k, 0, keys.block_k, geometry), geometry.scale
+        ),
+    )  # fmt: skip
+    queries = tiling("queries", head_dim, q.dtype, hopper=True)
+    tensors = _describe(queries, of_queries={**of_queries, "dQ": dq}, of_keys=of_keys)
+    run_kernel(
+        _hopper_dq, {**tensors, "Rows": _describe_rows(rows, queries)}, (queries, geometry.numbers),
+        lambda: _rest(
+            q, k, geometry, queries, *blocks_of(q, 0, queries.block_q, geometry), geometry.scale
+        ),
+    )  # fmt: skip
 
-    config = tiling("queries", head_dim, q.dtype, hopper=True)
-    blocks, grid = programs(q, 0, config.block_q, geometry)
-    described = _described(geometry, config, of_queries=of_queries | {"dQ": dq}, of_keys=of_keys)
-    _hopper_dq[grid](Rows=_describe_rows(rows, config), blocks=blocks, **given, **described)
+
+def _rest(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    config: Tiling,
+    blocks: int,
+    programs: int,
+    scale: float,
+    **more: int,
+) -> tuple[int, Arguments]:
+    return programs, {
+        "scale": scale, **more, **sizes(q, k, geometry), "blocks": blocks, "D": q.shape[3],
+        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, **constants(config),
+    }  # fmt: skip
 
 
-def _described(
-    geometry: Geometry, config: Tiling, *, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Return descriptors in tiles of queries or of keys, and the constants of a kernel."""
+def _describe(
+    config: Tiling, *, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
+) -> dict[str, TensorDescriptor]:
+    """Return descriptors in tiles of queries, then of keys."""
     return {
         **{name: describe(x, config.block_q) for name, x in of_queries.items()},
         **{name: describe(x, config.block_k) for name, x in of_keys.items()},
-        "D": next(iter(of_queries.values())).shape[3],
-        "LEFT": geometry.left >= 0,
-        "RIGHT": geometry.right >= 0,
-        **constants(config),
     }
 
 

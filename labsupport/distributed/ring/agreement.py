@@ -11,9 +11,8 @@ import struct
 import torch
 import torch.distributed as dist
 
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.inputs import AttentionInputError
-from labsupport.attention.registry import FLOAT_DTYPES
+from labsupport.attention.registry import FLOAT_DTYPES, AttentionCall
 from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import Ring

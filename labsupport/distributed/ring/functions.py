@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
     check_model_layout,
     check_window,
 )
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.ring.agreement import check_same, say_refused
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.kernel import BlockKernel

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.implementations import by_name
+from labsupport.attention.registry import AttentionCall
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -6,9 +6,8 @@ entry to `KERNELS`.
 
 from __future__ import annotations
 
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.inputs import AttentionInputError
-from labsupport.attention.registry import BackendUnavailableError
+from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 from labsupport.distributed.ring.kernel import BlockKernel
 from labsupport.distributed.ring.kernels_fa4 import FA4
 from labsupport.distributed.ring.kernels_lab import FLASH_TORCH, FLASH_TRITON

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from labsupport.attention.registry import AttentionCall
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.ring.kernel import BlockKernel, Gradients, Options, widened
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.attention.registry import AttentionCall
-from labsupport.attention.registry import BackendUnavailableError
+from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.ring_tools import cases
 from labsupport.distributed.ring_tools.cases import CONTEXT_PARALLEL, Case

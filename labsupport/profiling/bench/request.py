@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from labsupport.attention.backends import attention, available_backends, last_call
-from labsupport.attention.kernels import mode
 from labsupport.attention.implementations import by_name
+from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case
 from labsupport.profiling.presets import preset as preset_named
