@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from labsupport.attention.kernels.autograd import backward, can_be_described, forward, hopper_takes as takes
 
 from labsupport.attention import attention, last_call
-from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.autograd import backward, can_be_described, forward
+from labsupport.attention.kernels.autograd import hopper_takes as takes
 from labsupport.attention.kernels.config import Geometry
 from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
 

@@ -190,7 +190,8 @@ def others(q: Tensor, geometry: Geometry, config: Tiling) -> Arguments:
     return {
         "stride_slope": slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
         "ALIBI": slopes is not None, "HEAD_DIM": q.shape[-1], "D": padded(q.shape[-1]),
-        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": geometry.packed, "PRECISION": geometry.precision,
+        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": geometry.packed,
+        "PRECISION": geometry.precision,
         **constants(config),
     }  # fmt: skip
 
