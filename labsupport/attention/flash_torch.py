@@ -6,7 +6,7 @@ it is cut into tiles of Br x Bc entries, and only one tile exists at a time:
             K_1     K_2     K_3             forward   for each Q block i:         (outer loop)
           +-------+-------+-------+                     for each K/V block j:     (inner loop)
     Q_1   | S_11  |  skip |  skip |                       S_ij = Q_i K_j^T
-          +-------+-------+-------+                       fold S_ij, V_j into m_i, l_i, O_i
+          +-------+-------+-------+                       take S_ij, V_j into m_i, l_i, O_i
     Q_2   | S_21  | S_22  |  skip |                     O_i = O_i / l_i,  L_i = m_i + log l_i
           +-------+-------+-------+
     Q_3   | S_31  | S_32  | S_33  |         backward  for each K/V block j:       (outer loop)
@@ -218,13 +218,9 @@ class FlashAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         """Run the tiled forward, and save what the backward recomputes P from."""
         ctx.options = {
-            "is_causal": is_causal,
-            "softmax_scale": softmax_scale,
-            "window_size": window_size,
-            "alibi_slopes": alibi_slopes,
-            "block_q": block_q,
-            "block_k": block_k,
-        }
+            "is_causal": is_causal, "softmax_scale": softmax_scale, "window_size": window_size,
+            "alibi_slopes": alibi_slopes, "block_q": block_q, "block_k": block_k,
+        }  # fmt: skip
         out, lse = flash_attention_forward(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out

@@ -1,7 +1,5 @@
-"""The kernel that is given its update: right with the lab's, compiled and interpreted."""
+"""The template kernel with the lab's softmax update, compiled and interpreted."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +12,7 @@ from labsupport.attention import (
     standard_attention,
 )
 from labsupport.attention.kernels import mode
-from tests.attention.cases import make_qkv
+from tests.attention.cases import compiled_elsewhere, make_qkv
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -27,19 +25,18 @@ DTYPES = [torch.float16, torch.float32 if mode.interpreted() else torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(64, 64), (40, 150), (150, 40), (1, 1)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "causal"),
+    [(64, 64, True), (40, 150, False), (150, 40, True), (1, 1, False)],
+)
 def test_with_the_labs_update_it_obeys_the_error_rule(seqlen_q, seqlen_k, causal, dtype):
-    q, k, v = (
-        x.detach()
-        for x in make_qkv(
-            2, 3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=64, dtype=dtype, device=DEVICE
-        )
-    )
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 64}
+    q, k, v = (x.detach() for x in make_qkv(2, 3, **sizes, dtype=dtype, device=DEVICE))
+    q, k, v = (x.mT.contiguous().mT for x in (q, k, v))  # not contiguous
     out, m, l = attention_with_update(softmax_update, q, k, v, causal=causal, block_k=32)
     exact, exact_lse = oracle_attention(q, k, v, causal=causal)
     textbook, _ = standard_attention(q, k, v, causal=causal)
-    report = compare_with_oracle(out, textbook.nan_to_num(0), exact)
+    report = compare_with_oracle(out, textbook, exact)
     assert out.dtype == dtype
     assert report.ok, report
     empty = exact_lse == -torch.inf
@@ -49,50 +46,24 @@ def test_with_the_labs_update_it_obeys_the_error_rule(seqlen_q, seqlen_k, causal
     assert (lse - exact_lse)[~empty].abs().max() < 1e-4
 
 
-def test_tensors_that_are_not_contiguous_are_taken_too():
-    q, k, v = (
-        x.detach() for x in make_qkv(2, seqlen_q=48, seqlen_k=48, dtype=DTYPES[0], device=DEVICE)
-    )
-    turned = [x.mT.contiguous().mT for x in (q, k, v)]
-    results = [attention_with_update(softmax_update, *qkv)[0] for qkv in ((q, k, v), turned)]
-    assert torch.equal(*results)
-
-
 def test_a_head_dim_that_is_no_tile_is_refused():
     q, k, v = make_qkv(seqlen_q=4, seqlen_k=4, head_dim=40, device=DEVICE)
     with pytest.raises(AttentionInputError, match="16, 32, 64 or 128, but 40"):
         attention_with_update(softmax_update, q, k, v)
 
 
-# Runs in a process of its own, because Triton compiles or interprets, once and for all.
 COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from benchmarks.resources import source_of
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
 constants = {"update": softmax_update, "D": 64, "BLOCK_Q": 64, "BLOCK_K": 64, "CAUSAL": True}
-kinds = {name: "*bf16" for name in "QKVO"} | {"M": "*fp32", "L": "*fp32", "scale": "fp32"}
-signature = {
-    name: "constexpr" if name in constants else kinds.get(name, "i32")
-    for name in with_update_kernel.arg_names
-}
-source = ASTSource(fn=with_update_kernel, signature=signature, constexprs=constants)
+types = {"L": "*fp32"}
 for capability in (80, 90):
+    source = source_of(with_update_kernel, dict(constants), "bf16", types)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     print(capability, "ex2" in built.asm["ptx"], "mma" in built.asm["ptx"])
 """
 
 
 def test_a_function_given_to_the_kernel_is_compiled_into_it(project, tmp_path):
-    script = tmp_path / "compile_update.py"
-    script.write_text(COMPILE)
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {mode.VARIABLE: "0", "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["80 True True", "90 True True"]
+    assert compiled_elsewhere(COMPILE, project, tmp_path) == ["80 True True", "90 True True"]
