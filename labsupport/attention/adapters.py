@@ -38,32 +38,21 @@ Result = tuple[Tensor, Tensor | None]
 def run_standard(call: AttentionCall) -> Result:
     """Run the textbook attention of `reference`."""
     q, k, v, slopes = call.math_layout()
-    return _from_math_layout(
-        *banded_attention(
-            q,
-            k,
-            v,
-            causal=call.causal,
-            softmax_scale=call.softmax_scale,
-            window_size=call.window_size,
-            alibi_slopes=slopes,
-            return_lse=call.return_lse,
-        )
-    )
+    options = call.options | {"alibi_slopes": slopes, "return_lse": call.return_lse}
+    return _from_math_layout(*banded_attention(q, k, v, **options))
 
 
 def run_flash_torch(call: AttentionCall) -> Result:
     """Run the lab's FlashAttention in plain PyTorch."""
     q, k, v, slopes = call.math_layout()
+    options = call.softmax_scale, call.window_size, slopes
     if call.needs_grad:
-        options = call.softmax_scale, call.window_size, slopes
         out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
         # Reading what was saved makes a checkpoint recompute its block: only if asked for.
         return _from_math_layout(out, out.grad_fn.saved_tensors[-1] if call.return_lse else None)
-    options = {"softmax_scale": call.softmax_scale, "window_size": call.window_size}
-    return _from_math_layout(
-        *flash_attention_forward(q, k, v, call.causal, alibi_slopes=slopes, **options)
-    )
+    names = "softmax_scale", "window_size", "alibi_slopes"
+    named: dict[str, Any] = dict(zip(names, options, strict=True))
+    return _from_math_layout(*flash_attention_forward(q, k, v, call.causal, **named))
 
 
 def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
@@ -74,17 +63,8 @@ def run_triton(call: AttentionCall) -> Result:
     """Run the lab's Triton kernels, packed or not."""
     from labsupport.attention.kernels.autograd import flash_attention_triton
 
-    out, lse = flash_attention_triton(
-        call.q,
-        call.k,
-        call.v,
-        causal=call.causal,
-        softmax_scale=call.softmax_scale,
-        window_size=call.window_size,
-        alibi_slopes=call.alibi_slopes,
-        cu_seqlens_q=call.cu_seqlens_q,
-        cu_seqlens_k=call.cu_seqlens_k,
-    )
+    packed = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    out, lse = flash_attention_triton(call.q, call.k, call.v, **call.options, **packed)
     return out, lse if call.return_lse else None
 
 
@@ -139,14 +119,9 @@ class Sdpa:
         mask, is_causal = _sdpa_mask(call)
         with sdpa_kernel(self.backend) if is_compiling() else _Pinned(self.pinned):
             out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=is_causal,
-                scale=call.softmax_scale,
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=call.softmax_scale,
                 enable_gqa=call.heads != call.kv_heads,
-            )
+            )  # fmt: skip
         return out.transpose(1, 2), None
 
     def kernel(self, call: AttentionCall) -> str:
@@ -327,19 +302,14 @@ def run_flex(call: AttentionCall) -> Result:
     # Each shape compiles a kernel of its own. Past a limit PyTorch would run uncompiled, which
     # stores the scores: raise the limit, and fail rather than do that silently.
     with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
+        # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
+        masked = not band.unlimited or q.device.type == "cpu"
         result = _compiled_flex()(
-            q,
-            k,
-            v,
+            q, k, v, scale=call.scale, enable_gqa=call.heads != call.kv_heads,
             score_mod=_alibi_score_mod(call) if call.alibi_slopes is not None else None,
-            # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
-            block_mask=_block_mask(band, q.device)
-            if not band.unlimited or q.device.type == "cpu"
-            else None,
-            scale=call.scale,
-            enable_gqa=call.heads != call.kv_heads,
+            block_mask=_block_mask(band, q.device) if masked else None,
             return_aux=AuxRequest(lse=True) if call.return_lse else None,
-        )
+        )  # fmt: skip
     out, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return out.transpose(1, 2), lse
 
@@ -380,105 +350,8 @@ def _alibi_score_mod(call: AttentionCall) -> Callable[..., Tensor]:
 
 
 @cache
-def missing_fa2() -> str | None:
-    """Return why flash-attn 2 cannot be used, or None if it can."""
-    # flash-attn-4 installs into the same top-level folder, `flash_attn`, without this module.
-    return _missing(
-        "flash_attn.flash_attn_interface",
-        "flash-attn is not installed: pip install --no-build-isolation 'flash-attn>=2.8' (CUDA; "
-        "it compiles: theory/10-field-guide.md)",
-    )
-
-
-def run_fa2(call: AttentionCall) -> Result:
-    """Run flash-attn 2, on all sequences of a packed call together."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    function = flash_attn_varlen_func if call.packed else flash_attn_func
-    slopes = call.alibi_slopes
-    out, lse, _ = function(
-        call.q,
-        call.k,
-        call.v,
-        **_packed(call),
-        softmax_scale=call.softmax_scale,
-        causal=call.causal,
-        window_size=tuple(call.window_size),
-        alibi_slopes=None if slopes is None else slopes.float(),
-        return_attn_probs=True,
-    )
-    return out, lse
-
-
-@cache
-def missing_fa4() -> str | None:
-    """Return why flash-attn-4 (CuTe DSL) cannot be used, or None if it can."""
-    return _missing(
-        "flash_attn.cute",
-        "flash-attn-4 is not installed: pip install -e '.[hopper]' (Hopper and newer)",
-    )
-
-
-def fa4_reasons(call: AttentionCall) -> list[str]:
-    """Return what its release 4.0.0b36 computes wrongly, as this lab's tests found on an H200."""
-    if call.needs_grad and call.head_dim % 32:
-        return [
-            f"returns wrong gradients for head_dim {call.head_dim} (found with 4.0.0b36): "
-            "right ones for multiples of 32"
-        ]
-    return []
-
-
-def run_fa4(call: AttentionCall) -> Result:
-    """Run flash-attn-4, on all sequences of a packed call together."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    function = flash_attn_varlen_func if call.packed else flash_attn_func
-    left, right = (None if side < 0 else side for side in call.window_size)
-    return function(
-        call.q,
-        call.k,
-        call.v,
-        **_packed(call),
-        softmax_scale=call.softmax_scale,
-        causal=call.causal and left is None,
-        # With a left limit, causality has to be said as a right limit of 0.
-        window_size=(left, 0 if call.causal and left is not None else right),
-        return_lse=call.return_lse,
-    )
-
-
-@cache
-def missing_xformers() -> str | None:
-    """Return why xFormers cannot be used, or None: its extensions may fail to load silently."""
-    logging.getLogger("xformers").setLevel(logging.ERROR)  # the reason is given below instead
-    missing = _missing(
-        "xformers.ops", "xFormers is not installed: pip install xformers (CUDA only)"
-    )
-    if missing is None and torch.cuda.is_available():
-        error = import_module("xformers._cpp_lib")._cpp_library_load_exception
-        if error is not None:
-            text = " ".join(str(error).split())
-            return f"xFormers is installed, but its CUDA extensions do not load: {text[:160]}"
-    return missing
-
-
-def run_xformers(call: AttentionCall) -> Result:
-    """Run xFormers; a call that wants the log-sum-exp goes to another of its functions."""
-    from xformers import ops
-    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
-
-    bias = LowerTriangularFromBottomRightMask() if call.causal else None
-    if call.return_lse:
-        return ops.memory_efficient_attention_forward_requires_grad(
-            call.q, call.k, call.v, attn_bias=bias, scale=call.scale
-        )
-    out = ops.memory_efficient_attention(call.q, call.k, call.v, attn_bias=bias, scale=call.scale)
-    return out, None
-
-
-def _missing(module: str, how_to_install: str) -> str | None:
-    """Why `module` cannot be used, or None. Without a GPU it is only looked for, not imported."""
+def missing(module: str, how_to_install: str) -> str | None:
+    """Return why a module cannot be used, or None. Without a GPU it is only looked for."""
     if find_spec(module.partition(".")[0]) is None:
         return how_to_install
     if not torch.cuda.is_available():
@@ -494,6 +367,42 @@ def _missing(module: str, how_to_install: str) -> str | None:
     return None
 
 
+def run_fa2(call: AttentionCall) -> Result:
+    """Run flash-attn 2, on all sequences of a packed call together."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    function = flash_attn_varlen_func if call.packed else flash_attn_func
+    options = call.options | {"window_size": tuple(call.window_size), "return_attn_probs": True}
+    if call.alibi_slopes is not None:
+        options["alibi_slopes"] = call.alibi_slopes.float()
+    return function(call.q, call.k, call.v, **_packed(call), **options)[:2]
+
+
+def fa4_reasons(call: AttentionCall) -> list[str]:
+    """Return what its release 4.0.0b36 computes wrongly, as this lab's tests found on an H200."""
+    if call.needs_grad and call.head_dim % 32:
+        return [
+            f"returns wrong gradients for head_dim {call.head_dim} (found with 4.0.0b36): "
+            "right ones for multiples of 32"
+        ]
+    return []
+
+
+def run_fa4(call: AttentionCall) -> Result:
+    """Run flash-attn-4 (CuTe DSL), on all sequences of a packed call together."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    function = flash_attn_varlen_func if call.packed else flash_attn_func
+    left, right = (None if side < 0 else side for side in call.window_size)
+    # With a left limit, causality has to be said as a right limit of 0.
+    limited = call.causal and left is not None
+    return function(
+        call.q, call.k, call.v, **_packed(call), softmax_scale=call.softmax_scale,
+        causal=call.causal and left is None, window_size=(left, 0 if limited else right),
+        return_lse=call.return_lse,
+    )  # fmt: skip
+
+
 def _packed(call: AttentionCall) -> dict[str, Any]:
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         return {}
@@ -503,3 +412,28 @@ def _packed(call: AttentionCall) -> dict[str, Any]:
         "max_seqlen_q": int(call.cu_seqlens_q.diff().max()),
         "max_seqlen_k": int(call.cu_seqlens_k.diff().max()),
     }
+
+
+@cache
+def missing_xformers() -> str | None:
+    """Return why xFormers cannot be used, or None: its extensions may fail to load silently."""
+    logging.getLogger("xformers").setLevel(logging.ERROR)  # the reason is given below instead
+    reason = missing("xformers.ops", "xFormers is not installed: pip install xformers (CUDA only)")
+    if reason is None and torch.cuda.is_available():
+        error = import_module("xformers._cpp_lib")._cpp_library_load_exception
+        if error is not None:
+            text = " ".join(str(error).split())
+            return f"xFormers is installed, but its CUDA extensions do not load: {text[:160]}"
+    return reason
+
+
+def run_xformers(call: AttentionCall) -> Result:
+    """Run xFormers; a call that wants the log-sum-exp goes to another of its functions."""
+    from xformers import ops
+    from xformers.ops.fmha.attn_bias import LowerTriangularFromBottomRightMask
+
+    bias = LowerTriangularFromBottomRightMask() if call.causal else None
+    inputs, options = (call.q, call.k, call.v), {"attn_bias": bias, "scale": call.scale}
+    if call.return_lse:
+        return ops.memory_efficient_attention_forward_requires_grad(*inputs, **options)
+    return ops.memory_efficient_attention(*inputs, **options), None

@@ -7,6 +7,7 @@ preferred to flash-attn 2's kernels on Hopper and newer only, as in PyTorch's ow
 from __future__ import annotations
 
 import difflib
+from functools import partial
 
 import torch
 
@@ -36,8 +37,9 @@ def shape_comes_back(call: AttentionCall) -> bool:
     return call.packed or call.q.shape[1] == call.k.shape[1]
 
 
-def _on_hopper_or_newer(call: AttentionCall) -> bool:
-    return torch.cuda.get_device_capability(call.q.device) >= (9, 0)
+def _cudnn_in_auto(call: AttentionCall) -> bool:
+    on_hopper_or_newer = torch.cuda.get_device_capability(call.q.device) >= (9, 0)
+    return on_hopper_or_newer and shape_comes_back(call)
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -51,7 +53,11 @@ BACKENDS: tuple[Backend, ...] = (
             head_dim_multiple=8,
             can=EVERYTHING - {Can.ALIBI},
         ),
-        missing=adapters.missing_fa4,
+        missing=partial(
+            adapters.missing,
+            "flash_attn.cute",
+            "flash-attn-4 is not installed: pip install -e '.[hopper]' (Hopper and newer)",
+        ),
         further_reasons=adapters.fa4_reasons,
         run=adapters.run_fa4,
         run_packed=adapters.run_fa4,
@@ -70,13 +76,18 @@ BACKENDS: tuple[Backend, ...] = (
         run=SDPA_CUDNN.run,
         kernel=SDPA_CUDNN.kernel,
         further_reasons=SDPA_CUDNN.reasons,
-        in_auto=lambda call: _on_hopper_or_newer(call) and shape_comes_back(call),
+        in_auto=_cudnn_in_auto,
     ),
     Backend(
         name="fa2",
         description="flash-attn 2: the authors' CUDA kernels",
         limits=Limits(dtypes={"cuda": HALF_DTYPES}, min_capability=(8, 0), max_head_dim=256),
-        missing=adapters.missing_fa2,
+        missing=partial(
+            adapters.missing,
+            "flash_attn.flash_attn_interface",  # flash-attn-4 also installs into `flash_attn`
+            "flash-attn is not installed: pip install --no-build-isolation 'flash-attn>=2.8' "
+            "(CUDA; it compiles: theory/10-field-guide.md)",
+        ),
         run=adapters.run_fa2,
         run_packed=adapters.run_fa2,
         kernel=lambda call: "flash_attn.flash_attn_func",
@@ -93,9 +104,9 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         run=SDPA_FLASH.run,
         kernel=SDPA_FLASH.kernel,
+        further_reasons=SDPA_FLASH.reasons,
         in_auto=SDPA_FLASH.in_auto,
         stores_mask=SDPA_FLASH.stores_mask,
-        further_reasons=SDPA_FLASH.reasons,
     ),
     Backend(
         name="sdpa_efficient",
@@ -108,9 +119,9 @@ BACKENDS: tuple[Backend, ...] = (
         ),
         run=SDPA_EFFICIENT.run,
         kernel=SDPA_EFFICIENT.kernel,
+        further_reasons=SDPA_EFFICIENT.reasons,
         in_auto=SDPA_EFFICIENT.in_auto,
         stores_mask=SDPA_EFFICIENT.stores_mask,
-        further_reasons=SDPA_EFFICIENT.reasons,
     ),
     Backend(
         name="xformers",

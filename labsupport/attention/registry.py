@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -57,6 +57,12 @@ class AttentionCall:
     return_lse: bool = False
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that change the mathematics, by flash-attn's names."""
+        names = "causal", "softmax_scale", "window_size", "alibi_slopes"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def packed(self) -> bool:

@@ -10,7 +10,7 @@ needed, and the kernels directly otherwise, because an operator costs up to 0.2 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -83,14 +83,13 @@ def forward(
     out, lse = _outputs(q, float32_out)
     if q.numel() == 0:
         return out, lse
-    geometry = _with_plain_slopes(geometry)
     if hopper_takes(geometry, q, k, v) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_forward as launch
     else:
         from labsupport.attention.kernels.forward import launch
     q, scale = positive_scale(q, geometry.scale)
     with torch.cuda.device_of(q):
-        launch(q, k, v, out, lse, geometry, scale)
+        launch(q, k, v, out, lse, geometry.with_plain_slopes(), scale)
     return out, lse
 
 
@@ -120,26 +119,18 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    geometry = _with_plain_slopes(geometry)
     if hopper_takes(geometry, q, k, v, dout) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_backward as launch
     else:
         from labsupport.attention.kernels.backward import launch
     with torch.cuda.device_of(q):
-        launch(dout, q, k, v, out, lse, dlse, dq, dk, dv, geometry)
+        launch(dout, q, k, v, out, lse, dlse, dq, dk, dv, geometry.with_plain_slopes())
     return dq, dk, dv
 
 
 def _outputs(q: Tensor, float32_out: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, dtype=torch.float32) if float32_out else torch.empty_like(q)
     return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-
-
-def _with_plain_slopes(geometry: Geometry) -> Geometry:
-    """Return the geometry with ALiBi's slopes as the kernels read them."""
-    if geometry.slopes is None:
-        return geometry
-    return replace(geometry, slopes=geometry.slopes.to(torch.float32).contiguous())
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -302,20 +293,16 @@ def flash_attention_triton(
     """FlashAttention by the lab's Triton kernels; `labsupport.attention.attention` checks inputs.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, any strides; packed,
-            with `cu_seqlens_*`: (total_q, heads, head_dim).
-        k, v: (batch, seqlen_k, kv_heads, head_dim) or (total_k, kv_heads, head_dim), same dtype.
-        causal, softmax_scale, window_size, alibi_slopes: as in `attention`.
+        q, k, v: as there, float16, bfloat16 or float32, any strides; packed with `cu_seqlens_*`.
+        causal, softmax_scale, window_size, alibi_slopes: as there.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets of packed sequences.
         max_seqlen_q, max_seqlen_k: at least the longest of them; read from the offsets (which waits
             for the device) where they are 0.
         allow_tf32: let tensor cores round float32 inputs to 11 significant bits.
-        float32_out: return the output in float32, as it was accumulated: partial results that are
-            to be merged should not be rounded before.
+        float32_out: return the output as it was accumulated, for merging with others.
 
     Returns:
-        out like q, and lse, natural log, float32: (batch, heads, seqlen_q), packed (heads,
-        total_q). Both are differentiable; the backward is deterministic.
+        out and lse, as `forward` returns them. Both are differentiable, deterministically.
 
     Raises:
         AttentionInputError: dtypes, devices or head_dims that the kernels cannot take.

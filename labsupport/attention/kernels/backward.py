@@ -15,6 +15,8 @@ inside the program of their keys.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, which adds up dQ with atomics instead.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -274,18 +276,9 @@ def _bwd_dq(
 
 
 def launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    geometry: Geometry,
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry,
+) -> None:  # fmt: skip
     """Fill dq, dk and dv; shapes and strides as in `autograd.backward`."""
     delta, shift = torch.empty_like(lse), torch.empty_like(lse)
     launch_preprocess(dout, out, lse, dlse, shift, delta)
@@ -295,29 +288,23 @@ def launch(
         "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
     }  # fmt: skip
 
-    def rest(
-        config: Tiling, blocks: int, programs: int, **outputs: Tensor
-    ) -> tuple[int, Arguments]:
-        return programs, {
-            "scale": geometry.scale, "blocks": blocks, "WIDE": q.dtype == torch.float32,
-            **strides(q=q, k=k, v=v, g=dout, **outputs), **row_strides(l=delta),
-            **sizes(q, k, geometry), **others(q, geometry, config),
-        }  # fmt: skip
+    def run(kernel: Any, config: Tiling, blocks: tuple[int, int], **outputs: Tensor) -> None:
+        def rest() -> tuple[int, Arguments]:
+            named = {name.lower(): x for name, x in outputs.items()}
+            return blocks[1], {
+                "scale": geometry.scale, "blocks": blocks[0], "WIDE": q.dtype == torch.float32,
+                **strides(q=q, k=k, v=v, g=dout, **named), **row_strides(l=delta),
+                **sizes(q, k, geometry), **others(q, geometry, config),
+            }  # fmt: skip
 
-    of_keys = tiling("keys", q.shape[-1], q.dtype)
-    run_kernel(
-        _bwd_dkdv, {**inputs, "dK": dk, "dV": dv, **rows}, (of_keys, geometry.numbers),
-        lambda: rest(
-            of_keys, *blocks_of(k, geometry.max_seqlen_k, of_keys.block_k, geometry), dk=dk, dv=dv
-        ),
-    )  # fmt: skip
-    of_queries = tiling("queries", q.shape[-1], q.dtype)
-    run_kernel(
-        _bwd_dq, {**inputs, "dQ": dq, **rows}, (of_queries, geometry.numbers),
-        lambda: rest(
-            of_queries, *blocks_of(q, geometry.max_seqlen_q, of_queries.block_q, geometry), dq=dq
-        ),
-    )  # fmt: skip
+        run_kernel(kernel, {**inputs, **outputs, **rows}, (config, geometry.numbers), rest)
+
+    config = tiling("keys", q.shape[-1], q.dtype)
+    blocks = blocks_of(k, geometry.max_seqlen_k, config.block_k, geometry)
+    run(_bwd_dkdv, config, blocks, dK=dk, dV=dv)
+    config = tiling("queries", q.shape[-1], q.dtype)
+    blocks = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
+    run(_bwd_dq, config, blocks, dQ=dq)
 
 
 def launch_preprocess(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,12 @@ class Geometry:
     def packed(self) -> bool:
         """True when sequences lie one after the other, without a batch dimension."""
         return self.cu_seqlens_q is not None
+
+    def with_plain_slopes(self) -> Geometry:
+        """The same with slopes as the kernels read them: float32, contiguous."""
+        if self.slopes is None:
+            return self
+        return replace(self, slopes=self.slopes.to(torch.float32).contiguous())
 
     @property
     def numbers(self) -> tuple[float | str, ...]:

@@ -15,6 +15,8 @@ the mask need masked tiles, and for dQ the end of the keys. Rows holds Shift and
 Source: NVIDIA, CUDA C++ Programming Guide, "Tensor Memory Access".
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -199,79 +201,54 @@ def launch_forward(
 ) -> None:
     """Fill out and lse, as `forward.launch` does."""
     config = tiling("forward", q.shape[3], q.dtype, hopper=True, keys=k.shape[1])
-    tensors = _describe(config, of_queries={"Q": q, "O": out}, of_keys={"K": k, "V": v})
-    run_kernel(
-        _hopper_fwd, {**tensors, "LSE": lse}, (config, scale, geometry.numbers),
-        lambda: _rest(
-            q, k, geometry, config, *blocks_of(q, 0, config.block_q, geometry), scale,
-            **row_strides(l=lse),
-        ),
-    )  # fmt: skip
+    blocks = blocks_of(q, 0, config.block_q, geometry)
+    tensors = {**_describe(config, {"Q": q, "O": out}, {"K": k, "V": v}), "LSE": lse}
+    _run(_hopper_fwd, tensors, q, k, geometry, config, blocks, scale, **row_strides(l=lse))
 
 
 def launch_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    geometry: Geometry,
-) -> None:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry,
+) -> None:  # fmt: skip
     """Fill dq, dk and dv, as `backward.launch` does."""
     batch, seqlen, heads, head_dim = q.shape
     # 16-byte steps from one row of numbers to the next.
     rows = lse.new_empty((2, batch, heads, -(-seqlen // 4) * 4))[..., :seqlen]
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
-    of_queries, of_keys = {"Q": q, "dO": dout}, {"K": k, "V": v}
+
+    def run(
+        kernel: Any, config: Tiling, blocks: tuple[int, int], *outputs: dict[str, Tensor]
+    ) -> None:
+        of_queries, of_keys = outputs
+        tensors = _describe(config, {"Q": q, "dO": dout, **of_queries}, {"K": k, "V": v, **of_keys})
+        tile = [1, 1, 1, config.block_q]
+        tensors["Rows"] = TensorDescriptor(rows, list(rows.shape), list(rows.stride()), tile)
+        _run(kernel, tensors, q, k, geometry, config, blocks, geometry.scale)
 
     keys = tiling("keys", head_dim, q.dtype, hopper=True)
-    tensors = _describe(keys, of_queries=of_queries, of_keys={**of_keys, "dK": dk, "dV": dv})
-    run_kernel(
-        _hopper_dkdv, {**tensors, "Rows": _describe_rows(rows, keys)}, (keys, geometry.numbers),
-        lambda: _rest(
-            q, k, geometry, keys, *blocks_of(k, 0, keys.block_k, geometry), geometry.scale
-        ),
-    )  # fmt: skip
+    run(_hopper_dkdv, keys, blocks_of(k, 0, keys.block_k, geometry), {}, {"dK": dk, "dV": dv})
     queries = tiling("queries", head_dim, q.dtype, hopper=True)
-    tensors = _describe(queries, of_queries={**of_queries, "dQ": dq}, of_keys=of_keys)
-    run_kernel(
-        _hopper_dq, {**tensors, "Rows": _describe_rows(rows, queries)}, (queries, geometry.numbers),
-        lambda: _rest(
-            q, k, geometry, queries, *blocks_of(q, 0, queries.block_q, geometry), geometry.scale
-        ),
-    )  # fmt: skip
+    run(_hopper_dq, queries, blocks_of(q, 0, queries.block_q, geometry), {"dQ": dq}, {})
 
 
-def _rest(
-    q: Tensor,
-    k: Tensor,
-    geometry: Geometry,
-    config: Tiling,
-    blocks: int,
-    programs: int,
-    scale: float,
-    **more: int,
-) -> tuple[int, Arguments]:
-    return programs, {
-        "scale": scale, **more, **sizes(q, k, geometry), "blocks": blocks, "D": q.shape[3],
-        "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, **constants(config),
-    }  # fmt: skip
+def _run(
+    kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry, config: Tiling,
+    blocks: tuple[int, int], scale: float, **more: int,
+) -> None:  # fmt: skip
+    def rest() -> tuple[int, Arguments]:
+        return blocks[1], {
+            "scale": scale, "blocks": blocks[0], "D": q.shape[3], "LEFT": geometry.left >= 0,
+            "RIGHT": geometry.right >= 0, **more, **sizes(q, k, geometry), **constants(config),
+        }  # fmt: skip
+
+    run_kernel(kernel, tensors, (config, scale, geometry.numbers), rest)
 
 
 def _describe(
-    config: Tiling, *, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
-) -> dict[str, TensorDescriptor]:
+    config: Tiling, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
+) -> dict[str, Any]:
     """Return descriptors in tiles of queries, then of keys."""
     return {
         **{name: describe(x, config.block_q) for name, x in of_queries.items()},
         **{name: describe(x, config.block_k) for name, x in of_keys.items()},
     }
-
-
-def _describe_rows(rows: Tensor, config: Tiling) -> TensorDescriptor:
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, 1, 1, config.block_q])
