@@ -142,4 +142,4 @@ def test_a_csv_that_was_kept_is_compared_and_the_command_is_shown(capsys, tmp_pa
     assert not end.value.code
     shown = capsys.readouterr().out
     assert "causal=True" in shown
-    assert "'regex:^(hopper_)?" in shown
+    assert "'regex:^(_attn_fwd|" in shown

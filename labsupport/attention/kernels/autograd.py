@@ -189,8 +189,11 @@ def _needs_operator(q: Tensor) -> bool:
     )
 
 
+_NAMES = tuple(field.name for field in fields(Geometry))  # torch.compile cannot trace `fields`
+
+
 def _values(geometry: Geometry) -> tuple[Any, ...]:
-    return tuple(getattr(geometry, field.name) for field in fields(Geometry))
+    return tuple(getattr(geometry, name) for name in _NAMES)
 
 
 # --- autograd -------------------------------------------------------------------------------------
