@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def version1_tiling(plan: Tiling) -> Tiling:
-    """Tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
+    """The tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
     return Tiling(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
 
 

@@ -210,7 +210,8 @@ def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], 
         call = partial(forward, q, k, v, geometry)
     else:
         out, lse = forward(q, k, v, geometry)
-        call = partial(backward, torch.randn_like(q), q, k, v, out, lse, geometry)
+        dout = draw(shape.seqlen, shape.heads)
+        call = partial(backward, dout, q, k, v, out, lse, geometry)
 
     def planned() -> Any:
         with override(**plans):

@@ -1,4 +1,4 @@
-"""What the attention functions accept, and their error messages.
+"""Checks of what the attention functions accept.
 
 Every message names what was given, what was expected, and how to fix it.
 """

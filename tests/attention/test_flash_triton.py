@@ -22,7 +22,13 @@ from labsupport.attention import (
 )
 from labsupport.attention.kernels import mode
 from labsupport.attention.reference import banded_attention
-from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, make_qkv, to_math_layout
+from tests.attention.cases import (
+    assert_obeys_error_rule,
+    compiled_elsewhere,
+    make_model_qkv,
+    make_qkv,
+    to_math_layout,
+)
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -343,3 +349,55 @@ def test_what_the_kernels_cannot_take_gets_a_clear_error(change, message):
     q, k, v = (torch.zeros(1, 4, 1, 32, device=DEVICE) for _ in range(3))
     with pytest.raises(ValueError, match=message):
         flash_attention_triton(*change(q, k, v))
+
+
+# Everything but the compiler and the GPU, which take part in neither kind of launch.
+LAUNCH_TWICE = """
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+class Compiled:
+    function = packed_metadata = None
+    def __init__(self, kernel): self.kernel = kernel
+    def launch_metadata(self, *rest): return None
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        launches.append((self.kernel, (x, y, z), arguments))
+    def __getitem__(self, grid):
+        return lambda *arguments: launches.append((self.kernel, grid, arguments))
+
+launches = []
+triton.runtime.driver.set_active(Hopper())
+triton.runtime.jit.JITFunction._do_compile = lambda self, key, *rest: (
+    self.device_caches[0][0].setdefault(key, Compiled(self.fn.__name__))
+)
+from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.config import Geometry
+
+def same(a, b):
+    a, b = (getattr(x, "base", x) for x in (a, b))
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    return a == b
+
+def twice(call):
+    launches.clear()
+    call(), call()
+    half = len(launches) // 2
+    for (name, *a), (other, *b) in zip(launches[:half], launches[half:], strict=True):
+        assert (name, a[0]) == (other, b[0]) and all(map(same, a[1], b[1])), name
+        print(name)
+
+q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
+for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
+    out, lse = forward(q, k, k, geometry, hopper=hopper)
+    twice(lambda: forward(q, k, k, geometry, hopper=hopper))
+    twice(lambda: backward(out, q, k, k, out, lse, geometry, hopper=hopper))
+"""
+
+
+def test_a_cached_launch_passes_the_arguments_of_the_first_one(project, tmp_path):
+    launched = compiled_elsewhere(LAUNCH_TWICE, project, tmp_path)
+    plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
+    assert launched == [*plain, "_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]

@@ -232,8 +232,8 @@ def launch_backward(
 
 
 def _run(
-    kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry, config: Tiling,
-    blocks: tuple[int, int], scale: float, **more: int,
+    kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry,
+    config: Tiling, blocks: tuple[int, int], scale: float, **more: int,
 ) -> None:  # fmt: skip
     def rest() -> tuple[int, Arguments]:
         return blocks[1], {
