@@ -119,8 +119,8 @@ def means_of(table: pd.DataFrame) -> pd.DataFrame:
     own = ran.median_ms.where(ran.implementation == OURS).groupby(shape).transform("min")
     ran["ours"] = ran.median_ms / own
     columns = ["gb_s", "of_copy", "times_sdpa", "ours"]
-    groups = np.log(ran[columns]).groupby(ran.implementation, sort=False)
-    means = np.exp(groups.mean())
+    groups = ran[columns].apply(np.log).groupby(ran.implementation, sort=False)
+    means = groups.mean().apply(np.exp)
     means.insert(0, "shapes", groups.size())
     return means.reset_index()
 
@@ -146,7 +146,7 @@ def _measure_shape(
     exact, _ = oracle_attention(q[0, 0, :group], k[0, :, 0], v[0, :, 0])
     calls: dict[str, Callable[[], Any]] = {}
     for name, row in rows.items():
-        call = partial(attention, q, k, v, backend=name, check_layout=False)
+        call: Callable[[], Any] = partial(attention, q, k, v, backend=name, check_layout=False)
         call = partial(decode, q, k, v) if name == OURS else call
         try:
             error = call()[0, 0, :group].double() - exact

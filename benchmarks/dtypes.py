@@ -93,7 +93,7 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
     return callers | {
         "sdpa": _sdpa,
         "sdpa in autocast": _sdpa_in_autocast,
-        "attention": lambda q, k, v: (attention(q, k, v), None),
+        "attention": _attention,
         SAFE: _safe("refuse"),
         '... float64="keep"': _safe("keep"),
         '... float64="cast"': _safe("cast"),
@@ -112,6 +112,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
 def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     with torch.autocast(q.device.type, dtype=torch.bfloat16):
         return _sdpa(q, k, v)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, None]:
+    return attention(q, k, v), None
 
 
 def _safe(float64: Float64) -> Caller:

@@ -13,11 +13,10 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.runner import Case, names, not_measured, run
 from labsupport.attention import attention
@@ -60,11 +59,9 @@ def _measure(
     # SDPA's own layout has heads before seqlen.
     shape = (1, 2, 16, 64) if name == SDPA else (1, 16, 2, 64)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=grad) for _ in "qkv")
-    call: Callable[[], Tensor] = (
-        partial(F.scaled_dot_product_attention, q, k, v)
-        if name == SDPA
-        else partial(attention, q, k, v, backend=name)
-    )
+    call: Callable[[], Any] = partial(attention, q, k, v, backend=name)
+    if name == SDPA:
+        call = partial(F.scaled_dot_product_attention, q, k, v)
     times = []
     for _ in range(options.rounds + 1):  # the first one warms up
         if device.type == "cuda":

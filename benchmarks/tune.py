@@ -4,10 +4,9 @@
     python -m benchmarks tune --direction backward --head-dim 128
     python -m benchmarks tune --direction decode --save NAME
 
-Candidates that do not fit on a multiprocessor or spill many registers are left out without a run;
-the others are compiled by several processes, and timed in turns on a few shapes. A candidate's
-score is its time over the fastest one's, as a geometric mean over the shapes: 1 is the fastest
-everywhere. "backward" times the whole backward pass: the tiling of dK and dV first (kernel "keys"),
+Several processes compile the candidates; those that do not fit on a multiprocessor are left out. The
+others are timed in turns on a few shapes. A candidate's score is its time over the fastest one's,
+as a geometric mean over the shapes: 1 is the fastest everywhere. "backward" times the whole backward pass: the tiling of dK and dV first (kernel "keys"),
 then that of dQ ("queries") beside the winner.
 """
 
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.resources import LIMITS, compile_report
 from benchmarks.runner import Case, check_triton, numbers, one_line, run
 from benchmarks.turns import in_turns
 from labsupport.attention.kernels import mode
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 
 KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}
 PLAN = ["block_q", "block_k", "warps", "stages"]
-TOLERATED_SPILL = 128  # bytes a thread: some numbers outside of the inner loop's way; a GPU decides
 TIMEOUT_S = 180  # for one process
 # Blocks and warps to try, and stages. A Hopper tensor-core instruction takes 64 rows for each group
 # of 4 warps. In "keys" five tiles are alive at the same time, so they have to be smaller.
@@ -142,12 +139,9 @@ def current(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiling:
     """What the tables say now, on a GPU."""
     if kernel == "decode":
         return decode_tiling(4, head_dim, dtype)
-    here = torch.cuda.get_device_capability()[0] * 10 if torch.cuda.is_available() else 0
-    return tiling(kernel, head_dim, dtype, False, hopper=_for_hopper(head_dim, dtype, here))
-
-
-def _for_hopper(head_dim: int, dtype: torch.dtype, capability: int) -> bool:
-    return capability == 90 and dtype != torch.float32 and head_dim in HOPPER["forward"]
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    hopper = here and dtype != torch.float32 and head_dim in HOPPER["forward"]
+    return tiling(kernel, head_dim, dtype, False, hopper=hopper)
 
 
 def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[Tiling]:
@@ -159,35 +153,6 @@ def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[Tiling]:
             q, k, stages = max(16, q // 2), max(16, k // 2), max(1, stages - 1)
         plans.append(Tiling(q, max(16, k // wide), warps, stages))
     return list(dict.fromkeys(plans))
-
-
-def what_does_not_fit(
-    kernel: str, plans: Sequence[Tiling], shape: Shape, capability: tuple[int, int]
-) -> dict[Tiling, str]:
-    """Why a plan is not worth timing, by the compiler's account: shared memory, registers.
-
-    Plans that spill much are kept where all do. Nothing is known about "decode", or about GPUs that
-    `resources` does not know: there every plan is tried.
-    """
-    number, dtype = 10 * capability[0] + capability[1], getattr(torch, shape.dtype)
-    if kernel == "decode" or number not in LIMITS:
-        return {}
-    table = compile_report(
-        capabilities=[number], kernels=[kernel], head_dims=[shape.head_dim], dtypes=[dtype],
-        tilings=plans, hopper=_for_hopper(shape.head_dim, dtype, number), progress=False,
-    )  # fmt: skip
-    reasons, spilled = {}, {}
-    for plan, row in zip(plans, table.to_dict("records"), strict=True):
-        if row["status"] != "ok":
-            reasons[plan] = row["reason"]
-        elif not row["programs"]:
-            reasons[plan] = f"needs {row['shared_kib']:.0f} KiB of shared memory"
-        else:
-            spilled[plan] = row["spilled_bytes"]
-    much = {plan: n for plan, n in spilled.items() if n > TOLERATED_SPILL}
-    if len(much) < len(spilled):
-        reasons |= {plan: f"spills {n:.0f} bytes a thread" for plan, n in much.items()}
-    return reasons
 
 
 def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], Any]:
@@ -231,12 +196,10 @@ def tune_kernel(
     fixed: Plans | None = None,
     max_seconds: float = 0.15,
 ) -> list[dict[str, Any]]:
-    """Reject, compile and time plans of one kernel; `fixed` are those of the other kernels."""
+    """Compile and time plans of one kernel; `fixed` are those of the other kernels."""
     fixed, out, left = fixed or {}, {}, list(plans)
     if device.type == "cuda":
-        out = what_does_not_fit(kernel, left, shapes[0], torch.cuda.get_device_capability(device))
-        left = [plan for plan in left if plan not in out]
-        out |= compile_in_parallel(kernel, left, fixed, shapes)
+        out = compile_in_parallel(kernel, left, fixed, shapes)
         left = [plan for plan in left if plan not in out]
     if not left:
         raise RuntimeError(f"no tiling runs: {out}")

@@ -126,15 +126,12 @@ def check_mask(mask: Tensor | None) -> None:
     Raises:
         AttentionInputError: an integer mask, such as a tokenizer's attention_mask of 0 and 1.
     """
-    if mask is None or (
-        isinstance(mask, Tensor) and (mask.dtype == torch.bool or mask.is_floating_point())
-    ):
-        return
-    given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-    raise AttentionInputError(
-        "mask must be boolean (True where a query may look) or floating (added to the scores), "
-        f"but {given} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
-    )
+    dtype = getattr(mask, "dtype", type(mask).__name__)
+    if mask is not None and dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
+        raise AttentionInputError(
+            "mask must be boolean (True where a query may look) or floating (added to the scores), "
+            f"but {dtype} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
+        )
 
 
 def check_window(window_size: object) -> None:

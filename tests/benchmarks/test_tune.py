@@ -20,7 +20,6 @@ from benchmarks.tune import (
     scores,
     shapes_for,
     tune_kernel,
-    what_does_not_fit,
 )
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.config import Tiling, decode_tiling, override, tiling
@@ -96,24 +95,6 @@ def test_a_call_with_other_tilings_computes_the_same(direction):
         for other, mine in itertools.product(others, range(1 if direction == "decode" else 2)):
             a, b = (x if direction == "decode" else x[mine] for x in (first, other))
             assert torch.allclose(a.float(), b.float(), atol=close)
-
-
-# --- what is left out -----------------------------------------------------------------------------
-
-
-@runs_kernels
-@pytest.mark.slow
-def test_what_does_not_fit_or_spills_is_left_out_with_its_reason():
-    fits, spills, too_large = Tiling(128, 64, 8, 3), Tiling(128, 128, 4, 2), Tiling(64, 128, 4, 6)
-    shape = shapes_for("forward", 128, "bfloat16")[0]
-    reasons = what_does_not_fit("forward", [fits, spills, too_large], shape, (9, 0))
-    assert set(reasons) == {spills, too_large}
-    assert "spills" in reasons[spills]
-    assert "shared memory" in reasons[too_large]
-
-
-def test_of_gpus_that_are_not_known_nothing_is_left_out():
-    assert what_does_not_fit("forward", [SMALL], small("forward"), (7, 5)) == {}
 
 
 @runs_kernels

@@ -258,18 +258,16 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         """Run the backward kernels: dq, dk, dv, and None for each option."""
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        inputs = dout, q, k, v, out
+        shapes = q.shape, k.shape, v.shape
         if ctx.math_layout:
-            inputs, lse = map(_as_one_head, inputs), lse.reshape(-1, 1, lse.shape[-1])
-        first, *rest = inputs
+            dout, q, k, v, out = map(_as_one_head, (dout, q, k, v, out))
+            lse = lse.reshape(-1, 1, lse.shape[-1])
         if ctx.needs_operator:
-            values = _values(ctx.geometry)
-            dq, dk, dv = backward_operator(first, dlse, *rest, lse, *values)
+            found = backward_operator(dout, dlse, q, k, v, out, lse, *_values(ctx.geometry))
         else:
-            dq, dk, dv = backward(first, *rest, lse, ctx.geometry, dlse=dlse)
-        if ctx.math_layout:
-            dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-        return dq, dk, dv, None, None, None, None, None
+            found = backward(dout, q, k, v, out, lse, ctx.geometry, dlse=dlse)
+        gradients = (dx.reshape(shape) for dx, shape in zip(found, shapes, strict=True))
+        return *gradients, None, None, None, None, None
 
 
 def _as_one_head(x: Tensor) -> Tensor:
