@@ -4,10 +4,11 @@
     python -m benchmarks tune --direction backward --head-dim 128
     python -m benchmarks tune --direction decode --save NAME
 
-Several processes compile the candidates; those that do not fit on a multiprocessor are left out. The
-others are timed in turns on a few shapes. A candidate's score is its time over the fastest one's,
-as a geometric mean over the shapes: 1 is the fastest everywhere. "backward" times the whole backward pass: the tiling of dK and dV first (kernel "keys"),
-then that of dQ ("queries") beside the winner.
+Several processes compile the candidates; those that do not fit on a multiprocessor are left out.
+The others are timed in turns on a few shapes. A candidate's score is its time over the fastest
+one's, as a geometric mean over the shapes: 1 is the fastest everywhere. "backward" times the whole
+backward pass: the tiling of dK and dV first (kernel "keys"), then that of dQ ("queries") beside the
+winner.
 """
 
 from __future__ import annotations
