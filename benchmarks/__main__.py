@@ -32,6 +32,7 @@ PROGRAMS = {
     "grading": "seconds per submission, beside nbgrader",
     "loop_orders": "version 1's loop order beside version 2's",
     "models": "a whole model reading a file",
+    "overhead": "Python's share of a call, backend by backend",
     "peers": "forward and backward beside other libraries, shape by shape",
     "planner": "predicted and measured memory of a training step",
     "predictor": "what a predictor is calibrated on",

@@ -6,7 +6,7 @@
 Decoding reads K and V once and computes little, so the time that memory needs for them is the
 least possible one. Bytes per second are compared with the measured speed of a copy, which reads and
 writes; what only reads can be a little faster. All implementations are measured in turns, each
-recorded as a CUDA graph; `flash_triton` is our forward kernel, which does not share out the keys.
+recorded as a CUDA graph; `flash_triton` is our forward kernel, which does not split the keys.
 
 In Triton's interpreter the command compares results, in tiny sizes; its times mean nothing.
 """
@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Case, check_triton, names, not_measured, numbers, run
+from benchmarks.turns import in_turns
 from labsupport.attention import attention, oracle_attention
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.launch_decode import decode
+from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
-from labsupport.profiling.graphs import captured
 from labsupport.profiling.hardware import measured_ceilings
-from labsupport.profiling.timing import measure_interleaved, resolve_device
+from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
@@ -114,21 +113,22 @@ def means_of(table: pd.DataFrame) -> pd.DataFrame:
         `decode` is, over the shapes that both ran.
     """
     import numpy as np
-    import pandas as pd
 
-    def mean(values: pd.Series) -> float:
-        values = values.dropna()
-        return float(np.exp(np.log(values).mean())) if len(values) else math.nan
+    ran = table[table.status == "ok"].copy()
+    shape = [ran["batch"], ran["keys"]]
+    own = ran.median_ms.where(ran.implementation == OURS).groupby(shape).transform("min")
+    ran["ours"] = ran.median_ms / own
+    columns = ["gb_s", "of_copy", "times_sdpa", "ours"]
+    groups = ran[columns].apply(np.log).groupby(ran.implementation, sort=False)
+    means = groups.mean().apply(np.exp)
+    means.insert(0, "shapes", groups.size())
+    return means.reset_index()
 
-    ran = table[table.status == "ok"]
-    times = ran.pivot(index=["batch", "keys"], columns="implementation", values="median_ms")
-    rows = []
-    for name, group in ran.groupby("implementation", sort=False):
-        row: dict[str, Any] = {"implementation": name, "shapes": len(group)}
-        row |= {column: mean(group[column]) for column in ("gb_s", "of_copy", "times_sdpa")}
-        row["ours"] = mean(times[name] / times[OURS]) if OURS in times else math.nan
-        rows.append(row)
-    return pd.DataFrame(rows)
+
+def decode(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    from labsupport.attention.kernels.decode import decode as kernel  # defines kernels
+
+    return kernel(q, k, v)
 
 
 def _measure_shape(
@@ -144,37 +144,22 @@ def _measure_shape(
     group = shape.heads // shape.kv_heads
     # Heads that share keys are the queries of one head here.
     exact, _ = oracle_attention(q[0, 0, :group], k[0, :, 0], v[0, :, 0])
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for name, row in rows.items():
+        call: Callable[[], Any] = partial(attention, q, k, v, backend=name, check_layout=False)
+        call = partial(decode, q, k, v) if name == OURS else call
         try:
-            call = _implementation(name, q, k, v)
             error = call()[0, 0, :group].double() - exact
-            row["relative_error"] = float(error.norm() / exact.norm())
-            if not row["relative_error"] <= LARGEST_RELATIVE_ERROR:  # NaN is wrong, too
-                row |= {"status": "wrong", "reason": "differs from the float64 oracle"}
-                continue
-            calls[name], row["in_graph"] = captured(call, device)
         except Exception as problem:
             row |= refusal(problem)
-    if calls:
-        timings = measure_interleaved(
-            calls,
-            device=device,
-            warmup=1,
-            min_repeats=3,
-            min_seconds=0.0,
-            max_seconds=max_seconds * len(calls),
-        )
-        for name, timing in timings.items():
-            rows[name] |= {f"{part}_ms": getattr(timing, part) for part in ("median", "q1", "q3")}
-            rows[name]["repeats"] = timing.repeats
-    return list(rows.values())
-
-
-def _implementation(name: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
-    if name == OURS:
-        return lambda: decode(q, k, v)
-    return lambda: attention(q, k, v, backend=name, check_layout=False)
+            continue
+        row["relative_error"] = float(error.norm() / exact.norm())
+        if row["relative_error"] <= LARGEST_RELATIVE_ERROR:  # not NaN either
+            calls[name] = call
+        else:
+            row |= {"status": "wrong", "reason": "differs from the float64 oracle"}
+    measured = in_turns(calls, device, max_seconds)
+    return [row | measured.get(name, {}) for name, row in rows.items()]
 
 
 def _inputs(shape: DecodeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,16 +174,12 @@ def _inputs(shape: DecodeShape, device: torch.device) -> tuple[Tensor, Tensor, T
 
 def _shortage(shape: DecodeShape, device: torch.device) -> str:
     """Reason why the caches do not fit beside 2 GiB for the rest; empty if they do."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        import psutil
+    import psutil
 
-        free = psutil.virtual_memory().available
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
     needed = shape.cache_bytes + 2 * 2**30
-    if needed <= free:
-        return ""
-    return f"needs {format_bytes(needed)}, {format_bytes(free)} free"
+    return "" if needed <= free else f"needs {format_bytes(needed)}, {format_bytes(free)} free"
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
@@ -211,11 +192,9 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
         lines.append("The kernels are interpreted: compare the errors; the times mean nothing.")
     ran = table[table.status == "ok"]
     if len(ran):
-        shown = ran[["batch", "keys", "implementation", "median_ms", "q1_ms", "q3_ms"]].copy()
-        shown["cache, MiB"] = ran.cache_bytes / 2**20
-        shown["GB/s"], shown["of copy"], shown["times SDPA"] = ran.gb_s, ran.of_copy, ran.times_sdpa
-        shown["graph"] = ran.in_graph.map({True: "yes", False: "no"})
-        shown["rel. error"] = ran.relative_error.map("{:.1e}".format)
-        lines.append(shown.round(3).to_string(index=False, na_rep="-"))
+        columns = ["batch", "keys", "implementation", "median_ms", "q1_ms", "q3_ms", "gb_s"]
+        shown = ran[[*columns, "of_copy", "times_sdpa", "in_graph"]].round(3)
+        shown["relative_error"] = ran.relative_error.map("{:.1e}".format)
+        lines.append(shown.to_string(index=False, na_rep="-"))
         lines.append(means_of(table).round(3).to_string(index=False, na_rep="-"))
     return "\n".join(lines + not_measured(table, "implementation"))

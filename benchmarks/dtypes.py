@@ -3,8 +3,7 @@
     python -m benchmarks dtypes                      the table, for this machine
     python -m benchmarks dtypes --save dtypes-cpu    save it, too
 
-"Bare" means that the library is called without this lab's front door, which would refuse mixed
-dtypes before the library could.
+The libraries are called without this lab's `attention`, which would refuse mixed dtypes first.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from torch import Tensor
 from benchmarks.runner import Case, names, run
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.backends import attention
-from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS
 from labsupport.attention.reference import oracle_attention
-from labsupport.attention.registry import FLOAT_DTYPES, Backend
+from labsupport.attention.registry import FLOAT_DTYPES, AttentionCall, Backend
 from labsupport.precision.autofix import Float64, PrecisionWarning, safe_flash_attention
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device
@@ -53,7 +51,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         out (dtype of the result), computed_in (what the safe function cast to), error (relative,
         against the float64 oracle), message (what was raised, or what was said). Callers are the
         backends' names, "sdpa" (PyTorch's own choice among its kernels), "sdpa in autocast" (to
-        bfloat16), "attention" (this lab's front door), "safe_flash_attention", and the latter with
+        bfloat16), "attention" (this lab's function), "safe_flash_attention", and the latter with
         `float64="keep"` and `float64="cast"`.
     """
     device = resolve_device(options.device)
@@ -91,18 +89,19 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
         takes = entry.limits.dtypes.get(device.type, entry.limits.dtypes.get("*"))
         wanted = entry.name in chosen if chosen is not None else entry.name != "flex"
         if wanted and takes and entry.missing() is None:
-            callers[entry.name] = _bare(entry)
-    callers["sdpa"] = _sdpa
-    callers["sdpa in autocast"] = _sdpa_in_autocast
-    callers["attention"] = _front_door
-    callers[SAFE] = _safe("refuse")
-    callers['... float64="keep"'] = _safe("keep")
-    callers['... float64="cast"'] = _safe("cast")
-    return callers
+            callers[entry.name] = partial(_bare, entry)
+    return callers | {
+        "sdpa": _sdpa,
+        "sdpa in autocast": _sdpa_in_autocast,
+        "attention": _attention,
+        SAFE: _safe("refuse"),
+        '... float64="keep"': _safe("keep"),
+        '... float64="cast"': _safe("cast"),
+    }
 
 
-def _bare(entry: Backend) -> Caller:
-    return lambda q, k, v: (entry.run(AttentionCall(q, k, v))[0], None)
+def _bare(entry: Backend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    return entry.run(AttentionCall(q, k, v))[0], None
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
@@ -115,10 +114,8 @@ def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return _sdpa(q, k, v)
 
 
-def _front_door(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    out = attention(q, k, v)
-    assert isinstance(out, Tensor)
-    return out, None
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, None]:
+    return attention(q, k, v), None
 
 
 def _safe(float64: Float64) -> Caller:
@@ -145,13 +142,7 @@ def _outcomes(
 
 
 def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "outcome": "runs",
-        "out": "",
-        "computed_in": "",
-        "error": float("nan"),
-        "message": "",
-    }
+    row: dict[str, Any] = {"out": "", "computed_in": "", "error": float("nan"), "message": ""}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecisionWarning)
@@ -159,9 +150,8 @@ def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> di
     except Exception as error:  # whatever a library raises is the result
         first = str(error).strip().split("\n")[0]
         return row | {"outcome": "refuses", "message": f"{type(error).__name__}: {first}"}
-    finite = bool(out.isfinite().all())
     return row | {
-        "outcome": "runs" if finite else "NaN",
+        "outcome": "runs" if out.isfinite().all() else "NaN",
         "out": short(out.dtype),
         "computed_in": "" if computed_in is None else short(computed_in),
         "error": relative_error(out, exact),

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.runner import Case, Row, not_measured, run, some_of
 from labsupport.attention import BackendUnavailableError, available_backends
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
 from labsupport.models.generation.generate import prefill_and_decode

@@ -15,22 +15,19 @@ interpreter the command compares results, in tiny sizes; its times mean nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.runner import Case, check_triton, not_measured, numbers, run
+from benchmarks.turns import in_turns
 from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.geometry import Geometry
-from labsupport.attention.flash_triton.launch import forward, forward_version1
-from labsupport.attention.flash_triton.tuning import Tiling, override, tiling
-from labsupport.profiling.graphs import captured
-from labsupport.profiling.timing import measure_interleaved, resolve_device
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.autograd import forward
+from labsupport.attention.kernels.config import Geometry, Tiling, override, tiling
+from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 # (batch, heads): from one head, for which version 1 has a single program, to 128.
 BATCH_HEADS = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16))
 FEW = ((1, 1), (2, 2))
+PARTS = {"_ms": "median", "_q1_ms": "q1", "_q3_ms": "q3"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,56 +70,49 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def version1_tiling(plan: Tiling) -> Tiling:
-    """Tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
+    """The tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
     return Tiling(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
 
 
 def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict[str, Any]:
+    from labsupport.attention.kernels.version1 import forward_version1
+
     dtype = getattr(torch, shape.dtype)
     generator = torch.Generator(device).manual_seed(0)
     size = shape.batch, shape.seqlen, shape.heads, shape.head_dim
     q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(3))
-    plan = tiling("forward", shape.head_dim, dtype, mode.interpreted())
+    plan = tiling("forward", shape.head_dim, dtype)
     small = version1_tiling(plan)
-    versions = _versions(q, k, v, shape.causal, plan, small)
+    geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
+
+    def second(tiles: Tiling) -> tuple[torch.Tensor, torch.Tensor]:
+        with override(forward=tiles):
+            return forward(q, k, v, geometry, hopper=False)
+
+    versions = {
+        "version1": lambda: forward_version1(q, k, v, causal=shape.causal),
+        "same_tiles": lambda: second(small),
+        "version2": lambda: second(plan),
+    }
     outs = {name: call()[0].float() for name, call in versions.items()}
     difference = max(float((outs["version1"] - out).abs().max()) for out in outs.values())
     # Both round P to the inputs' dtype, version 1 after it has divided by l.
     assert difference <= 4 * torch.finfo(dtype).eps * float(v.abs().max()), f"off by {difference}"
     del outs
-    calls = {name: captured(call, device, warmup=1)[0] for name, call in versions.items()}
-    timings = measure_interleaved(
-        calls, device=device, warmup=1, min_repeats=3, min_seconds=0.0, max_seconds=max_seconds
-    )
     row: dict[str, Any] = {"difference": difference}
-    for name, timing in timings.items():
-        row |= {f"{name}_ms": timing.median, f"{name}_q1_ms": timing.q1, f"{name}_q3_ms": timing.q3}
-        row["repeats"] = timing.repeats
+    for name, times in in_turns(versions, device, max_seconds / len(versions)).items():
+        row |= {f"{name}{part}": times[f"{column}_ms"] for part, column in PARTS.items()}
+        row["repeats"] = times["repeats"]
     if device.type == "cuda":
         row["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = shape.batch * shape.heads
     return row | {
         "order_ratio": row["version1_ms"] / row["same_tiles_ms"],
         "ratio": row["version1_ms"] / row["version2_ms"],
-        "version1_programs": shape.batch * shape.heads,
-        "version2_programs": shape.batch * shape.heads * -(-shape.seqlen // plan.block_q),
+        "version1_programs": heads,
+        "version2_programs": heads * -(-shape.seqlen // plan.block_q),
         "version1_bytes": rewritten_bytes(shape, small),
         "version2_bytes": written_bytes(shape),
-    }
-
-
-def _versions(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, plan: Tiling, small: Tiling
-) -> dict[str, Callable[[], tuple[Tensor, Tensor]]]:
-    geometry = Geometry(q.shape[-1] ** -0.5, right=0 if causal else -1)
-
-    def second(tiles: Tiling) -> tuple[Tensor, Tensor]:
-        with override(forward=tiles):
-            return forward(q, k, v, geometry, hopper=False)
-
-    return {
-        "version1": lambda: forward_version1(q, k, v, causal=causal),
-        "same_tiles": lambda: second(small),
-        "version2": lambda: second(plan),
     }
 
 

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, names, not_measured, numbers, run
+from benchmarks.turns import in_turns
 from labsupport.attention.backends import attention, available_backends
 from labsupport.profiling import cases as grids
-from labsupport.profiling.benchmark import make_inputs, refusal
-from labsupport.profiling.graphs import captured
+from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
-from labsupport.profiling.timing import measure_interleaved, resolve_device
+from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,39 +86,27 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     cases = [
         Case(
             {name: getattr(shape[0], name) for name in PEER_SHAPE},
-            partial(_in_turns, shape, device, options.max_seconds),
+            partial(_measure_shape, shape, device, options.max_seconds),
         )
         for shape in shapes(options, [options.ours, *here])
     ]
     return run(cases, device, seed=0)
 
 
-def _in_turns(
+def _measure_shape(
     cases: Sequence[grids.Case], device: torch.device, max_seconds: float
 ) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [asdict(case) | {"in_graph": False} for case in cases]
-    calls: dict[str, Callable[[], Any]] = {}
-    replays: dict[str, Callable[[], Any]] = {}
     inputs = make_inputs(cases[0], device, seed=0)
-    for number, (case, row) in enumerate(zip(cases, rows, strict=True)):
-        call = _call(case, *inputs)
-        try:
-            replays[str(number)], row["in_graph"] = captured(call, device)
-            calls[str(number)] = call
-        except Exception as problem:
-            row |= refusal(problem)
-    if calls:
-        bounds: dict[str, Any] = {"warmup": 2, "min_repeats": 3, "min_seconds": 0.0}
-        bounds["max_seconds"] = max_seconds * len(calls)
-        timings = from_python = measure_interleaved(replays, device=device, **bounds)
-        if device.type == "cuda":
-            from_python = measure_interleaved(calls, device=device, **bounds)
-        for name, timing in timings.items():
-            row = rows[int(name)]
-            row |= {f"{part}_ms": getattr(timing, part) for part in ("median", "q1", "q3")}
-            row |= {"repeats": timing.repeats, "call_ms": from_python[name].median}
-            row["tflops"] = cases[int(name)].flops() / timing.median / 1e9
-    return rows
+    calls = {case: _call(case, *inputs) for case in cases}
+    rows = in_turns(calls, device, max_seconds)
+    ran = {case: calls[case] for case, row in rows.items() if "median_ms" in row}
+    on_gpu = device.type == "cuda"
+    called = in_turns(ran, device, max_seconds, graphs=False) if on_gpu else rows
+    for case, row in rows.items():
+        if case in ran:
+            row["call_ms"] = called[case]["median_ms"]
+            row["tflops"] = case.flops() / row["median_ms"] / 1e9
+    return [asdict(case) | row for case, row in rows.items()]
 
 
 def _call(

@@ -9,7 +9,7 @@ result apart. So one can see before anything runs whether a tiling fits, and wha
 
     registers     of one thread, 255 at most. What does not fit is spilled to memory, byte by byte
     shared_kib    for tiles of Q, K, V, dO; more stages need more of it
-    programs      so many fit on one multiprocessor at once: the first to run out of registers,
+    programs      that fit on one multiprocessor together: the first to run out of registers,
                   shared memory or warps decides. 0: the kernel cannot run there
     hgmma, hmma, exp2, async_copies, local
                   instructions in the program's text, however often they run: on the tensor cores
@@ -28,7 +28,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -38,15 +38,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner import Case, names, numbers, run
-from labsupport.attention.flash_triton.mode import VARIABLE
-from labsupport.attention.flash_triton.tuning import HALF, HOPPER, Tiling, padded, tiling
+from benchmarks.runner import Case, numbers, run, some_of
+from labsupport.attention.kernels.config import Tiling, padded, tiling
+from labsupport.attention.kernels.mode import VARIABLE
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # Triton's names.
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+KERNELS = {
+    "forward": ("forward._attn_fwd", "hopper._hopper_fwd"),
+    "keys": ("backward._bwd_dkdv", "hopper._hopper_dkdv"),
+    "queries": ("backward._bwd_dq", "hopper._hopper_dq"),
+}
 INSTRUCTIONS = {
     "hgmma": r"\bHGMMA\b",
     "hmma": r"\bHMMA\b",
@@ -91,30 +96,12 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One kernel, as a call with contiguous tensors compiles it."""
-
-    capability: int
-    kernel: str
-    head_dim: int
-    dtype: str
-    causal: bool
-    grouped: bool
-    precision: str
-    hopper: bool
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int
-
-
 def compile_report(
     *,
     capabilities: Sequence[int] = (80, 90),
     head_dims: Sequence[int] = (64, 128, 256),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
-    kernels: Sequence[str] = ("forward", "keys", "queries"),
+    kernels: Sequence[str] = tuple(KERNELS),
     causal: bool = False,
     grouped: bool = False,
     precision: str = "ieee",
@@ -126,57 +113,49 @@ def compile_report(
     """Compile kernels and count what they need; no GPU is used. One to three seconds a row.
 
     Args:
-        capabilities: compute capabilities times ten: 90 is 9.0.
-        head_dims: up to 256.
-        dtypes: of the inputs: float16, bfloat16, float32.
+        capabilities: compute capabilities times ten, of `LIMITS`: 90 is 9.0.
         kernels: among "forward", "keys" (dK and dV) and "queries" (dQ).
-        causal: with a causal mask.
-        grouped: for fewer key/value heads than heads; Triton compiles a kernel of its own for
-            one key/value head for each head.
+        causal, grouped: with a causal mask; with fewer key/value heads than heads.
         precision: "ieee" or "tf32", for float32.
         hopper: the kernels for Hopper: capability 90, half precision, head_dim 64 or 128.
-        search: besides the tilings of `tuning.py`, those that differ from them in one number, by
-            one step (blocks and warps doubled or halved, one stage more or less).
-        tilings: these instead of the ones of `tuning.py`.
-        progress: show a tqdm bar.
+        search: besides the tilings of `config.py`, also their `neighbours`.
+        tilings: these instead of the ones of `config.py`.
 
     Returns:
-        A row for each kernel: its own columns (capability, kernel, head_dim, dtype, causal,
-        grouped, precision, hopper, block_q, block_k, warps, stages), status, reason, registers a
-        thread, spilled_bytes a thread, shared_kib a program, programs a multiprocessor, and the
-        counts of instructions hgmma, hmma, exp2, async_copies and local. Where the compiler gives
-        up, `reason` says why, and these are missing.
+        A row for each kernel: its own columns (capability, kernel, ..., warps, stages), status,
+        reason, registers a thread, spilled_bytes a thread, shared_kib a program, programs a
+        multiprocessor, and the counts of `INSTRUCTIONS`.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.
-        ValueError: a capability, dtype, kernel, head_dim or precision that is not known.
+        ValueError: the kernels for Hopper are asked for something else.
     """
     if find_spec("triton") is None:
         raise ModuleNotFoundError("Triton is not installed: pip install -e '.[triton]' (Linux)")
-    _check("capability", capabilities, LIMITS)
-    _check("head_dim", head_dims, range(1, 257))
-    _check("dtype", dtypes, TYPES)
-    _check("kernel", kernels, HALF)
-    _check("precision", [precision], ("ieee", "tf32"))
-    if hopper:
-        _check("capability of Hopper", capabilities, [90])
-        _check("head_dim of the kernels for Hopper", head_dims, list(HOPPER["forward"]))
-        _check("dtype of the kernels for Hopper", dtypes, [torch.bfloat16, torch.float16])
-    wanted = []
+    if hopper and not (
+        set(capabilities) == {90} and set(head_dims) <= {64, 128} and torch.float32 not in dtypes
+    ):
+        raise ValueError(
+            "the kernels for Hopper: capability 90, head_dim 64 or 128, half precision"
+        )
+    jobs: list[dict[str, Any]] = []
     for capability, dtype, kernel, head_dim in itertools.product(
         capabilities, dtypes, kernels, head_dims
     ):
         chosen = tiling(kernel, head_dim, dtype, interpreted=False, hopper=hopper)
-        for plan in tilings or ([chosen, *neighbours(chosen)] if search else [chosen]):
-            name = str(dtype).removeprefix("torch.")
-            given = capability, kernel, head_dim, name, causal, grouped, precision, hopper
-            wanted.append(Job(*given, plan.block_q, plan.block_k, plan.warps, plan.stages))
+        shared = {
+            "capability": capability, "kernel": kernel, "head_dim": head_dim,
+            "dtype": str(dtype).removeprefix("torch."), "causal": causal, "grouped": grouped,
+            "precision": precision, "hopper": hopper,
+        }  # fmt: skip
+        plans = tilings or ([chosen, *neighbours(chosen)] if search else [chosen])
+        jobs += [shared | asdict(plan) for plan in plans]
     # In processes of their own: without a GPU, this one interprets its kernels. Each takes seconds
     # to start.
-    count = max(1, min(-(-len(wanted) // 4), os.cpu_count() or 1, 12))
+    count = max(1, min(-(-len(jobs) // 4), os.cpu_count() or 1, 12))
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_compiled, job) for job in wanted]
-        cases = [Case(asdict(job), f.result) for job, f in zip(wanted, futures, strict=True)]
+        futures = [pool.submit(_compiled, job) for job in jobs]
+        cases = [Case(job, future.result) for job, future in zip(jobs, futures, strict=True)]
         return run(cases, torch.device("cpu"), progress=progress)
 
 
@@ -193,11 +172,11 @@ def neighbours(plan: Tiling) -> list[Tiling]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--capability", type=numbers, default=[80, 90], help=f"of {', '.join(map(str, LIMITS))}")
+    add("--capability", type=some_of(map(str, LIMITS)), default=["80", "90"])
     add("--head-dim", type=numbers, default=[64, 128, 256])
-    add("--dtype", type=names, default=["bfloat16", "float32"])
-    add("--kernel", type=names, default=["forward", "keys", "queries"])
-    add("--precision", default="ieee", help="of float32: ieee or tf32")
+    add("--dtype", type=some_of(TYPES), default=["bfloat16", "float32"])
+    add("--kernel", type=some_of(KERNELS), default=list(KERNELS))
+    add("--precision", default="ieee", choices=["ieee", "tf32"], help="of float32")
     add("--causal", action="store_true", help="with a causal mask")
     add("--grouped", action="store_true", help="fewer key/value heads than heads")
     add("--hopper", action="store_true", help="the kernels for Hopper GPUs")
@@ -205,18 +184,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
+    given = {name: getattr(options, name) for name in ("causal", "grouped", "precision")}
     try:
         return compile_report(
-            capabilities=options.capability,
-            head_dims=options.head_dim,
-            dtypes=[getattr(torch, name, name) for name in options.dtype],
-            kernels=options.kernel,
-            causal=options.causal,
-            grouped=options.grouped,
-            precision=options.precision,
-            hopper=options.hopper,
-            search=options.search,
-        )
+            capabilities=list(map(int, options.capability)), head_dims=options.head_dim,
+            dtypes=[getattr(torch, name) for name in options.dtype], kernels=options.kernel,
+            hopper=options.hopper, search=options.search, **given,
+        )  # fmt: skip
     except (ValueError, ModuleNotFoundError) as error:
         raise SystemExit(str(error)) from error
 
@@ -228,28 +202,35 @@ def show(table: pd.DataFrame, options: argparse.Namespace | None = None) -> str:
     return table[shown].to_string(index=False, na_rep="-", float_format="{:g}".format)
 
 
-def _check(what: str, given: Iterable[Any], known: Any) -> None:
-    for x in given:
-        if x not in known:
-            names = ", ".join(str(name).removeprefix("torch.") for name in known)
-            choices = f"{known[0]} to {known[-1]}" if isinstance(known, range) else names
-            raise ValueError(f"{what} {str(x).removeprefix('torch.')}: expected {choices}")
-
-
-def _compiled(job: Job) -> dict[str, Any]:
+def _compiled(job: dict[str, Any]) -> dict[str, Any]:
     os.environ[VARIABLE] = "0"  # before Triton is imported
     import triton
 
-    options = {"num_warps": job.warps, "num_stages": job.stages}
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", job.capability, 32)
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", job["capability"], 32)
+    options = {"num_warps": job["warps"], "num_stages": job["stages"]}
     try:
         built = triton.compile(_source(job), target=target, options=options)
     except (RuntimeError, triton.errors.TritonError) as error:
         reason: BaseException = error
         while reason.__cause__ is not None:  # the first error: the others say where
             reason = reason.__cause__
-        said = str(reason).strip().splitlines()[-1:]
-        return {"status": "failed", "reason": ": ".join([type(reason).__name__, *said])}
+        last = str(reason).strip().splitlines()[-1:]
+        return {"status": "failed", "reason": ": ".join([type(reason).__name__, *last])}
+    registers, stack, text = machine_code(built)
+    shared = built.metadata.shared
+    return {
+        "registers": registers,
+        "spilled_bytes": stack,  # the kernels have no other use for a stack
+        "shared_kib": shared / 1024,
+        "programs": LIMITS[job["capability"]].fitting(registers, shared, job["warps"]),
+        **{name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+    }
+
+
+def machine_code(built: Any) -> tuple[int, int, str]:
+    """Registers and bytes of stack of a compiled kernel, and its text in the GPU's assembly."""
+    import triton
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(built.asm["cubin"])
@@ -257,52 +238,55 @@ def _compiled(job: Job) -> dict[str, Any]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text[:500]
-    registers, stack = map(int, found.groups())
-    shared = built.metadata.shared
-    return {
-        "registers": registers,
-        "spilled_bytes": stack,  # the kernels have no other use for a stack
-        "shared_kib": shared / 1024,
-        "programs": LIMITS[job.capability].fitting(registers, shared, job.warps),
-        **{name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
-    }
+    return int(found[1]), int(found[2]), text
 
 
-def _source(job: Job) -> Any:
+def _source(job: dict[str, Any]) -> Any:
     """The kernel with the types of its arguments, as Triton finds them in such a call."""
+    file, name = KERNELS[job["kernel"]][job["hopper"]].split(".")
+    kernel = getattr(import_module(f"labsupport.attention.kernels.{file}"), name)
+    constants = {
+        "HEAD_DIM": job["head_dim"], "D": padded(job["head_dim"]), "BLOCK_Q": job["block_q"],
+        "BLOCK_K": job["block_k"], "LEFT": False, "RIGHT": job["causal"], "ALIBI": False,
+        "PACKED": False, "WIDE": job["dtype"] == "float32", "PRECISION": job["precision"],
+        "slopes": None, "cu_q": None, "cu_k": None, **({} if job["grouped"] else {"group": 1}),
+    }  # fmt: skip
+    descriptors = {}
+    if job["hopper"]:
+        rows = dict.fromkeys(("Q", "O", "dO", "dQ"), job["block_q"])
+        rows |= dict.fromkeys(("K", "V", "dK", "dV"), job["block_k"])
+        element = TYPES[job["dtype"]]
+        descriptors = {
+            n: f"tensordesc<{element}[1,1,{r},{job['head_dim']}]>" for n, r in rows.items()
+        }
+        descriptors["Rows"] = f"tensordesc<fp32[1,1,1,{job['block_q']}]>"
+    return source_of(kernel, constants, TYPES[job["dtype"]], descriptors)
+
+
+def source_of(
+    kernel: Any, constants: dict[str, Any], element: str, types: dict[str, str] | None = None
+) -> Any:
+    """A kernel as Triton's compiler takes it, for contiguous tensors.
+
+    Args:
+        constants: values of constants; names that the kernel does not have are ignored.
+        element: Triton's name for the dtype of the inputs, "bf16" say.
+        types: of other parameters.
+    """
     from triton.compiler import ASTSource
 
-    file = "forward" if job.kernel == "forward" else "backward"
-    module = import_module(f"labsupport.attention.flash_triton.{file}{'_hopper' * job.hopper}")
-    kernel = getattr(module, f"{'hopper_' * job.hopper}{job.kernel}_kernel")
-    constants: dict[str, Any] = {
-        "HEAD_DIM": job.head_dim, "D": padded(job.head_dim),
-        "BLOCK_Q": job.block_q, "BLOCK_K": job.block_k,
-        "LEFT": False, "RIGHT": job.causal, "ALIBI": False, "PACKED": False,
-        "PRECISION": job.precision, "slopes": None, "cu_q": None, "cu_k": None,
-    }  # fmt: skip
     # An integer that is 1 is a constant to Triton.
     constants |= {name: 1 for name in kernel.arg_names if re.fullmatch(r"stride_\w+d", name)}
-    if not job.grouped:
-        constants["group"] = 1
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    element = TYPES[getattr(torch, job.dtype)]
+    float32 = ("LSE", "Shift", "Delta", "M", "O_s", "LSE_s", "slopes")
+    known = dict.fromkeys(float32, "*fp32") | {"scale": "fp32", "cache_seqlens": "*i32"}
+    known |= dict.fromkeys(constants, "constexpr") | (types or {})
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name == "Rows":
-            signature[name] = f"tensordesc<fp32[1,1,1,{job.block_q}]>"
-        elif job.hopper and name.lstrip("d")[0].isupper() and name != "L":
-            rows = job.block_q if name.lstrip("d") in "QO" else job.block_k
-            signature[name] = f"tensordesc<{element}[1,1,{rows},{job.head_dim}]>"
-        elif name in ("L", "Shift", "Delta"):
-            signature[name] = "*fp32"
-        elif name.lstrip("d")[0].isupper():
-            signature[name] = f"*{element}"
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
+        tensor = name.lstrip("d")[0].isupper()
+        signature[name] = known.get(name, f"*{element}" if tensor else "i32")
         # Addresses and strides are multiples of 16, which allows wide loads.
-        if signature[name].startswith("*") or (name not in constants and name[:6] == "stride"):
+        aligned = name.startswith("stride") and name not in constants
+        if signature[name].startswith("*") or aligned:
             attributes[(position,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run

@@ -56,7 +56,16 @@ SHAPES = (  # of --three: plain, causal with another head_dim, grouped heads
     Case("flash_triton", 8192, 2, 32, 8, head_dim=128, dtype="bfloat16"),
 )
 NUMBER = 4  # bytes of a float32: L, shift, D
-KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"
+KERNEL_NAMES = r"(hopper_)?(forward|rows|keys|queries)_kernel"  # in recorded runs
+KERNELS = {
+    "_attn_fwd": "forward_kernel",
+    "_bwd_preprocess": "rows_kernel",
+    "_bwd_dkdv": "keys_kernel",
+    "_bwd_dq": "queries_kernel",
+    "_hopper_fwd": "hopper_forward_kernel",
+    "_hopper_dkdv": "hopper_keys_kernel",
+    "_hopper_dq": "hopper_queries_kernel",
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -103,7 +112,7 @@ def kernel_command(program: Sequence[str]) -> list[str]:
     """The command line that counts the bytes of each of the lab's kernels in a program."""
     return [
         *ncu_command("--clock-control", "none", "--kernel-name-base", "function"),
-        *("--kernel-name", f"regex:^{KERNEL_NAMES}$", "--metrics", ",".join(BYTES), *program),
+        *("--kernel-name", f"regex:^({'|'.join(KERNELS)})$", "--metrics", ",".join(BYTES), *program),
     ]
 
 
@@ -122,7 +131,8 @@ def compare(launches: Sequence[dict[str, Any]], case: Case) -> pd.DataFrame:
 
     rows = []
     for launch in launches:
-        match = re.fullmatch(KERNEL_NAMES, launch["kernel"].split("(")[0])
+        name = launch["kernel"].split("(")[0]
+        match = re.fullmatch(KERNEL_NAMES, KERNELS.get(name, name))
         if match is None:
             continue
         kernel, plan = match[2], None

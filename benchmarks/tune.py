@@ -1,53 +1,68 @@
-"""The fastest tilings on this GPU, printed as they stand in `tuning.py`.
+"""The fastest tilings on this GPU, printed as they stand in `config.py`.
 
     python -m benchmarks tune                                forward, head_dim 64 and 128
     python -m benchmarks tune --direction backward --head-dim 128
     python -m benchmarks tune --direction decode --save NAME
 
-Candidates (`tune_jobs.py`) that do not fit on a multiprocessor or spill many registers are left out
-without a run; the others are compiled by several processes at once, and timed in turns on a few
-shapes. A candidate's score is its time over the fastest one's, as a geometric mean over the shapes:
-1 is the fastest everywhere. "backward" times the whole backward pass: the tiling of dK and dV first
-(kernel "keys"), then that of dQ ("queries") beside the winner.
-
-At the end, the first call of a shape in a new process: with an empty cache, and with a warm one.
+Several processes compile the candidates; those that do not fit on a multiprocessor are left out.
+The others are timed in turns on a few shapes. A candidate's score is its time over the fastest
+one's, as a geometric mean over the shapes: 1 is the fastest everywhere. "backward" times the whole
+backward pass: the tiling of dK and dV first (kernel "keys"), then that of dQ ("queries") beside the
+winner.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner import Case, check_triton, numbers, run
-from benchmarks.tune_jobs import (
-    KERNELS,
-    Plans,
-    Shape,
-    candidates,
-    compile_in_parallel,
-    current,
-    first_calls,
-    make_call,
-    shapes_for,
-    what_does_not_fit,
-    with_plans,
+from benchmarks.runner import Case, check_triton, numbers, one_line, run
+from benchmarks.turns import in_turns
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.config import (
+    HOPPER,
+    Geometry,
+    Tiling,
+    decode_tiling,
+    override,
+    padded,
+    tiling,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.tuning import Tiling, padded
-from labsupport.profiling.graphs import captured
-from labsupport.profiling.timing import measure_interleaved, resolve_device
+from labsupport.profiling.timing import now, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
 
+KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}
 PLAN = ["block_q", "block_k", "warps", "stages"]
-FIRST_CALL_S, WARM_CALL_MS = 10, 50  # what is aimed at
+TIMEOUT_S = 180  # for one process
+# Blocks and warps to try, and stages. A Hopper tensor-core instruction takes 64 rows for each group
+# of 4 warps. In "keys" five tiles are alive at the same time, so they have to be smaller.
+GRIDS: dict[str, tuple[Sequence[tuple[int, int, int]], Sequence[int]]] = {
+    "forward": (
+        [(q, k, w) for q, w in ((64, 4), (128, 8), (128, 4)) for k in (32, 64, 128)], (2, 3, 4)
+    ),
+    "keys": (
+        [(32, 64, 4), (32, 128, 4), (32, 128, 8), (64, 64, 4), (64, 64, 8), (64, 128, 8),
+         (128, 64, 8), (128, 128, 8)], (1, 2, 3)
+    ),
+    "queries": (
+        [(64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 32, 8), (128, 64, 8),
+         (128, 128, 8)], (2, 3, 4)
+    ),
+    "decode": ([(16, k, w) for k in (32, 64, 128) for w in (4, 8)], (2, 3, 4)),
+}  # fmt: skip
+Plans = dict[str, Tiling]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +72,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--max-seconds", type=float, default=0.15, help="for the repeats of one plan and shape")
     add("--most", type=int, default=8, help="number of plans to print")
-    add("--no-first-calls", action="store_true", help="do not time first calls in new processes")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
@@ -86,15 +100,93 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         for head_dim in options.head_dim
         for kernel in KERNELS[options.direction]
     ]
-    table = run(cases, device)
-    if not options.no_first_calls:
-        table.attrs["provenance"]["first_calls"] = {
-            head_dim: describe_first_calls(
-                shapes_for(options.direction, head_dim, options.dtype)[2], plans
-            )
-            for head_dim, plans in chosen.items()
-        }
-    return table
+    return run(cases, device)
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call to time: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen, kv_heads, …).
+
+    seqlen_q is seqlen, and 1 for "decode".
+    """
+
+    direction: str
+    head_dim: int
+    dtype: str
+    batch: int
+    seqlen: int
+    heads: int
+    kv_heads: int
+    causal: bool
+
+
+def shapes_for(direction: str, head_dim: int, dtype: str) -> list[Shape]:
+    """Representative ones: 16,384 tokens of hidden size 2048; caches of 0.25 to 2 GiB."""
+    if direction == "decode":
+        sizes = [(1, 65_536), (1, 262_144), (8, 32_768), (64, 4096)]
+        return [Shape(direction, head_dim, dtype, b, n, 32, 8, False) for b, n in sizes]
+    heads = 2048 // head_dim
+    return [
+        Shape(direction, head_dim, dtype, 16_384 // n, n, heads, heads, causal)
+        for n in (1024, 4096, 16_384)
+        for causal in (False, True)
+    ]
+
+
+def current(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """What the tables say now, on a GPU."""
+    if kernel == "decode":
+        return decode_tiling(4, head_dim, dtype)
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    hopper = here and dtype != torch.float32 and head_dim in HOPPER["forward"]
+    return tiling(kernel, head_dim, dtype, False, hopper=hopper)
+
+
+def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[Tiling]:
+    """Tilings worth a try: the current one first, then `GRIDS`, halved for float32."""
+    wide = 2 if max(64, padded(head_dim)) > 128 else 1
+    plans = [current(kernel, head_dim, dtype)]
+    for (q, k, warps), stages in itertools.product(*GRIDS[kernel]):
+        if dtype == torch.float32:  # twice the room, and no tensor cores
+            q, k, stages = max(16, q // 2), max(16, k // 2), max(1, stages - 1)
+        plans.append(Tiling(q, max(16, k // wide), warps, stages))
+    return list(dict.fromkeys(plans))
+
+
+def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], Any]:
+    """The call with these tilings, on unit-normal inputs; a backward without its forward."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(seqlen: int, heads: int) -> torch.Tensor:
+        size = shape.batch, seqlen, heads, shape.head_dim
+        dtype = getattr(torch, shape.dtype)
+        return torch.randn(size, generator=generator, dtype=dtype, device=device)
+
+    q = draw(1 if shape.direction == "decode" else shape.seqlen, shape.heads)
+    k, v = draw(shape.seqlen, shape.kv_heads), draw(shape.seqlen, shape.kv_heads)
+    geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
+    if shape.direction == "decode":
+        from labsupport.attention.kernels.decode import decode
+
+        call = partial(decode, q, k, v)
+    elif shape.direction == "forward":
+        call = partial(forward, q, k, v, geometry)
+    else:
+        out, lse = forward(q, k, v, geometry)
+        dout = draw(shape.seqlen, shape.heads)
+        call = partial(backward, dout, q, k, v, out, lse, geometry)
+
+    def planned() -> Any:
+        with override(**plans):
+            return call()
+
+    return planned
+
+
+# --- one kernel -----------------------------------------------------------------------------------
 
 
 def tune_kernel(
@@ -105,49 +197,55 @@ def tune_kernel(
     fixed: Plans | None = None,
     max_seconds: float = 0.15,
 ) -> list[dict[str, Any]]:
-    """Reject, compile and time plans of one kernel on each shape, all plans in turns.
-
-    Args:
-        kernel: "forward", "keys", "queries" or "decode".
-        fixed: tilings of the other kernels of the same pass.
-        max_seconds: for the repeats of one plan on one shape (three are made at least).
-
-    Raises:
-        RuntimeError: no plan runs.
-    """
+    """Compile and time plans of one kernel; `fixed` are those of the other kernels."""
     fixed, out, left = fixed or {}, {}, list(plans)
     if device.type == "cuda":
-        out = what_does_not_fit(kernel, left, shapes[0], torch.cuda.get_device_capability(device))
-        left = [plan for plan in left if plan not in out]
-        out |= compile_in_parallel(kernel, left, fixed, shapes)
+        out = compile_in_parallel(kernel, left, fixed, shapes)
         left = [plan for plan in left if plan not in out]
     if not left:
         raise RuntimeError(f"no tiling runs: {out}")
-    rows: list[dict[str, Any]] = [
-        {**asdict(plan), "status": "left out", "reason": why} for plan, why in out.items()
-    ]
+    rows = [{**asdict(plan), "status": "left out", "reason": why} for plan, why in out.items()]
     for shape in shapes:
-        call = make_call(shape, device)
-        calls = {
-            str(i): captured(with_plans(call, fixed | {kernel: plan}), device, warmup=1)[0]
-            for i, plan in enumerate(left)
-        }
-        timings = measure_interleaved(
-            calls, device=device, warmup=1, min_repeats=3, min_seconds=0.0,
-            max_seconds=max_seconds * len(calls),
-        )  # fmt: skip
-        fastest = min(timing.median for timing in timings.values())
-        rows += [
-            {
-                **asdict(plan),
-                **asdict(shape),
-                "median_ms": timing.median,
-                "ratio": timing.median / fastest,
-            }
-            for plan, timing in zip(left, timings.values(), strict=True)
-        ]
-        del calls, call
+        calls = {plan: make_call(shape, device, fixed | {kernel: plan}) for plan in left}
+        times = in_turns(calls, device, max_seconds)
+        fastest = min(row.get("median_ms", float("inf")) for row in times.values())
+        for plan, row in times.items():
+            if "median_ms" in row:
+                ms = {"median_ms": row["median_ms"], "ratio": row["median_ms"] / fastest}
+            else:
+                ms = {"status": "left out", "reason": row["reason"]}
+            rows.append(asdict(plan) | asdict(shape) | ms)
     return rows
+
+
+def compile_in_parallel(
+    kernel: str, plans: Sequence[Tiling], fixed: Plans, shapes: Sequence[Shape]
+) -> dict[Tiling, str]:
+    """Run each plan once on each shape in other processes, which fills Triton's cache.
+
+    Returns:
+        why plans failed there.
+    """
+    count = max(1, min(len(plans), (os.cpu_count() or 2) - 2, 12))
+    failed: dict[Tiling, str] = {}
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        jobs = {plan: pool.submit(_try, fixed | {kernel: plan}, shapes) for plan in plans}
+        for plan, job in jobs.items():
+            try:
+                job.result(TIMEOUT_S)
+            except Exception as error:
+                failed[plan] = f"{type(error).__name__}: {one_line(error)[-200:]}"
+    return failed
+
+
+def _try(plans: Plans, shapes: Sequence[Shape]) -> None:
+    device = resolve_device(None)
+    for shape in shapes:
+        make_call(shape, device, plans)()
+        now(device)
+
+
+# --- what is chosen -------------------------------------------------------------------------------
 
 
 def scores(table: pd.DataFrame) -> pd.DataFrame:
@@ -164,13 +262,11 @@ def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> Tiling:
     """The plan with the lowest score."""
     import pandas as pd
 
-    best = scores(pd.DataFrame(rows)).iloc[0]
-    return Tiling(*(int(best[name]) for name in PLAN))
+    return Tiling(*map(int, scores(pd.DataFrame(rows)).iloc[0][PLAN]))
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines, chosen = [], []
-    first = table.attrs["provenance"].get("first_calls", {})
     for (head_dim, kernel), rows in table.groupby(["head_dim", "kernel"], sort=False):
         lines.append(f"\n{kernel}, head_dim {head_dim}, {options.dtype}")
         if "ratio" not in rows or rows.ratio.isna().all():
@@ -179,7 +275,6 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
         now = current(kernel, head_dim, getattr(torch, options.dtype))
         lines.append(format_scores(rows, now, options.most))
         chosen.append(f"{kernel:>8}  {max(64, padded(head_dim))}: {_text(best_plan(rows))},")
-    lines += ["", *(f"head_dim {head_dim}: {text}" for head_dim, text in first.items())]
     return "\n".join([*lines, "", *chosen])
 
 
@@ -199,20 +294,6 @@ def format_scores(table: pd.DataFrame, now: Tiling, most: int) -> str:
         lines.append(f"left out, {len(left_out)} of {len(left_out) + len(ranked)}:")
         lines += [f"  {_text(row)}  {row.reason}" for row in left_out.itertuples()]
     return "\n".join(lines)
-
-
-def describe_first_calls(shape: Shape, plans: Plans) -> str:
-    """First calls with an empty and with a warm cache, beside what is aimed at."""
-    with tempfile.TemporaryDirectory() as cache:
-        empty, warm = (first_calls(shape, plans, cache) for _ in range(2))
-    if isinstance(empty, str) or isinstance(warm, str):
-        return f"first calls: {empty if isinstance(empty, str) else warm}"
-    return (
-        f"first call of a process: {empty['first'] / 1e3:.1f} s with an empty cache, another "
-        f"length {empty['other_length'] / 1e3:.1f} s (aim: {FIRST_CALL_S} s); with a warm cache "
-        f"{warm['first']:.0f} and {warm['other_length']:.0f} ms (aim: {WARM_CALL_MS} ms); "
-        f"once it has run: {warm['again']:.1f} ms"
-    )
 
 
 def _text(plan: Any) -> str:

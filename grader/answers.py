@@ -32,15 +32,14 @@ class Answer:
     gone_in_grading: tuple[str, ...] = ()
 
 
-_KERNELS = ("forward", "forward_hopper", "backward", "backward_hopper", "decode", "version1")
+_KERNELS = ("forward", "backward", "hopper", "decode", "version1", "forward_gluon")
 
 ANSWERS: tuple[Answer, ...] = (
     # Left out. `attention` then passes over the lab's own two backends.
     Answer("attention/flash_torch.py", "1-4, 1-5", needed=("autocast_off", "_block_sizes")),
-    *(Answer(f"attention/flash_triton/{name}.py", "4-3") for name in _KERNELS),
-    Answer("attention/kernels/forward_gluon.py", "4-3"),
+    *(Answer(f"attention/kernels/{name}.py", "4-3") for name in _KERNELS),
     Answer(
-        "attention/flash_triton/with_update.py",
+        "attention/kernels/template.py",
         "4-3",
         needed=("with_update_kernel", "attention_with_update", "run_update"),
     ),
@@ -53,7 +52,7 @@ ANSWERS: tuple[Answer, ...] = (
         gone=("online_softmax", "accumulate_block"),
     ),
     Answer("attention/reference.py", "1-1", sealed=True),
-    Answer("attention/band.py", "2-3", sealed=True, always=True),
+    Answer("attention/masks.py", "2-3", sealed=True, always=True),
     Answer("attention/rotary.py", "3-1", sealed=True),
     Answer("profiling/work.py", "4-1", sealed=True),
     Answer("profiling/tables.py", "1-2", sealed=True),

@@ -740,7 +740,7 @@ pd.concat([tuned.head(4), tuned.tail(3)]).round(3)
 # ## 4.4 · The kernel
 #
 # Time to write one. In Triton a *program* computes one block of queries; `tl.dot` multiplies tiles on the tensor cores. Everything
-# around the heart is given, and it is short (`labsupport/attention/flash_triton/with_update.py`). Where there is no GPU, Triton's
+# around the heart is given, and it is short (`labsupport/attention/kernels/template.py`). Where there is no GPU, Triton's
 # interpreter runs the same code with NumPy: slowly, and it can be debugged like any Python.
 
 # %%
@@ -752,7 +752,7 @@ except ImportError:  # Triton exists for Linux: elsewhere read on, the check cel
 
     triton = SimpleNamespace(jit=lambda function: function)
 else:
-    from labsupport.attention.flash_triton.with_update import with_update_kernel
+    from labsupport.attention.kernels.template import with_update_kernel
 
     lines = inspect.getsource(with_update_kernel.fn).splitlines()
     first = next(i for i, line in enumerate(lines) if "m = tl.full" in line)
@@ -823,10 +823,10 @@ checks.check_update_dtype(update)
 
 # %%
 from labsupport.attention import oracle_attention
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 
 if (reason := mode.missing()) is None:
-    from labsupport.attention.flash_triton.with_update import attention_with_update, softmax_update
+    from labsupport.attention.kernels.template import attention_with_update, softmax_update
 
     own_update = checks.yours_or_ours(
         update, softmax_update, checks.check_update_values, checks.check_update_extremes
@@ -1481,8 +1481,8 @@ print(cache.round(2).to_string())
 # - Williams, Waterman and Patterson, *Roofline* (2009), <https://doi.org/10.1145/1498765.1498785>.
 # - Dao et al., *FlashAttention* (arXiv 2205.14135), section 3.2 and theorem 2; Dao, *FlashAttention-2* (arXiv 2307.08691), sections 3.2 and 3.3;
 #   Shah et al., *FlashAttention-3* (arXiv 2407.08608), for the overlap that Triton lacks.
-# - Kernels, from the simplest to the fastest. This lab: `labsupport/attention/flash_torch.py`, then `flash_triton/with_update.py`,
-#   `forward.py`, `backward.py`, `forward_hopper.py`. Dao-AILab/flash-attention: `csrc/flash_attn/src` is version 2 in CUDA C++ with
+# - Kernels, from the simplest to the fastest. This lab: `labsupport/attention/flash_torch.py`, then `kernels/template.py`,
+#   `forward.py`, `backward.py`, `hopper.py`. Dao-AILab/flash-attention: `csrc/flash_attn/src` is version 2 in CUDA C++ with
 #   CUTLASS (`flash_fwd_kernel.h` the forward, `flash_bwd_kernel.h` the backward), `hopper/` is version 3, `flash_attn/cute/` version
 #   4, in Python. PyTorch: `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp` is the one that ran here on a CPU.
 # - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.

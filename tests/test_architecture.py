@@ -30,24 +30,22 @@ LEAVES = {"paths", "interrupt", "plotting"}
 # Files in labsupport/commands that are no command.
 COMMAND_HELPERS = {"grid_options", "train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
-# Kernels are defined when their file is imported. So Triton's doors are two folders and a file, and
+# Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
 # others import kernel files inside of functions only.
 DOORS = {
     "triton": (
-        "labsupport/attention/flash_triton/",
         "labsupport/attention/kernels/",
         "labsupport/distributed/ring/merge_kernel.py",
     )
 }
 KERNELS = (
     *(
-        f"labsupport.attention.flash_triton.{name}"
+        f"labsupport.attention.kernels.{name}"
         for name in (
-            *("tiles", "forward", "backward", "forward_hopper", "backward_hopper"),
-            *("decode", "version1", "with_update"),
+            *("common", "forward", "backward", "hopper", "decode", "version1", "template"),
+            "forward_gluon",
         )
     ),
-    "labsupport.attention.kernels.forward_gluon",
     "labsupport.distributed.ring.merge_kernel",
 )
 
@@ -265,9 +263,9 @@ def test_flash_attn_and_its_cute_subpackage_may_have_different_doors():
 
 
 def test_kernel_files_may_import_triton_and_others_may_not_import_kernel_files():
-    kernel = {"labsupport/attention/flash_triton/forward.py": "import triton.language as tl"}
+    kernel = {"labsupport/attention/kernels/forward.py": "import triton.language as tl"}
     assert misplaced_optional_imports(kernel) == []
-    eager = "from labsupport.attention.flash_triton.forward import forward_kernel"
-    for path in ("labsupport/attention/a.py", "labsupport/attention/flash_triton/launch.py"):
+    eager = "from labsupport.attention.kernels.forward import _attn_fwd"
+    for path in ("labsupport/attention/a.py", "labsupport/attention/kernels/autograd.py"):
         assert len(misplaced_optional_imports({path: eager})) == 1
         assert misplaced_optional_imports({path: f"def f():\n    {eager}"}) == []

@@ -27,7 +27,7 @@ from grader.handover.codec import (
 )
 from grader.handover.wire import ASK_LIMIT, receive, send, tensors_in
 
-RUN_UPDATE = "labsupport.attention.flash_triton.with_update:run_update"
+RUN_UPDATE = "labsupport.attention.kernels.template:run_update"
 
 
 class SessionDied(BaseException):
@@ -267,7 +267,7 @@ class RemoteKernel:
         self.__name__ = target
 
     def run_update(self, *tensors: Tensor, **options: Any) -> Any:
-        """`attention.flash_triton.with_update.run_update` with this function."""
+        """`attention.kernels.template.run_update` with this function."""
         return self.session.library(RUN_UPDATE, self, *tensors, **options)
 
 

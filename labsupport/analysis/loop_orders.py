@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from labsupport.attention.flash_triton.tuning import Tiling
+from labsupport.attention.kernels.config import Tiling
 
 
 @dataclass(frozen=True)

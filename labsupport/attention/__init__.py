@@ -1,25 +1,26 @@
-"""What is computed: textbook attention, FlashAttention, and a front door to every implementation.
+"""Textbook attention, FlashAttention, and one function over every implementation.
 
     reference       textbook attention, and the float64 oracle
     online_softmax  the running softmax, and the merge of two partial results
     flash_torch     FlashAttention, forward and backward, in plain PyTorch
-    flash_triton/   the same algorithm as Triton kernels
-    backends        `attention(...)` over every implementation that can run here
+    kernels/        the same algorithm as Triton kernels
+    masks           causal masks, windows and ALiBi
+    backends        `attention(...)`, which chooses from the table of `implementations` and calls
+                    one of the `adapters`
     rotary          rotary position embedding
-    accuracy        how far a result is from the oracle, and how far it may be
+    accuracy        errors against the oracle, and how large they may be
 
 The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
 (..., seqlen, head_dim); what faces a model (`attention`, `flash_attention`, `attention_varlen`)
 takes flash-attn's layout.
 """
 
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 
 mode.settle()  # before anything below imports Triton
 
 from labsupport.attention.accuracy import ErrorReport, compare_with_oracle
 from labsupport.attention.backends import (
-    BackendUnavailableError,
     attention,
     attention_varlen,
     available_backends,
@@ -27,10 +28,11 @@ from labsupport.attention.backends import (
     last_call,
 )
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
-from labsupport.attention.flash_triton.operators import TritonFlashAttentionFunction
 from labsupport.attention.inputs import AttentionInputError
+from labsupport.attention.kernels.autograd import TritonFlashAttentionFunction
 from labsupport.attention.online_softmax import merge_attention, online_softmax
 from labsupport.attention.reference import oracle_attention, standard_attention
+from labsupport.attention.registry import BackendUnavailableError
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How far a result is from the truth, and how far it may be.
+"""Errors of a result against a float64 oracle, and how large they may be.
 
 Two correct implementations of attention differ, because floating-point addition is not associative.
 A fixed tolerance ("1e-5") fits one dtype, one length and one head_dim by luck. flash-attn's tests
@@ -48,7 +48,7 @@ def compare_with_oracle(
     """Judge `result` by flash-attn's rule.
 
     Args:
-        result: what is judged, any shape and dtype.
+        result: the tensor to judge, any shape and dtype.
         textbook: the same quantity by textbook attention in the same dtype.
         oracle: the same quantity in float64.
         gradient: allow three times the textbook's error, not twice.

@@ -1,30 +1,33 @@
-"""One front door over every implementation of attention that can run here.
+"""One function over every implementation of attention that can run here.
 
     attention(q, k, v, causal=True)                        the best backend for these inputs
     attention(q, k, v, backend="sdpa_flash")               this one, or an error with every reason
     flash_attention(q, k, v)                               IO-aware ones only: never the textbook
     attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  packed sequences of different lengths
-    available_backends(q, k, v)                            who can run these inputs, who cannot, why
+    available_backends(q, k, v)                            which ones run these inputs, and why not
     last_call()                                            which backend and which kernel ran
 
 Layout, names and conventions are flash-attn's: (batch, seqlen, heads, head_dim), `softmax_scale`,
-`causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, add an
-entry to `implementations.BACKENDS`.
+`causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, write
+an adapter (`adapters.py`) and add an entry to `implementations.BACKENDS`.
+
+Inputs are checked, and a backend is chosen, once for each signature: shapes, strides, dtypes,
+devices, options and PyTorch's modes. Further calls with that signature go straight to the adapter.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from html import escape
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import (
@@ -34,28 +37,29 @@ from labsupport.attention.inputs import (
     check_packed_layout,
     check_window,
 )
-from labsupport.attention.registry import Backend
-from labsupport.attention.reports import (
-    BackendStatus,
-    BackendTable,
+from labsupport.attention.masks import Band
+from labsupport.attention.registry import (
+    AttentionCall,
+    AttentionOptions,
+    Backend,
     BackendUnavailableError,
-    CallReport,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+Result = Tensor | tuple[Tensor, Tensor]
 
 
-def overridable(function: _Function) -> _Function:
-    """Let a `torch.overrides.TorchFunctionMode` see calls of the front door as one operation.
+def _torch_function(function: _Function) -> _Function:
+    """Let a `torch.overrides.TorchFunctionMode` see calls of a function as one operation.
 
-    A precision tracker or policy then meets `attention` like any function of PyTorch's own, and
-    not what its backends do inside.
+    A precision tracker or policy then sees `attention` like any function of PyTorch's own, and
+    nothing of what its backends do inside.
     """
     wrapped: Any = wrap_torch_function(lambda q, k, v, *args, **options: (q, k, v))(function)
     return wrapped
 
 
-@overridable
+@_torch_function
 def attention(
     q: Tensor,
     k: Tensor,
@@ -68,7 +72,7 @@ def attention(
     backend: str = "auto",
     return_lse: bool = False,
     check_layout: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """Attention in flash-attn's layout, by any backend that can run here.
 
     Args:
@@ -86,7 +90,7 @@ def attention(
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
             more heads than keys. (Shorter swapped inputs cannot be told from right ones.)
 
-    Autocast does not reach inside: what is given is what is computed with, and errors name it.
+    Autocast does not reach inside: inputs are computed with as given, and errors name it.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim) in q's dtype; with `return_lse` also lse
@@ -102,23 +106,19 @@ def attention(
     torch.Size([1, 16, 4, 8])
     """
     call = AttentionCall(q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse)
-    return _dispatch(_checked(call, check_layout), backend, BACKENDS)
+    return _attend(call, backend, check_layout)
 
 
-@overridable
+@_torch_function
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
     backend: str = "auto",
-    return_lse: bool = False,
     check_layout: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **options: Unpack[AttentionOptions],
+) -> Result:
     """`attention`, restricted to IO-aware backends: raises rather than fall back to the textbook.
 
     Args, returns and errors as in `attention`; a backend that stores the score matrix (`standard`,
@@ -130,12 +130,10 @@ def flash_attention(
             f"Use labsupport.attention.attention(..., backend={backend!r}) if you want it.",
             {backend: ("is not IO-aware",)},
         )
-    call = AttentionCall(q, k, v, causal, softmax_scale, window_size, alibi_slopes, return_lse)
-    io_aware = tuple(entry for entry in BACKENDS if entry.io_aware)
-    return _dispatch(_checked(call, check_layout), backend, io_aware)
+    return _attend(AttentionCall(q, k, v, **options), backend, check_layout, io_aware=True)
 
 
-@overridable
+@_torch_function
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -143,20 +141,15 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    alibi_slopes: Tensor | None = None,
     backend: str = "auto",
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    **options: Unpack[AttentionOptions],
+) -> Result:
     """Attention over packed sequences: none sees another one, and nothing is padded.
 
     Args:
         q: (total_q, heads, head_dim), the sequences one after the other.
         k, v: (total_k, kv_heads, head_dim).
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) integers, the offsets at which each sequence
-            starts, and the total last: for lengths 3 and 5, [0, 3, 8].
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) integers, offsets 0 .. total of the sequences.
         alibi_slopes: (heads,) or (sequences, heads). Other options as in `attention`, per sequence.
 
     Returns:
@@ -164,78 +157,103 @@ def attention_varlen(
 
     Raises: as `attention`.
     """
-    call = AttentionCall(
-        q,
-        k,
-        v,
-        causal,
-        softmax_scale,
-        window_size,
-        alibi_slopes,
-        return_lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-    )
-    return _dispatch(_checked(call), backend, BACKENDS)
+    call = AttentionCall(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
+    return _attend(call, backend)
 
 
-# --- what can run, and what ran -------------------------------------------------------------------
+# --- from a call to a backend ---------------------------------------------------------------------
 
 
-def available_backends(
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> BackendTable:
-    """Say of every backend whether it can run a call here, and if not, why not.
+@dataclass(frozen=True)
+class _Plan:
+    """The choice for one signature.
 
-    Args:
-        q, k, v: the inputs in question, as for `attention` (or packed, with `cu_seqlens_q` and
-            `cu_seqlens_k` among the options). Without them: plain attention of a small tensor
-            in this device's usual dtype (bfloat16 or float16 on a GPU, float32 on a CPU).
-        device: where, if no tensors are given; a GPU if there is one.
-        options: causal, window_size, alibi_slopes, return_lse, softmax_scale, as in `attention`.
+    Attributes:
+        backend: which one runs.
+        band: the visible pairs, without leading queries that see no key; None for packed calls.
+        empty: number of such queries.
+        report: for `last_call`.
     """
-    given = [tensor for tensor in (q, k, v) if tensor is not None]
-    if given and len(given) < 3:
-        raise AttentionInputError(
-            "available_backends takes q, k and v together, or none of them; "
-            f"{len(given)} of the three were given."
-        )
-    check_layout = options.pop("check_layout", True)
-    if q is None or k is None or v is None:
-        q = k = v = _example(device)
-    unknown = set(options) - {entry.name for entry in fields(AttentionCall)}
-    if unknown:
-        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
-    call = _checked(AttentionCall(q, k, v, **options), check_layout)
-    if not call.packed:
-        _, call = call.without_empty_queries()
-    return BackendTable(
-        BackendStatus(
-            entry.name,
-            not (why := tuple(entry.reasons(call))),
-            why,
-            entry.description,
-            entry.io_aware,
-        )
-        for entry in BACKENDS
-    )
+
+    backend: Backend
+    band: Band | None
+    empty: int
+    report: CallReport
 
 
-def last_call() -> CallReport | None:
-    """The report of this thread's last `attention`, `flash_attention` or `attention_varlen`."""
-    return getattr(_reports, "last", None)
-
-
+_MOST_PLANS = 4096
+_plans: dict[Any, _Plan] = {}
+_planned_for: tuple[Backend, ...] = BACKENDS
 _reports = threading.local()
 
 
-def _checked(call: AttentionCall, check_layout: bool = True) -> AttentionCall:
-    """Return the call, or raise AttentionInputError for whatever does not fit together."""
+def _attend(
+    call: AttentionCall, requested: str, check_layout: bool = True, io_aware: bool = False
+) -> Result:
+    global _planned_for
+    if _planned_for is not BACKENDS:  # another table
+        _plans.clear()
+        _planned_for = BACKENDS
+    _reports.last = None  # a call that raises leaves no report of an older one
+    signature = _signature(call, requested, check_layout, io_aware)
+    plan = None if signature is None else _plans.get(signature)
+    if plan is None:
+        _check(call, check_layout)
+        plan = _make_plan(call, requested, io_aware)
+        if signature is not None:
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[signature] = plan
+    if plan.empty:
+        call = replace(call, q=call.q[:, plan.empty :])
+    if signature is not None:
+        call.__dict__["band"] = plan.band  # a cached property
+    # Autocast would cast inputs on the way into some backends and not into others.
+    with autocast_off(call.q):
+        out, lse = _run(plan.backend, call)
+    if plan.empty:
+        out = F.pad(out, (0, 0, 0, 0, plan.empty, 0))
+        lse = None if lse is None else F.pad(lse, (plan.empty, 0), value=-torch.inf)
+    _reports.last = plan.report
+    if not call.return_lse:
+        return out
+    assert lse is not None, f"{plan.backend.name} promised a log-sum-exp and returned none"
+    return out, lse
+
+
+def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
+    """Everything that checks and choice depend on; None where each call is planned anew.
+
+    Packed calls depend on the values of their offsets. While PyTorch traces, sizes may be symbols.
+    """
+    q, k, v, slopes = call.q, call.k, call.v, call.alibi_slopes
+    tensors = (q, k, v) if slopes is None else (q, k, v, slopes)
+    if (
+        call.packed
+        or torch.compiler.is_compiling()
+        or any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors)
+        or type(call.window_size) is not tuple
+    ):
+        return None
+    # Backends for GPUs ask PyTorch, whose answer depends on `sdpa_kernel` and determinism.
+    modes = (torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    if q.is_cuda:
+        cuda = torch.backends.cuda
+        modes += (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled())
+        modes += (cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
+    return (
+        *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors],
+        call.causal,
+        call.softmax_scale,
+        call.window_size,
+        call.return_lse,
+        modes,
+        *rest,
+    )
+
+
+def _check(call: AttentionCall, check_layout: bool) -> None:
+    """Raise AttentionInputError for whatever does not fit together."""
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         check_packed_layout(call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k)
         sequences = len(call.cu_seqlens_q) - 1
@@ -244,48 +262,29 @@ def _checked(call: AttentionCall, check_layout: bool = True) -> AttentionCall:
         sequences = call.q.shape[0]
     check_window(call.window_size)
     check_alibi_slopes(call.alibi_slopes, sequences, call.heads)
-    return call
 
 
-# --- dispatch -------------------------------------------------------------------------------------
-
-
-def _dispatch(
-    call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
-) -> Tensor | tuple[Tensor, Tensor]:
-    _reports.last = None  # a call that raises leaves no report of an older one
+def _make_plan(call: AttentionCall, requested: str, io_aware: bool) -> _Plan:
     empty, call = (0, call) if call.packed else call.without_empty_queries()
-    # Autocast would cast inputs on the way into some backends and not into others.
-    with autocast_off(call.q):
-        chosen, refused = _choose(call, requested, candidates)
-        out, lse = _run(chosen, call)
-    if empty:
-        out = F.pad(out, (0, 0, 0, 0, empty, 0))
-        lse = None if lse is None else F.pad(lse, (empty, 0), value=-torch.inf)
-    _reports.last = _report(chosen, call, requested, refused)
-    if not call.return_lse:
-        return out
-    assert lse is not None, f"{chosen.name} promised a log-sum-exp and returned none"
-    return out, lse
-
-
-def _report(
-    chosen: Backend, call: AttentionCall, requested: str, refused: dict[str, tuple[str, ...]]
-) -> CallReport:
+    candidates = tuple(entry for entry in BACKENDS if entry.io_aware or not io_aware)
+    chosen, refused = _choose(call, requested, candidates)
     parts = chosen.parts(call)
     kernels = " and ".join(dict.fromkeys(chosen.kernel(part) for part in parts))
     if call.packed and chosen.run_packed is None:
         kernels += ", once per sequence"
-    io_aware = chosen.io_aware and not any(chosen.stores_mask(part) for part in parts)
-    return CallReport(chosen.name, kernels, io_aware, requested, refused)
+    stores_no_mask = not any(chosen.stores_mask(part) for part in parts)
+    ran_io_aware = chosen.io_aware and stores_no_mask
+    report = CallReport(chosen.name, kernels, ran_io_aware, requested, refused)
+    return _Plan(chosen, None if call.packed else call.band, empty, report)
 
 
 def _choose(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
+    """Choose the first backend that runs a call; the others that were asked, with their reasons."""
     refused: dict[str, tuple[str, ...]] = {}
     order = candidates if requested == "auto" else (by_name(requested),)
-    if call.packed:  # kernels that take all sequences at once come before a loop over them
+    if call.packed:  # kernels that take all sequences together come before a loop over them
         order = tuple(sorted(order, key=lambda entry: entry.run_packed is None))
     for entry in order:
         reasons = tuple(entry.reasons(call))
@@ -304,19 +303,14 @@ def _choose(
 
 
 def _run(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    if not call.packed:
-        out, lse = entry.run(call)
-    elif entry.run_packed is not None:
-        out, lse = entry.run_packed(call)
-    else:
+    if call.packed and entry.run_packed is None:
         return _run_each_document(entry, call)
-    return out, None if lse is None else _as_promised(lse, call)
-
-
-def _as_promised(lse: Tensor, call: AttentionCall) -> Tensor:
-    # flash-attn 2 says +inf of a query that sees no key (packed calls may hold some).
-    lse = lse.detach().to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
-    return lse.masked_fill(lse == torch.inf, -torch.inf)
+    out, lse = entry.run_packed(call) if call.packed and entry.run_packed else entry.run(call)
+    if lse is not None:
+        # flash-attn 2 says +inf of a query that sees no key (packed calls may hold some).
+        lse = lse.detach().to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+    return out, lse
 
 
 def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -324,15 +318,111 @@ def _run_each_document(entry: Backend, call: AttentionCall) -> tuple[Tensor, Ten
     for rows, document in call.documents():
         queries = rows.stop - rows.start
         empty, document = (queries, None) if document is None else document.without_empty_queries()
-        out = torch.zeros_like(call.q[rows][:empty])
-        lse = call.q.new_full((call.heads, empty), -torch.inf, dtype=torch.float32)
+        outs.append(torch.zeros_like(call.q[rows][:empty]))
+        lses.append(call.q.new_full((call.heads, empty), -torch.inf, dtype=torch.float32))
         if document is not None:
-            batched_out, batched_lse = _run(entry, document)
-            out = torch.cat([out, batched_out[0]])
-            lse = lse if batched_lse is None else torch.cat([lse, batched_lse[0]], dim=-1)
-        outs.append(out)
-        lses.append(lse)
+            out, lse = _run(entry, document)
+            outs.append(out[0])
+            lses += [] if lse is None else [lse[0]]
     return torch.cat(outs), torch.cat(lses, dim=-1) if call.return_lse else None
+
+
+# --- what can run, and what ran -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """The backend and kernel that ran the last call, and why better ones did not."""
+
+    backend: str
+    kernel: str
+    io_aware: bool
+    requested: str
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} ran ({self.kernel}); {self.requested!r} was asked for"]
+        lines += [f"  not {name}: {'; '.join(why)}" for name, why in self.refused.items()]
+        return "\n".join(lines)
+
+
+def last_call() -> CallReport | None:
+    """Return the report of this thread's last call of one of the three functions."""
+    return getattr(_reports, "last", None)
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """Whether one backend can run a call here, and every reason if it cannot."""
+
+    name: str
+    runs: bool
+    reasons: tuple[str, ...]
+    description: str
+    io_aware: bool
+
+
+class BackendTable(list[BackendStatus]):
+    """The backends' states, in order of preference; prints as a table."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """By position, or by name: `available_backends()["sdpa_flash"].runs`."""
+        if isinstance(key, str):
+            return next(status for status in self if status.name == by_name(key).name)
+        return super().__getitem__(key)
+
+    def __str__(self) -> str:
+        width = max(len(status.name) for status in self)
+        return "\n".join(
+            f"{status.name:{width}}  "
+            f"{'runs' if status.runs else 'no: ' + '; '.join(status.reasons)}"
+            for status in self
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td><code>{status.name}</code></td><td>{'runs' if status.runs else 'no'}</td>"
+            f"<td style='text-align:left'>"
+            f"{escape(status.description if status.runs else '; '.join(status.reasons))}</td></tr>"
+            for status in self
+        )
+        return f"<table><tr><th>backend</th><th>here</th><th></th></tr>{rows}</table>"
+
+
+def available_backends(
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    device: torch.device | str | None = None,
+    check_layout: bool = True,
+    **options: Any,
+) -> BackendTable:
+    """Say of every backend whether it can run a call here, and if not, why not.
+
+    Args:
+        q, k, v: the inputs in question, as for `attention` (or packed, with `cu_seqlens_q` and
+            `cu_seqlens_k` among the options). Without them: plain attention of a small tensor
+            in this device's usual dtype (bfloat16 or float16 on a GPU, float32 on a CPU).
+        device: where, if no tensors are given; a GPU if there is one.
+        check_layout, options: causal, window_size, ..., as in `attention`.
+    """
+    if (q is None) != (k is None) or (k is None) != (v is None):
+        raise AttentionInputError("available_backends takes q, k and v together, or none of them.")
+    if q is None or k is None or v is None:
+        q = k = v = _example(device)
+    if unknown := set(options) - {entry.name for entry in fields(AttentionCall)}:
+        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
+    call = AttentionCall(q, k, v, **options)
+    _check(call, check_layout)
+    call = call if call.packed else call.without_empty_queries()[1]
+    states = ((entry, tuple(entry.reasons(call))) for entry in BACKENDS)
+    return BackendTable(
+        BackendStatus(entry.name, not why, why, entry.description, entry.io_aware)
+        for entry, why in states
+    )
 
 
 def _example(device: torch.device | str | None) -> Tensor:

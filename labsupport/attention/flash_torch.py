@@ -6,7 +6,7 @@ it is cut into tiles of Br x Bc entries, and only one tile exists at a time:
             K_1     K_2     K_3             forward   for each Q block i:         (outer loop)
           +-------+-------+-------+                     for each K/V block j:     (inner loop)
     Q_1   | S_11  |  skip |  skip |                       S_ij = Q_i K_j^T
-          +-------+-------+-------+                       fold S_ij, V_j into m_i, l_i, O_i
+          +-------+-------+-------+                       take S_ij, V_j into m_i, l_i, O_i
     Q_2   | S_21  | S_22  |  skip |                     O_i = O_i / l_i,  L_i = m_i + log l_i
           +-------+-------+-------+
     Q_3   | S_31  | S_32  | S_33  |         backward  for each K/V block j:       (outer loop)
@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_math_layout
+from labsupport.attention.masks import Band, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
 # Entries of one tile over all heads, and the largest block_q and block_k. Large tiles hide the cost
@@ -54,9 +54,9 @@ SMALLEST_BLOCK = 64
 def autocast_off(tensor: Tensor) -> AbstractContextManager[Any]:
     """Switch autocast off: it would round what is meant to be computed as given."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,13 +218,9 @@ class FlashAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         """Run the tiled forward, and save what the backward recomputes P from."""
         ctx.options = {
-            "is_causal": is_causal,
-            "softmax_scale": softmax_scale,
-            "window_size": window_size,
-            "alibi_slopes": alibi_slopes,
-            "block_q": block_q,
-            "block_k": block_k,
-        }
+            "is_causal": is_causal, "softmax_scale": softmax_scale, "window_size": window_size,
+            "alibi_slopes": alibi_slopes, "block_q": block_q, "block_k": block_k,
+        }  # fmt: skip
         out, lse = flash_attention_forward(q, k, v, **ctx.options)
         ctx.save_for_backward(q, k, v, out, lse)
         return out

@@ -1,6 +1,6 @@
-"""What the attention functions accept, and what they say to the rest.
+"""Checks of what the attention functions accept.
 
-Every message names what was given, what was expected, and the shortest way out.
+Every message names what was given, what was expected, and how to fix it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# No published model has more heads, and sequences shorter than so many heads are rare.
+# No published model has more heads, and sequences shorter than that many heads are rare.
 MOST_HEADS_OF_A_REAL_MODEL = 128
+KERNEL_DTYPES, LARGEST_KERNEL_HEAD_DIM = (torch.float16, torch.bfloat16, torch.float32), 256
+MODEL_LAYOUT = "(batch, seqlen, heads, head_dim)"
 
 
 class AttentionInputError(ValueError):
@@ -22,14 +24,15 @@ def check_math_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         AttentionInputError: ranks, dtypes, devices, lengths or leading dimensions do not fit.
     """
-    _check_common(q, k, v, least_rank=2, layout="(..., seqlen, head_dim)")
+    layout = "(..., seqlen, head_dim)"
+    _check_tensors(q, k, v, layout)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
         raise AttentionInputError(
             f"q, k and v must have the same leading dimensions, but {_shapes(q, k, v)} were given. "
             "For grouped-query heads use labsupport.attention.attention, which takes "
-            "(batch, seqlen, heads, head_dim), or expand k and v to q's heads."
+            f"{MODEL_LAYOUT}, or expand k and v to q's heads."
         )
-    _check_lengths(q.shape[-2], k.shape[-2], v.shape[-2], "(..., seqlen, head_dim)", q, k, v)
+    _check_lengths(q, k, v, -2, layout)
 
 
 def check_model_layout(
@@ -44,22 +47,21 @@ def check_model_layout(
             and seqlen look swapped (more than 128 heads, and more heads than keys);
             `check_layout=False` skips only that last check.
     """
-    layout = "(batch, seqlen, heads, head_dim)"
-    _check_common(q, k, v, least_rank=4, layout=layout, exact=True, one_dtype=one_dtype)
+    _check_tensors(q, k, v, MODEL_LAYOUT, rank=4, one_dtype=one_dtype)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise AttentionInputError(
             f"q, k and v must have the same batch size, but {_shapes(q, k, v)} were given."
         )
-    _check_lengths(q.shape[1], k.shape[1], v.shape[1], layout, q, k, v)
+    _check_lengths(q, k, v, 1, MODEL_LAYOUT)
     heads, seqlen_k = q.shape[2], k.shape[1]
     if check_layout and heads > MOST_HEADS_OF_A_REAL_MODEL and heads > seqlen_k:
         raise AttentionInputError(
             f"q of shape {tuple(q.shape)} means {heads} heads and keys of length {seqlen_k}: "
-            f"heads and seqlen look swapped. This function takes {layout}; from "
+            f"heads and seqlen look swapped. This function takes {MODEL_LAYOUT}; from "
             "(batch, heads, seqlen, head_dim) pass q.transpose(1, 2), k.transpose(1, 2), "
             f"v.transpose(1, 2). If you really have {heads} heads, pass check_layout=False."
         )
-    _check_heads(heads, k.shape[2], v.shape[2], q, k, v)
+    _check_heads(q, k, v)
 
 
 def check_packed_layout(
@@ -71,20 +73,16 @@ def check_packed_layout(
         AttentionInputError: shapes do not fit, or `cu_seqlens_*` are not rising offsets 0 .. total
             of equally many sequences.
     """
-    _check_common(q, k, v, least_rank=3, layout="(total_tokens, heads, head_dim)", exact=True)
-    _check_lengths(q.shape[0], k.shape[0], v.shape[0], "(total_tokens, heads, head_dim)", q, k, v)
-    _check_heads(q.shape[1], k.shape[1], v.shape[1], q, k, v)
+    layout = "(total_tokens, heads, head_dim)"
+    _check_tensors(q, k, v, layout, rank=3)
+    _check_lengths(q, k, v, 0, layout)
+    _check_heads(q, k, v)
     for name, offsets, total in (
-        ("cu_seqlens_q", cu_seqlens_q, q.shape[0]),
-        ("cu_seqlens_k", cu_seqlens_k, k.shape[0]),
+        ("cu_seqlens_q", cu_seqlens_q, len(q)),
+        ("cu_seqlens_k", cu_seqlens_k, len(k)),
     ):
-        if not isinstance(offsets, Tensor):
-            raise AttentionInputError(
-                f"{name} must be a 1-D integer tensor, but a {type(offsets).__name__} was given: "
-                "torch.tensor(...) converts it."
-            )
-        whole = not (offsets.is_floating_point() or offsets.is_complex())
-        steps = offsets.tolist() if offsets.ndim == 1 and whole else []
+        whole = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+        steps = offsets.tolist() if whole and offsets.ndim == 1 else []
         if len(steps) < 2 or steps[0] != 0 or steps[-1] != total or steps != sorted(steps):
             raise AttentionInputError(
                 f"{name} must be a 1-D integer tensor that starts at 0, never falls and ends at "
@@ -98,19 +96,41 @@ def check_packed_layout(
         )
 
 
+def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor, *, interpreted: bool) -> None:
+    """Check what the lab's Triton kernels take beyond the layouts: dtypes, devices, head_dim.
+
+    Raises:
+        AttentionInputError: they do not take these tensors.
+    """
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in KERNEL_DTYPES:
+        raise AttentionInputError(
+            "for Triton's kernels q, k and v must have one dtype, float16, bfloat16 or float32, "
+            f"but {q.dtype}, {k.dtype}, {v.dtype} were given."
+        )
+    if interpreted and q.dtype == torch.bfloat16:
+        raise AttentionInputError(
+            "Triton's interpreter computes bfloat16 wrongly: use float16 or float32 where there is "
+            "no GPU."
+        )
+    if not 0 < q.shape[-1] <= LARGEST_KERNEL_HEAD_DIM:
+        raise AttentionInputError(
+            f"for Triton's kernels head_dim must be 1 to {LARGEST_KERNEL_HEAD_DIM}, but "
+            f"{q.shape[-1]} was given; labsupport.attention.attention has backends for more."
+        )
+    _check_devices(q, k, v)
+
+
 def check_mask(mask: Tensor | None) -> None:
-    """Check that a mask says clearly what it means: True and False, or numbers to be added.
+    """Check that a mask is boolean, or floating numbers to be added.
 
     Raises:
         AttentionInputError: an integer mask, such as a tokenizer's attention_mask of 0 and 1.
     """
-    if mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool):
-        return
-    if not isinstance(mask, Tensor) or not mask.is_floating_point():
-        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    dtype = getattr(mask, "dtype", type(mask).__name__)
+    if mask is not None and dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
         raise AttentionInputError(
             "mask must be boolean (True where a query may look) or floating (added to the scores), "
-            f"but {given} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
+            f"but {dtype} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
         )
 
 
@@ -121,31 +141,27 @@ def check_window(window_size: object) -> None:
         AttentionInputError: anything else.
     """
     pair = window_size if isinstance(window_size, tuple | list) else ()
-    sides = [side for side in pair if isinstance(side, int) and side >= -1]
-    if len(pair) != 2 or len(sides) != 2:
+    if len(pair) != 2 or not all(isinstance(side, int) and side >= -1 for side in pair):
         raise AttentionInputError(
-            f"window_size is (left, right), two integers with -1 for 'no limit', but "
+            "window_size is (left, right), two integers with -1 for 'no limit', but "
             f"{window_size!r} was given."
         )
 
 
 def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> None:
-    """Check that slopes are a tensor of (heads,) or (batch, heads) that wants no gradient.
+    """Check that slopes are a tensor of (heads,) or (batch, heads) without a gradient.
 
     Raises:
         AttentionInputError: anything else. (Not every kernel differentiates them; none silently.)
     """
     if alibi_slopes is None:
         return
-    if not isinstance(alibi_slopes, Tensor):
+    shape = tuple(alibi_slopes.shape) if isinstance(alibi_slopes, Tensor) else None
+    if shape not in {(heads,), (batch, heads)}:
         raise AttentionInputError(
-            f"alibi_slopes must be a tensor, but a {type(alibi_slopes).__name__} was given: "
-            "torch.tensor(...) converts it."
-        )
-    if tuple(alibi_slopes.shape) not in {(heads,), (batch, heads)}:
-        raise AttentionInputError(
-            f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}) for {heads} heads and "
-            f"batch size {batch}, but {tuple(alibi_slopes.shape)} was given."
+            f"alibi_slopes must be a tensor of shape ({heads},) or ({batch}, {heads}) for {heads} "
+            f"heads and batch size {batch}, but {shape or type(alibi_slopes).__name__} was given: "
+            "torch.tensor(...) converts a list."
         )
     if alibi_slopes.requires_grad:
         raise AttentionInputError(
@@ -154,43 +170,29 @@ def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> N
         )
 
 
-def _check_common(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    least_rank: int,
-    layout: str,
-    exact: bool = False,
-    one_dtype: bool = True,
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, layout: str, *, rank: int = 0, one_dtype: bool = True
 ) -> None:
-    for name, tensor in zip("qkv", (q, k, v), strict=True):
-        if not isinstance(tensor, Tensor):
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
             raise AttentionInputError(
-                f"{name} must be a torch.Tensor of shape {layout}, but a {type(tensor).__name__} "
+                f"{name} must be a torch.Tensor of shape {layout}, but a {type(x).__name__} "
                 "was given: torch.as_tensor(...) converts lists and NumPy arrays."
             )
-        wrong_rank = tensor.ndim != least_rank if exact else tensor.ndim < least_rank
-        if wrong_rank:
-            wanted = f"{least_rank}" if exact else f"at least {least_rank}"
+        if x.ndim != rank if rank else x.ndim < 2:
             raise AttentionInputError(
-                f"{name} must have {wanted} dimensions {layout}, but shape {tuple(tensor.shape)} "
-                "was given. Add a missing dimension with unsqueeze, e.g. x.unsqueeze(0) for a "
-                "batch of one."
+                f"{name} must have {rank or 'at least 2'} dimensions {layout}, but shape "
+                f"{tuple(x.shape)} was given. Add a missing dimension with unsqueeze, e.g. "
+                "x.unsqueeze(0) for a batch of one."
             )
-        if not tensor.is_floating_point():
-            remedy = (
-                f"attention of complex numbers is not defined here; take {name}.real if that is "
-                "what you mean."
-                if tensor.is_complex()
-                else f"{name}.float(), or better: look why it is not one already."
-            )
+        if not x.is_floating_point():
             raise AttentionInputError(
-                f"{name} has dtype {tensor.dtype}, but attention needs a floating dtype: {remedy}"
+                f"{name} has dtype {x.dtype}, but attention needs a floating dtype: find out why, "
+                f"or convert it with {name}.float() ({name}.real if it is complex)."
             )
-        if tensor.dtype.itemsize < 2:
+        if x.dtype.itemsize < 2:
             raise AttentionInputError(
-                f"{name} has dtype {tensor.dtype}, whose numbers mean nothing without the scales "
+                f"{name} has dtype {x.dtype}, whose numbers mean nothing without the scales "
                 f"they were quantised with: multiply {name}.to(torch.bfloat16) by its scales first."
             )
     if one_dtype and not q.dtype == k.dtype == v.dtype:
@@ -198,46 +200,43 @@ def _check_common(
             f"q, k and v must have one dtype, but {q.dtype}, {k.dtype}, {v.dtype} were given. "
             "Cast them to the one you mean, e.g. k.to(q.dtype)."
         )
+    _check_devices(q, k, v)
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1] or q.shape[-1] == 0:
+        raise AttentionInputError(
+            "q, k and v must have the same head_dim (the last dimension), at least 1, but "
+            f"{_shapes(q, k, v)} were given."
+        )
+
+
+def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.device == k.device == v.device:
         raise AttentionInputError(
             f"q, k and v must be on one device, but {q.device}, {k.device}, {v.device} were given. "
             "Move them, e.g. k.to(q.device)."
         )
-    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
-        raise AttentionInputError(
-            f"q, k and v must have the same head_dim (the last dimension), but {_shapes(q, k, v)} "
-            "were given."
-        )
-    if q.shape[-1] == 0:
-        raise AttentionInputError(f"head_dim is 0: {_shapes(q, k, v)} were given.")
 
 
-def _check_lengths(
-    seqlen_q: int, seqlen_k: int, seqlen_v: int, layout: str, q: Tensor, k: Tensor, v: Tensor
-) -> None:
-    if seqlen_k != seqlen_v:
+def _check_lengths(q: Tensor, k: Tensor, v: Tensor, dim: int, layout: str) -> None:
+    if k.shape[dim] != v.shape[dim]:
         raise AttentionInputError(
-            f"k has length {seqlen_k} and v {seqlen_v}: every key needs its value. "
+            f"k has length {k.shape[dim]} and v {v.shape[dim]}: every key needs its value. "
             f"{_shapes(q, k, v)} were given for layout {layout}."
         )
-    if seqlen_q == 0 or seqlen_k == 0:
+    if q.shape[dim] == 0 or k.shape[dim] == 0:
         raise AttentionInputError(
-            f"empty sequence: q has length {seqlen_q}, k and v {seqlen_k}, in layout {layout}. "
-            "Attention needs at least one query and one key."
+            f"empty sequence: attention needs at least one query and one key, but "
+            f"{_shapes(q, k, v)} were given for layout {layout}."
         )
 
 
-def _check_heads(heads: int, kv_heads: int, v_heads: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    if kv_heads != v_heads:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads != v.shape[-2] or kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise AttentionInputError(
-            f"k has {kv_heads} heads and v {v_heads}: they must match. "
-            f"{_shapes(q, k, v)} were given."
-        )
-    if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        raise AttentionInputError(
-            f"{heads} query heads cannot share {kv_heads} key/value heads evenly: heads must be a "
-            f"multiple of kv_heads. {_shapes(q, k, v)} were given; if the layout is "
-            "(batch, heads, seqlen, head_dim), transpose(1, 2) each of them."
+            f"{heads} query heads cannot share {kv_heads} key heads and {v.shape[-2]} value heads: "
+            "heads must be a multiple of kv_heads, the same for k and v. "
+            f"{_shapes(q, k, v)} were given; if the layout is (batch, heads, seqlen, head_dim), "
+            "transpose(1, 2) each of them."
         )
 
 

@@ -1,4 +1,4 @@
-"""The running softmax: what lets attention work on one block of keys at a time.
+"""The running softmax, which lets attention work on one block of keys at a time.
 
 The softmax of a row needs its maximum m and its sum l = sum(exp(s - m)), and both seem to need the
 whole row. They do not. When a new block of scores arrives, the maximum may rise from m to m'. What
@@ -54,7 +54,7 @@ def online_softmax(scores: Tensor, block_size: int = 128) -> tuple[Tensor, Tenso
 def accumulate_block(
     m: Tensor, l: Tensor, o: Tensor, scores: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold one tile of scores, and the values it weighs, into the running (m, l, o).
+    """Take one tile of scores, and the values it weighs, into the running (m, l, o).
 
     Args:
         m: (..., rows), running maximum; starts at -inf.

@@ -4,7 +4,7 @@
     P = softmax(S), row by row       (seqlen_q, seqlen_k)
     O = P V                          (seqlen_q, head_dim)
 
-Both functions hold S and P whole: memory grows with seqlen_q * seqlen_k. That is their purpose.
+Both functions store all of S and P: memory grows with seqlen_q * seqlen_k. That is their purpose.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from labsupport.attention.band import Band, alibi_bias
 from labsupport.attention.inputs import check_mask, check_math_layout
+from labsupport.attention.masks import Band, alibi_bias
 
 
 def standard_attention(
@@ -69,7 +69,7 @@ def banded_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Textbook attention with flash-attn's options: (output, log-sum-exp (..., seqlen_q) or None).
 
-    The yardstick in the inputs' own dtype for windows and ALiBi, and the registry's `standard`.
+    The reference in the inputs' own dtype for windows and ALiBi, and the backend `standard`.
     """
     check_math_layout(q, k, v)
     band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
@@ -119,7 +119,7 @@ def _attention(
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    # In place where autograd allows it: a yardstick must not be slower or larger than it need be.
+    # In place where autograd allows it: a reference should be no slower or larger than necessary.
     scores = (q @ k.mT).mul_(scale)
     if alibi_slopes is not None:
         everything = slice(0, band.seqlen_q), slice(0, band.seqlen_k)

@@ -1,22 +1,154 @@
-"""What a backend is, and how one says why it cannot run a call.
+"""One attention call, and what a backend is: data, with its limits, that says why it cannot run.
 
-A backend is data: one `Backend` entry in the table of `implementations.py`. All of its `Limits` are
-checked, so that a refusal lists every reason at once and a reader need not mend them one by one.
+All of a backend's `Limits` are checked, so the error lists every reason at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.masks import Band
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class BackendUnavailableError(RuntimeError):
+    """No backend asked for can run this call here; `reasons` maps each to all of its reasons."""
+
+    def __init__(self, message: str, reasons: dict[str, tuple[str, ...]]) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of `attention`, for functions that pass them on."""
+
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int, int]
+    alibi_slopes: Tensor | None
+    return_lse: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """Inputs and options of one attention call.
+
+    q (batch, seqlen_q, heads, head_dim); k, v (batch, seqlen_k, kv_heads, head_dim). Packed, when
+    `cu_seqlens_q` and `cu_seqlens_k` are given: (total tokens, heads, head_dim).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    alibi_slopes: Tensor | None = None
+    return_lse: bool = False
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that change the mathematics, by flash-attn's names."""
+        names = "causal", "softmax_scale", "window_size", "alibi_slopes"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def packed(self) -> bool:
+        """True when sequences of different lengths lie one after the other, without a batch."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads: fewer than `heads` when query heads share them."""
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head: the last dimension."""
+        return self.q.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores: `softmax_scale`, or 1 / sqrt(head_dim) unless given."""
+        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def needs_grad(self) -> bool:
+        """True when autograd will need this call's backward."""
+        wanted = self.q.requires_grad or self.k.requires_grad or self.v.requires_grad
+        return torch.is_grad_enabled() and wanted
+
+    @cached_property
+    def band(self) -> Band:
+        """The visible pairs of a call that is not packed."""
+        lengths = self.q.shape[1], self.k.shape[1]
+        return Band.of(*lengths, causal=self.causal, window_size=self.window_size)
+
+    @property
+    def windowed(self) -> bool:
+        """True when a sliding window hides more than the causal mask does."""
+        left, right = self.window_size
+        return left >= 0 or (right >= 0 and not self.causal)
+
+    def math_layout(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Tensors for the mathematics: (batch, kv_heads, group, seqlen, head_dim), and the slopes.
+
+        `group` query heads share a key/value head: k and v are views repeated along it, not copies.
+        The ALiBi slopes come as (kv_heads, group) or (batch, kv_heads, group).
+        """
+        group = self.heads // self.kv_heads
+        q = self.q.transpose(1, 2).unflatten(1, (self.kv_heads, group))
+        k, v = (
+            tensor.transpose(1, 2).unsqueeze(2).expand(-1, -1, group, -1, -1)
+            for tensor in (self.k, self.v)
+        )
+        slopes = self.alibi_slopes
+        return q, k, v, None if slopes is None else slopes.unflatten(-1, (self.kv_heads, group))
+
+    def without_empty_queries(self) -> tuple[int, AttentionCall]:
+        """Drop the leading queries that see no key; returns how many, and the call on the rest.
+
+        Backends disagree about such rows (output 0 or NaN, log-sum-exp 0, +inf or -inf), so none
+        ever gets them.
+        """
+        count = self.band.leading_empty_rows
+        return count, replace(self, q=self.q[:, count:]) if count else self
+
+    def documents(self) -> Iterator[tuple[slice, AttentionCall | None]]:
+        """Cut a packed call into one call a sequence; None for one that has queries but no keys.
+
+        Yields:
+            the sequence's slice of the packed queries, and its call of batch 1.
+        """
+        assert self.cu_seqlens_q is not None
+        assert self.cu_seqlens_k is not None
+        edges_q, edges_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        slopes = self.alibi_slopes
+        for i in range(len(edges_q) - 1):
+            rows, cols = slice(*edges_q[i : i + 2]), slice(*edges_k[i : i + 2])
+            if rows.start == rows.stop:
+                continue
+            q, k, v = self.q[rows][None], self.k[cols][None], self.v[cols][None]
+            own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
+            options = self.causal, self.softmax_scale, self.window_size, own, self.return_lse
+            yield rows, AttentionCall(q, k, v, *options) if k.shape[1] else None
 
 
 class Can(Enum):
@@ -62,8 +194,9 @@ class Limits:
             return [f"runs on {' and '.join(self.dtypes)}, not on {device}"]
         reasons = []
         if dtype not in allowed:
-            names = ", ".join(short(other) for other in allowed)
-            reasons.append(f"takes {names} on {device}, not {short(dtype)}")
+            reasons.append(
+                f"takes {', '.join(map(short, allowed))} on {device}, not {short(dtype)}"
+            )
         if device == "cuda":
             capability = torch.cuda.get_device_capability(call.q.device)
             needed = self.min_capability
@@ -82,26 +215,23 @@ class Limits:
         if self.max_head_dim and call.head_dim > self.max_head_dim:
             reasons.append(f"takes head_dim up to {self.max_head_dim}, not {call.head_dim}")
         if call.head_dim % self.head_dim_multiple:
-            reasons.append(
-                f"needs head_dim to be a multiple of {self.head_dim_multiple}, not {call.head_dim}"
-            )
-        asked = {
+            multiple = self.head_dim_multiple
+            reasons.append(f"needs head_dim to be a multiple of {multiple}, not {call.head_dim}")
+        on_cpu = call.q.device.type == "cpu"
+        wanted = {
             Can.PACKED: call.packed,
             Can.WINDOW: call.windowed,
             Can.ALIBI: call.alibi_slopes is not None,
             Can.GROUPED_HEADS: call.heads != call.kv_heads,
             Can.LSE: call.return_lse,
-            Can.GRADIENT_ON_CPU: call.needs_grad and call.q.device.type == "cpu",
-            Can.LSE_ON_CPU: call.return_lse and call.q.device.type == "cpu",
+            Can.GRADIENT_ON_CPU: call.needs_grad and on_cpu,
+            Can.LSE_ON_CPU: call.return_lse and on_cpu,
         }
         if not call.packed:
-            asked[Can.UNEQUAL_CAUSAL] = (
-                call.causal and call.band.offset != 0 and not call.band.unlimited
-            )
-        reasons += [
-            f"cannot do {o.value}" for o, wanted in asked.items() if wanted and o not in self.can
-        ]
-        return reasons
+            unequal = call.causal and call.band.offset != 0
+            wanted[Can.UNEQUAL_CAUSAL] = unequal and not call.band.unlimited
+        missing = [option for option, asked in wanted.items() if asked and option not in self.can]
+        return reasons + [f"cannot do {option.value}" for option in missing]
 
 
 Run = Callable[[AttentionCall], tuple[Tensor, Tensor | None]]
@@ -114,10 +244,10 @@ class Backend:
     Attributes:
         name: what users pass as `backend=`.
         description: one line for tables.
-        io_aware: True when no matrix of seqlen_q x seqlen_k scores is ever stored.
         limits: what it takes.
         run: call -> (out, lse or None) for a call that `reasons` does not exclude.
         kernel: call -> the name of the kernel that `run` launches.
+        io_aware: True when no matrix of seqlen_q x seqlen_k scores is ever stored.
         run_packed: the same as `run` for packed calls; None when packed calls run one per document.
         missing: () -> why it is not installed here, or None.
         further_reasons: call -> reasons that `limits` cannot express.
@@ -127,10 +257,10 @@ class Backend:
 
     name: str
     description: str
-    io_aware: bool
     limits: Limits
     run: Run
     kernel: Callable[[AttentionCall], str]
+    io_aware: bool = True
     run_packed: Run | None = None
     missing: Callable[[], str | None] = lambda: None
     further_reasons: Callable[[AttentionCall], list[str]] = lambda call: []
@@ -141,13 +271,11 @@ class Backend:
         """Every reason why this backend cannot run `call` here; empty when it can."""
         missing = self.missing()
         hardware = self.limits.hardware_reasons(call)
-        found = ([] if missing is None else [missing]) + hardware + self.limits.option_reasons(call)
+        found = [*([missing] if missing else []), *hardware, *self.limits.option_reasons(call)]
         for part in self.parts(call):
             if part is not call:
                 found += self.limits.option_reasons(part)
-            if (
-                not hardware
-            ):  # on a device that it does not know, a kernel's own reasons mean nothing
+            if not hardware:  # on an unknown device a kernel's own reasons mean nothing
                 found += self.further_reasons(part)
         return list(dict.fromkeys(found))
 

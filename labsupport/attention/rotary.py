@@ -8,8 +8,8 @@ depends on t - u only: positions are relative, although each token is turned by 
     pair i of head_dim / 2:  f = base^(-2i / head_dim)     the first turns by 1 radian a token,
                                                            the last by about 1 / base
 
-Who is a pair? Two conventions are in use, and a file of weights does not say which is meant. With a
-head_dim of 8 and pairs a to d:
+Which numbers make a pair? Two conventions are in use, and a file of weights does not say which.
+With a head_dim of 8 and pairs a to d:
 
     interleaved=True    xa ya xb yb xc yc xd yd    neighbours: the RoFormer paper, GPT-J, llama2.c
     interleaved=False   xa xb xc xd ya yb yc yd    half a head apart: GPT-NeoX, Transformers' Llama
@@ -31,11 +31,13 @@ from torch import Tensor
 
 from labsupport.attention.inputs import AttentionInputError
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def rotary_angles(
     positions: Tensor, head_dim: int, *, base: float = 10_000.0, scaling: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of each position and each pair.
+    """Return cosines and sines of the angles of each position and each pair.
 
     Args:
         positions: (seqlen,) or (batch, seqlen) integers. A shard of a sequence gives its own.
@@ -52,30 +54,27 @@ def rotary_angles(
         AttentionInputError: positions that are no integers or have another shape, an odd head_dim,
             a base or scaling that is not positive.
     """
-    if not isinstance(positions, Tensor) or positions.ndim not in (1, 2) or not _whole(positions):
-        given = (
-            f"{positions.dtype} of shape {tuple(positions.shape)}"
-            if isinstance(positions, Tensor)
-            else f"a {type(positions).__name__}"
-        )
+    whole = isinstance(positions, Tensor) and positions.dtype in _INTEGERS
+    if not whole or positions.ndim not in (1, 2):
+        given = f"a {type(positions).__name__}"
+        if isinstance(positions, Tensor):
+            given = f"{positions.dtype} of shape {tuple(positions.shape)}"
         raise AttentionInputError(
             f"positions must be an integer tensor (seqlen,) or (batch, seqlen), but {given} was "
             "given: torch.arange(seqlen) for a sequence that begins at 0. (Floating dtypes cannot "
             "count far: bfloat16 stops being exact at 256.)"
         )
-    _check_even(head_dim)
-    if base <= 0 or scaling <= 0:
+    if head_dim < 2 or head_dim % 2 or base <= 0 or scaling <= 0:
         raise AttentionInputError(
-            f"base and scaling must be positive, but base {base} and scaling {scaling} were given."
+            "head_dim must be even, as numbers are turned in pairs, and base and scaling must be "
+            f"positive, but head_dim {head_dim}, base {base}, scaling {scaling} was given."
         )
     # Apple's GPUs have no float64.
-    where = torch.device("cpu") if positions.device.type == "mps" else positions.device
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=where) / head_dim
-    turned = positions.to(where, torch.float64) / scaling
-    angles = turned.unsqueeze(-1) * base**-exponents
-    return angles.cos().to(positions.device, torch.float32), angles.sin_().to(
-        positions.device, torch.float32
-    )
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    angles = (positions.to(device, torch.float64) / scaling).unsqueeze(-1) * base**-exponents
+    to = positions.device, torch.float32
+    return angles.cos().to(*to), angles.sin_().to(*to)
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -83,7 +82,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
 
     Args:
         x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim). If head_dim is
-            larger than 2 · cos.shape[-1], the numbers behind those stay as they are.
+            larger than 2 · cos.shape[-1], the numbers after those stay as they are.
         cos, sin: (seqlen, pairs) or (batch, seqlen, pairs) from `rotary_angles`; packed
             (total, pairs).
         interleaved: pairs are neighbours (True) or half a head apart (False).
@@ -114,13 +113,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
         interleaved, back = ctx.options
-        return (
-            _Rotation.apply(dout, *ctx.saved_tensors, interleaved, not back),
-            None,
-            None,
-            None,
-            None,
-        )
+        dx = _Rotation.apply(dout, *ctx.saved_tensors, interleaved, not back)
+        return dx, None, None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -151,7 +145,7 @@ def _coordinates(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def permute_rotary_rows(weight: Tensor, heads: int, *, to_interleaved: bool) -> Tensor:
-    """The rows of a query or key projection, moved from one convention to the other.
+    """Permute the rows of a query or key projection from one convention to the other.
 
     Queries and keys are permuted alike, so that their dot products stay what they were. Values are
     not turned: their projection stays as it is.
@@ -195,24 +189,12 @@ def scaled_base(base: float, head_dim: int, factor: float) -> float:
         AttentionInputError: head_dim is odd or below 4 (one pair alone cannot be both), or base or
             factor is not positive.
     """
-    _check_even(head_dim)
-    if head_dim < 4 or base <= 0 or factor <= 0:
+    if head_dim < 4 or head_dim % 2 or base <= 0 or factor <= 0:
         raise AttentionInputError(
-            f"head_dim must be at least 4, base and factor positive, but head_dim {head_dim}, base "
-            f"{base} and factor {factor} were given."
+            "head_dim must be even and at least 4, base and factor positive, but head_dim "
+            f"{head_dim}, base {base} and factor {factor} were given."
         )
     return base * factor ** (head_dim / (head_dim - 2))
-
-
-def _whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _check_even(head_dim: int) -> None:
-    if head_dim < 2 or head_dim % 2:
-        raise AttentionInputError(
-            f"head_dim must be even, as numbers are turned in pairs, but {head_dim} was given."
-        )
 
 
 def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -228,28 +210,24 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     if cos.requires_grad or sin.requires_grad:
         raise AttentionInputError(
-            "cos and sin are constants here, and one of them requires a gradient: pass "
+            "cos and sin are constants here, but one of them requires a gradient: pass "
             "cos.detach() and sin.detach()."
         )
-    if x.device != cos.device or x.device != sin.device:
+    if not x.device == cos.device == sin.device:
         raise AttentionInputError(
             f"x is on {x.device}, cos on {cos.device} and sin on {sin.device}. Move them, e.g. "
             "cos.to(x.device)."
         )
     *tokens, _, head_dim = x.shape
-    allowed = (
-        [tuple(tokens)] if x.ndim == 3 else [(tokens[1],), (tokens[0], tokens[1]), (1, tokens[1])]
-    )
-    if tuple(cos.shape[:-1]) not in allowed:
-        wanted = " or ".join(str((*shape, "pairs")).replace("'", "") for shape in allowed)
+    allowed = [(tokens[-1],)]
+    if x.ndim == 4:
+        allowed += [(tokens[0], tokens[1]), (1, tokens[1])]
+    pairs = cos.shape[-1]
+    if tuple(cos.shape[:-1]) not in allowed or not 1 <= pairs <= head_dim // 2:
+        wanted = " or ".join(f"({', '.join(map(str, shape))}, pairs)" for shape in allowed)
         raise AttentionInputError(
-            f"x {tuple(x.shape)} needs cos and sin of shape {wanted}, one row for each token, but "
-            f"{tuple(cos.shape)} was given. In x, heads come after the tokens: from "
-            "(batch, heads, seqlen, head_dim) pass x.transpose(1, 2)."
-        )
-    if not 1 <= cos.shape[-1] <= head_dim // 2:
-        raise AttentionInputError(
-            f"cos and sin hold {cos.shape[-1]} pairs, but a head_dim of {head_dim} has room for 1 "
-            f"to {head_dim // 2}: make them with rotary_angles(positions, {head_dim}), not of the "
-            "whole width, and not doubled as in Transformers."
+            f"x {tuple(x.shape)} needs cos and sin of shape {wanted}, one row for each token and 1 "
+            f"to {head_dim // 2} pairs, but {tuple(cos.shape)} was given: make them with "
+            f"rotary_angles(positions, {head_dim}), not doubled as in Transformers. In x, heads "
+            "come after the tokens: from (batch, heads, seqlen, head_dim) pass x.transpose(1, 2)."
         )

@@ -256,7 +256,7 @@ def _check_ring(options: Mapping[str, Any], run: Prepared, place: Place) -> None
     """
     import torch
 
-    from labsupport.attention.call import AttentionCall
+    from labsupport.attention.registry import AttentionCall
     from labsupport.distributed.ring.kernels import choose
 
     config, dtype = run.config, run.settings.autocast or torch.float32

@@ -37,7 +37,6 @@ import torch.overrides
 from torch import Tensor
 
 from labsupport.attention.backends import attention, flash_attention
-from labsupport.attention.call import AttentionCall
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import (
@@ -47,8 +46,13 @@ from labsupport.attention.inputs import (
     check_window,
 )
 from labsupport.attention.reference import oracle_attention
-from labsupport.attention.registry import FLOAT_DTYPES, HALF_DTYPES, Backend
-from labsupport.attention.reports import BackendUnavailableError
+from labsupport.attention.registry import (
+    FLOAT_DTYPES,
+    HALF_DTYPES,
+    AttentionCall,
+    Backend,
+    BackendUnavailableError,
+)
 from labsupport.precision.dtypes import overflow_threshold, short, unit_roundoff
 
 Float64 = Literal["refuse", "keep", "cast"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 DIRECTIONS = ("forward", "forward+backward")

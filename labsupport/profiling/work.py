@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 from labsupport.profiling.cases import Case
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

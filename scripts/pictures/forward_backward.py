@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 from labsupport.plotting import Chart
 from labsupport.plotting.pictures import COLOURS
 from labsupport.profiling import hardware_table, load_run
@@ -113,7 +113,7 @@ def tiles_visited() -> Figure:
     return _finish(
         figure,
         "Hidden tiles are never loaded, and only tiles at an edge need a mask",
-        "Tiles of 8 × 8, causal masks aligned bottom-right; drawn from labsupport.attention.band",
+        "Tiles of 8 × 8, causal masks aligned bottom-right; drawn from labsupport.attention.masks",
     )
 
 

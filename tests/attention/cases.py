@@ -1,9 +1,14 @@
 """Shared inputs and judgements for the tests of labsupport.attention."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
+from labsupport.attention.kernels import mode
 from labsupport.attention.reference import banded_attention
 
 # flash-attn's own grid, cut short: odd lengths, some below and some above a tile, one query or key.
@@ -82,3 +87,20 @@ def assert_obeys_error_rule(
     for name, *triple in zip(("dq", "dk", "dv"), got, textbook, exact, strict=True):
         report = compare_with_oracle(*triple, gradient=True)
         assert report.ok, f"{name}: {report}"
+
+
+def compiled_elsewhere(script, project, folder, *arguments):
+    """Lines that a script prints in another process: Triton compiles or interprets, not both."""
+    file = folder / "compile.py"
+    file.write_text(
+        "import torch, triton\nfrom triton.backends.compiler import GPUTarget\n" + script
+    )
+    done = subprocess.run(
+        [sys.executable, file, *arguments],
+        env=os.environ | {mode.VARIABLE: "0", "PYTHONPATH": str(project)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -20,19 +20,25 @@ from labsupport.attention import (
     merge_attention,
     oracle_attention,
 )
-from labsupport.attention.flash_triton import mode
+from labsupport.attention.kernels import mode
 from labsupport.attention.reference import banded_attention
-from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
+from tests.attention.cases import (
+    assert_obeys_error_rule,
+    compiled_elsewhere,
+    make_model_qkv,
+    make_qkv,
+    to_math_layout,
+)
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.flash_triton.launch import forward_version1
-from labsupport.attention.flash_triton.operators import (
+from labsupport.attention.kernels.autograd import (
     backward_operator,
     flash_attention_triton,
     forward_operator,
 )
+from labsupport.attention.kernels.version1 import forward_version1
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -61,10 +67,9 @@ def covering():
         return
     short = [pair for pair in LENGTHS if max(pair) < 1000]
     rest = zip(*(itertools.cycle(x) for x in (HEAD_DIMS, GROUPS, MASKS)), strict=False)
-    for i, (head_dim, group, mask) in zip(range(42), rest, strict=False):
+    for i, (head_dim, group, mask) in zip(range(24), rest, strict=False):
         yield short[i % len(short)], head_dim, group, mask, DTYPES[i // 3 % 2]
-    for pair in ((1023, 1024), (1024, 1023)):
-        yield pair, 64, (1, 1), {"causal": True}, torch.float32
+    yield (1023, 1024), 64, (1, 1), {"causal": True}, torch.float32
 
 
 def test_triton_comes_with_the_lab():
@@ -99,8 +104,7 @@ def test_output_and_gradients_obey_the_error_rule(lengths, head_dim, groups, mas
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 224])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(32, DTYPES[0]), (224, DTYPES[-1])])
 def test_one_key_gets_all_the_weight_whatever_its_score(head_dim, dtype):
     q, k, v = make_model_qkv(2, 1, 1, 3, 1, head_dim, dtype=dtype, device=DEVICE)
     out = triton_attention(q, k, v)
@@ -114,26 +118,12 @@ def test_one_key_gets_all_the_weight_whatever_its_score(head_dim, dtype):
     assert max(dq.abs().max(), dk.abs().max()) < head_dim * 2**-20
 
 
-@pytest.mark.skipif(GPU, reason="the grid on a GPU holds it")
-@pytest.mark.slow
-def test_two_thousand_tokens_interpreted():
-    inputs = make_model_qkv(1, 2048, 2048, 1, 1, 64, device=DEVICE)
-    assert_obeys_error_rule(
-        lambda q, k, v: triton_attention(q, k, v, causal=True),
-        inputs,
-        math_layout=to_math_layout,
-        back=back,
-        causal=True,
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_are_taken_as_they_are_and_nothing_is_copied(dtype, monkeypatch):
+def test_strides_are_taken_as_they_are_and_nothing_is_copied(monkeypatch):
     """Heads first in memory, every second head of a larger tensor, keys and values in one."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+        return torch.randn(shape, generator=generator).to(DEVICE, torch.float16)
 
     q = draw(2, 3, 70, 40).transpose(1, 2)
     k, v = draw(2, 90, 6, 80)[:, :, ::2].chunk(2, dim=-1)
@@ -219,10 +209,8 @@ def test_packed_sequences_in_one_launch_equal_each_by_itself():
 
 def test_the_backward_gives_the_same_bits_every_time():
     q, k, v = make_model_qkv(2, 150, 170, 4, 2, 64, dtype=torch.float16, device=DEVICE)
-    runs = []
-    for _ in range(2):
-        out = triton_attention(q, k, v, causal=True)
-        runs.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    out = triton_attention(q, k, v, causal=True).float().square().sum()
+    runs = [torch.autograd.grad(out, (q, k, v), retain_graph=True) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -285,9 +273,10 @@ def test_the_operators_pass_pytorchs_own_checks():
         torch.library.opcheck(backward_operator, (out, dlse, q, k, v, out, lse, *geometry))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [(70, 130), (130, 70), (64, 64)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "causal", "dtype"),
+    [((70, 130), True, DTYPES[0]), ((130, 70), True, DTYPES[-1]), ((64, 64), False, DTYPES[0])],
+)
 def test_version_one_computes_the_same_in_its_own_order(lengths, causal, dtype):
     q, k, v = (
         x.detach() for x in make_model_qkv(2, *lengths, 4, 2, 40, dtype=dtype, device=DEVICE)
@@ -300,43 +289,23 @@ def test_version_one_computes_the_same_in_its_own_order(lengths, causal, dtype):
     assert (lse - exact_lse).nan_to_num(0).abs().max() < 1e-5
 
 
-def test_the_function_of_the_papers_layout_agrees_with_the_one_in_pytorch():
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(2, 3, n, 16, generator=generator) for n in (20, 30, 30)]
-    leaves = [x.to(DEVICE).requires_grad_() for x in leaves]
-    results = []
-    for function in (TritonFlashAttentionFunction, FlashAttentionFunction):
-        out = function.apply(*leaves, True)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for a, b in zip(*results, strict=True):
+@pytest.mark.parametrize(
+    ("lengths", "causal"), [((40, 40), True), ((33, 70), True), ((33, 70), False)]
+)
+def test_the_function_of_the_papers_layout_saves_the_log_sum_exp(lengths, causal):
+    """Tests of university courses look for it among the saved tensors, by its shape."""
+    leaves = make_qkv(3, seqlen_q=lengths[0], seqlen_k=lengths[1], device=DEVICE)
+    out = TritonFlashAttentionFunction.apply(*leaves, causal)
+    (lse,) = [t for t in out.grad_fn.saved_tensors if t.shape == (3, lengths[0])]
+    same = FlashAttentionFunction.apply(*leaves, causal)
+    _, exact_lse = oracle_attention(*leaves, causal=causal)
+    assert (lse - exact_lse).abs().max() < 1e-5
+    grads = [torch.autograd.grad(o.square().sum(), leaves) for o in (out, same)]
+    for a, b in zip((out, *grads[0]), (same, *grads[1]), strict=True):
         assert a.shape == b.shape
         assert (a - b).abs().max() < 1e-5
-    two = TritonFlashAttentionFunction.apply(*(x[0, 0] for x in leaves), True)
-    assert torch.equal(two, results[0][0][0, 0])
-
-
-@pytest.mark.parametrize("lengths", [(40, 40), (33, 70)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_log_sum_exp_is_found_among_the_saved_tensors(lengths, causal):
-    """Tests of university courses look for it there, by its shape."""
-    seqlen_q, seqlen_k = lengths
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(3, n, 32, generator=generator).to(DEVICE)
-        for n in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = TritonFlashAttentionFunction.apply(*leaves, causal)
-    (lse,) = [t for t in out.grad_fn.saved_tensors if t.shape == (3, seqlen_q)]
-    scores = q @ k.mT / math.sqrt(32)
-    if causal:
-        hidden = torch.ones(lengths, dtype=torch.bool, device=DEVICE).triu(seqlen_k - seqlen_q + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    expected = scores.softmax(-1) @ v
-    results = out, lse, *torch.autograd.grad(out, leaves, dout)
-    exact = expected, scores.logsumexp(-1), *torch.autograd.grad(expected, leaves, dout)
-    for a, b in zip(results, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    two = TritonFlashAttentionFunction.apply(*(x[0] for x in leaves), causal)
+    assert torch.equal(two, out[0])
 
 
 def of_both_outputs(q, k, v):
@@ -380,3 +349,55 @@ def test_what_the_kernels_cannot_take_gets_a_clear_error(change, message):
     q, k, v = (torch.zeros(1, 4, 1, 32, device=DEVICE) for _ in range(3))
     with pytest.raises(ValueError, match=message):
         flash_attention_triton(*change(q, k, v))
+
+
+# Everything but the compiler and the GPU, which take part in neither kind of launch.
+LAUNCH_TWICE = """
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+class Compiled:
+    function = packed_metadata = None
+    def __init__(self, kernel): self.kernel = kernel
+    def launch_metadata(self, *rest): return None
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        launches.append((self.kernel, (x, y, z), arguments))
+    def __getitem__(self, grid):
+        return lambda *arguments: launches.append((self.kernel, grid, arguments))
+
+launches = []
+triton.runtime.driver.set_active(Hopper())
+triton.runtime.jit.JITFunction._do_compile = lambda self, key, *rest: (
+    self.device_caches[0][0].setdefault(key, Compiled(self.fn.__name__))
+)
+from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.config import Geometry
+
+def same(a, b):
+    a, b = (getattr(x, "base", x) for x in (a, b))
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    return a == b
+
+def twice(call):
+    launches.clear()
+    call(), call()
+    half = len(launches) // 2
+    for (name, *a), (other, *b) in zip(launches[:half], launches[half:], strict=True):
+        assert (name, a[0]) == (other, b[0]) and all(map(same, a[1], b[1])), name
+        print(name)
+
+q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
+for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
+    out, lse = forward(q, k, k, geometry, hopper=hopper)
+    twice(lambda: forward(q, k, k, geometry, hopper=hopper))
+    twice(lambda: backward(out, q, k, k, out, lse, geometry, hopper=hopper))
+"""
+
+
+def test_a_cached_launch_passes_the_arguments_of_the_first_one(project, tmp_path):
+    launched = compiled_elsewhere(LAUNCH_TWICE, project, tmp_path)
+    plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
+    assert launched == [*plain, "_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]

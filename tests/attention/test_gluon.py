@@ -1,15 +1,13 @@
 """The Gluon kernel for Hopper GPUs: compiled anywhere, run on a Hopper GPU."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
-from labsupport.attention.flash_triton import mode
 from labsupport.attention.reference import banded_attention
+from tests.attention.cases import compiled_elsewhere
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -20,11 +18,7 @@ from labsupport.attention.kernels.forward_gluon import flash_gluon_forward, why_
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
-# Runs in a process of its own, because Triton compiles or interprets, once and for all.
 COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-
 class Hopper:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
     def get_current_device(self): return 0
@@ -48,17 +42,8 @@ for head_dim, packed in ((128, True), (64, False)):
 
 
 def test_it_compiles_for_hopper_and_fits(project, tmp_path):
-    script = tmp_path / "compile_gluon.py"
-    script.write_text(COMPILE)
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {mode.VARIABLE: "0", "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    wide, narrow = (list(map(int, line.split())) for line in done.stdout.splitlines())
+    lines = compiled_elsewhere(COMPILE, project, tmp_path)
+    wide, narrow = (list(map(int, line.split())) for line in lines)
     assert max(wide[0], narrow[0]) <= 227 * 1024
     # S takes head_dim / 16 instructions and O 128 / 16, both twice, for each consumer. The producer
     # copies K, V and a part of Q for each consumer, 64 columns at a time.

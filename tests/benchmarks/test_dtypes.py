@@ -78,10 +78,3 @@ def test_the_text_names_each_message_once(table):
     assert len(set(said)) == len(said)
     assert 3 <= len(said) <= 6, "dtypes and figures do not make another message"
     assert sum(line.startswith("float32") for line in lines) == 16
-
-
-def test_backends_can_be_chosen():
-    options = parser_of("dtypes").parse_args(["--backends", "sdpa_flash"])
-    callers = dtypes._callers(torch.device("cpu"), options.backends)
-    assert "sdpa_flash" in callers
-    assert "flash_torch" not in callers

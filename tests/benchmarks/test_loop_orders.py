@@ -6,8 +6,8 @@ import torch
 from benchmarks import loop_orders
 from benchmarks.__main__ import main, parser_of
 from benchmarks.loop_orders import version1_tiling
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.tuning import Tiling, tiling
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Tiling, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 SMALL = ["--tokens", "128", "--head-dim", "16", "--max-seconds", "0.01"]
@@ -42,9 +42,11 @@ def test_both_versions_are_measured_and_agree():
 
 @runs_kernels
 def test_versions_that_disagree_are_not_compared(monkeypatch, capsys):
-    right = loop_orders.forward_version1
+    from labsupport.attention.kernels import version1
+
+    right = version1.forward_version1
     monkeypatch.setattr(
-        loop_orders, "forward_version1", lambda *qkv, causal: right(*qkv, causal=not causal)
+        version1, "forward_version1", lambda *qkv, causal: right(*qkv, causal=not causal)
     )
     main(["loop_orders", *SMALL])
     printed = capsys.readouterr().out

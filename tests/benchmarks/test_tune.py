@@ -1,5 +1,6 @@
 """The tuner: what it tries, what it leaves out, and what it chooses from given times."""
 
+import itertools
 import math
 
 import pandas as pd
@@ -7,29 +8,25 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.tune import best_plan, format_scores, scores, tune_kernel
-from benchmarks.tune_jobs import (
+from benchmarks.tune import (
     KERNELS,
     Shape,
+    best_plan,
     candidates,
     compile_in_parallel,
     current,
-    first_calls,
+    format_scores,
     make_call,
+    scores,
     shapes_for,
-    what_does_not_fit,
-    with_plans,
+    tune_kernel,
 )
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.geometry import Geometry
-from labsupport.attention.flash_triton.launch import forward
-from labsupport.attention.flash_triton.launch_decode import tiling as decode_tiling
-from labsupport.attention.flash_triton.tuning import Tiling, overridden, override, tiling
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Tiling, decode_tiling, override, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 interpreted = pytest.mark.skipif(not mode.interpreted(), reason="the kernels are compiled here")
 DTYPE = torch.float32 if mode.interpreted() else torch.bfloat16
-ALL_KERNELS = [kernel for kernels in KERNELS.values() for kernel in kernels]
 SMALL, LARGE = Tiling(16, 16, 4, 1), Tiling(32, 32, 4, 1)
 
 
@@ -53,16 +50,16 @@ def measured(times):
 # --- what is tried --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
-def test_candidates_are_few_can_be_compiled_and_begin_with_the_current_one(kernel, head_dim, dtype):
-    plans = candidates(kernel, head_dim, dtype)
-    assert plans[0] == current(kernel, head_dim, dtype)
-    assert len(set(plans)) == len(plans) <= 30
-    for plan in plans:
-        assert min(plan.block_q, plan.block_k) >= 16
-        assert all(math.log2(n).is_integer() for n in (plan.block_q, plan.block_k, plan.warps))
+def test_candidates_are_few_can_be_compiled_and_begin_with_the_current_one():
+    kernels = [kernel for kernels in KERNELS.values() for kernel in kernels]
+    dtypes = torch.bfloat16, torch.float32
+    for kernel, head_dim, dtype in itertools.product(kernels, (64, 128, 256), dtypes):
+        plans = candidates(kernel, head_dim, dtype)
+        assert plans[0] == current(kernel, head_dim, dtype)
+        assert len(set(plans)) == len(plans) <= 30
+        for plan in plans:
+            assert min(plan.block_q, plan.block_k) >= 16
+            assert all(math.log2(n).is_integer() for n in (plan.block_q, plan.block_k, plan.warps))
 
 
 def test_shapes_hold_tokens_and_hidden_size_constant():
@@ -82,10 +79,6 @@ def test_an_override_holds_inside_of_its_block_only_even_after_an_error():
         assert tiling("keys", 64, torch.bfloat16, False) != LARGE
         raise KeyError
     assert tiling("forward", 64, torch.bfloat16, False) == before
-    assert overridden("forward") is None
-
-
-def test_decoding_obeys_an_override_too():
     with override(decode=SMALL):
         assert decode_tiling(4, 128, torch.bfloat16) == SMALL
     assert decode_tiling(4, 128, torch.bfloat16) != SMALL
@@ -94,46 +87,14 @@ def test_decoding_obeys_an_override_too():
 @runs_kernels
 @pytest.mark.parametrize("direction", KERNELS)
 def test_a_call_with_other_tilings_computes_the_same(direction):
-    call = make_call(small(direction), torch.device("cpu" if mode.interpreted() else "cuda"))
+    device = torch.device("cpu" if mode.interpreted() else "cuda")
+    close = 1e-4 if mode.interpreted() else 0.1
     for kernel in KERNELS[direction]:
-        for plan in (SMALL, LARGE):
-            results = [f() for f in (call, with_plans(call, {kernel: plan}))]
-            if direction == "decode":
-                results = [(out,) for out in results]
-            for a, b in zip(*results, strict=True):
-                assert torch.allclose(
-                    a.float(), b.float(), atol=1e-4 if mode.interpreted() else 0.1
-                )
-
-
-@runs_kernels
-def test_the_tiling_of_an_override_is_the_one_that_runs(monkeypatch):
-    from labsupport.attention.flash_triton import launch_plain
-
-    seen = []
-    constants = launch_plain._constants
-    monkeypatch.setattr(launch_plain, "_constants", lambda *x: seen.append(x[-1]) or constants(*x))
-    q = torch.zeros(1, 16, 1, 16, dtype=DTYPE, device="cpu" if mode.interpreted() else "cuda")
-    with_plans(lambda: forward(q, q, q, Geometry(1.0)), {"forward": SMALL})()
-    assert seen == [SMALL]
-
-
-# --- what is left out -----------------------------------------------------------------------------
-
-
-@runs_kernels
-@pytest.mark.slow
-def test_what_does_not_fit_or_spills_is_left_out_with_its_reason():
-    fits, spills, too_large = Tiling(128, 64, 8, 3), Tiling(128, 128, 4, 2), Tiling(64, 128, 4, 6)
-    shape = shapes_for("forward", 128, "bfloat16")[0]
-    reasons = what_does_not_fit("forward", [fits, spills, too_large], shape, (9, 0))
-    assert set(reasons) == {spills, too_large}
-    assert "spills" in reasons[spills]
-    assert "shared memory" in reasons[too_large]
-
-
-def test_of_gpus_that_are_not_known_nothing_is_left_out():
-    assert what_does_not_fit("forward", [SMALL], small("forward"), (7, 5)) == {}
+        plans = ({}, {kernel: SMALL}, {kernel: LARGE})
+        first, *others = (make_call(small(direction), device, plan)() for plan in plans)
+        for other, mine in itertools.product(others, range(1 if direction == "decode" else 2)):
+            a, b = (x if direction == "decode" else x[mine] for x in (first, other))
+            assert torch.allclose(a.float(), b.float(), atol=close)
 
 
 @runs_kernels
@@ -142,20 +103,6 @@ def test_a_plan_that_fails_in_another_process_is_named():
     reasons = compile_in_parallel("forward", [SMALL, broken], {}, [small("forward")])
     assert list(reasons) == [broken]
     assert "power of 2" in reasons[broken]
-
-
-@runs_kernels
-@pytest.mark.slow
-def test_first_calls_are_timed_in_a_process_of_their_own(tmp_path):
-    times = first_calls(small("backward"), {"keys": SMALL}, str(tmp_path))
-    assert list(times) == ["first", "other_length", "again"]
-    assert min(times.values()) > 0
-
-
-@runs_kernels
-def test_first_calls_that_fail_say_why(tmp_path):
-    said = first_calls(small("forward"), {"forward": Tiling(16, 24, 4, 1)}, str(tmp_path))
-    assert "power of 2" in said
 
 
 # --- what is chosen -------------------------------------------------------------------------------
@@ -181,12 +128,10 @@ def test_the_current_plan_is_marked_and_shown_however_slow_it_is():
 
 
 @runs_kernels
-@pytest.mark.parametrize("kernel", ["forward", "keys"])
-def test_plans_are_timed_on_each_shape(kernel):
-    direction = "forward" if kernel == "forward" else "backward"
+def test_plans_are_timed_on_each_shape():
     device = torch.device("cpu" if mode.interpreted() else "cuda")
-    shapes = [small(direction, False), small(direction, True)]
-    table = pd.DataFrame(tune_kernel(kernel, [SMALL, LARGE], shapes, device, max_seconds=0.01))
+    shapes = [small("backward", False), small("backward", True)]
+    table = pd.DataFrame(tune_kernel("keys", [SMALL, LARGE], shapes, device, max_seconds=0.01))
     assert len(table) == 4
     assert (table.groupby("causal").ratio.min() == 1).all()
     assert best_plan(table) in (SMALL, LARGE)

@@ -11,7 +11,7 @@ from labsupport import checks
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.flash_triton.with_update import softmax_update
+from labsupport.attention.kernels.template import softmax_update
 from labsupport.checks import kernel
 from labsupport.checks.verdict import Mistake
 from tests.checks.solutions import diagnosis, solution_source

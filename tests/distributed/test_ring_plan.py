@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labsupport.attention import AttentionInputError
-from labsupport.attention.band import Band, alibi_bias
+from labsupport.attention.masks import Band, alibi_bias
 from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
 from labsupport.distributed.ring.blocks import visible_pairs
 

@@ -197,7 +197,7 @@ def test_the_labs_own_flash_attention_is_left_out_and_says_so(edition):
 WHEN_GRADED = """
 import torch
 from labsupport import attention as lab, checks, distributed
-from labsupport.attention.flash_triton.with_update import attention_with_update
+from labsupport.attention.kernels.template import attention_with_update
 from labsupport.precision import FlashAttentionConfig
 q = torch.ones(4, 16)
 for answer in (lambda: lab.standard_attention(q, q, q), lambda: lab.online_softmax(q),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic.memory import FastMemory, Slow
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 
 
 @dataclass(frozen=True)

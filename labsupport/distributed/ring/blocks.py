@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 
 UNLIMITED = (-1, -1)
 CAUSAL = (-1, 0)

@@ -41,9 +41,9 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import AttentionInputError, available_backends
-from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import check_model_layout
+from labsupport.attention.registry import AttentionCall
 from labsupport.precision.dtypes import Range, range_of, short
 from labsupport.precision.tracker.hooks import (
     MEASURED,

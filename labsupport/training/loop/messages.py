@@ -12,7 +12,7 @@ from labsupport.precision.dtypes import short
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
-    from labsupport.attention.reports import CallReport
+    from labsupport.attention.backends import CallReport
     from labsupport.training.loop.history import History
     from labsupport.training.loop.settings import TrainSettings
     from labsupport.training.model.config import DecoderConfig, Savings

@@ -1,42 +1,55 @@
 """The backward pass: tiles of P are computed again from Q, K and L; none is ever stored.
 
-    D  = rowsum(dO * O)            one number a query; minus dL, where a gradient reaches L
-    P  = exp(S - L),   dS = P * (dO V^T - D)
+    D = rowsum(dO * O)             one number a query; minus dLSE, where a gradient reaches it
+    P = exp(S - LSE),   dS = P * (dO V^T - D)
 
-    one program for each block of queries:  D
-    one program for each block of keys:     dV_j = sum_i P^T dO_i,  dK_j = sum_i dS^T Q_i * scale
-    one program for each block of queries:  dQ_i = sum_j dS K_j * scale
+    _bwd_preprocess   one program for each block of queries:  D
+    _bwd_dkdv         one program for each block of keys:     dV_j = sum_i P^T dO_i,
+                                                              dK_j = sum_i dS^T Q_i * scale
+    _bwd_dq           one program for each block of queries:  dQ_i = sum_j dS K_j * scale
 
-Two passes compute S and P twice (seven matrix products, not five). In return no two programs write
-to the same place: no atomic additions, and the same bits every time. Grouped heads add up inside
-of the program of their keys.
+The last two compute S and P twice (seven matrix products, not five). In return no two programs
+write to the same place: no atomic additions, and the same bits every time. Grouped heads add up
+inside the program of their keys.
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, which adds up dQ with atomics instead.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from labsupport.attention.flash_triton.tiles import (
+from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
-    distance_penalty,
-    hide,
+    Arguments,
+    alibi_penalty,
+    apply_mask,
+    blocks_of,
     load_rows,
-    runs,
+    others,
+    row_strides,
+    run_kernel,
     sequence,
+    sizes,
     store_rows,
+    strides,
+    tile_ranges,
 )
+from labsupport.attention.kernels.config import Geometry, Tiling, padded, tiling
 
 
 @triton.jit(do_not_specialize=SIZES)
-def rows_kernel(
-    O, dO, L, dL, Shift, Delta, stride_ob, stride_on, stride_oh, stride_od,
+def _bwd_preprocess(
+    O, dO, LSE, dLSE, Shift, Delta, stride_ob, stride_on, stride_oh, stride_od,
     stride_gb, stride_gn, stride_gh, stride_gd, stride_lb, stride_lh, stride_rb, stride_rh,
     heads, seqlen, blocks, HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    WITH_DL: tl.constexpr, WIDE: tl.constexpr,
+    WITH_DLSE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Two numbers a query: Shift, which is L as the other kernels want it, and Delta = D.
+    """Two numbers a query: Shift, the log-sum-exp as the other kernels want it, and Delta = D.
 
     Grid: blocks of queries x heads x batch. Packed: all sequences as one.
     """
@@ -53,31 +66,31 @@ def rows_kernel(
     o = load_rows(O, count, stride_on, stride_od, HEAD_DIM, D, BLOCK)
     do = load_rows(dO, count, stride_gn, stride_gd, HEAD_DIM, D, BLOCK)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if WITH_DL:
-        delta -= tl.load(dL + from_l, mask=r < count, other=0.0)
+    if WITH_DLSE:
+        delta -= tl.load(dLSE + from_l, mask=r < count, other=0.0)
     tl.store(Delta + to, delta, mask=r < count)
-    lse = tl.load(L + from_l, mask=r < count, other=0.0)
-    # exp(S - L) must be 0, not NaN, for a query that saw no key (L = -inf).
+    lse = tl.load(LSE + from_l, mask=r < count, other=0.0)
+    # exp(S - LSE) must be 0, not NaN, for a query that saw no key.
     shift = tl.where(lse == -float("inf"), float("inf"), lse) * (1.0 if WIDE else LOG2_E)
     tl.store(Shift + to, shift, mask=r < count)
 
 
 @triton.jit
-def recomputed(s, shift, WIDE: tl.constexpr):
-    """P = exp(S - L); s and shift carry the factor log2(e), unless WIDE.
+def recompute_p(s, shift, WIDE: tl.constexpr):
+    """P = exp(S - LSE); s and shift carry the factor log2(e), unless WIDE.
 
     In float32 the difference is taken first: a product rounded at the size of S, not of S - L,
-    would cost a digit. In half precision nobody would see it, and it saves a multiplication.
+    would cost a digit. In half precision it makes no difference, and saves a multiplication.
     """
     return tl.exp2((s - shift) * LOG2_E) if WIDE else tl.exp2(s - shift)
 
 
 @triton.jit
-def fold_queries(
+def add_to_dkdv(
     dk, dv, s, v, q, do, shift, delta, WIDE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Add what a tile of queries gives to dk and dv; s is S^T, (keys, queries)."""
-    p = recomputed(s, shift[None, :], WIDE)
+    """Add the share of a tile of queries to dk and dv; s is S^T, (keys, queries)."""
+    p = recompute_p(s, shift[None, :], WIDE)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
@@ -86,23 +99,24 @@ def fold_queries(
 
 
 @triton.jit
-def fold_keys(dq, s, do, k, v, shift, delta, WIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """Add what a tile of keys gives to dq; s is S, (queries, keys)."""
-    p = recomputed(s, shift[:, None], WIDE)
+def add_to_dq(dq, s, do, k, v, shift, delta, WIDE: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the share of a tile of keys to dq; s is S, (queries, keys)."""
+    p = recompute_p(s, shift[:, None], WIDE)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
-def keys_tiles(
-    dk, dv, k, v, Q, dO, Shift, Delta, j, start, stop, scale, slope, offset, seqlen_q, seqlen_k,
-    left, right, stride_qn, stride_qd, stride_gn, stride_gd,
+def _bwd_dkdv_inner(
+    dk, dv, k, v, Q, dO, Shift, Delta, j, start, stop, scale, slope, seqlen_q, band,
+    stride_qn, stride_qd, stride_gn, stride_gd,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries start..stop give to dk and dv of a block of keys; tiles transposed."""
+    """Add the share of the queries start..stop to dk and dv of a block of keys, transposed."""
+    offset = band[0]
     r = tl.arange(0, BLOCK_Q)
     first = tl.cast(start, tl.int64)
     Q += first * stride_qn
@@ -115,17 +129,17 @@ def keys_tiles(
         delta = tl.load(Delta + i + r, mask=r < count, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
         if ALIBI:
-            s -= distance_penalty(slope, (i + r)[None, :], j[:, None], offset)
+            s -= alibi_penalty(slope, (i + r)[None, :], j[:, None], offset)
         if MASKED:
-            s = hide(s, (i + r)[None, :], j[:, None], offset, seqlen_k, left, right, LEFT, RIGHT)
-        dk, dv = fold_queries(dk, dv, s, v, q, do, shift, delta, WIDE, PRECISION)
+            s = apply_mask(s, (i + r)[None, :], j[:, None], band, LEFT, RIGHT)
+        dk, dv = add_to_dkdv(dk, dv, s, v, q, do, shift, delta, WIDE, PRECISION)
         Q += BLOCK_Q * stride_qn
         dO += BLOCK_Q * stride_gn
     return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
-def keys_kernel(
+def _bwd_dkdv(
     Q, K, V, dO, dK, dV, Shift, Delta, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd, stride_gb, stride_gn, stride_gh, stride_gd,
@@ -157,7 +171,7 @@ def keys_kernel(
         dv = tl.zeros([BLOCK_K, D], tl.float32)
         # Key j is seen by the queries j - offset - right .. j - offset + left: the band, turned.
         last = tl.minimum(first + BLOCK_K, seqlen_k) - 1
-        start, full_start, full_stop, stop = runs(
+        starts, stops = tile_ranges(
             first - offset, last - offset, seqlen_q, right, left, BLOCK_Q, RIGHT, LEFT
         )
         for g in range(group):
@@ -167,24 +181,13 @@ def keys_kernel(
             shift_h = Shift + batch * stride_lb + head * stride_lh + start_q
             delta_h = Delta + batch * stride_lb + head * stride_lh + start_q
             slope = tl.load(slopes + batch * stride_slope + head) * unit if ALIBI else 0.0
-            dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, start, tl.minimum(full_start, stop),
-                scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
-                stride_qn, stride_qd, stride_gn, stride_gd,
-                HEAD_DIM, D, BLOCK_Q, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
-            )  # fmt: skip
-            dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, full_start, full_stop,
-                scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
-                stride_qn, stride_qd, stride_gn, stride_gd,
-                HEAD_DIM, D, BLOCK_Q, False, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
-            )  # fmt: skip
-            dk, dv = keys_tiles(
-                dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, full_stop, stop,
-                scale * unit, slope, offset, seqlen_q, seqlen_k, left, right,
-                stride_qn, stride_qd, stride_gn, stride_gd,
-                HEAD_DIM, D, BLOCK_Q, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
-            )  # fmt: skip
+            for part in tl.static_range(3):
+                dk, dv = _bwd_dkdv_inner(
+                    dk, dv, k, v, q_h, do_h, shift_h, delta_h, j, starts[part], stops[part],
+                    scale * unit, slope, seqlen_q, (offset, seqlen_k, left, right),
+                    stride_qn, stride_qd, stride_gn, stride_gd,
+                    HEAD_DIM, D, BLOCK_Q, part != 1, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
+                )  # fmt: skip
         dK += batch * stride_dkb + kv_head * stride_dkh + rows * stride_dkn
         dV += batch * stride_dvb + kv_head * stride_dvh + rows * stride_dvn
         store_rows(dK, dk * scale, count, stride_dkn, stride_dkd, HEAD_DIM, D, BLOCK_K)
@@ -192,14 +195,15 @@ def keys_kernel(
 
 
 @triton.jit
-def queries_tiles(
-    dq, q, do, shift, delta, K, V, i, start, stop, scale, slope, offset, seqlen_k, left, right,
+def _bwd_dq_inner(
+    dq, q, do, shift, delta, K, V, i, start, stop, scale, slope, band,
     stride_kn, stride_kd, stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys start..stop give to dq of a block of queries."""
+    """Add the share of the keys start..stop to dq of a block of queries."""
+    offset, seqlen_k = band[0], band[1]
     c = tl.arange(0, BLOCK_K)
     first = tl.cast(start, tl.int64)
     K += first * stride_kn
@@ -210,17 +214,17 @@ def queries_tiles(
         v = load_rows(V, count, stride_vn, stride_vd, HEAD_DIM, D, BLOCK_K)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if ALIBI:
-            s -= distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
+            s -= alibi_penalty(slope, i[:, None], (j + c)[None, :], offset)
         if MASKED:
-            s = hide(s, i[:, None], (j + c)[None, :], offset, seqlen_k, left, right, LEFT, RIGHT)
-        dq = fold_keys(dq, s, do, k, v, shift, delta, WIDE, PRECISION)
+            s = apply_mask(s, i[:, None], (j + c)[None, :], band, LEFT, RIGHT)
+        dq = add_to_dq(dq, s, do, k, v, shift, delta, WIDE, PRECISION)
         K += BLOCK_K * stride_kn
         V += BLOCK_K * stride_vn
     return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
-def queries_kernel(
+def _bwd_dq(
     Q, K, V, dO, dQ, Shift, Delta, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd, stride_gb, stride_gn, stride_gh, stride_gd,
@@ -257,27 +261,64 @@ def queries_kernel(
         slope = tl.load(slopes + batch * stride_slope + head) * unit if ALIBI else 0.0
         dq = tl.zeros([BLOCK_Q, D], tl.float32)
         last = tl.minimum(first + BLOCK_Q, seqlen_q) - 1
-        start, full_start, full_stop, stop = runs(
+        starts, stops = tile_ranges(
             first + offset, last + offset, seqlen_k, left, right, BLOCK_K, LEFT, RIGHT
         )
-        if LEFT:
-            dq = queries_tiles(
-                dq, q, do, shift, delta, K, V, i, start, tl.minimum(full_start, stop),
-                scale * unit, slope, offset, seqlen_k, left, right,
+        for part in tl.static_range(0 if LEFT else 1, 3):
+            dq = _bwd_dq_inner(
+                dq, q, do, shift, delta, K, V, i, starts[part], stops[part],
+                scale * unit, slope, (offset, seqlen_k, left, right),
                 stride_kn, stride_kd, stride_vn, stride_vd,
-                HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
+                HEAD_DIM, D, BLOCK_K, part != 1, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
             )  # fmt: skip
-        dq = queries_tiles(
-            dq, q, do, shift, delta, K, V, i, full_start, full_stop,
-            scale * unit, slope, offset, seqlen_k, left, right,
-            stride_kn, stride_kd, stride_vn, stride_vd,
-            HEAD_DIM, D, BLOCK_K, False, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
-        )  # fmt: skip
-        dq = queries_tiles(
-            dq, q, do, shift, delta, K, V, i, full_stop, stop,
-            scale * unit, slope, offset, seqlen_k, left, right,
-            stride_kn, stride_kd, stride_vn, stride_vd,
-            HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, WIDE, PRECISION,
-        )  # fmt: skip
         dQ += batch * stride_dqb + head * stride_dqh + rows * stride_dqn
         store_rows(dQ, dq * scale, count, stride_dqn, stride_dqd, HEAD_DIM, D, BLOCK_Q)
+
+
+def launch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry,
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv; shapes and strides as in `autograd.backward`."""
+    delta, shift = torch.empty_like(lse), torch.empty_like(lse)
+    launch_preprocess(dout, out, lse, dlse, shift, delta)
+    inputs = {"Q": q, "K": k, "V": v, "dO": dout}
+    rows = {
+        "Shift": shift, "Delta": delta, "slopes": geometry.slopes,
+        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
+    }  # fmt: skip
+
+    def run(kernel: Any, config: Tiling, blocks: tuple[int, int], **outputs: Tensor) -> None:
+        def rest() -> tuple[int, Arguments]:
+            named = {name.lower(): x for name, x in outputs.items()}
+            return blocks[1], {
+                "scale": geometry.scale, "blocks": blocks[0], "WIDE": q.dtype == torch.float32,
+                **strides(q=q, k=k, v=v, g=dout, **named), **row_strides(l=delta),
+                **sizes(q, k, geometry), **others(q, geometry, config),
+            }  # fmt: skip
+
+        run_kernel(kernel, {**inputs, **outputs, **rows}, (config, geometry.numbers), rest)
+
+    config = tiling("keys", q.shape[-1], q.dtype)
+    blocks = blocks_of(k, geometry.max_seqlen_k, config.block_k, geometry)
+    run(_bwd_dkdv, config, blocks, dK=dk, dV=dv)
+    config = tiling("queries", q.shape[-1], q.dtype)
+    blocks = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
+    run(_bwd_dq, config, blocks, dQ=dq)
+
+
+def launch_preprocess(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, shift: Tensor, delta: Tensor
+) -> None:
+    """Fill shift and delta, which are shaped like lse."""
+    seqlen, heads, head_dim = out.shape[-3:]
+    blocks = -(-seqlen // 64)
+    tensors = {
+        "O": out, "dO": dout, "LSE": lse, "dLSE": None if dlse is None else dlse.contiguous(),
+        "Shift": shift, "Delta": delta,
+    }  # fmt: skip
+    run_kernel(_bwd_preprocess, tensors, (), lambda: (blocks * (lse.numel() // seqlen), {
+        **strides(o=out, g=dout), **row_strides(l=lse, r=delta), "heads": heads, "seqlen": seqlen,
+        "blocks": blocks, "HEAD_DIM": head_dim, "D": padded(head_dim), "BLOCK": 64,
+        "WITH_DLSE": dlse is not None, "WIDE": out.dtype == torch.float32, "num_warps": 4,
+    }))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which keys a query may look at: causal masks and sliding windows, as one band.
+"""The keys that a query may look at: causal masks and sliding windows, as one band.
 
 Query i and key j of two sequences that END together (bottom-right alignment, as in flash-attn 2.1
 and newer) meet when
@@ -15,7 +15,7 @@ and newer) meet when
                                                 q 3   x x .
                                                 q 4   x x x
 
-A tiled algorithm asks the band which tiles it may skip, which need a mask, and which need none.
+A tiled algorithm asks which tiles it may skip, which need a mask, and which need none.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Band:
             return None
         i = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
         j = torch.arange(cols.start, cols.stop, device=device)[None, :]
-        visible = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool, device=device)
+        visible = torch.ones(len(i), j.shape[1], dtype=torch.bool, device=device)
         if self.left is not None:
             visible &= j >= i - self.left
         if self.right is not None:
@@ -111,25 +111,20 @@ class Band:
 
     @property
     def leading_empty_rows(self) -> int:
-        """How many queries see no key at all: always the first ones, because the band rises."""
+        """Number of queries that see no key at all: the first ones, because the band rises."""
         if self.right is None:
             return 0
         return min(self.seqlen_q, max(0, -self.offset - self.right))
 
     def visible_pairs(self) -> int:
-        """Number of visible (query, key) pairs: what a kernel that skips the rest must compute."""
-        first, last = self._row_limits("cpu")
-        return int((last - first + 1).clamp(min=0).sum())
-
-    def _row_limits(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        position = torch.arange(self.seqlen_q, device=device) + self.offset
-        first = torch.zeros_like(position)
-        last = torch.full_like(position, self.seqlen_k - 1)
+        """Number of visible (query, key) pairs: the work of a kernel that skips the rest."""
+        position = torch.arange(self.seqlen_q) + self.offset
+        first, last = torch.zeros_like(position), torch.full_like(position, self.seqlen_k - 1)
         if self.left is not None:
             first = torch.maximum(first, position - self.left)
         if self.right is not None:
             last = torch.minimum(last, position + self.right)
-        return first, last
+        return int((last - first + 1).clamp(min=0).sum())
 
 
 def alibi_bias(

@@ -6,7 +6,7 @@
         P  = exp(S - m')
         l  = exp(m - m') l + rowsum P
         O  = exp(m - m') O + P V_j                            tensor cores
-    O = O / l,   L = m + log l
+    O = O / l,   LSE = m + log l
 
 Scores carry a factor log2(e), so that exp is exp2. Nothing of size seqlen_q x seqlen_k exists.
 
@@ -15,22 +15,31 @@ Source: Dao, "FlashAttention-2" (2023), algorithm 1.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from labsupport.attention.flash_triton.tiles import (
+from labsupport.attention.kernels.common import (
     LOG2_E,
     SIZES,
-    distance_penalty,
-    hide,
+    Arguments,
+    alibi_penalty,
+    apply_mask,
+    blocks_of,
     load_rows,
-    runs,
+    others,
+    row_strides,
+    run_kernel,
     sequence,
+    sizes,
     store_rows,
+    strides,
+    tile_ranges,
 )
+from labsupport.attention.kernels.config import Geometry, tiling
 
 
 @triton.jit
-def fold(m, l, o, s, v, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Fold one tile of scores, still to be multiplied by scale > 0, into m, l and o."""
+def softmax_update(m, l, o, s, v, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+    """Take one tile of scores, still to be multiplied by scale > 0, into m, l and o."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
     shift = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
@@ -42,20 +51,24 @@ def fold(m, l, o, s, v, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def finish(m, l, o):
-    """The output and the natural-log L of what was folded; 0 and -inf where nothing was seen."""
+def epilogue(m, l, o):
+    """Return the output and the natural log-sum-exp; 0 and -inf where no key was seen."""
     divisor = tl.where(l == 0.0, 1.0, l)
     return o / divisor[:, None], (m + tl.log2(divisor)) / LOG2_E  # m is -inf there
 
 
 @triton.jit
-def fold_tiles(
-    m, l, o, q, K, V, i, start, stop, scale, slope, offset, seqlen_k, left, right,
+def _attn_fwd_inner(
+    m, l, o, q, K, V, i, start, stop, scale, slope, band,
     stride_kn, stride_kd, stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys start..stop into the running maximum m, sum l and output o of a block."""
+    """Take the keys start..stop into the running maximum m, sum l and output o of a block.
+
+    band: (offset, seqlen_k, left, right), as in `apply_mask`.
+    """
+    offset, seqlen_k = band[0], band[1]
     c = tl.arange(0, BLOCK_K)
     d = tl.arange(0, D)
     first = tl.cast(start, tl.int64)  # 32 bits end at 2^31 elements
@@ -66,19 +79,19 @@ def fold_tiles(
         k = tl.load(k_at, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
         s = tl.dot(q, k, input_precision=PRECISION)
         if ALIBI:
-            s = s * scale - distance_penalty(slope, i[:, None], (j + c)[None, :], offset)
+            s = s * scale - alibi_penalty(slope, i[:, None], (j + c)[None, :], offset)
         if MASKED:
-            s = hide(s, i[:, None], (j + c)[None, :], offset, seqlen_k, left, right, LEFT, RIGHT)
+            s = apply_mask(s, i[:, None], (j + c)[None, :], band, LEFT, RIGHT)
         v = tl.load(v_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        m, l, o = fold(m, l, o, s, v, 1.0 if ALIBI else scale, MASKED, PRECISION)
+        m, l, o = softmax_update(m, l, o, s, v, 1.0 if ALIBI else scale, MASKED, PRECISION)
         k_at += BLOCK_K * stride_kn
         v_at += BLOCK_K * stride_vn
     return m, l, o
 
 
 @triton.jit(do_not_specialize=SIZES)
-def forward_kernel(
-    Q, K, V, O, L, slopes, cu_q, cu_k, scale,
+def _attn_fwd(
+    Q, K, V, O, LSE, slopes, cu_q, cu_k, scale,
     stride_qb, stride_qn, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
     stride_vb, stride_vn, stride_vh, stride_vd, stride_ob, stride_on, stride_oh, stride_od,
     stride_lb, stride_lh, stride_slope, heads, group, seqlen_q, seqlen_k, left, right, blocks,
@@ -99,7 +112,7 @@ def forward_kernel(
         rows = start_q + first
         Q += batch * stride_qb + head * stride_qh + rows * stride_qn
         O += batch * stride_ob + head * stride_oh + rows * stride_on
-        L += batch * stride_lb + head * stride_lh + rows
+        LSE += batch * stride_lb + head * stride_lh + rows
         K += batch * stride_kb + kv_head * stride_kh + start_k * stride_kn
         V += batch * stride_vb + kv_head * stride_vh + start_k * stride_vn
         slope = tl.load(slopes + batch * stride_slope + head) * LOG2_E if ALIBI else 0.0
@@ -112,25 +125,35 @@ def forward_kernel(
         m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         l = tl.zeros([BLOCK_Q], tl.float32)
         o = tl.zeros([BLOCK_Q, D], tl.float32)
-        start, full_start, full_stop, stop = runs(
+        starts, stops = tile_ranges(
             first + offset, last + offset, seqlen_k, left, right, BLOCK_K, LEFT, RIGHT
         )
-        if LEFT:
-            m, l, o = fold_tiles(
-                m, l, o, q, K, V, i, start, tl.minimum(full_start, stop), scale * LOG2_E, slope,
-                offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
-                HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
+        for part in tl.static_range(0 if LEFT else 1, 3):
+            m, l, o = _attn_fwd_inner(
+                m, l, o, q, K, V, i, starts[part], stops[part], scale * LOG2_E, slope,
+                (offset, seqlen_k, left, right), stride_kn, stride_kd, stride_vn, stride_vd,
+                HEAD_DIM, D, BLOCK_K, part != 1, LEFT, RIGHT, ALIBI, PRECISION,
             )  # fmt: skip
-        m, l, o = fold_tiles(
-            m, l, o, q, K, V, i, full_start, full_stop, scale * LOG2_E, slope,
-            offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
-            HEAD_DIM, D, BLOCK_K, False, LEFT, RIGHT, ALIBI, PRECISION,
-        )  # fmt: skip
-        m, l, o = fold_tiles(
-            m, l, o, q, K, V, i, full_stop, stop, scale * LOG2_E, slope,
-            offset, seqlen_k, left, right, stride_kn, stride_kd, stride_vn, stride_vd,
-            HEAD_DIM, D, BLOCK_K, True, LEFT, RIGHT, ALIBI, PRECISION,
-        )  # fmt: skip
-        o, lse = finish(m, l, o)
+        o, lse = epilogue(m, l, o)
         store_rows(O, o, seqlen_q - first, stride_on, stride_od, HEAD_DIM, D, BLOCK_Q)
-        tl.store(L + r, lse, mask=i < seqlen_q)
+        tl.store(LSE + r, lse, mask=i < seqlen_q)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry, scale: float
+) -> None:
+    """Fill out and lse; shapes and strides as in `autograd.forward`, scale > 0."""
+    config = tiling("forward", q.shape[-1], q.dtype)
+
+    def rest() -> tuple[int, Arguments]:
+        blocks, programs = blocks_of(q, geometry.max_seqlen_q, config.block_q, geometry)
+        return programs, {
+            "scale": scale, "blocks": blocks, **strides(q=q, k=k, v=v, o=out), **row_strides(l=lse),
+            **sizes(q, k, geometry), **others(q, geometry, config),
+        }  # fmt: skip
+
+    tensors = {
+        "Q": q, "K": k, "V": v, "O": out, "LSE": lse, "slopes": geometry.slopes,
+        "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
+    }  # fmt: skip
+    run_kernel(_attn_fwd, tensors, (config, scale, geometry.numbers), rest)

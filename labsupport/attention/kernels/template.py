@@ -1,13 +1,12 @@
-"""The forward pass with its heart left out: whoever calls it brings the update of (m, l, acc).
+"""The forward pass as a template: its caller brings the update of (m, l, acc).
 
     for each tile of keys j:
         scores = Q_i K_j^T * scale * log2(e), -inf where a query may not see a key
-        m, l, acc = update(m, l, acc, scores, v)        <- a `@triton.jit` function, given by you
+        m, l, acc = update(m, l, acc, scores, v)        <- a `@triton.jit` function that you write
     O_i = acc / l
 
-What surrounds the update is `forward.py` at its smallest: contiguous tensors, no grouped heads, no
-windows, and every tile is masked. Triton compiles the function that it is given into the kernel; on
-a CPU the interpreter calls it.
+The rest is `forward.py` at its smallest: contiguous tensors, no grouped heads, no windows, every
+tile masked. Triton compiles your function into the kernel; on a CPU the interpreter calls it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labsupport.attention.flash_triton.mode import interpreted
-from labsupport.attention.flash_triton.tiles import LOG2_E, hide, load_rows, store_rows
 from labsupport.attention.inputs import AttentionInputError, check_math_layout
+from labsupport.attention.kernels.common import LOG2_E, apply_mask, load_rows, store_rows
+from labsupport.attention.kernels.mode import interpreted
 
 
 @triton.jit
@@ -48,8 +47,8 @@ def with_update_kernel(
         k = load_rows(K, seqlen_k - j, D, 1, D, D, BLOCK_K)
         v = load_rows(V, seqlen_k - j, D, 1, D, D, BLOCK_K)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        scores = hide(
-            scores, (first + r)[:, None], (j + c)[None, :], seqlen_k - seqlen_q, seqlen_k, 0, 0,
+        scores = apply_mask(
+            scores, (first + r)[:, None], (j + c)[None, :], (seqlen_k - seqlen_q, seqlen_k, 0, 0),
             False, CAUSAL,
         )  # fmt: skip
         m, l, acc = update(m, l, acc, scores, v)
@@ -63,7 +62,7 @@ def with_update_kernel(
 
 @triton.jit
 def softmax_update(m, l, acc, scores, v):
-    """The update of FlashAttention-2, as in `forward.py`: what `attention_with_update` asks for."""
+    """The update of FlashAttention-2, as in `forward.py`."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -85,7 +84,7 @@ def attention_with_update(
     block_q: int = 64,
     block_k: int = 64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FlashAttention's forward with an update of one's own.
+    """FlashAttention's forward pass with your update.
 
     Args:
         update: a `@triton.jit` function `update(m, l, acc, scores, v) -> (m, l, acc)`, called once

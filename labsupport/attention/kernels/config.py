@@ -1,0 +1,206 @@
+"""Block sizes, warps, pipeline stages and splits: small tables, and why.
+
+    BLOCK_Q, BLOCK_K   rows and columns of a tile. Larger tiles read K and V less often, and need
+                       more registers: the output block alone is BLOCK_Q x D float32 numbers.
+    warps              of 32 threads, which share a program's registers: 65,536 a multiprocessor,
+                       255 a thread at most. Where that is not enough, numbers spill to memory.
+    stages             tiles on their way from memory at the same time, in shared memory.
+
+The tables for half precision with head_dim 64 and 128 come from measurements on an NVIDIA H200
+(`python -m benchmarks tune`); those for Hopper's kernels were at most 3% slower than the fastest
+(`data/runs/tune-forward-h200`, `tune-backward-h200`). The plain kernels' are those that also suit
+other GPUs by `python -m benchmarks resources`: they spill little on compute capability 8.0, and fit
+in the 99 KiB of shared memory that a program has on 8.6 and 8.9. head_dim 256 and float32 were
+chosen by `resources` alone, and have not been timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from labsupport.attention.kernels.mode import interpreted as is_interpreted
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything about a call of the kernels but q, k and v.
+
+    Attributes:
+        scale: factor on the scores.
+        left, right: the window; -1 means no limit. A causal mask is right = 0.
+        slopes: ALiBi's, (heads,) or (batch, heads).
+        cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences, both or none.
+        max_seqlen_q, max_seqlen_k: the longest packed sequence; ignored otherwise.
+        precision: "ieee" or "tf32", for float32 inputs.
+    """
+
+    scale: float
+    left: int = -1
+    right: int = -1
+    slopes: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    precision: str = "ieee"
+
+    @property
+    def packed(self) -> bool:
+        """True when sequences lie one after the other, without a batch dimension."""
+        return self.cu_seqlens_q is not None
+
+    def with_plain_slopes(self) -> Geometry:
+        """The same with slopes as the kernels read them: float32, contiguous."""
+        if self.slopes is None:
+            return self
+        return replace(self, slopes=self.slopes.to(torch.float32).contiguous())
+
+    @property
+    def numbers(self) -> tuple[float | str, ...]:
+        """Everything but the tensors."""
+        limits = self.left, self.right, self.max_seqlen_q, self.max_seqlen_k
+        return self.scale, *limits, self.precision
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a kernel is compiled for."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+# Interpreted, a program costs some milliseconds of Python whatever its size.
+INTERPRETED = Tiling(64, 64, 4, 1)
+
+# kernel -> padded head_dim, for float16 and bfloat16. "keys" is `_bwd_dkdv`, "queries" `_bwd_dq`.
+HALF: dict[str, dict[int, Tiling]] = {
+    "forward": {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 2)},
+    "keys": {64: Tiling(32, 64, 4, 3), 128: Tiling(32, 64, 4, 3), 256: Tiling(32, 32, 8, 1)},
+    "queries": {64: Tiling(64, 32, 4, 3), 128: Tiling(64, 32, 4, 3), 256: Tiling(64, 16, 8, 2)},
+}
+# The same for the kernels for Hopper.
+HOPPER: dict[str, dict[int, Tiling]] = {
+    "forward": {64: Tiling(64, 64, 4, 3), 128: Tiling(64, 64, 4, 3)},
+    "keys": {64: Tiling(64, 64, 4, 3), 128: Tiling(64, 64, 4, 2)},
+    "queries": {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3)},
+}
+# Their forward for head_dim 64 from so many keys on: wide tiles pay once there are several of them.
+MANY_KEYS, HOPPER_MANY_KEYS = 1024, Tiling(64, 128, 4, 2)
+# float32 without TF32 does not use the tensor cores, and each number takes twice the room.
+SINGLE: dict[str, dict[int, Tiling]] = {
+    "forward": {64: Tiling(64, 32, 8, 1), 128: Tiling(32, 32, 8, 1), 256: Tiling(16, 16, 4, 1)},
+    "keys": {64: Tiling(32, 32, 8, 1), 128: Tiling(32, 16, 8, 1), 256: Tiling(16, 16, 8, 1)},
+    "queries": {64: Tiling(32, 32, 8, 1), 128: Tiling(32, 32, 8, 2), 256: Tiling(16, 16, 8, 1)},
+}
+
+_overridden: dict[str, Tiling] = {}
+
+
+def tiling(
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    interpreted: bool | None = None,
+    *,
+    hopper: bool = False,
+    keys: int = 0,
+) -> Tiling:
+    """Return the configuration of "forward", "keys" or "queries" for one head_dim and dtype.
+
+    Args:
+        interpreted: as this process is, unless given.
+        hopper: for the kernels of `hopper.py`.
+        keys: number of keys; 0 where it is not known.
+    """
+    if kernel in _overridden:
+        return _overridden[kernel]
+    if is_interpreted() if interpreted is None else interpreted:
+        return INTERPRETED
+    if hopper and kernel == "forward" and head_dim == 64 and keys >= MANY_KEYS:
+        return HOPPER_MANY_KEYS
+    table = HOPPER if hopper else SINGLE if dtype == torch.float32 else HALF
+    return table[kernel][max(64, padded(head_dim))]
+
+
+def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """Return the configuration of `decode.py` for `rows` = seqlen_q x group.
+
+    Keys: as many as make K and V 32 KiB; with one tile in use and the next on its way, 64 KiB.
+    Rows: 16 at least, for the tensor cores; at most what the registers can hold beside the keys.
+    More rows are cut into several tiles, which each read the keys.
+    """
+    if "decode" in _overridden:
+        return _overridden["decode"]
+    width = max(64, padded(head_dim))
+    block_k = 2**14 // dtype.itemsize // width
+    if dtype == torch.float32:
+        return Tiling(16, block_k, warps=8, stages=3)
+    most = min(64, 2**13 // width)
+    return Tiling(min(most, max(16, 1 << (rows - 1).bit_length())), block_k, warps=4, stages=3)
+
+
+# Programs of `decode_tiling` that fit on one multiprocessor: two on Hopper. On A100, whose shared
+# memory is smaller, only one of those with the most rows.
+RESIDENT = 2
+MIN_TILES = 2
+
+
+def choose_splits(tiles: int, programs: int, multiprocessors: int) -> int:
+    """Return into how many parts `decode` cuts the keys.
+
+    Enough programs to occupy every multiprocessor, and not one more than fit at once: a second
+    round would take as long as the first, however few programs are left for it. Each split takes
+    at least MIN_TILES tiles, because its partial result is written and read again. So no split is
+    empty, and none but the last is shorter than the others.
+
+    Args:
+        tiles: tiles of keys that one program would walk through alone.
+        programs: programs without splits: blocks of rows x kv_heads x batch.
+        multiprocessors: of the GPU.
+
+    >>> choose_splits(tiles=128, programs=8, multiprocessors=132)  # 33, evened out to 4 tiles each
+    32
+    """
+    splits = min(RESIDENT * multiprocessors // max(1, programs), tiles // MIN_TILES)
+    return -(-tiles // -(-tiles // splits)) if splits > 1 else 1
+
+
+@contextmanager
+def override(**tilings: Tiling) -> Iterator[None]:
+    """Use other configurations while this is active, for whatever head_dim: to measure them.
+
+    Args:
+        tilings: by kernel: forward, keys, queries, decode.
+
+    >>> with override(forward=Tiling(64, 64, 4, 2)):
+    ...     tiling("forward", 128, torch.bfloat16, interpreted=False).warps
+    4
+    """
+    before = dict(_overridden)
+    _overridden.update(tilings)
+    try:
+        yield
+    finally:
+        _overridden.clear()
+        _overridden.update(before)
+
+
+def padded(head_dim: int) -> int:
+    """Return the next power of two from 16 on, as `tl.arange` and `tl.dot` need it."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and the scale, with a negative sign moved to q, and 0 made a very small number.
+
+    The forward kernels multiply after they have looked for the maximum, and hide with -inf before.
+    """
+    return (q, scale) if scale > 0 else (-q, max(-scale, 1e-30))
