@@ -83,7 +83,7 @@ def test_where_ncu_is_missing_the_command_says_so_and_can_be_shown(monkeypatch, 
     shown = capsys.readouterr().out
     assert "--clock-control none" in shown
     assert "causal=True" in shown
-    assert "'regex:^(hopper_)?" in shown
+    assert "'regex:^(_attn_fwd|" in shown
     assert all(metric in shown for metric in BYTES)
 
 
