@@ -56,11 +56,8 @@ Float64 = Literal["refuse", "keep", "cast"]
 SAMPLE, BLOCK = 256, 32  # queries whose error is measured; in blocks where keys are masked
 SAFETY = 4.0
 LARGE_SCORE = 2.0**12  # from here on, rounding the inputs costs half of float32's 24 bits
-_OPTIONS = {
-    name
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "backend"
-}
+_PARAMETERS = inspect.signature(attention).parameters.values()
+_OPTIONS = {p.name for p in _PARAMETERS if p.kind is p.KEYWORD_ONLY} - {"backend"}
 
 
 def auto_fix_precision_for_flash_attention(
@@ -247,7 +244,7 @@ class PrecisionReport:
         return "\n".join([*lines, *(f"  caution: {text}" for text in self.cautions)])
 
 
-_reported: set[tuple[Any, ...]] = set()
+_reported: set[Any] = set()
 
 
 def forget_warnings() -> None:
@@ -255,18 +252,17 @@ def forget_warnings() -> None:
     _reported.clear()
 
 
-def _cause(report: PrecisionReport, text: str) -> tuple[Any, ...]:
+def _cause(report: PrecisionReport, reason: str) -> Any:
     """Return a key without figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
-    casts = report.casts if text == report.why else ()
-    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", text)
+    casts = report.casts if reason == report.why else ()
+    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", reason)
 
 
 def _warn(report: PrecisionReport) -> None:
     """Warn about casts and cautions, once per cause, in the name of our caller's caller."""
-    casts = [(report.why, str(report).split("\n  caution")[0])] if report.casts else []
-    for reason, text in [*casts, *((caution, caution) for caution in report.cautions)]:
-        cause = _cause(report, reason)
-        if cause not in _reported:
+    texts = {report.why: str(report).split("\n  caution")[0]} if report.casts else {}
+    for reason, text in (texts | dict(zip(report.cautions, report.cautions, strict=True))).items():
+        if (cause := _cause(report, reason)) not in _reported:
             _reported.add(cause)
             warnings.warn(text, PrecisionWarning, stacklevel=3)
 
@@ -294,24 +290,32 @@ def _plan(
     name = max(largest, key=lambda name: largest[name])
     fitting = [dtype for dtype in candidates if largest[name] < overflow_threshold(dtype)]
     if not fitting:
-        names = ", ".join(map(short, candidates)) or (
-            f"none of dtypes={', '.join(map(short, dtypes or ())) or 'nothing'}"
-        )
         raise AttentionInputError(
             f"there is no dtype to cast to: {name} reaches {largest[name]:.3g}, and what may be "
-            f"chosen for these inputs ({names}) does not fit. Allow a wider one, or scale {name} "
-            "down."
+            f"chosen for these inputs ({', '.join(map(short, candidates)) or 'nothing'}) does not "
+            f"fit. Allow a wider one, or scale {name} down."
         )
     entry, compute = _choose(call, backend, fitting)
-    _check_accumulator(call, largest["v"], bound, compute)
+    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
+    accumulator = torch.float64 if compute == torch.float64 else torch.float32
+    seqlen_k, limit = call.k.shape[1], torch.finfo(accumulator).max
+    if seqlen_k * largest["v"] >= limit:
+        raise AttentionInputError(
+            f"v reaches {largest['v']:.1e}: {seqlen_k} such values add up to more than the "
+            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
+        )
+    if bound >= limit:
+        raise AttentionInputError(
+            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
+            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
+            "softmax_scale."
+        )
     casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
-    why = ""
+    why = 'float64="cast" was passed' if casts else ""
     if compute != widest:
         why = f"{entry.name} is to run in half precision; {half[compute]}"
     elif len(set(given.values())) > 1:
         why = f"a kernel wants one dtype, and q, k, v are {', '.join(map(short, given.values()))}"
-    elif casts:
-        why = 'float64="cast" was passed'
     u = unit_roundoff(compute)
     if bound > LARGE_SCORE or (compute in HALF_DTYPES and bound * u > 1):
         cautions.append(
@@ -368,28 +372,26 @@ def _half_dtypes(
     given: dict[str, torch.dtype], largest: dict[str, float]
 ) -> dict[torch.dtype, str]:
     """Return the half-precision dtypes to try, the better one first, each with its reason."""
-    limit = torch.finfo(torch.float16)
-    large = [n for n, x in largest.items() if x >= overflow_threshold(torch.float16)]
+    limit, f16, bf16 = torch.finfo(torch.float16), torch.float16, torch.bfloat16
+    large = [n for n, x in largest.items() if x >= overflow_threshold(f16)]
     tiny = [n for n, x in largest.items() if 0 < x < limit.smallest_normal]
-    already = [n for n, dtype in given.items() if dtype == torch.bfloat16]
     if large:
         text = " and ".join(f"{name} reaches {largest[name]:.3g}" for name in large)
-        return {torch.bfloat16: f"bfloat16, because {text} and float16 ends at {limit.max:,.0f}"}
+        return {bf16: f"bfloat16, because {text} and float16 ends at {limit.max:,.0f}"}
     if tiny:
         text = f"{' and '.join(tiny)} {'stays' if len(tiny) == 1 else 'stay'}"
-        return {
-            torch.bfloat16: f"bfloat16, because {text} below {limit.smallest_normal:.1e}, where "
-            "float16 loses bits"
-        }
+        text += f" below {limit.smallest_normal:.1e}, where float16 loses bits"
+        return {bf16: f"bfloat16, because {text}"}
+    already = [n for n, dtype in given.items() if dtype == bf16]
     if already:
         return {
-            torch.bfloat16: f"bfloat16, because {' and '.join(already)} came in it",
-            torch.float16: "float16, because this device has no bfloat16 kernel for the call",
+            bf16: f"bfloat16, because {' and '.join(already)} came in it",
+            f16: "float16, because this device has no bfloat16 kernel for the call",
         }
     return {
-        torch.float16: "float16, because nothing is too large for it, and its 11 significant bits "
+        f16: "float16, because nothing is too large for it, and its 11 significant bits "
         "are more than bfloat16's 8",
-        torch.bfloat16: "this device has no float16 kernel for the call",
+        bf16: "this device has no float16 kernel for the call",
     }
 
 
@@ -397,14 +399,16 @@ def _choose(
     call: AttentionCall, backend: str, candidates: Sequence[torch.dtype]
 ) -> tuple[Backend, torch.dtype]:
     """Return the first IO-aware backend that takes the call, and the first dtype that it takes."""
-    calls = {dtype: _probe(call, dtype) for dtype in candidates}
+    if backend != "auto" and not by_name(backend).io_aware:
+        return by_name(backend), candidates[0]  # flash_attention raises with the reason
     refused: dict[str, tuple[str, ...]] = {}
     for entry in BACKENDS if backend == "auto" else (by_name(backend),):
-        if not entry.io_aware:
-            if backend == "auto":
-                continue
-            return entry, candidates[0]  # flash_attention raises with the reason
-        for dtype, probe in calls.items():
+        for dtype in candidates if entry.io_aware else ():
+            tensors = (call.q, call.k, call.v)
+            q, k, v = (  # of that dtype, without any numbers in them
+                torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad) for x in tensors
+            )
+            probe = replace(call, q=q, k=k, v=v).without_empty_queries()[1]
             reasons = tuple(entry.reasons(probe))
             if not reasons and (backend != "auto" or all(map(entry.in_auto, entry.parts(probe)))):
                 return entry, dtype
@@ -415,31 +419,6 @@ def _choose(
     )
     wanted = " or ".join(map(short, candidates))
     raise BackendUnavailableError(f"nothing runs this call in {wanted}:\n{listing}", refused)
-
-
-def _probe(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
-    """Return the same call in another dtype, with tensors that hold no numbers."""
-    q, k, v = (
-        torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad)
-        for x in (call.q, call.k, call.v)
-    )
-    return replace(call, q=q, k=k, v=v).without_empty_queries()[1]
-
-
-def _check_accumulator(call: AttentionCall, v: float, bound: float, compute: torch.dtype) -> None:
-    accumulator = torch.float64 if compute == torch.float64 else torch.float32
-    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
-    if call.k.shape[1] * v >= torch.finfo(accumulator).max:
-        raise AttentionInputError(
-            f"v reaches {v:.1e}: {call.k.shape[1]} such values add up to more than the "
-            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
-        )
-    if bound >= torch.finfo(accumulator).max:
-        raise AttentionInputError(
-            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
-            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
-            "softmax_scale."
-        )
 
 
 # --- the cost -------------------------------------------------------------------------------------
@@ -477,29 +456,23 @@ def _sampled_error(
         the largest error of the sampled queries against float64 attention of the inputs as given,
         times 4 unless all were sampled; infinity if a result is not finite.
     """
-    if call.q.numel() == 0:
-        return 0.0
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
     with torch.no_grad(), autocast_off(call.q), _unwatched():
-        for part in _sample(call):
+        for part in _sample(call) if call.q.numel() else ():
             sampled += part.q.shape[1]
-            options = {
+            options: Any = {
                 "causal": part.causal,
                 "softmax_scale": part.scale,
                 "window_size": part.window_size,
             }
-            result = flash_attention(
-                *(x.to(compute) for x in (part.q, part.k, part.v)),
-                backend=backend,
-                alibi_slopes=part.alibi_slopes,
-                check_layout=False,
-                **options,
+            inputs = (x.to(compute) for x in (part.q, part.k, part.v))
+            slopes = part.alibi_slopes
+            result: Any = flash_attention(
+                *inputs, backend=backend, alibi_slopes=slopes, check_layout=False, **options
             )
-            *inputs, slopes = part.math_layout()
-            inputs = [x.double() for x in inputs]
-            exact, _ = oracle_attention(*inputs, alibi_slopes=slopes, **options)
-            assert isinstance(result, Tensor)
+            *wide, slopes = part.math_layout()
+            exact, _ = oracle_attention(*(x.double() for x in wide), alibi_slopes=slopes, **options)
             error = (result.to(out).double() - exact.flatten(1, 2).transpose(1, 2)).abs().amax()
             worst = torch.maximum(worst, error.nan_to_num(math.inf, math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from labsupport.attention import AttentionInputError, attention
 from labsupport.precision import PrecisionTracker
 from labsupport.precision.dtypes import range_of
-from labsupport.precision.tracker.report import underflowed
+from labsupport.precision.findings import underflowed
 
 IDS = torch.arange(32).reshape(2, 16) % 29
 
