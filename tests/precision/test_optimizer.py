@@ -448,13 +448,6 @@ def test_what_cannot_be_optimized_is_refused():
         MixedPrecisionOptimizer(model, config).step()
 
 
-def test_two_parameters_on_one_memory_cannot_have_two_masters():
-    model = tiny(FlashAttentionConfig())
-    model.head.weight = nn.Parameter(model.table.weight.data)
-    with pytest.raises(ValueError, match="two parameters on one memory"):
-        MixedPrecisionOptimizer(model, FlashAttentionConfig())
-
-
 def test_float16_weights_without_masters_are_refused():
     with pytest.warns(UserWarning, match="optimizer"):
         config = FlashAttentionConfig.float16(optimizer="float16")
