@@ -38,7 +38,9 @@ def memory(panels):
     lines, bars = panels
     rungs = LADDER[1:]  # all under autocast
     looks = zip(
-        (d.BLACK, d.BLUE, d.RED, d.ORANGE, d.PINK, d.GREEN), ("-", "-", "--") * 2, strict=True
+        (d.BLACK, d.BLUE, d.RED, d.ORANGE, d.PINK, d.GREEN),
+        ("-", "-", "--", "-", "--", "-"),
+        strict=True,
     )
     plans = {
         rung.name: {
