@@ -52,15 +52,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _HALF = (torch.float16, torch.bfloat16)
-_DTYPES = {
-    **{short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-}
+_DTYPES = {short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -107,8 +100,8 @@ class FlashAttentionConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
-            key = value.lower().removeprefix("torch.") if isinstance(value, str) else None
-            dtype = value if key is None else _DTYPES.get(key)
+            text = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+            dtype = _DTYPES.get(text, value)
             if dtype not in _DTYPES.values():
                 known = ", ".join(map(short, dict.fromkeys(_DTYPES.values())))
                 raise ValueError(f"{name} cannot be {value!r}: give one of {known}.")
@@ -176,14 +169,14 @@ def apply_precision_policy(
         TypeError: `model` is no module, or `config` no FlashAttentionConfig.
         ValueError: `components` names an unknown component, or a pattern matches no module.
     """
+    config = FlashAttentionConfig() if config is None else config
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a policy is for an nn.Module, not for {_kind(model)}.")
-    if config is not None and not isinstance(config, FlashAttentionConfig):
+        raise TypeError(f"a policy is for an nn.Module, not for {model!r:.80}.")
+    if not isinstance(config, FlashAttentionConfig):
         raise TypeError(
             "the policy must be a FlashAttentionConfig, such as FlashAttentionConfig.bfloat16(), "
-            f"not {_kind(config)}."
+            f"not {config!r:.80}."
         )
-    config = config or FlashAttentionConfig()
     parts = _recognise(model, components or {})
     changes: list[PolicyChange] = []
     notes = _cast_parameters(parts, config, changes)
@@ -198,10 +191,6 @@ def apply_precision_policy(
             part.module.use_nested_tensor = False
             changes.append(PolicyChange("other", part.name, "nested tensor", "if padded", "never"))
     return PolicyReport(tuple(changes), tuple(notes + _notes(model, parts, config)))
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -446,30 +435,25 @@ def _cast_parameters(
         "embedding": config.embedding,
         "head": config.head,
     }
-    # Tied are also two parameters on one memory. (Those on the meta device have none.)
-    tied: dict[tuple[Any, ...], list[tuple[_Part, str, nn.Parameter]]] = {}
+    owners: dict[nn.Parameter, list[tuple[_Part, str]]] = {}
     for part in parts:
         for name, parameter in part.owns.items():
-            key = parameter.data_ptr() or id(parameter), parameter.shape
-            tied.setdefault(key, []).append((part, name, parameter))
+            owners.setdefault(parameter, []).append((part, name))
     notes = []
-    for owners in tied.values():
-        kinds = [part.component for part, *_ in owners]
+    for parameter, places in owners.items():
+        kinds = [part.component for part, _ in places]
         # A table is the reason for most ties, and the larger part of them: its dtype rules.
         kinds = ["embedding"] if "embedding" in kinds else kinds
-        part, name, parameter = owners[0]
         before = parameter.dtype
         dtype = next((wanted[kind] for kind in kinds if kind in wanted), before)
-        if len(owners) > 1:
-            names = " = ".join(f"{part.name}.{name}" for part, name, _ in owners)
+        if len(places) > 1:
+            names = " = ".join(f"{part.name}.{name}" for part, name in places)
             notes.append(f"tied, and kept so, in {short(dtype)}: {names}.")
         if dtype != before:
-            data = parameter.data.to(dtype)
-            for *_, owner in owners:
-                gradient, owner.grad = owner.grad, None
-                owner.data = data
-                owner.grad = None if gradient is None else gradient.to(dtype)
-        _record(changes, part, name, before, dtype)
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+        _record(changes, *places[0], before, dtype)
     return notes
 
 
