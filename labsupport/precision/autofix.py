@@ -12,13 +12,12 @@ The dtype follows from what can run:
 
 The size of Q K^T does not decide, because FlashAttention accumulates scores in float32. But large
 scores amplify the rounding of the inputs: relative errors e of q and k move a score q.k by up to
-2 e |q| |k|, and its weight by the exponential of that. Where this passes 1, two keys of nearly the
-same score may change places, and the output jumps from one value to another. The report warns.
+2 e |q| |k|. Where this passes 1, two keys of nearly the same score may change places, and the
+output jumps from one value to another. The report warns.
 
-The cost is measured, because bounds from worst cases are hundreds of times too large: the backend
-computes a sample of the queries from the cast inputs, the float64 oracle from the inputs as given.
-Half of the sample is spread evenly, half are the longest queries, whose scores are the largest. The
-largest difference, times 4 for the queries not sampled, is reported: an estimate, not a proof.
+The cost is measured, because bounds from worst cases are hundreds of times too large: on a sample
+of the queries, half of them the longest ones, against the float64 oracle of the inputs as given.
+The largest error, times 4 for the queries not sampled, is reported: an estimate, not a proof.
 """
 
 from __future__ import annotations
@@ -77,19 +76,16 @@ def auto_fix_precision_for_flash_attention(
         q: (batch, seqlen_q, heads, head_dim), float32, float16, bfloat16 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim), the same, each in a dtype of its own.
         backend: the backend to fit; "auto" is the first one in the lab's order of preference that
-            can run the call in some acceptable dtype. (On a GPU that means half precision.
-            `backend="sdpa_efficient"` keeps float32 there.)
+            can run the call in some acceptable dtype. (`"sdpa_efficient"` keeps float32 on a GPU.)
         dtypes: the dtypes to choose from; None: whatever the backend takes. On a laptop,
             `dtypes=(torch.float16, torch.bfloat16)` shows what a GPU's kernels would make of it.
-        float64: what to do with float64 inputs, which are usually NumPy's default and no decision:
-            "refuse" them, "keep" computing in float64 (needs a backend that does), or "cast" them
-            as if they were float32.
+        float64: "refuse" float64 inputs, which are usually NumPy's default and no decision; "keep"
+            computing in float64; or "cast" them as if they were float32.
         return_report: also return the `PrecisionReport`, with its error bound.
         options: `causal`, `window_size`, ... as for `labsupport.attention.flash_attention`.
 
-    Inputs that have the right dtype are returned as they are; a cast one is connected to the
-    original by autograd, so that gradients arrive in each input's own dtype. A `PrecisionWarning`
-    says what was cast, once per cause. The magnitudes are read once: on a GPU, one synchronisation.
+    Inputs that have the right dtype are returned as they are; gradients arrive in each input's own
+    dtype. A `PrecisionWarning` says what was cast, once per cause. Waits for the device, once.
 
     Returns:
         (q, k, v), or (q, k, v, report).

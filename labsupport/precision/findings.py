@@ -18,17 +18,12 @@ in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5)
 
 or if it is all zeros, though a gradient nearer to the loss was not.
 
-Subnormal alone is no loss: numbers around 4e-6 still have 6 bits, and rounding errors of that size
-average out. Numbers too small for float16 thin out on their way to 0 through the last bits: (a)
-sees them there. Two heights without anything between pass by (a), as in the gradient of logits:
-p / tokens for the wrong ones is 0 already when 1 / tokens for the right one is not; (b) sees them.
-Zeros alone prove nothing: ReLU, padding and tokens that do not occur make them, too.
-
-Scaling the loss fixes underflow as long as the largest gradient leaves room (Micikevicius et al.,
-"Mixed Precision Training", 2018, section 3.2); where there is none, only bfloat16's range helps.
-Gradients of biases and gains are not judged: each is a sum over all tokens, and sums may cancel.
-That of a key's bias is 0 but for rounding, because softmax does not change when all scores of a
-row shift.
+Numbers too small for float16 thin out on their way to 0 through the last bits: (a) sees them there.
+In the gradient of logits, p / tokens for the wrong ones is 0 already when 1 / tokens for the right
+one is not: (b) sees that. Subnormal alone is no loss (4e-6 still has 6 bits), and zeros alone prove
+nothing (ReLU, padding, tokens that do not occur). Gradients of biases and gains are not judged:
+each is a sum over all tokens, and sums may cancel. Scaling the loss fixes underflow as long as the
+largest gradient leaves room (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
 """
 
 from __future__ import annotations

@@ -8,18 +8,12 @@
     print(tracker.report())
     tracker.plot()
 
-Four kinds of hooks write records; `findings` judges them:
-
-    module hooks           before and after each watched module: its input, weights and output
-    a TorchFunctionMode    attention calls, whoever makes them: SDPA, and the lab's `attention`
-    hooks on tensors       the gradient of each output (PyTorch's full backward hooks would add an
-                           operation after each output; these add nothing)
-    hooks on parameters    the gradient of each weight
-
-None of them changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges
-are recorded, eight numbers (`dtypes.range_tensor`), which stay on the device until they are read,
-all together. When gradient checkpointing computes a part of the model again, in the backward pass,
-the forward pass is not recorded a second time.
+Hooks write records, and `findings` judges them: hooks on modules (inputs, weights, outputs), a
+TorchFunctionMode (attention calls, whoever makes them), hooks on tensors and on parameters
+(gradients; PyTorch's full backward hooks would add an operation after each output). None of them
+changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges are
+recorded, eight numbers, which stay on the device until they are read, all together. What gradient
+checkpointing computes again, in the backward pass, is not recorded a second time.
 """
 
 from __future__ import annotations
@@ -87,17 +81,12 @@ class PrecisionTracker:
     attention call (SDPA, and the lab's `attention`, `flash_attention`, `attention_varlen`) is
     recorded, forward and, if `backward()` is called inside too, backward. Results and gradients
     are bitwise the same as without it, and all hooks are gone afterwards, also after an exception.
-    Each with-block starts anew. Do not copy, pickle or compile the model inside the block.
-
-    Time with `ranges=False`, on one core of a server's CPU, one token, no gradients: 18 µs for each
-    recorded call in a GPT-2 of 2 layers, 64 wide (0.4 ms and 23 calls); 24 µs in one of 12 layers,
-    768 wide (19 ms and 113 calls: 15% more time). About 9 µs of that are the cost of seeing
-    attention calls wherever they are made: every function of PyTorch takes 1.4 µs longer.
+    Each with-block starts anew. Do not copy, pickle or compile the model inside the block. With
+    `ranges=False` a recorded call costs about 20 µs (GPT-2 small, one token, CPU: 15% more time).
 
     Limits. Attention that a module computes itself from matrix products ("eager" in Transformers),
     by FlexAttention, or by a function of another package (flash-attn's own), shows only as the
-    input and output of its module. Masks with -inf are no finding, unless they are the output of a
-    module with weights of its own. With hooks, PyTorch's `nn.TransformerEncoderLayer` does not take
+    input and output of its module. With hooks, PyTorch's `nn.TransformerEncoderLayer` does not take
     its fused inference path.
 
     Args:
@@ -156,9 +145,7 @@ class PrecisionTracker:
                 ranks only dtypes, devices and values are judged.
             name: name of this call in the report.
             device: the type of device to judge for, by default the tensors' own. `device="cuda"`
-                says on a laptop what a GPU would say: flash-attn and PyTorch's CUDA kernels refuse
-                float32, PyTorch's CPU kernel takes it. Sizes are judged by the kernels' tables,
-                whichever packages and GPU there are.
+                says on a laptop what a GPU would say, by the kernels' tables.
 
         Returns:
             The findings of this call; empty if all is well. Waits for the device.
