@@ -39,8 +39,8 @@ class _Norm(nn.Module):
 class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
     """LayerNorm with its statistics in float32, whatever dtypes its weights and its input have.
 
-    PyTorch's own `layer_norm` already adds up 16-bit inputs in float32 inside, and rounds once. This
-    layer calls it, and adds: on a CPU a copy of 16-bit inputs to float32 (PyTorch's backward pass
+    PyTorch's own `layer_norm` already adds up 16-bit inputs in float32 and rounds once. This layer
+    calls it, and adds: on a CPU a copy of 16-bit inputs to float32 (PyTorch's backward pass
     adds up the gradients of weight and bias in 16 bits there); weights in another dtype than the
     input; and `statistics=torch.float16`, to see the failure of a hand-written LayerNorm: squares
     overflow from 256 (256² = 65,536 > 65,504), the variance is infinite, and the output 0.
@@ -100,8 +100,8 @@ class MixedPrecisionEmbedding(nn.Embedding):
 
     A table in low precision, and a table in float32 whose rows are rounded on output, give the same
     output, bit for bit. In training, the former needs half the memory and a float32 master copy
-    (`MixedPrecisionOptimizer`), and adds up a row's gradient in its own dtype: on a CPU a token that
-    occurs 1,000 times with a gradient of 1 gets 256 in bfloat16 (257 is not a bfloat16 number).
+    (`MixedPrecisionOptimizer`), and adds up a row's gradient in its own dtype: on a CPU a token
+    that occurs 1,000 times with a gradient of 1 gets 256 in bfloat16 (257 is not a bfloat16 number).
 
     Args:
         num_embeddings, embedding_dim, options: as in `nn.Embedding`; `dtype` is the table's.
