@@ -30,21 +30,13 @@ folded away.</p></div>"""
 
 @dataclass(frozen=True)
 class Place:
-    """A numbered section or exercise of a notebook.
+    """A numbered section or exercise of a notebook."""
 
-    Attributes:
-        docname: its page.
-        kind: "section" or "exercise".
-        section: number of the section that it is, or lies in; 0 before the first.
-        label: such as "1.4" or "1-3".
-        title: its heading without the number.
-    """
-
-    docname: str
-    kind: str
-    section: int
-    label: str
-    title: str
+    docname: str  # its page
+    kind: str  # "section" or "exercise"
+    section: int  # number of the section that it is, or lies in; 0 before the first
+    label: str  # such as "1.4" or "1-3"
+    title: str  # its heading without the number
 
     @property
     def anchor(self) -> str:

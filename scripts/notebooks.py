@@ -74,7 +74,7 @@ def stems(folder: Path) -> list[str]:
 
 
 def write_pair(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook (changed in place) and its twin, so that only real changes show in a diff."""
+    """Write a notebook (changed in place) and its twin, so that a diff shows real changes only."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},

@@ -30,36 +30,22 @@ STATE_FILE = ".labsupport.json"
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A copy into which a newer edition was merged.
+    """A copy into which a newer edition was merged."""
 
-    Attributes:
-        copy: the student's notebook or checklist.
-        before: what it was before, byte for byte.
-        conflicts: what could not be kept in its place, one sentence each.
-    """
-
-    copy: Path
-    before: Path
-    conflicts: tuple[str, ...]
+    copy: Path  # the student's notebook or checklist
+    before: Path  # what it was before, byte for byte
+    conflicts: tuple[str, ...]  # what could not be kept in its place, one sentence each
 
 
 @dataclass
 class StartReport:
-    """What `start_work` found and did.
-
-    Attributes:
-        folder: the student's folder.
-        created: new working copies.
-        kept: copies that were left as they are.
-        upgraded: copies into which a newer edition was merged.
-        left_alone: copies that the lab cannot read, and why.
-    """
+    """Files that `start_work` found in the student's folder, and made there."""
 
     folder: Path
-    created: list[Path] = field(default_factory=list)
-    kept: list[Path] = field(default_factory=list)
-    upgraded: list[Upgrade] = field(default_factory=list)
-    left_alone: dict[Path, str] = field(default_factory=dict)
+    created: list[Path] = field(default_factory=list)  # new working copies
+    kept: list[Path] = field(default_factory=list)  # copies that were left as they are
+    upgraded: list[Upgrade] = field(default_factory=list)  # a newer edition was merged into them
+    left_alone: dict[Path, str] = field(default_factory=dict)  # cannot be read, and why
 
     def leave_alone(self, copy: Path, reason: str) -> None:
         """Note a copy that the lab cannot renew."""

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.attention import AttentionInputError, available_backends
+from labsupport.attention import AttentionInputError
 from labsupport.attention.call import AttentionCall
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import check_model_layout
@@ -44,9 +44,8 @@ from labsupport.precision.dtypes import Range, as_range, range_of, short
 
 MEASURED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
-# With a GPU, PyTorch itself is asked (`Backend.further_reasons`); without one, this is its answer
-# (PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash; for
-# NVIDIA).
+# The answer of PyTorch itself, for NVIDIA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+# check_head_dim_size_flash).
 SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA = 256
 NEAR = 2  # "near overflow": another doubling would overflow
 BOTTOM_SHARE = 0.1
@@ -82,24 +81,17 @@ class Violation:
 
 
 class TensorStats:
-    """Dtypes and range of tensors that belong together: inputs, weights, or outputs.
-
-    Attributes:
-        dtypes: of each tensor.
-        names: of each tensor, where that matters (q, k, v).
-        pending: the numbers of each measured tensor, still on its device, and its entries.
-        range: the range of all of them together; None if nothing was measured (or read yet).
-        rank: the number of dimensions of the first.
-    """
+    """Dtypes and range of tensors that belong together: inputs, weights, or outputs."""
 
     __slots__ = ("dtypes", "names", "pending", "range", "rank")
 
     def __init__(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> None:
         self.dtypes = tuple([tensor.dtype for tensor in tensors])
-        self.names = names
-        self.rank = tensors[0].ndim if tensors else 0
+        self.names = names  # of each tensor, where that matters (q, k, v)
+        self.rank = tensors[0].ndim if tensors else 0  # dimensions of the first
+        # Of all of them together; None if nothing was measured, or is still on its device.
         self.range: Range | None = None
-        self.pending: list[tuple[Tensor, int]] = []
+        self.pending: list[tuple[Tensor, int]] = []  # numbers of each tensor, and its entries
 
     @property
     def floating(self) -> tuple[torch.dtype, ...]:
@@ -283,20 +275,14 @@ def _unsupported(
 
 
 def _no_flash_kernel(q: Tensor, k: Tensor, v: Tensor, where: str, device: str) -> list[Violation]:
-    """Report that no flash kernel runs the call, with every reason.
-
-    For a device that is not here, only sizes count, as if all packages were installed.
-    """
-    if device == q.device.type:
-        reasons = {status.name: list(status.reasons) for status in available_backends(q, k, v)}
-    else:
-        call, reasons = AttentionCall(q.to("meta"), k.to("meta"), v.to("meta")), {}
-        for entry in BACKENDS:
-            limits = entry.limits
-            if entry.name == "sdpa_flash" and device == "cuda":
-                limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
-            if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
-                reasons[entry.name] = limits.option_reasons(call)
+    """Report that no flash kernel takes these sizes, by the kernels' tables, with every reason."""
+    call, reasons = AttentionCall(q.to("meta"), k.to("meta"), v.to("meta")), {}
+    for entry in BACKENDS:
+        limits = entry.limits
+        if entry.name == "sdpa_flash" and device == "cuda":
+            limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
+        if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
+            reasons[entry.name] = limits.option_reasons(call)
     flash = {name: reasons[name] for name in FLASH_KERNELS if name in reasons}
     if not all(flash.values()):
         return []
@@ -406,13 +392,13 @@ def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Viol
 
 def _bad_output(call: Record) -> Violation:
     inputs, weights, output = call.ranges()
-    reasons = []
-    for held, was, holds in ((inputs, "input was", "input holds"),
-                             (weights, "weights are", "weights hold")):  # fmt: skip
-        if held is not None:
-            finite = f"its {was} finite (largest {held.largest:.3g})"
-            reasons.append(finite if held.finite else f"its {holds} {held.nonfinite}")
-    reason = ", ".join(reasons)
+    reason = ", ".join(
+        f"its {was} finite (largest {held.largest:.3g})" if held.finite
+        else f"its {holds} {held.nonfinite}"
+        for held, was, holds in ((inputs, "input was", "input holds"),
+                                 (weights, "weights are", "weights hold"))
+        if held is not None
+    )  # fmt: skip
     if output is None or output.finite:
         message = f"{reason}, though its output is finite"
     else:

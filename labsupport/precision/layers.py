@@ -101,7 +101,7 @@ class MixedPrecisionEmbedding(nn.Embedding):
     A table in low precision, and a table in float32 whose rows are rounded on output, give the same
     output, bit for bit. In training, the former needs half the memory and a float32 master copy
     (`MixedPrecisionOptimizer`), and adds up a row's gradient in its own dtype: on a CPU a token
-    that occurs 1,000 times with a gradient of 1 gets 256 in bfloat16 (257 is not a bfloat16 number).
+    that occurs 1,000 times with a gradient of 1 gets 256 in bfloat16 (257 is no bfloat16 number).
 
     Args:
         num_embeddings, embedding_dim, options: as in `nn.Embedding`; `dtype` is the table's.

@@ -1,11 +1,10 @@
 """Float32 master weights, and loss scaling where gradients pass through float16.
 
-Why a master copy: bfloat16 has 8 significant bits. The next number after 1 is 1.0078; adding 0.001
-to a weight of 1 gives 1, a thousand times over. So the optimizer changes a float32 copy, and the
-model gets it rounded. Why loss scaling: float16 has no number between 0 and 6e-8; smaller gradients
-become 0. A loss that is multiplied by 65,536 has gradients 65,536 times as large; they are divided
-again in float32. If the scale was too large, gradients are infinite: the step is skipped and the
-scale halved. (Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.)
+In bfloat16 the next number after 1 is 1.0078: adding 0.001 to a weight of 1 gives 1, a thousand
+times over. So the optimizer changes a float32 copy, and the model gets it rounded. In float16
+gradients below 6e-8 become 0. A loss that is multiplied by 65,536 has gradients 65,536 times as
+large; they are divided again in float32. If one was infinite, the step is skipped and the scale
+halved. (Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.)
 """
 
 from __future__ import annotations

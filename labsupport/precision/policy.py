@@ -61,24 +61,21 @@ class FlashAttentionConfig:
     """A dtype for each component; a torch dtype or its name.
 
     Attributes:
-        attention: dtype of q, k and v at the attention kernel, all three. The softmax weights P
-            are not a choice: inside a fused kernel they are float32 in registers, and rounded to
-            this dtype for the product with V.
+        attention: dtype of q, k and v at the attention kernel, all three. (Softmax weights P are
+            no choice: float32 in a fused kernel, rounded to this dtype for the product with V.)
         attention_weights: the projections W_q, W_k, W_v, W_o, and their matmuls.
         mlp: the weights of the MLP, and its matmuls.
         norm_statistics: mean and variance of LayerNorm, mean square of RMSNorm.
         norm_weights: their weights.
         embedding: the table. A head that shares it keeps sharing it: this dtype holds for both.
-        residual: the stream between the blocks, which begins as the embedding's output. (A model
-            that is fed vectors instead of tokens has the stream that it is fed.) Llama rotates q
-            and k in this dtype, if it is the wider one, and caches the keys in it.
+        residual: the stream between the blocks, which begins as the embedding's output. Llama
+            rotates q and k in this dtype, if it is the wider one, and caches the keys in it.
         head: the matmul that makes the logits, and its weight unless that is shared.
         loss: loss modules inside of the model; pass it to `compute_loss` as well.
         optimizer: master weights and the optimizer's state (`MixedPrecisionOptimizer`).
 
     The default is the usual choice for large models: bfloat16, with float32 for long sums and small
-    changes. `float16()` keeps the residual stream in float32 as well, for its range: float16 ends
-    at 65,504.
+    changes. `float16()` keeps the residual stream in float32 as well, for its range.
 
     Raises:
         ValueError: not a floating dtype of 16, 32 or 64 bits.
@@ -146,9 +143,8 @@ def apply_precision_policy(
     """Put a model under a policy, in place. Idempotent; a new policy replaces the old one.
 
     Parameters stay the same objects, with new contents: ties, and an optimizer's references,
-    survive. (`MixedPrecisionOptimizer` copies masters: build it afterwards.) Weights rounded to 16
-    bits stay rounded under a later float32 policy. LayerNorm, RMSNorm, Embedding and linear heads
-    become the classes of `labsupport.precision.layers`; names and state dicts stay.
+    survive. (`MixedPrecisionOptimizer` copies masters: build it afterwards.) LayerNorm, RMSNorm,
+    Embedding and linear heads become the classes of `precision.layers`; names and state dicts stay.
 
     Args:
         model: any module; Transformers models and hand-written ones alike.
@@ -161,9 +157,6 @@ def apply_precision_policy(
 
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
-
-    An attention function inside of the model that chooses a dtype, such as `safe_flash_attention`,
-    runs; but the policy's dtype for the kernel decides (`cast_hooks.KernelDtype`).
 
     Raises:
         TypeError: `model` is no module, or `config` no FlashAttentionConfig.
@@ -198,18 +191,11 @@ def apply_precision_policy(
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """One change.
+    """One change; before and after are dtypes, or words."""
 
-    Attributes:
-        component: attention, mlp, norm, embedding, head, loss or other.
-        module: the module's qualified name.
-        what: a parameter's name, or "inputs", "output", "kernel", "statistics", ...
-        before, after: dtypes, or in words.
-    """
-
-    component: str
-    module: str
-    what: str
+    component: str  # attention, mlp, norm, embedding, head, loss or other
+    module: str  # the module's qualified name
+    what: str  # a parameter's name, or "inputs", "output", "kernel", "statistics", ...
     before: str
     after: str
 
@@ -313,20 +299,14 @@ _LINEAR_CLASSES = ("Linear", "Conv1D")
 
 @dataclass(frozen=True)
 class _Part:
-    """A module and its place in the model.
+    """A module and its place in the model."""
 
-    Attributes:
-        name: its qualified name, "" for the model itself.
-        component: one of `COMPONENTS`; None for a container that is no component.
-        outermost: its parent belongs to another component, or to none.
-        kernel_scope: attention kernels may be called in its forward: an outermost attention module,
-            or the block that projections stand free in.
-    """
-
-    name: str
+    name: str  # its qualified name, "" for the model itself
     module: nn.Module
-    component: str | None
-    outermost: bool
+    component: str | None  # one of `COMPONENTS`; None for a container that is no component
+    outermost: bool  # its parent belongs to another component, or to none
+    # Attention kernels may be called in its forward: it is an outermost attention module, or the
+    # block that projections stand free in.
     kernel_scope: bool
 
     @property

@@ -180,18 +180,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(fused):
     assert not equal(weights(model), before)
 
 
-def test_the_scale_grows_again_after_a_while():
-    config = FlashAttentionConfig.float16()
-    model = tiny(config)
-    optimizer = MixedPrecisionOptimizer(model, config, init_scale=8.0, growth_interval=2, lr=1e-3)
-    assert [(step(model, optimizer)[0], optimizer.scale) for _ in range(4)] == [
-        (True, 8.0),
-        (True, 16.0),
-        (True, 16.0),
-        (True, 32.0),
-    ]
-
-
 def test_there_is_a_scaler_where_anything_is_in_float16():
     config = FlashAttentionConfig()
     optimizer = MixedPrecisionOptimizer(tiny(config), config)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
-from labsupport.precision.cast_hooks import Casts, set_casts
 from labsupport.precision.dtypes import unit_roundoff
 from tests.precision.policy_models import (
     MODELS,
@@ -98,16 +97,6 @@ def test_q_k_and_v_enter_the_kernel_in_one_dtype(make, config):
     with SeenByKernels() as seen:
         model(tokens())
     assert seen.dtypes == [(config.attention,) * 3] * 2
-
-
-def test_without_it_a_float32_rotation_would_give_llamas_kernel_two_dtypes():
-    model = llama()
-    apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
-    for layer in model.model.layers:
-        set_casts(layer.self_attn, Casts())
-    with SeenByKernels() as seen, pytest.raises(RuntimeError, match="dtype"):
-        model(tokens(), use_cache=False)  # the cache would promote v as well
-    assert seen.dtypes == [(F32, F32, BF16)]
 
 
 @CASES
