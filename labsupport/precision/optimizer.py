@@ -178,11 +178,7 @@ class MixedPrecisionOptimizer:
         """Make the masters anew from the model, after you loaded or changed its weights.
 
         The optimizer's state (momentum, ...) stays. Masters lose the digits that the weights lack.
-
-        Raises:
-            RuntimeError: parameters have another dtype, shape or device than when this was built.
         """
-        self._check(kinds_only=True)
         self._copy(to_masters=True)
 
     def _masters(self) -> dict[str, Tensor]:
@@ -205,9 +201,7 @@ class MixedPrecisionOptimizer:
 
         Raises:
             ValueError: it is of other parameters, or of a policy with other dtypes.
-            RuntimeError: parameters have another dtype, shape or device than when this was built.
         """
-        self._check(kinds_only=True)
         if different := sorted(state["masters"].keys() ^ self._masters().keys()):
             raise ValueError(
                 "this state has other master weights than this optimizer: "
@@ -237,7 +231,7 @@ class MixedPrecisionOptimizer:
                 master.copy_(parameter) if to_masters else parameter.copy_(master)
                 self._seen[name] = _state(parameter)
 
-    def _check(self, *, kinds_only: bool = False) -> None:
+    def _check(self) -> None:
         """Raise if a master does not fit or is out of date, or a gradient is not scaled."""
         for name, (parameter, master) in self._pairs.items():
             before, now, low = self._seen[name], _state(parameter), master is not parameter
@@ -250,8 +244,6 @@ class MixedPrecisionOptimizer:
                     "master does not fit. Build the optimizer after the policy is applied and the "
                     "model moved."
                 )
-            if kinds_only:
-                continue
             # Writing the same values again, as loading a checkpoint does, does no harm.
             if low and before != now and not torch.equal(parameter, master.to(parameter.dtype)):
                 raise RuntimeError(
