@@ -47,27 +47,6 @@ def test_what_is_handed_out_holds_nothing_but_texts_and_the_metadata_of_exercise
             }
 
 
-@pytest.mark.parametrize("where", ["source", "metadata", "output", "attachment"])
-def test_a_secret_line_is_found_wherever_it_stands(solved, tmp_path, where):
-    secrets = secret_lines(solved)
-    line = "product_of_x_with_itself =  x*x"
-    new = nbformat.v4
-    left = {
-        "source": new.new_markdown_cell(f"Hint: `{line}`."),
-        "metadata": new.new_code_cell("", metadata={"note": [line]}),
-        "output": new.new_code_cell("", outputs=[new.new_output("stream", text=line)]),
-        "attachment": new.new_markdown_cell("", attachments={"a": {"text/plain": line}}),
-    }
-    assert secrets == {
-        "product_of_x_with_itself = x * x",
-        "return product_of_x_with_itself",
-        'assert square(-4) == 16, "the sign should vanish"',
-        "Because minus times minus is plus.",
-    }
-    nbformat.write(new.new_notebook(cells=[left[where]]), tmp_path / "out.ipynb")
-    assert leaks(secrets, tmp_path / "out.ipynb") == ["product_of_x_with_itself = x * x"]
-
-
 def test_solutions_become_stubs_and_what_was_given_stays(solved):
     edition = student_edition(solved)
     assert edition.cells[2].source == (
