@@ -93,7 +93,7 @@ def link_terms(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     if not hasattr(app, "book_terms"):
         terms = entries(app.env.get_doctree(GLOSSARY))
         app.book_terms = {word: term for term in terms for word in term.words()}
-    longest_first = sorted(app.book_terms, key=len, reverse=True)
+    longest_first: list[str] = sorted(app.book_terms, key=len, reverse=True)
     either = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in longest_first)
     pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     uri = app.builder.get_relative_uri(docname, GLOSSARY)

@@ -128,7 +128,7 @@ def _draw_map(axes: Axes, table: pd.DataFrame, row: Any) -> None:
     hatched: list[Rectangle] = []
     for y in range(len(rows)):
         for x in range(len(cols)):
-            traffic = grid.iat[y, x]
+            traffic: Any = grid.iat[y, x]
             if not fits[y, x]:
                 hatched.append(Rectangle((x - 0.5, y - 0.5), 1, 1))
                 continue

@@ -23,9 +23,7 @@ class Chart(Figure):
 
     description = ""
 
-    def __init__(
-        self, *, dpi: float = 110, layout: str | None = "constrained", **options: Any
-    ) -> None:
+    def __init__(self, *, dpi: float = 110, layout: Any = "constrained", **options: Any) -> None:
         super().__init__(dpi=dpi, layout=layout, **options)
 
     def headline(self, title: str, small_print: str) -> None:

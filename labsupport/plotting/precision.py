@@ -139,10 +139,9 @@ def _draw_ranges(axes: Axes, columns: list[Any], gradients: list[Any], pitch: fl
         drawn = [(x + shift, r["smallest"], r["largest"]) for x, r in enumerate(rows)
                  if r and r["largest"] > 0]  # fmt: skip
         if drawn:
-            bars = axes.vlines(
-                *map(list, zip(*drawn, strict=True)),
-                color=colour, linewidth=min(2.4, 0.3 * 72 * pitch), label=label,
-            )  # fmt: skip
+            x, low, high = map(list, zip(*drawn, strict=True))
+            width = min(2.4, 0.3 * 72 * pitch)
+            bars = axes.vlines(x, low, high, color=colour, linewidth=width, label=label)
             bars.set_gid(name)
         for kind in _ALARMS:
             if places := [x for x, row in enumerate(rows) if row and _alarming(row, kind)]:

@@ -283,9 +283,9 @@ class PrecisionTracker:
             record.backend, record.kernel = report.backend, report.kernel
         return result
 
-    def _begin(self, *site: str) -> Record:
-        key = site[0], site[1]  # a module may make attention calls, too
-        record = Record(self._tick(), "forward", *site, self._calls[key])
+    def _begin(self, name: str, class_name: str, kind: str) -> Record:
+        key = name, class_name  # a module may make attention calls, too
+        record = Record(self._tick(), "forward", name, class_name, kind, self._calls[key])
         self._calls[key] += 1
         self._records.append(record)
         self._open.append(record)
@@ -399,13 +399,13 @@ class PrecisionTracker:
                 lines.append(f"... and {len(found) - SHOWN - 1} more: see `violations`.")
             if records and not self.ranges:
                 lines.append("Ranges were not recorded: NaN, overflow and underflow go unseen.")
-        elif not records:
-            well = "no mixed or unsupported dtypes, no NaN, nothing near overflow"
-        elif not self.ranges:
-            well = "no mixed dtypes at an attention call (ranges were not recorded)"
         else:
             well = "no NaN, no infinity, no mixed dtypes" + ", no underflow" * gradients
-        lines += [] if found else [f"All is well: {well}."]
+            if not self.ranges:
+                well = "no mixed dtypes at an attention call (ranges were not recorded)"
+            if not records:
+                well = "no mixed or unsupported dtypes, no NaN, nothing near overflow"
+            lines.append(f"All is well: {well}.")
         return "\n".join(lines + _summary(records))
 
 

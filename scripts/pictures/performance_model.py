@@ -26,6 +26,7 @@ def _points(axes, x, y, backend, filled, size=7, **options):
 def measured_roofline(axes):
     """Prefill, training and decoding of recorded runs under two roofs of an H200."""
     spec = find_spec("NVIDIA H200")
+    assert spec is not None
     peak, slope = Roof.of(spec).peak("bfloat16"), spec.bandwidth_gb_s / 1e3
     decode = load_run("decode-h200")
     copy = decode.attrs["provenance"]["copy_gb_s"] / 1e3  # TB/s

@@ -90,6 +90,7 @@ def errors_by_scale(axes):
         for dtype in DTYPES:
             cast = [x.to(dtype) for x in (scale * q, k, v)]
             out = flash_attention(*cast, backend="sdpa_flash")
+            assert isinstance(out, torch.Tensor)
             errors[dtype].append(relative_error(out.transpose(1, 2), exact))
     for dtype, marker in zip(DTYPES, "^so", strict=True):
         u, colour, name = unit_roundoff(dtype), DTYPE_COLOURS[short(dtype)], short(dtype)
