@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.runner import Case, names, not_measured, run
 from labsupport.attention import attention
-from labsupport.profiling.bench.request import measurable_backends
+from labsupport.profiling.bench import measurable_backends
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:

@@ -127,7 +127,7 @@ def compare(launches: Sequence[dict[str, Any]], case: Case) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from labsupport.attention.flash_triton.tuning import tiling
+    from labsupport.attention.kernels.config import tiling
 
     rows = []
     for launch in launches:

@@ -8,8 +8,11 @@ them: `#section-1-4`, `#exercise-1-3`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -27,26 +30,23 @@ folded away.</p></div>"""
 
 @dataclass(frozen=True)
 class Place:
-    """A numbered section or exercise of a notebook.
+    """A numbered section or exercise of a notebook."""
 
-    Attributes:
-        docname: its page.
-        kind: "section" or "exercise".
-        section: number of the section that it is, or lies in; 0 before the first.
-        label: such as "1.4" or "1-3".
-        title: its heading without the number.
-    """
-
-    docname: str
-    kind: str
-    section: int
-    label: str
-    title: str
+    docname: str  # its page
+    kind: str  # "section" or "exercise"
+    section: int  # number of the section that it is, or lies in; 0 before the first
+    label: str  # such as "1.4" or "1-3"
+    title: str  # its heading without the number
 
     @property
     def anchor(self) -> str:
         """The id of the heading's section."""
         return f"{self.kind}-{self.label.replace('.', '-')}"
+
+    def link(self, builder: Any, source: str, words: str) -> str:
+        """A link to the heading, as HTML of the page `source`."""
+        uri = "" if source == self.docname else builder.get_relative_uri(source, self.docname)
+        return f'<a class="reference internal" href="{uri}#{self.anchor}">{words}</a>'
 
 
 def anchor_headings(app: Sphinx, doctree: nodes.document) -> None:
@@ -59,7 +59,7 @@ def anchor_headings(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def forget(app: Sphinx, env: object, docname: str) -> None:
-    """A page is read anew, or gone: forget its headings."""
+    """Forget the headings of a page that is read anew, or gone."""
     getattr(env, "book_places", {}).pop(docname, None)
 
 
@@ -72,20 +72,23 @@ def add_boxes(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     top = next(doctree.findall(nodes.section))
     if number[1] == "theory":
         found = [r for r in readings(table) if r.chapter == int(number[2])]
-        if found:
-            _into_first_section(top, _chapter_box(app, docname, found))
+        # Behind what the chapter answers: that is what a reader wants to know first.
+        first = next((child for child in top.children if isinstance(child, nodes.section)), top)
+        first += [_raw(_chapter_box(app, docname, found))] if found else []
         return
     found = [r for r in readings(table) if r.notebook == int(number[2])]
-    box = [
-        _raw(OPEN.format(file=f"{Path(docname).name}.ipynb")),
-        *_notebook_box(app, docname, found),
-    ]
-    top[1:1] = box
-    _section_lines(app, doctree, docname, found)
+    name = f"{Path(docname).name}.ipynb"
+    top[1:1] = [_raw(OPEN.format(file=name) + _notebook_boxes(app, docname, found))]
+    for section, place in _numbered(docname, doctree):
+        for reading in found if place.kind == "section" else ():
+            if place.section in reading.sections:  # a line: the chapter that derives it
+                words = f"Theory: {_chapter_link(app, docname, reading.chapter)}"
+                words += f" ({escape(reading.remark)})" if reading.remark else ""
+                section.insert(1, _raw(f'<p class="derived-in">{words}</p>'))
 
 
-def _numbered(docname: str, doctree: nodes.document) -> list[tuple[nodes.section, Place]]:
-    found, current = [], 0
+def _numbered(docname: str, doctree: nodes.document) -> Iterator[tuple[nodes.section, Place]]:
+    current = 0
     for section in doctree.findall(nodes.section):
         match = _NUMBERED.match(section[0].astext())
         if match is None:
@@ -95,126 +98,75 @@ def _numbered(docname: str, doctree: nodes.document) -> list[tuple[nodes.section
         else:
             current = int(match[2])
             place = Place(docname, "section", current, f"{match[1]}.{match[2]}", match[6])
-        found.append((section, place))
-    return found
+        yield section, place
 
 
-def _notebook_of(app: Sphinx, number: int) -> str:
-    return next(d for d in sorted(app.env.found_docs) if d.startswith(f"notebooks/{number:02}-"))
+def _page(app: Sphinx, docname: str, folder: str, number: int) -> tuple[str, str, str]:
+    """Name, relative address and title of a chapter or notebook."""
+    page = next(p for p in sorted(app.env.found_docs) if p.startswith(f"{folder}/{number:02}-"))
+    title = escape(app.env.titles[page].astext().partition(" · ")[2])
+    return page, app.builder.get_relative_uri(docname, page), title
 
 
-def _chapter_of(app: Sphinx, number: int) -> str:
-    return next(d for d in sorted(app.env.found_docs) if d.startswith(f"theory/{number:02}-"))
+def _chapter_link(app: Sphinx, docname: str, number: int) -> str:
+    _, uri, title = _page(app, docname, "theory", number)
+    return f'<a class="reference internal" href="{uri}">chapter {number}, {title}</a>'
 
 
-def _chapter_box(app: Sphinx, docname: str, found: list[Reading]) -> list[nodes.Node]:
+def _chapter_box(app: Sphinx, docname: str, found: list[Reading]) -> str:
     items = []
     for reading in found:
-        notebook = _notebook_of(app, reading.notebook)
-        places = app.env.book_places[notebook]
+        page, uri, title = _page(app, docname, "notebooks", reading.notebook)
+        places = app.env.book_places[page]
         if not reading.sections:
-            exercises = [p for p in places if p.kind == "exercise"]
-            title = app.env.titles[notebook].astext().partition(" · ")[2]
-            items.append(
-                _item(
-                    _link(app, docname, notebook, "", f"Notebook {reading.notebook}"),
-                    nodes.Text(f" · {title}"),
-                    *_exercises(app, docname, exercises),
-                )
-            )
+            link = f'<a class="reference internal" href="{uri}">Notebook {reading.notebook}</a>'
+            items.append(f"{link} · {title}{_exercises(app, docname, places)}")
         for number in reading.sections:
             here = [p for p in places if p.section == number]
             section = next(p for p in here if p.kind == "section")
-            items.append(
-                _item(
-                    _link(app, docname, notebook, section.anchor, f"Section {section.label}"),
-                    nodes.Text(f" · {section.title}"),
-                    *_exercises(app, docname, [p for p in here if p.kind == "exercise"]),
-                )
-            )
+            link = section.link(app.builder, docname, f"Section {section.label}")
+            items.append(f"{link} · {escape(section.title)}{_exercises(app, docname, here)}")
     return _box("In the notebooks", "beside", items)
 
 
-def _notebook_box(app: Sphinx, docname: str, found: list[Reading]) -> list[nodes.Node]:
-    chapters: dict[int, list[Reading]] = {}
-    for reading in found:
-        chapters.setdefault(reading.chapter, []).append(reading)
+def _notebook_boxes(app: Sphinx, docname: str, found: list[Reading]) -> str:
+    places = app.env.book_places[docname]
+    sections = {p.section: p for p in places if p.kind == "section"}
     items = []
-    places = {p.section: p for p in app.env.book_places[docname] if p.kind == "section"}
-    for chapter, its in sorted(chapters.items()):
-        parts = [_chapter_link(app, docname, chapter)]
-        sections = [(number, r.remark) for r in its for number in r.sections]
-        for i, (number, _) in enumerate(sections):
-            parts.append(nodes.Text(", section " if i == 0 else ", "))
-            parts.append(_link(app, docname, docname, places[number].anchor, places[number].label))
-        items.append(_item(*parts))
-    boxes = _box("The theory beside it", "beside", items)
-    exercises = [p for p in app.env.book_places[docname] if p.kind == "exercise"]
-    lines = [
-        _item(
-            _link(app, docname, docname, p.anchor, f"Exercise {p.label}"),
-            nodes.Text(f" · {p.title}"),
-        )
-        for p in exercises
+    for chapter in sorted({reading.chapter for reading in found}):
+        numbers = [n for r in found if r.chapter == chapter for n in r.sections]
+        links = [sections[n].link(app.builder, docname, sections[n].label) for n in numbers]
+        listing = f", section {', '.join(links)}" if links else ""
+        items.append(_chapter_link(app, docname, chapter) + listing)
+    exercises = [
+        f"{p.link(app.builder, docname, f'Exercise {p.label}')} · {escape(p.title)}"
+        for p in places
+        if p.kind == "exercise"
     ]
-    boxes += _box("Its exercises", "beside exercises", lines)
-    return [_raw('<div class="besides">'), *boxes, _raw("</div>")]
+    boxes = _box("The theory beside it", "beside", items)
+    boxes += _box("Its exercises", "beside exercises", exercises)
+    return f'<div class="besides">{boxes}</div>'
 
 
-def _section_lines(
-    app: Sphinx, doctree: nodes.document, docname: str, found: list[Reading]
-) -> None:
-    """One line under a section's heading: the chapter that derives it."""
-    for section, place in _numbered(docname, doctree):
-        if place.kind != "section":
-            continue
-        for reading in [r for r in found if place.section in r.sections]:
-            remark = f" ({reading.remark})" if reading.remark else ""
-            line = nodes.paragraph("", "", classes=["derived-in", "no-search"])
-            line += [nodes.Text("Theory: "), _chapter_link(app, docname, reading.chapter)]
-            line += nodes.Text(remark)
-            section.insert(1, line)
+def _exercises(app: Sphinx, docname: str, places: list[Place]) -> str:
+    exercises = [p for p in places if p.kind == "exercise"]
+    words = [f"exercise {p.label}" if p is exercises[0] else p.label for p in exercises]
+    pairs = zip(exercises, words, strict=True)
+    links = ", ".join(p.link(app.builder, docname, text) for p, text in pairs)
+    return f", with {links}" if links else ""
 
 
-def _chapter_link(app: Sphinx, docname: str, number: int) -> nodes.reference:
-    chapter = _chapter_of(app, number)
-    title = app.env.titles[chapter].astext().partition(" · ")[2]
-    return _link(app, docname, chapter, "", f"chapter {number}, {title}")
-
-
-def _exercises(app: Sphinx, docname: str, places: list[Place]) -> list[nodes.Node]:
-    made: list[nodes.Node] = []
-    for i, place in enumerate(places):
-        made.append(nodes.Text(", with " if i == 0 else ", "))
-        words = f"exercise {place.label}" if i == 0 else place.label
-        made.append(_link(app, docname, place.docname, place.anchor, words))
-    return made
-
-
-def _link(app: Sphinx, source: str, target: str, anchor: str, words: str) -> nodes.reference:
-    uri = "" if source == target else app.builder.get_relative_uri(source, target)
-    place = f"{uri}#{anchor}" if anchor else uri
-    return nodes.reference("", words, internal=True, refuri=place)
-
-
-def _item(*parts: nodes.Node) -> nodes.list_item:
-    return nodes.list_item("", nodes.paragraph("", "", *parts))
-
-
-def _box(title: str, classes: str, items: list[nodes.list_item]) -> list[nodes.Node]:
-    heading = f'<nav class="{classes}" aria-label="{title}"><p class="beside-title">{title}</p>'
-    # no-search: else a word is found wherever a chapter's title stands.
-    return [_raw(heading), nodes.bullet_list("", *items, classes=["no-search"]), _raw("</nav>")]
-
-
-def _into_first_section(top: nodes.section, box: list[nodes.Node]) -> None:
-    """Behind what the chapter answers: that is what a reader wants to know first."""
-    first = next((child for child in top.children if isinstance(child, nodes.section)), top)
-    first.extend(box)
+def _box(title: str, classes: str, items: list[str]) -> str:
+    listing = "".join(f"<li><p>{item}</p></li>" for item in items)
+    return (
+        f'<nav class="{classes}" aria-label="{title}"><p class="beside-title">{title}</p>'
+        f'<ul class="simple">{listing}</ul></nav>'
+    )
 
 
 def _raw(html: str) -> nodes.raw:
-    return nodes.raw("", html, format="html")
+    # no-search: else a word is found wherever a chapter's title stands.
+    return nodes.raw("", html, format="html", classes=["no-search"])
 
 
 def setup(app: Sphinx) -> dict[str, object]:

@@ -21,17 +21,11 @@ SEQLEN, HEAD_DIM, FAST_KIB = 4096, 64, 99
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure to play with.
+    """A figure to play with."""
 
-    Attributes:
-        name: of its files, and the id of its heading.
-        docname: the page that it stands on.
-        section: the title of the section at whose end it stands.
-    """
-
-    name: str
-    docname: str
-    section: str
+    name: str  # of its files, and the id of its heading
+    docname: str  # the page that it stands on
+    section: str  # the title of the section at whose end it stands
 
 
 FIGURES = (

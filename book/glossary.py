@@ -22,15 +22,12 @@ NOT_LINKED = frozenset([
     "heads", "hidden", "hop", "interpolation", "kernel", "latency", "layout", "left", "masked",
     "measured", "messages", "packed", "packing", "program", "rank", "scores", "seqlen", "shard",
     "specified", "static", "throughput", "tile", "toolkit", "wave", "weights", "window", "world",
-    "held out", '"flash"',
+    "held out", '"flash"', "gib", "gb", "mib",
 ])  # fmt: skip
-# How a term is written besides its name in the glossary.
+# How a term is written besides its name in the glossary and its plural.
 ALSO = {
     "online softmax": ("online-softmax",),
     "materialise": ("materialises", "materialised", "materialising"),
-    "gib": (),
-    "gb": (),
-    "mib": (),
 }
 _SKIPPED = (
     nodes.title, nodes.literal, nodes.literal_block, nodes.reference, nodes.math, nodes.math_block,
@@ -40,63 +37,81 @@ _SKIPPED = (
 
 @dataclass(frozen=True)
 class Term:
-    """An entry of the glossary.
+    """An entry of the glossary: a paragraph that begins "**Term** · ...".
 
     Attributes:
         title: its bold beginning, such as "HBM, SRAM".
-        anchor: its id on the glossary's page.
-        words: what it is called in texts.
-        meaning: its definition.
+        paragraph: all of it.
     """
 
     title: str
-    anchor: str
-    words: tuple[str, ...]
-    meaning: tuple[nodes.Node, ...]
+    paragraph: nodes.paragraph
+
+    @property
+    def anchor(self) -> str:
+        """The id of the entry: of the first word in its title."""
+        first = re.split(r",| \(", self.title)[0]
+        return "term-" + re.sub(r"[^a-z0-9]+", "-", first.lower()).strip("-")
+
+    def words(self) -> Iterator[str]:
+        """What may stand in a text for the entry.
+
+        "HBM, SRAM" are two; "Grouped-query heads (MHA, MQA, GQA)" four; "RoPE (rotary positions)"
+        two. Inside a sentence a name begins with a small letter, unless it is an abbreviation.
+        """
+        inside = [found for found in re.findall(r"\(([^)]*)\)", self.title) if found[:3] != "of "]
+        names = ",".join([re.sub(r"\([^)]*\)", "", self.title), *inside]).split(",")
+        for name in filter(None, map(str.strip, names)):
+            if name.lower() in NOT_LINKED:
+                continue
+            small = name if re.search(r"[A-Z]", name[1:]) else name[0].lower() + name[1:]
+            plural = f"{small[:-1]}ies" if re.search(r"[^aeiou]y$", small) else f"{small}s"
+            more = ALSO.get(small.lower(), () if small.endswith("s") else (plural,))
+            for word in (small, *more):
+                yield from {word: 0, word[0].upper() + word[1:]: 0}
 
 
-def terms(glossary: nodes.document) -> list[Term]:
-    """The entries of the glossary's page: paragraphs that begin "**Term** · ..."."""
-    return [_term(paragraph) for paragraph in _entries(glossary)]
-
-
-def anchor_of(title: str) -> str:
-    """The id of an entry: of the first word in its title."""
-    first = re.split(r",| \(", title)[0]
-    return "term-" + re.sub(r"[^a-z0-9]+", "-", first.lower()).strip("-")
-
-
-def words_of(title: str) -> tuple[str, ...]:
-    """What may stand in a text for an entry of that title.
-
-    "HBM, SRAM" are two; "Grouped-query heads (MHA, MQA, GQA)" four; "RoPE (rotary positions)" two.
-    """
-    outside = re.sub(r"\([^)]*\)", "", title)
-    inside = ",".join(found for found in re.findall(r"\(([^)]*)\)", title) if found[:3] != "of ")
-    names = [name.strip() for name in f"{outside},{inside}".split(",")]
-    kept = [name for name in names if name and name.lower() not in NOT_LINKED]
-    return tuple(dict.fromkeys(word for name in kept for word in _forms(name)))
+def entries(glossary: nodes.document) -> Iterator[Term]:
+    """The entries of the glossary's page."""
+    for paragraph in glossary.findall(nodes.paragraph):
+        bold = paragraph.next_node(nodes.strong)
+        if bold is not None and paragraph.astext().startswith(f"{bold.astext()} · "):
+            yield Term(bold.astext(), paragraph)
 
 
 def mark_entries(app: Sphinx, doctree: nodes.document) -> None:
     """Give the glossary's entries their anchors."""
     if app.env.docname == GLOSSARY:
-        for paragraph in _entries(doctree):
-            paragraph["ids"].append(anchor_of(paragraph.next_node(nodes.strong).astext()))
+        for term in entries(doctree):
+            term.paragraph["ids"].append(term.anchor)
 
 
 def link_terms(app: Sphinx, doctree: nodes.document, docname: str) -> None:
-    """Link the first use of each term on a page; put the meanings of those at the page's end."""
+    """Link the first use of each term on a page; note those terms for `add_meanings`."""
     if not docname.startswith(PAGES) or docname in (GLOSSARY, "theory/references"):
         return
-    pending = {
-        word: term for term in _all_terms(app) for word in (*term.words, *_capitals(term.words))
-    }
-    used: list[Term] = []
+    if not hasattr(app, "book_terms"):
+        terms = entries(app.env.get_doctree(GLOSSARY))
+        app.book_terms = {word: term for term in terms for word in term.words()}
+    longest_first: list[str] = sorted(app.book_terms, key=len, reverse=True)
+    either = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in longest_first)
+    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
     uri = app.builder.get_relative_uri(docname, GLOSSARY)
+    used: dict[str, Term] = {}
     for text in list(_prose(doctree)):
-        _link_in(text, pending, used, uri)
-    doctree["book-terms"] = used  # for the page's HTML: here, the search would index the meanings
+        content, done, parts = text.astext(), 0, []
+        for found in pattern.finditer(content):
+            term = app.book_terms[" ".join(found[1].split())]
+            if term.title in used:
+                continue
+            used[term.title] = term
+            place, options = f"{uri}#{term.anchor}", {"internal": True, "classes": ["term"]}
+            link = nodes.reference("", found[1], refuri=place, **options)
+            parts += [nodes.Text(content[done : found.start()]), link]
+            done = found.end()
+        if parts:
+            text.parent.replace(text, [*parts, nodes.Text(content[done:])])
+    doctree["book-terms"] = list(used.values())
 
 
 def add_meanings(
@@ -104,109 +119,36 @@ def add_meanings(
 ) -> None:
     """Put the meanings of a page's linked terms behind its text, for the script to show.
 
-    Without the script they stay hidden, and the links lead to the glossary.
+    Without the script they stay hidden, and the links lead to the glossary. (They are added to the
+    page's HTML: in the document, the search would index them.)
     """
-    used: list[Term] = doctree.get("book-terms", []) if doctree is not None else []
-    if not used:
-        return
     made = []
-    for term in used:
-        content = nodes.paragraph("", "", nodes.strong("", term.title), nodes.Text(" · "))
-        content += [node.deepcopy() for node in term.meaning]
+    for term in doctree.get("book-terms", []) if doctree is not None else []:
+        content = term.paragraph.deepcopy()
+        content["ids"] = []
         html = app.builder.render_partial(content)["fragment"]
         made.append(f'<div class="meaning" id="meaning-{term.anchor}" role="tooltip">{html}</div>')
-    context["body"] += f'<div class="meanings">{"".join(made)}</div>'
+    if made:
+        context["body"] += f'<div class="meanings">{"".join(made)}</div>'
 
 
-def _entries(glossary: nodes.document) -> Iterator[nodes.paragraph]:
-    for paragraph in glossary.findall(nodes.paragraph):
-        bold = paragraph.next_node(nodes.strong)
-        if bold is not None and paragraph.astext().startswith(f"{bold.astext()} · "):
-            yield paragraph
-
-
-def _term(paragraph: nodes.paragraph) -> Term:
-    bold = paragraph.next_node(nodes.strong)
-    title = bold.astext()
-    rest = [child.deepcopy() for child in paragraph.children[paragraph.index(bold) + 1 :]]
-    rest[0] = nodes.Text(rest[0].astext().removeprefix(" · "))
-    return Term(title, anchor_of(title), words_of(title), tuple(rest))
-
-
-def _forms(name: str) -> tuple[str, ...]:
-    # Inside a sentence a name begins with a small letter, unless it is an abbreviation or a name.
-    small = name if re.search(r"[A-Z]", name[1:]) else name[0].lower() + name[1:]
-    if small.lower() in ALSO:
-        return (small, *ALSO[small.lower()]) if ALSO[small.lower()] else ()
-    plural = f"{small[:-1]}ies" if re.search(r"[^aeiou]y$", small) else f"{small}s"
-    return (small,) if small.endswith("s") else (small, plural)
-
-
-def _capitals(words: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(word[0].upper() + word[1:] for word in words if word[0].islower())
-
-
-def _all_terms(app: Sphinx) -> list[Term]:
-    if not hasattr(app, "book_terms"):
-        app.book_terms = terms(app.env.get_doctree(GLOSSARY))
-    return app.book_terms
-
-
-def _prose(doctree: nodes.document) -> Iterator[nodes.Text]:
-    def inside(node: nodes.Node) -> Iterator[nodes.Text]:
-        _join_lines(node)
-        for child in node.children:
-            if isinstance(child, nodes.Text):
-                yield child
-            elif not isinstance(child, _SKIPPED) and not _is_output(child):
-                yield from inside(child)
-
-    return inside(doctree)
-
-
-def _join_lines(node: nodes.Node) -> None:
-    """Make one text of neighbouring ones: lines come one by one, and a term may break."""
+def _prose(node: nodes.Node) -> Iterator[nodes.Text]:
+    """The texts of a page that are prose, with neighbours joined: a term may break over lines."""
     joined: list[nodes.Node] = []
     for child in node.children:
         if isinstance(child, nodes.Text) and joined and isinstance(joined[-1], nodes.Text):
             joined[-1] = nodes.Text(joined[-1] + child)
         else:
             joined.append(child)
-    if isinstance(node, nodes.Element) and len(joined) < len(node.children):
+    if len(joined) < len(node.children):
         node.children = []
         node.extend(joined)
-
-
-def _is_output(node: nodes.Node) -> bool:
-    classes = node.get("classes", []) if isinstance(node, nodes.Element) else []
-    return "cell_input" in classes or "cell_output" in classes
-
-
-def _link_in(text: nodes.Text, pending: dict[str, Term], used: list[Term], uri: str) -> None:
-    """Replace the first uses in one text node."""
-    if not pending:
-        return
-    longest_first = sorted(pending, key=len, reverse=True)
-    either = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in longest_first)
-    pattern = re.compile(rf"(?<![\w-])({either})(?![\w-])")
-    content, done, parts = text.astext(), 0, []
-    while found := pattern.search(content, done):
-        term = pending.get(" ".join(found[1].split()))
-        if term is None:  # used a moment ago, in this very text
-            parts.append(nodes.Text(content[done : found.end()]))
-            done = found.end()
-            continue
-        for word in [word for word, its in pending.items() if its is term]:
-            del pending[word]
-        used.append(term)
-        link = nodes.reference(
-            "", found[1], internal=True, refuri=f"{uri}#{term.anchor}", classes=["term"]
-        )
-        parts += [nodes.Text(content[done : found.start()]), link]
-        done = found.end()
-    if done:
-        parts.append(nodes.Text(content[done:]))
-        text.parent.replace(text, parts)
+    for child in node.children:
+        classes = child.get("classes", []) if isinstance(child, nodes.Element) else []
+        if isinstance(child, nodes.Text):
+            yield child
+        elif not isinstance(child, _SKIPPED) and not {"cell_input", "cell_output"} & set(classes):
+            yield from _prose(child)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

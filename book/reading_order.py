@@ -17,19 +17,12 @@ _CHAPTER = re.compile(r"^chapter (\d+)(?:(?:,| )(.*))?$")
 
 @dataclass(frozen=True)
 class Reading:
-    """A chapter to read with some sections of a notebook.
-
-    Attributes:
-        notebook: its number.
-        sections: their numbers in the notebook, (1, 2, 3) for 1.1 to 1.3; empty: all of it.
-        chapter: its number.
-        remark: what else the table says, such as "as far as rounding errors".
-    """
+    """A chapter to read with some sections of a notebook."""
 
     notebook: int
-    sections: tuple[int, ...]
+    sections: tuple[int, ...]  # (1, 2, 3) for 1.1 to 1.3; empty: all of the notebook
     chapter: int
-    remark: str
+    remark: str  # what else the table says, such as "as far as rounding errors"
 
 
 def readings(table: str) -> list[Reading]:

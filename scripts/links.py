@@ -47,12 +47,7 @@ def _note(out: dict[str, list[str]], target: str, path: Path, line: int) -> None
 def follow(found: list[str], build: Path = BUILD) -> dict[str, tuple[str, str]]:
     """What became of each address: Sphinx's word for it (working, broken, ...), and why.
 
-    Args:
-        found: addresses.
-        build: a folder for Sphinx's page and report.
-
-    Raises:
-        RuntimeError: Sphinx itself failed.
+    A `RuntimeError` is raised if Sphinx itself failed; `build` is for its page and report.
     """
     source, report = build / "source", build / "report"
     source.mkdir(parents=True, exist_ok=True)

@@ -54,14 +54,7 @@ def describe(notebook: NotebookNode) -> list[str]:
 
 
 def differences(folder: Path = NOTEBOOKS) -> list[str]:
-    """Say where notebooks and twins differ.
-
-    Args:
-        folder: the folder with both.
-
-    Returns:
-        a message for each pair that differs or lacks one of the two; empty if all is well.
-    """
+    """Return a message for each notebook and twin that differ, or of which one is missing."""
     out = []
     for stem in stems(folder):
         notebook, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
@@ -69,16 +62,8 @@ def differences(folder: Path = NOTEBOOKS) -> list[str]:
         if missing:
             out.append(f"{stem}: {missing[0]} is missing")
             continue
-        delta = difflib.unified_diff(
-            describe(read(notebook)),
-            describe(read(twin)),
-            notebook.name,
-            twin.name,
-            lineterm="",
-            n=1,
-        )
-        changed = list(delta)
-        if changed:
+        sides = describe(read(notebook)), describe(read(twin)), notebook.name, twin.name
+        if changed := list(difflib.unified_diff(*sides, lineterm="", n=1)):
             out.append("\n".join([f"{stem}: notebook and twin differ", *changed[:40]]))
     return out
 
@@ -89,12 +74,7 @@ def stems(folder: Path) -> list[str]:
 
 
 def write_pair(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook and its twin, normalised, so that only real changes show in a diff.
-
-    Args:
-        notebook: cells with their outputs; changed in place.
-        path: the .ipynb file.
-    """
+    """Write a notebook (changed in place) and its twin, so that a diff shows real changes only."""
     notebook.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
@@ -158,11 +138,7 @@ def _anonymous(text: str) -> str:
 
 
 def sync(folder: Path = NOTEBOOKS) -> None:
-    """Carry the newer of notebook and twin into the other; outputs of unchanged cells stay.
-
-    Args:
-        folder: the folder with both.
-    """
+    """Carry the newer of notebook and twin into the other; outputs of unchanged cells stay."""
     for stem in stems(folder):
         path, twin = folder / f"{stem}.ipynb", folder / f"{stem}.py"
         if not twin.exists():
@@ -183,22 +159,13 @@ def sync(folder: Path = NOTEBOOKS) -> None:
 def execute(path: Path) -> None:
     """Run a notebook from top to bottom, in its folder, and store the outputs in it.
 
-    Args:
-        path: the .ipynb file.
-
     Raises:
         CellExecutionError: a cell failed; the file is left as it was.
     """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=CELL_TIMEOUT,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    client.execute()
+    folder = {"metadata": {"path": str(path.parent)}}
+    options = {"kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+    NotebookClient(notebook, timeout=CELL_TIMEOUT, resources=folder, **options).execute()
     write_pair(notebook, path)
 
 
@@ -216,22 +183,18 @@ def run(names: list[str], folder: Path = NOTEBOOKS) -> None:
 
 def main() -> None:
     """Read the command line and do it; see the top of this file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("command", choices=["check", "sync", "run"])
     parser.add_argument("names", nargs="*", metavar="NAME")
     options = parser.parse_args()
     if options.command == "check":
         found = differences()
         sys.exit("\n\n".join([*found, "`make format` carries the newer over"]) if found else 0)
-    elif options.command == "sync":
-        sync()
-    else:
-        try:
-            run(options.names)
-        except CellExecutionError as error:
-            sys.exit(f"a cell failed; nothing was stored\n{error}")
+    try:
+        sync() if options.command == "sync" else run(options.names)
+    except CellExecutionError as error:
+        sys.exit(f"a cell failed; nothing was stored\n{error}")
 
 
 if __name__ == "__main__":

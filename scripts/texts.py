@@ -18,23 +18,10 @@ from mdit_py_plugins.dollarmath import dollarmath_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 # Named one by one: below the root there are also environments, builds and the student's copies.
-MARKDOWN = (
-    "*.md",
-    "theory/**/*.md",
-    "docs/**/*.md",
-    "data/**/*.md",
-    "book/**/*.md",
-    "capstone/**/*.md",
-)
+MARKDOWN = ("*.md", *(f"{n}/**/*.md" for n in ("theory", "docs", "data", "book", "capstone")))
 TWINS = ("notebooks/*.py",)
-CODE = (
-    "labsupport/**/*.py",
-    "grader/**/*.py",
-    "scripts/**/*.py",
-    "benchmarks/**/*.py",
-    "book/**/*.py",
-    "capstone/**/*.py",
-)
+PACKAGES = ("labsupport", "grader", "scripts", "benchmarks", "book", "capstone")
+CODE = tuple(f"{name}/**/*.py" for name in PACKAGES)
 # Stands where code or mathematics stood, so that the words around it do not seem to touch.
 CUT = "\N{MIDDLE DOT}"
 
@@ -79,11 +66,7 @@ def _found(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def markdown_of(path: Path) -> str:
-    """The Markdown of a page, on the same lines as in the file.
-
-    Args:
-        path: a Markdown file; or a twin, of which code cells become empty lines.
-    """
+    """The Markdown of a page, on the same lines as in the file; a twin's code cells are empty."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return text
@@ -169,9 +152,8 @@ def _flat(tokens: list[Token]) -> Iterator[Token]:
 def anchors(path: Path) -> frozenset[str]:
     """What may follow `#` in a link to a page.
 
-    Args:
-        path: a Markdown file, whose anchors are those of GitHub; or a notebook (.ipynb, .py), whose
-            anchors are JupyterLab's: it keeps capitals and punctuation.
+    A Markdown file's anchors are those of GitHub; a notebook's (.ipynb, .py) are JupyterLab's: it
+    keeps capitals and punctuation.
     """
     notebook = path.suffix in (".ipynb", ".py")
     tokens = _tokens(path.with_suffix(".py") if notebook else path)

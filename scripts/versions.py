@@ -35,32 +35,19 @@ COMMIT = pytest.StashKey[str]()
 
 
 def key(row: Row) -> tuple[str, ...]:
-    """What a later run replaces a row by: Python's minor version, public versions, tests.
-
-    Args:
-        row: of data/versions.csv.
-    """
+    """What a later run replaces a row by: Python's minor version, public versions, tests."""
     python = ".".join(row["python"].split(".")[:2])
     return (python, *(row[name].split("+")[0] for name in PACKAGES), row["tests"])
 
 
 def read(path: Path = RECORD) -> list[Row]:
-    """The rows of the record, in its order.
-
-    Args:
-        path: the CSV file.
-    """
+    """The rows of the record, in its order."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def add(row: Row, path: Path = RECORD) -> None:
-    """Put a row into the record, in place of that with the same key, sorted by versions.
-
-    Args:
-        row: all of COLUMNS.
-        path: the CSV file; it need not exist.
-    """
+    """Put a row into the record (if it exists), in place of that with the same key, sorted."""
     rows = [old for old in (read(path) if path.exists() else []) if key(old) != key(row)]
     rows = sorted([*rows, row], key=_order)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -76,11 +63,7 @@ def _order(row: Row) -> list[object]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as the README shows them, in Markdown.
-
-    Args:
-        rows: of data/versions.csv.
-    """
+    """The rows as the README shows them, in Markdown."""
     lines = [
         f"| Python | {' | '.join(PACKAGES.values())} | tests | passed | failed | |",
         "| --- " * (len(PACKAGES) + 5) + "|",
@@ -97,15 +80,7 @@ def table(rows: list[Row]) -> str:
 
 
 def with_table(text: str, rows: list[Row]) -> str:
-    """The README's text with the table of these rows.
-
-    Args:
-        text: the README, with both marks.
-        rows: of data/versions.csv.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
+    """The README's text with the table of these rows; a ValueError if a mark is missing."""
     head, found, rest = text.partition(BEGIN)
     _, ended, tail = rest.partition(END)
     if not (found and ended):
@@ -114,11 +89,7 @@ def with_table(text: str, rows: list[Row]) -> str:
 
 
 def installed(name: str) -> str:
-    """The version of a package in this environment; empty if it is not there.
-
-    Args:
-        name: as on PyPI.
-    """
+    """The version of a package in this environment; empty if it is not there."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -126,24 +97,15 @@ def installed(name: str) -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip()
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that turns recording on."""
-    parser.addoption(
-        "--record-versions",
-        nargs="?",
-        const=str(RECORD),
-        metavar="FILE",
-        help="add this run's versions and counts to a CSV file (data/versions.csv)",
-    )
+    words = "add this run's versions and counts to a CSV file (data/versions.csv)"
+    record = {"nargs": "?", "const": str(RECORD), "metavar": "FILE", "help": words}
+    parser.addoption("--record-versions", **record)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -58,11 +58,6 @@ def test_every_implementation_has_its_own_colour_and_marker():
     assert len({marker for _, marker in styles}) == len(BACKENDS)
 
 
-def test_an_unknown_implementation_has_the_same_style_every_time():
-    assert plotting.style("mine") == plotting.style("mine")
-    assert plotting.style("mine")[0] not in {colour for colour, _ in plotting.STYLES.values()}
-
-
 @pytest.mark.parametrize(
     ("plot", "scale", "unit"),
     [
@@ -83,7 +78,7 @@ def test_a_chart_shows_the_numbers_of_the_table_in_its_unit(plot, scale, unit):
     assert figure.get_suptitle() == "A finding"
 
 
-@pytest.mark.parametrize("ratio", [2, 8, 39, 60, 400, 2000, 10**6])
+@pytest.mark.parametrize("ratio", [2, 60, 10**6])
 def test_an_axis_of_values_has_three_labels_to_ten(ratio):
     table = make_table()
     table["median_ms"] = [12.0 * ratio ** (i / 5) for i in range(6)]
@@ -101,14 +96,6 @@ def test_a_lost_case_is_a_labelled_cross_at_its_length():
     assert [text.get_text() for text in figure.axes[0].texts] == ["standard: out of memory"]
 
 
-def test_a_table_in_which_nothing_fits_is_still_a_chart():
-    table = make_table()
-    table["status"], table["median_ms"] = "out of memory", math.nan
-    figure = plotting.plot_time(table, title="Nothing fits")
-    assert len(lines(figure, "out of memory")) == 2
-    figure.canvas.draw()
-
-
 def test_recorded_runs_are_dashed_and_say_so():
     figure = plotting.plot_time(make_table(), recorded=make_table(recorded=True), title="Both")
     styles = {line.get_label(): line.get_linestyle() for line in lines(figure)}
@@ -120,13 +107,6 @@ def test_recorded_runs_are_dashed_and_say_so():
         "standard (recorded)",
         "sdpa_flash (recorded)",
     }
-
-
-def test_the_small_print_names_device_and_date():
-    small = plotting.plot_time(make_table(), title="A finding").get_supxlabel()
-    assert "Some GPU" in small
-    assert "2026-02-03" in small
-    assert "float32" in small
 
 
 def test_reference_lines_may_depend_on_the_length():
@@ -232,14 +212,6 @@ def test_the_flow_of_dtypes_shows_each_dtype_in_its_place():
     assert len(drawn) == 4 * 4
 
 
-def test_every_dtype_has_its_own_colour_in_the_legend():
-    figure = plotting.plot_dtype_flow(make_flow(), title="A finding")
-    colours = {patch.get_gid(): patch.get_facecolor() for patch in figure.axes[0].patches}
-    assert len(set(colours.values())) == len(colours) == 2
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == ["float32", "bfloat16", "output", "gradient"]
-
-
 def test_the_flow_of_magnitudes_reaches_from_smallest_to_largest():
     figure = plotting.plot_dtype_flow(make_flow(), title="A finding")
     _, ranges = figure.axes
@@ -258,24 +230,6 @@ def test_nan_is_marked_from_the_layer_where_it_begins():
     assert "NaN in 2 of them, first model.layers.1.norm." in plotting.alt_text(figure)
 
 
-def test_without_magnitudes_the_flow_is_the_strip_alone():
-    figure = plotting.plot_dtype_flow(make_flow(measured=False), title="A finding")
-    assert len(figure.axes) == 1
-    FigureCanvasAgg(figure).draw()
-
-
-def strip_names(figure):
-    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
-
-
-def test_there_is_a_strip_for_gradients_only_where_there_are_some():
-    frame = make_flow()
-    assert strip_names(plotting.plot_dtype_flow(frame, title="x"))[-1] == "gradient"
-    forward = frame[frame["pass"] == "forward"]
-    names = strip_names(plotting.plot_dtype_flow(forward, title="x"))
-    assert names == ["input", "weights", "output"]
-
-
 def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
     frame = make_flow().assign(inf=3.0, minus_inf=3.0)
     frame = frame[frame["pass"] == "forward"]
@@ -284,7 +238,7 @@ def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
     assert "Infinity" not in plotting.plot_dtype_flow(softmax, title="x").description
 
 
-@pytest.mark.parametrize("layers", [1, 2, 13, 14, 24, 126])
+@pytest.mark.parametrize("layers", [1, 13, 126])
 @pytest.mark.parametrize("measured", [True, False])
 def test_labels_have_room_whatever_the_number_of_layers(layers, measured, recwarn):
     frame = make_flow(layers=layers, measured=measured)

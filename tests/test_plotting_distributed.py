@@ -59,14 +59,6 @@ def test_a_cell_is_filled_as_far_as_its_block_is_visible(steps):
     assert {round(height / 0.92, 1) for height in filled(zigzag)} == {0.5}
 
 
-def test_keys_are_named_and_hidden_ones_are_not(steps):
-    contiguous, zigzag = plot_ring_steps(steps, block=64**2, title="x").axes
-    names = [text.get_text() for text in contiguous.texts]
-    assert names.count("–") == 6
-    assert names.count("K0 V0") == 4
-    assert [text.get_text() for text in zigzag.texts].count("–") == 0
-
-
 def test_the_time_of_a_ring_is_that_of_its_fullest_cells(steps):
     figure = plot_ring_steps(steps, block=64**2, title="Zigzag is fair")
     titles = [axes.get_title(loc="left") for axes in figure.axes]
@@ -103,16 +95,6 @@ def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best(recorded):
     assert "forward, native, contiguous: 0.9 on 1, 0.6 on 2" in alt_text(figure)
 
 
-def test_a_series_keeps_its_colour_in_every_panel(recorded):
-    figure = plot_scaling(
-        recorded, column="efficiency", series="who", panel="direction", title="x", ylabel="y"
-    )
-    colours = [
-        {line.get_label(): line.get_color() for line in axes.get_lines()} for axes in figure.axes
-    ]
-    assert colours[1].items() <= colours[0].items()
-
-
 def test_an_implementation_has_its_colour_and_its_second_layout_is_dashed(recorded):
     figure = plot_scaling(
         recorded, column="efficiency", series="who", panel="direction", title="x", ylabel="y"
@@ -129,16 +111,3 @@ def test_points_that_lie_on_each_other_are_refused(recorded):
         plot_scaling(recorded, column="efficiency", series="who", title="x", ylabel="y")
     with pytest.raises(ValueError, match="no row"):
         plot_scaling(recorded[:0], column="efficiency", series="who", title="x", ylabel="y")
-
-
-@pytest.mark.parametrize(
-    ("draw", "words"),
-    [
-        (lambda t: plot_ring_steps(t, block=1, title="x"), "layout, rank, step, owner, pairs"),
-        (lambda t: plot_timeline(t, title="x"), "layout, rank, what, start_ms, end_ms"),
-        (lambda t: plot_scaling(t, column="y", title="x", ylabel="y"), "series, world, y"),
-    ],
-)
-def test_a_missing_column_is_named(draw, words):
-    with pytest.raises(ValueError, match=words):
-        draw(pd.DataFrame({"other": [1]}))

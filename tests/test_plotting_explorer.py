@@ -28,24 +28,12 @@ def test_the_chosen_pair_is_marked(table):
     assert chosen(plotting.plot_tile_choices(table, chosen=(128, 32))) == (1, 3)
 
 
-def test_without_a_choice_the_best_pair_that_fits_is_marked(table):
-    fitting = table[table["fits"]].sort_values(["traffic_bytes", "needed_bytes"])
-    sizes = sorted(set(table["block_q"]))
-    best = sizes.index(fitting["block_k"].iloc[0]), sizes.index(fitting["block_q"].iloc[0])
-    assert chosen(plotting.plot_tile_choices(table)) == best
-
-
 def test_only_cells_that_do_not_fit_are_hatched_and_only_the_others_have_numbers(table):
     axes = plotting.plot_tile_choices(table).axes[0]
     [hatched] = [c for c in axes.collections if c.get_hatch()]
     assert len(hatched.get_paths()) == (~table["fits"]).sum()
     assert len(axes.texts) == table["fits"].sum()
     assert "hatched: does not fit" in axes.get_title(loc="left")
-
-
-def test_where_everything_fits_nothing_is_hatched():
-    axes = plotting.plot_tile_choices(tile_choices(64, 8, fast_bytes=1 << 20)).axes[0]
-    assert "hatched" not in axes.get_title(loc="left")
 
 
 def test_the_curve_never_rises_and_lies_above_both_limits(table):
@@ -59,12 +47,6 @@ def test_the_curve_never_rises_and_lies_above_both_limits(table):
     assert theorem.get_xdata()[1] * theorem.get_ydata()[1] == pytest.approx(constant)
     assert all(y * x >= constant for x, y in zip(memory, least, strict=True))
     assert min(least) >= floor.get_ydata()[0]
-
-
-def test_the_curve_reaches_at_m_what_the_best_pair_moves(table):
-    memory, least = curve(plotting.plot_tile_choices(table))
-    at_m = min(y for x, y in zip(memory, least, strict=True) if x <= 99)
-    assert at_m == pytest.approx(table[table["fits"]]["traffic_bytes"].min() / 2**20)
 
 
 def test_a_pair_that_does_not_fit_makes_the_headline(table):

@@ -69,11 +69,6 @@ def test_many_small_parts_are_drawn_as_one():
     assert len({colour for colour, _, _ in bars(figure)}) == 7
 
 
-def test_large_memory_is_in_gib(parts):
-    figure = plot_memory_parts(parts.assign(bytes=parts["bytes"] * 1024), title="x")
-    assert "(GiB)" in figure.axes[0].get_xlabel()
-
-
 def test_courses_are_drawn_with_their_distance_from_the_first(courses):
     figure = plot_courses(courses, title="They agree")
     upper, lower = figure.axes
@@ -84,14 +79,6 @@ def test_courses_are_drawn_with_their_distance_from_the_first(courses):
     assert distances == pytest.approx([0.001, 0.002])
     assert lower.get_yscale() == "log"
     assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
-
-
-def test_gradient_norms_have_a_panel_if_there_are_any(courses):
-    figure = plot_courses(courses.assign(grad_norm=2.0), title="x")
-    assert [axes.get_ylabel().split("\n")[0] for axes in figure.axes] == [
-        "loss", "gradient norm", "distance of the loss"
-    ]  # fmt: skip
-    assert set(figure.axes[1].get_lines()[0].get_ydata()) == {2.0}
 
 
 def test_the_same_implementation_has_its_colour_and_another_seed_is_grey(courses):
@@ -126,19 +113,6 @@ def test_scores_are_drawn_against_the_window():
     }  # fmt: skip
     assert axes.get_xlabel() == "context that the model sees (bytes)"
     assert "the model: 0.2 at first, 1 at last" in alt_text(figure)
-
-
-@pytest.mark.parametrize(
-    ("draw", "words"),
-    [
-        (lambda t: plot_memory_parts(t, title="x"), "lacks case, part, bytes"),
-        (lambda t: plot_courses(t, title="x"), "lacks backend, seed, step, loss"),
-        (lambda t: plot_by_window(t, {"y": "y"}, title="x", ylabel="y"), "lacks window, y"),
-    ],
-)
-def test_a_missing_column_is_named(draw, words):
-    with pytest.raises(ValueError, match=words):
-        draw(pd.DataFrame({"other": [1]}))
 
 
 def test_nothing_to_draw_or_to_compare_is_refused(parts, courses):

@@ -78,7 +78,7 @@ def profile_command(
     if trace_seconds <= 0:
         raise ValueError(f"--trace-seconds is {trace_seconds:g}; it must be more than 0")
     from labsupport.analysis.profile import TRACERS, profile_attention, profile_program
-    from labsupport.profiling.bench.request import listed, measurable_backends, one_case
+    from labsupport.profiling.bench import listed, measurable_backends, one_case
     from labsupport.profiling.timing import resolve_device
 
     if tracer not in TRACERS:

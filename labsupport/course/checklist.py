@@ -80,38 +80,25 @@ def with_new_items(mine: str, newer: str) -> tuple[str, list[str]]:
     Returns:
         the text, and the names of the new boxes.
     """
-    lines = mine.splitlines()
+    lines, given = mine.splitlines(), newer.splitlines()
     known = {item.name for item in items(mine)}
-    before: str | None = None
-    added = []
-    for name, block in _blocks(newer):
+    before, added = "", []
+    for name, start, end in _blocks(given):
         if name not in known:
-            place = _end_of(lines, before)
-            lines[place:place] = block
+            ends = (end for box, _, end in _blocks(lines) if box == before)
+            place = next(ends, len(lines))
+            lines[place:place] = given[start:end]
             known.add(name)
             added.append(name)
         before = name
     return "\n".join(lines) + "\n", added
 
 
-def _blocks(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each box's name, and its lines: the first one, and those that are indented behind it."""
-    lines = text.splitlines()
+def _blocks(lines: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield each box's name, first line and end; lines that are indented after it are its own."""
     for start, line in enumerate(lines):
         if match := _ITEM.match(line):
-            yield match["name"], lines[start : _end(lines, start)]
-
-
-def _end(lines: list[str], start: int) -> int:
-    end = start + 1
-    while end < len(lines) and lines[end].startswith("  ") and not _ITEM.match(lines[end]):
-        end += 1
-    return end
-
-
-def _end_of(lines: list[str], name: str | None) -> int:
-    """Where the lines of a box end; the end of the file if there is no such box."""
-    for start, line in enumerate(lines):
-        if (match := _ITEM.match(line)) and match["name"] == name:
-            return _end(lines, start)
-    return len(lines)
+            end = start + 1
+            while end < len(lines) and lines[end].startswith("  ") and not _ITEM.match(lines[end]):
+                end += 1
+            yield match["name"], start, end

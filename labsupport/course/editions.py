@@ -53,14 +53,7 @@ class Edition:
 
 
 def solved_notebooks(folder: Path | None = None) -> list[Path]:
-    """The notebooks with their solutions, in the order of their names.
-
-    Args:
-        folder: where they are; the lab's `notebooks/` if None.
-
-    Raises:
-        ReleaseError: there are none.
-    """
+    """Return the notebooks with their solutions, in order; a `ReleaseError` if there are none."""
     folder = paths.notebooks_dir() if folder is None else folder
     found = sorted(folder.glob("*.ipynb"))
     if not found:
@@ -69,14 +62,11 @@ def solved_notebooks(folder: Path | None = None) -> list[Path]:
 
 
 def regions(source: str) -> Iterator[tuple[str, int, str]]:
-    """The lines of a cell that nbgrader will cut.
-
-    Args:
-        source: the cell's text.
+    """Yield the lines of a cell's text that nbgrader will cut, without those of the markers.
 
     Yields:
         the kind of region ("SOLUTION", "HIDDEN TESTS", "MARK SCHEME"), the line's number in the
-        cell, counted from 1, and the line. The marker lines themselves are not yielded.
+        cell, counted from 1, and the line.
 
     Raises:
         ReleaseError: the markers do not pair up.

@@ -16,14 +16,10 @@ def lies_beside(path: str) -> bool:
     return any(mark in Path(path).name for mark in (OLDER_EDITION, *_EARLIER_NAMES))
 
 
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode("utf-8") if isinstance(text, str) else text
-
-
 def _write_beside(path: Path, text: str | bytes) -> Path:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     with os.fdopen(descriptor, "wb") as file:
-        file.write(_bytes(text))
+        file.write(text.encode("utf-8") if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     # mkstemp makes a file that only its owner can read; a course folder is often shared.
@@ -54,7 +50,7 @@ def write_new(path: Path, text: str | bytes) -> None:
     except OSError:
         # A file system without hard links (exFAT, some network shares). "x" refuses to replace.
         with path.open("xb") as file:
-            file.write(_bytes(text))
+            file.write(part.read_bytes())
     finally:
         part.unlink()
 

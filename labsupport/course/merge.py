@@ -57,8 +57,8 @@ def source_hashes(cells: list[Cell]) -> dict[str, str]:
 
 
 def edition_of(notebook: Any) -> str | None:
-    """The edition that a notebook came from; None if it does not say."""
-    about = _dict(_dict(_dict(notebook).get("metadata")).get("labsupport"))
+    """Return the edition that a notebook came from; None if it does not say."""
+    about = _about(notebook, "labsupport")
     return str(about["edition"]) if "edition" in about else None
 
 
@@ -66,15 +66,19 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _exercise(cell: Cell, role: str) -> str | None:
-    """The grade_id of a solution or of a check (a written answer is a solution)."""
-    about = _dict(_dict(cell.get("metadata")).get("nbgrader"))
-    is_solution = bool(about.get("solution"))
-    if role == "check":
-        found = bool(about.get("grade") or about.get("locked")) and not is_solution
-    else:
-        found = is_solution
-    return str(about.get("grade_id")) if found else None
+def _about(value: Any, name: str) -> dict[str, Any]:
+    """Return what the metadata of a notebook or a cell say under a name."""
+    return _dict(_dict(_dict(value).get("metadata")).get(name))
+
+
+def _key(cell: Cell) -> tuple[str, str]:
+    """Return a cell's role and name: a solution's or a check's grade_id, another cell's id."""
+    about = _about(cell, "nbgrader")
+    if about.get("solution"):  # a written answer is a solution, too
+        return "exercise cell", str(about.get("grade_id"))
+    if about.get("grade") or about.get("locked"):
+        return "check", str(about.get("grade_id"))
+    return "", str(cell.get("id"))
 
 
 def merge(mine: Any, newer: Notebook) -> Merged:
@@ -94,163 +98,104 @@ def merge(mine: Any, newer: Notebook) -> Merged:
     whole = isinstance(cells, list) and all(
         isinstance(cell, dict) and _is_text(cell.get("source", "")) for cell in cells
     )
-    if not whole or _dict(mine).get("nbformat") != 4:
+    if not whole or mine.get("nbformat") != 4:
         raise MergeError("it is not a notebook of format 4")
-    return _Merge(mine, newer).result()
+    newer = copy.deepcopy(newer)
+    hashes = _dict(_about(mine, "labsupport").get("cells"))
+    base = {str(name): str(value) for name, value in hashes.items()}
+    conflicts: list[str] = []
+    taken, extra = _match(mine["cells"], newer["cells"], base, conflicts)
+    merged = [(cell, False) for cell in extra.get(-1, [])]
+    for index, cell in enumerate(newer["cells"]):
+        own = taken.get(index)
+        merged.append((cell if own is None else _renewed(cell, own, base, conflicts), True))
+        merged += [(own, False) for own in extra.get(index, [])]
+    newer["cells"] = list(_with_ids_of_their_own(merged, newer.get("nbformat_minor", 0)))
+    newer["metadata"] |= {k: v for k, v in _dict(mine.get("metadata")).items() if k != "labsupport"}
+    return Merged(newer, tuple(conflicts))
 
 
 def _is_text(source: Any) -> bool:
-    is_lines = isinstance(source, list) and all(isinstance(line, str) for line in source)
-    return isinstance(source, str) or is_lines
+    lines = source if isinstance(source, list) else [source]
+    return all(isinstance(line, str) for line in lines)
 
 
-class _Merge:
-    def __init__(self, mine: Notebook, newer: Notebook) -> None:
-        self.mine, self.newer = mine, copy.deepcopy(newer)
-        about = _dict(_dict(_dict(mine.get("metadata")).get("labsupport")).get("cells"))
-        self.base = {str(name): str(value) for name, value in about.items()}
-        self.conflicts: list[str] = []
-        self.taken: dict[int, Cell] = {}  # index of a newer cell: the student's cell for it
-        self.extra: dict[int, list[Cell]] = {}  # index of a newer cell: own cells that follow it
+def _hash(cell: Cell) -> str:
+    return source_hash(source_of(cell))
 
-    def result(self) -> Merged:
-        self._match()
-        cells = [(cell, False) for cell in self.extra.get(-1, [])]
-        for index, cell in enumerate(self.newer["cells"]):
-            cells.append((self._renewed(cell, self.taken.get(index)), True))
-            cells += [(own, False) for own in self.extra.get(index, [])]
-        ids = {str(cell["id"]) for cell in self.newer["cells"] if "id" in cell}
-        minor = self.newer.get("nbformat_minor", 0)
-        self.newer["cells"] = list(_with_ids_of_their_own(cells, ids, minor))
-        kept = {k: v for k, v in _dict(self.mine.get("metadata")).items() if k != "labsupport"}
-        self.newer["metadata"] = {**self.newer["metadata"], **kept}
-        return Merged(self.newer, tuple(self.conflicts))
 
-    # --- which cell is which ----------------------------------------------------------------------
+def _written(cell: Cell, stub: Cell, base: dict[str, str]) -> bool:
+    """True if the student wrote something into a solution cell."""
+    return _hash(cell) not in (base.get(str(stub.get("id"))), _hash(stub))
 
-    def _match(self) -> None:
-        solutions, checks, by_id, by_hash = self._places()
-        anchor = -1
-        for cell in self.mine["cells"]:
-            name = _exercise(cell, "solution")
-            if name is not None:
-                place = solutions.get(name)
-                fits = place is not None and self._takes_solution(place, cell, name)
-                if place is None:
-                    self._gone(cell, f"the exercise cell {name}")
-                    fits = self._was_the_instructors(cell)
-            elif (name := _exercise(cell, "check")) is not None:
-                place = checks.get(name)
-                fits = True
-                if place is None:
-                    self._gone(cell, f"the check {name}")
-                elif place not in self.taken:
-                    self.taken[place] = cell
-                else:
-                    self.conflicts.append(f"the check {name} was there twice")
-            else:
-                place = by_id.get(str(cell.get("id")))
-                if place is None or place in self.taken:
-                    place = next(
-                        (p for p in by_hash.get(source_hash(source_of(cell)), ()) if self._free(p)),
-                        None,
-                    )
-                fits = place is not None
-                if fits:
-                    self.taken[place] = cell
-                elif self._was_the_instructors(cell):
-                    fits = True  # gone from the newer edition, and never changed
-            if place is not None:
-                anchor = place
-            if not fits:
-                self.extra.setdefault(anchor, []).append(_own(cell))
 
-    def _places(self) -> tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, list]]:
-        solutions: dict[str, int] = {}
-        checks: dict[str, int] = {}
-        by_id: dict[str, int] = {}
-        by_hash: dict[str, list[int]] = {}
-        for index, cell in enumerate(self.newer["cells"]):
-            if (name := _exercise(cell, "solution")) is not None:
-                solutions[name] = index
-            elif (name := _exercise(cell, "check")) is not None:
-                checks[name] = index
-            else:
-                by_id[str(cell.get("id"))] = index
-                by_hash.setdefault(source_hash(source_of(cell)), []).append(index)
-        return solutions, checks, by_id, by_hash
-
-    def _free(self, place: int) -> bool:
-        return place not in self.taken
-
-    def _takes_solution(self, place: int, cell: Cell, name: str) -> bool:
-        """Whether a solution cell is settled; if not, it stays as a cell of the student's own."""
-        stub = self.newer["cells"][place]
-        if not self._written(cell, stub):
-            if place not in self.taken and cell.get("cell_type") == stub.get("cell_type"):
-                self.taken[place] = cell
-            return True
-        if cell.get("cell_type") != stub.get("cell_type"):
-            kind = cell.get("cell_type")
-            self.conflicts.append(f"{name} is a {kind} cell in your copy: a new one was added")
-            return False
-        earlier = self.taken.get(place)
-        if earlier is not None and self._written(earlier, stub):
-            self.conflicts.append(f"{name} was there more than once: the first counts")
-            return False
-        self.taken[place] = cell
-        return True
-
-    def _written(self, cell: Cell, stub: Cell) -> bool:
-        """Whether the student wrote something into a solution cell."""
-        own = source_hash(source_of(cell))
-        return own not in (self.base.get(str(stub.get("id"))), source_hash(source_of(stub)))
-
-    def _was_the_instructors(self, cell: Cell) -> bool:
-        """An unchanged cell of the older edition, even where an editor gave it another id."""
-        own = source_hash(source_of(cell))
-        return own == self.base.get(str(cell.get("id"))) or own in self.base.values()
-
-    def _gone(self, cell: Cell, what: str) -> None:
-        if not self._was_the_instructors(cell):
-            self.conflicts.append(f"{what}, which you had changed, is not in the newer edition")
-
-    # --- what a cell becomes ----------------------------------------------------------------------
-
-    def _renewed(self, cell: Cell, own: Cell | None) -> Cell:
-        if own is None:
-            return cell
-        source, base = source_of(own), self.base.get(str(cell.get("id")))
-        changed = source_hash(source) != (base or source_hash(source_of(cell)))
-        renewed = source_hash(source_of(cell)) != base
-        is_check = _exercise(cell, "check") is not None
-        name = _exercise(cell, "solution")
-        if name is not None:
-            if not self._written(own, cell):
-                return cell
-            if renewed and base is not None:
-                self.conflicts.append(
-                    f"what is given in {name} has changed: your cell is as you wrote it"
+def _match(
+    mine: list[Cell], newer: list[Cell], base: dict[str, str], conflicts: list[str]
+) -> tuple[dict[int, Cell], dict[int, list[Cell]]]:
+    """Find the student's cell for each newer cell, and their own cells that follow one (or -1)."""
+    places = {_key(cell): index for index, cell in enumerate(newer)}
+    taken: dict[int, Cell] = {}
+    extra: dict[int, list[Cell]] = {}
+    anchor = -1
+    for cell in mine:
+        role, name = _key(cell)
+        # Unchanged since the older edition, even where an editor gave the cell another id.
+        instructors = _hash(cell) in base.values()
+        place = places.get((role, name))
+        if not role and (place is None or place in taken):
+            alike = (i for i, c in enumerate(newer) if not _key(c)[0] and _hash(c) == _hash(cell))
+            place = next((i for i in alike if i not in taken), None)
+        anchor = anchor if place is None else place
+        keep = False  # as a cell of the student's own
+        if place is None:
+            if role and not instructors:
+                conflicts.append(
+                    f"the {role} {name}, which you had changed, is not in the newer edition"
                 )
-        elif own.get("cell_type") != cell.get("cell_type") or (
-            changed
-            and (is_check or renewed)
-            and source_hash(source) != source_hash(source_of(cell))
-        ):
-            what = f"the check {_exercise(cell, 'check')}" if is_check else _shown(source)
-            self.conflicts.append(f"{what}: you changed this cell of the lab, and it was renewed")
+            keep = not instructors and role != "check"
+        elif role == "exercise cell" and _written(cell, newer[place], base):
+            kind, keep = cell.get("cell_type"), True
+            if kind != newer[place].get("cell_type"):
+                conflicts.append(f"{name} is a {kind} cell in your copy: a new one was added")
+            elif place in taken and _written(taken[place], newer[place], base):
+                conflicts.append(f"{name} was there more than once: the first counts")
+            else:
+                taken[place], keep = cell, False
+        elif role == "check" and place in taken:
+            conflicts.append(f"the check {name} was there twice")
+        elif not role or role == "check" or cell.get("cell_type") == newer[place].get("cell_type"):
+            taken.setdefault(place, cell)
+        if keep:
+            extra.setdefault(anchor, []).append(_own(cell))
+    return taken, extra
+
+
+def _renewed(cell: Cell, own: Cell, base: dict[str, str], conflicts: list[str]) -> Cell:
+    """Return what a cell of the newer edition becomes, where the student has it, too."""
+    role, name = _key(cell)
+    before = base.get(str(cell.get("id")))
+    given, wrote = _hash(cell), _hash(own)
+    changed, renewed = wrote != (before or given), given != before
+    if role == "exercise cell":
+        if not _written(own, cell, base):
             return cell
-        elif not changed and renewed and base is not None:
-            return cell
-        kept = {**cell, "source": own.get("source", "")}
-        for part in ("outputs", "execution_count", "attachments"):
-            if part in own:
-                kept[part] = copy.deepcopy(own[part])
-        return kept
+        if renewed and before is not None:
+            conflicts.append(f"what is given in {name} has changed: your cell is as you wrote it")
+    elif own.get("cell_type") != cell.get("cell_type") or (
+        changed and (role == "check" or renewed) and wrote != given
+    ):
+        what = f"the check {name}" if role else _shown(source_of(own))
+        conflicts.append(f"{what}: you changed this cell of the lab, and it was renewed")
+        return cell
+    elif not changed and renewed and before is not None:
+        return cell
+    parts = ("outputs", "execution_count", "attachments")
+    kept = {part: copy.deepcopy(own[part]) for part in parts if part in own}
+    return {**cell, "source": own.get("source", ""), **kept}
 
 
 def _own(cell: Cell) -> Cell:
-    """A cell as one of the student's own: not graded, and free to be deleted."""
+    """Return a cell as one of the student's own: not graded, and free to be deleted."""
     cell = copy.deepcopy(cell)
     metadata = _dict(cell.get("metadata"))
     hidden = ("nbgrader", "deletable", "editable")
@@ -263,11 +208,9 @@ def _shown(source: str) -> str:
     return repr(first if len(first) <= 40 else first[:37] + "...")
 
 
-def _with_ids_of_their_own(
-    cells: list[tuple[Cell, bool]], editions: set[str], minor: int
-) -> Iterator[Cell]:
-    """Ids must differ within a notebook; the edition's cells (True) keep theirs."""
-    taken = set(editions)
+def _with_ids_of_their_own(cells: list[tuple[Cell, bool]], minor: int) -> Iterator[Cell]:
+    """Give each cell an id that no other has; the edition's cells (True) keep theirs."""
+    taken = {str(cell["id"]) for cell, is_editions in cells if is_editions and "id" in cell}
     for number, (cell, is_editions) in enumerate(cells):
         name = str(cell.get("id", ""))
         if minor < 5:

@@ -13,6 +13,7 @@ nothing outside of the folder that it was started in.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -29,44 +30,35 @@ STATE_FILE = ".labsupport.json"
 
 @dataclass(frozen=True)
 class Upgrade:
-    """A copy into which a newer edition was merged.
+    """A copy into which a newer edition was merged."""
 
-    Attributes:
-        copy: the student's notebook or checklist.
-        before: what it was before, byte for byte.
-        conflicts: what could not be kept in its place, one sentence each.
-    """
-
-    copy: Path
-    before: Path
-    conflicts: tuple[str, ...]
+    copy: Path  # the student's notebook or checklist
+    before: Path  # what it was before, byte for byte
+    conflicts: tuple[str, ...]  # what could not be kept in its place, one sentence each
 
 
 @dataclass
 class StartReport:
-    """What `start_work` found and did.
-
-    Attributes:
-        folder: the student's folder.
-        created: new working copies.
-        kept: copies that were left as they are.
-        upgraded: copies into which a newer edition was merged.
-        left_alone: copies that the lab cannot read, and why.
-    """
+    """Files that `start_work` found in the student's folder, and made there."""
 
     folder: Path
-    created: list[Path] = field(default_factory=list)
-    kept: list[Path] = field(default_factory=list)
-    upgraded: list[Upgrade] = field(default_factory=list)
-    left_alone: dict[Path, str] = field(default_factory=dict)
+    created: list[Path] = field(default_factory=list)  # new working copies
+    kept: list[Path] = field(default_factory=list)  # copies that were left as they are
+    upgraded: list[Upgrade] = field(default_factory=list)  # a newer edition was merged into them
+    left_alone: dict[Path, str] = field(default_factory=dict)  # cannot be read, and why
+
+    def leave_alone(self, copy: Path, reason: str) -> None:
+        """Note a copy that the lab cannot renew."""
+        self.kept.append(copy)
+        self.left_alone[copy] = reason
 
     def lines(self) -> list[str]:
         """The report for people, a line for each file and each conflict."""
         out = [f"created: {path}" for path in self.created]
         for path in self.kept:
             out.append(f"kept:    {path} (yours, unchanged)")
-            if path in self.left_alone:
-                out.append(f"         left alone: {self.left_alone[path]}")
+            reasons = [self.left_alone[path]] if path in self.left_alone else []
+            out += [f"         left alone: {reason}" for reason in reasons]
         for upgrade in self.upgraded:
             out.append(f"renewed: {upgrade.copy} (a newer edition, with your work in it)")
             out.append(f"         as it was before: {upgrade.before}")
@@ -74,111 +66,73 @@ class StartReport:
         return out
 
 
-class _State:
-    """What the folder remembers between two starts. Losing it costs time, nothing else.
-
-    `editions` spares the work of making an edition (and importing nbgrader) just to find that
-    nothing changed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / STATE_FILE
-        try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            stored = None
-        editions = stored.get("editions") if isinstance(stored, dict) else None
-        self.editions: dict[str, str] = dict(editions) if isinstance(editions, dict) else {}
-        self._stored = self._text()
-
-    def _text(self) -> str:
-        return json.dumps({"editions": self.editions}, indent=1, sort_keys=True) + "\n"
-
-    def save(self) -> None:
-        if not self.path.exists() or self._text() != self._stored:
-            replace(self.path, self._text())
-
-
-def _source_key(source: Path) -> str:
-    # The recipe counts as well as the ingredients: another stub makes another edition.
-    recipe = Path(release.__file__).read_bytes()
-    return hashlib.sha256(recipe + source.read_bytes()).hexdigest()
-
-
 def _links_within_the_folder(text: str) -> str:
     """From notebooks/ the theory is ../theory/, from the student's folder it is theory/."""
     return text.replace("](../theory/", "](theory/")
 
 
-def _link_theory(folder: Path, theory: Path) -> None:
-    if not theory.is_dir() or (folder / "theory").exists():
-        return
-    # Where links are not allowed (Windows without developer mode), the theory is in the project.
-    with contextlib.suppress(OSError):
-        (folder / "theory").symlink_to(os.path.relpath(theory, folder), target_is_directory=True)
-
-
-def _start_one(source: Path, report: StartReport, state: _State) -> None:
+def _start_one(source: Path, report: StartReport, editions: dict[str, str]) -> None:
     copy = report.folder / source.name
-    key = _source_key(source)
+    # The recipe counts as well as the ingredients: another stub makes another edition.
+    recipe = Path(release.__file__).read_bytes()
+    key = hashlib.sha256(recipe + source.read_bytes()).hexdigest()
     if not copy.exists():
         edition = release.make_edition(source)
         write_new(copy, _links_within_the_folder(edition.text))
-        state.editions[key] = edition.identifier
+        editions[key] = edition.identifier
         report.created.append(copy)
         return
-    if key not in state.editions:
-        state.editions[key] = release.make_edition(source).identifier
+    if key not in editions:
+        editions[key] = release.make_edition(source).identifier
     try:
         was = copy.read_bytes()
         mine: Any = json.loads(was)
-    except (OSError, ValueError, RecursionError) as error:
-        report.kept.append(copy)
-        reason = str(error).split("\n")[0]
-        report.left_alone[copy] = f"it cannot be read as a notebook ({reason})"
-        return
-    own = merge.edition_of(mine)
-    if own is None or own == state.editions[key]:
-        report.kept.append(copy)
-        return
-    newer = json.loads(_links_within_the_folder(release.make_edition(source).text))
-    try:
+        own = merge.edition_of(mine)
+        if own is None or own == editions[key]:
+            report.kept.append(copy)
+            return
+        newer = json.loads(_links_within_the_folder(release.make_edition(source).text))
         merged = merge.merge(mine, newer)
-    except (merge.MergeError, RecursionError) as error:
-        report.kept.append(copy)
-        report.left_alone[copy] = str(error)
+    except merge.MergeError as error:
+        report.leave_alone(copy, str(error))
         return
-    text = _as_text(merged.notebook)
-    _exchange(copy, was, text, state.editions[key], merged.conflicts, report)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        reason = str(error).split("\n")[0]
+        report.leave_alone(copy, f"it cannot be read as a notebook ({reason})")
+        return
+    text = json.dumps(merged.notebook, indent=1, ensure_ascii=False) + "\n"
+    # Half of a character, as some editors leave it, can be written as an escape only.
+    readable = text.encode("utf-8", "ignore").decode() == text
+    text = text if readable else json.dumps(merged.notebook, indent=1) + "\n"
+    _exchange(copy, was, text, editions[key], merged.conflicts, report)
 
 
-def _start_checklist(source: Path, report: StartReport, state: _State) -> None:
+def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]) -> None:
     if not source.is_file():
         return
     copy = report.folder / checklist.FILE
     text = checklist.students_copy(source.read_text(encoding="utf-8"))
     edition = hashlib.sha256(text.encode()).hexdigest()[:12]
+    done = True
     if not copy.exists():
         write_new(copy, text)
-        state.editions[checklist.FILE] = edition
         report.created.append(copy)
-        return
     # Asked once for each edition: a box that the student removed does not come back every time.
-    if state.editions.get(checklist.FILE) == edition:
+    elif editions.get(checklist.FILE) == edition:
         report.kept.append(copy)
-        return
-    try:
-        was = copy.read_bytes()
-        renewed, added = checklist.with_new_items(was.decode("utf-8-sig"), text)
-    except (OSError, ValueError) as error:
-        report.kept.append(copy)
-        report.left_alone[copy] = f"it cannot be read as text ({error})"
-        return
-    if not added:
-        report.kept.append(copy)
-    elif not _exchange(copy, was, renewed, edition, (), report):
-        return
-    state.editions[checklist.FILE] = edition
+    else:
+        try:
+            was = copy.read_bytes()
+            renewed, added = checklist.with_new_items(was.decode("utf-8-sig"), text)
+        except (OSError, ValueError) as error:
+            report.leave_alone(copy, f"it cannot be read as text ({error})")
+            return
+        if added:
+            done = _exchange(copy, was, renewed, edition, (), report)
+        else:
+            report.kept.append(copy)
+    if done:
+        editions[checklist.FILE] = edition
 
 
 def _exchange(
@@ -189,40 +143,23 @@ def _exchange(
     conflicts: tuple[str, ...],
     report: StartReport,
 ) -> bool:
-    """Put the renewed text in the copy's place, with the old one saved; says whether it did."""
-    before = _save_before(copy, was, edition)
-    # An editor may have saved meanwhile: then the file is newer than what was merged.
-    if copy.read_bytes() != was:
-        report.kept.append(copy)
-        report.left_alone[copy] = "it changed while it was being upgraded; start again"
-        return False
-    replace(copy, text)
-    report.upgraded.append(Upgrade(copy, before, conflicts))
-    return True
-
-
-def _as_text(notebook: merge.Notebook) -> str:
-    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a character, as some editors leave it
-        text = json.dumps(notebook, indent=1) + "\n"
-    return text
-
-
-def _save_before(copy: Path, was: bytes, edition: str) -> Path:
-    """Save the student's file beside, once: an upgrade that was interrupted finds it there."""
-    number = 1
-    while True:
+    """Put the renewed text in the copy's place, with the old one saved; True if it was done."""
+    # An upgrade that was interrupted finds the student's file beside, and saves it only once.
+    for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
         name = f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}{copy.suffix}"
         before = copy.with_name(name)
         if not before.exists() and not before.is_symlink():
             write_new(before, was)
-            return before
         if before.is_file() and before.read_bytes() == was:
-            return before
-        number += 1
+            break
+    # An editor may have saved meanwhile: then the file is newer than what was merged.
+    if copy.read_bytes() != was:
+        report.leave_alone(copy, "it changed while it was being upgraded; start again")
+        return False
+    replace(copy, text)
+    report.upgraded.append(Upgrade(copy, before, conflicts))
+    return True
 
 
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
@@ -249,11 +186,21 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; --to wants a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    report, state = StartReport(folder), _State(folder)
+    # The editions of earlier starts: this spares the work of making one (and importing nbgrader)
+    # just to find that nothing changed. Losing it costs time, nothing else.
+    report, memory, editions = StartReport(folder), folder / STATE_FILE, {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        editions = dict(json.loads(memory.read_text(encoding="utf-8"))["editions"])
+    known = dict(editions)
     for source in sources:
-        _start_one(source, report, state)
+        _start_one(source, report, editions)
     theory = sources[0].parent.resolve().parent / "theory"
-    _start_checklist(theory / "checklists.md", report, state)
-    _link_theory(folder.resolve(), theory)
-    state.save()
+    _start_checklist(theory / "checklists.md", report, editions)
+    if theory.is_dir() and not (folder / "theory").exists():
+        link = folder.resolve() / "theory"
+        # Where links are not allowed (Windows without developer mode), it stays in the project.
+        with contextlib.suppress(OSError):
+            link.symlink_to(os.path.relpath(theory, link.parent), target_is_directory=True)
+    if editions != known or not memory.exists():
+        replace(memory, json.dumps({"editions": editions}, indent=1, sort_keys=True) + "\n")
     return report

@@ -5,6 +5,7 @@ row of the table begins with *core* or *extra*, names its exercises in bold lett
 has its minutes in the last column but one.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def lines_of_path(
         boxes: of the student's checklist; empty if there is none.
     """
     passed: dict[str, bool] = {}
-    for check in (check for of_one in checks.values() for check in of_one):
+    for check in itertools.chain(*checks.values()):
         done = check.status == PASSED
         passed[check.exercise] = passed.get(check.exercise, True) and done
     # "ex-1-3-online-softmax" is 1-3 to the path.
@@ -96,14 +97,13 @@ def lines_of_path(
         extra = [by_number[number] for number in day.exercises(EXTRA) if number in by_number]
         if not core and not extra:
             continue
-        said = [f"{_count(passed[name] for name in core)} exercises"]
-        if extra:
-            said.append(f"{_count(passed[name] for name in extra)} extra")
-        if own := [box.ticked for box in boxes if box.day == day.number]:
-            said.append(f"{_count(own)} ticks")
-        open_ones = [name for name in [*core, *extra] if not passed[name]]
-        upcoming = f"; next: {name_of(open_ones[0])}" if open_ones else "; all exercises done"
-        out.append(f"  Day {day.number}: {', '.join(said)}{upcoming}")
+        ticks = [box.ticked for box in boxes if box.day == day.number]
+        counts = [f"{_count(passed[name] for name in core)} exercises"]
+        counts += [f"{_count(passed[name] for name in extra)} extra"] if extra else []
+        counts += [f"{_count(ticks)} ticks"] if ticks else []
+        first = next((name for name in [*core, *extra] if not passed[name]), None)
+        upcoming = f"next: {name_of(first)}" if first else "all exercises done"
+        out.append(f"  Day {day.number}: {', '.join(counts)}; {upcoming}")
     if out:
         out.insert(0, "the three-day path (theory/three-days.md)")
     if boxes:
@@ -132,11 +132,9 @@ def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> 
         folder = paths.project_root() / "work" if folder is None else folder
     except (OSError, paths.ProjectNotFoundError):
         return []
-    file = folder / checklist.FILE
+    file, boxes, troubles = folder / checklist.FILE, [], []
     try:
-        boxes = checklist.items(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return lines_of_path(days, checks, ())
+        boxes = checklist.items(file.read_text(encoding="utf-8")) if file.exists() else []
     except (OSError, ValueError) as error:
-        return [*lines_of_path(days, checks, ()), f"{file}: cannot be read ({error})"]
-    return lines_of_path(days, checks, boxes)
+        troubles = [f"{file}: cannot be read ({error})"]
+    return lines_of_path(days, checks, boxes) + troubles

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import attention
-from labsupport.attention.call import AttentionCall
-from labsupport.attention.reports import BackendUnavailableError
+from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import kernels as table
 from labsupport.distributed.ring.attention import last_ring_call, ring_attention

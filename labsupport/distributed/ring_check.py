@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.attention.accuracy import compare_with_oracle
-from labsupport.attention.call import AttentionCall
 from labsupport.attention.reference import banded_attention, oracle_attention
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import (
     RankInfo,

@@ -3,35 +3,33 @@
 An implementation has the same colour and marker in every chart (colours of Okabe and Ito, and of
 Paul Tol, told apart by readers with any colour vision).
 
-    charts     time, memory, error and speed-up against sequence length
-    pictures   how the algorithm cuts the score matrix
-    precision  dtypes and magnitudes from layer to layer
-    distributed a ring's steps, who waits for whom, what more devices bring
-    explorer   block sizes, fast memory and traffic
-    analysis   predictions beside measurements, device by device
-    roofline   FLOPs for each byte, and the ceilings of a device
-    training   what fills the memory, how losses run, what a longer context brings
-    drawing    the parts that charts are made of
-    figure     a figure that shows and describes itself
+    charts       time, memory, error and speed-up against sequence length; predictions; rooflines
+    explorer     how the score matrix is cut into tiles; block sizes, fast memory and traffic
+    precision    dtypes and magnitudes from layer to layer
+    training     what fills the memory, how losses run, what a longer context brings
+    distributed  a ring's steps, who waits for whom, what more devices bring
+    monitor      memory and use of a device over time
+    drawing      the vocabulary that charts share
+    figure       a figure that shows and describes itself
 
 Every function returns a matplotlib Figure: let it be the last expression of a cell. Nothing else of
 the lab is imported here.
 """
 
-from labsupport.plotting.analysis import plot_predictions
 from labsupport.plotting.charts import (
+    RoofLine,
     plot_error,
     plot_memory,
+    plot_predictions,
+    plot_roofline,
     plot_speedup,
     plot_time,
 )
 from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
-from labsupport.plotting.explorer import plot_tile_choices
+from labsupport.plotting.explorer import plot_tile_choices, plot_tiles
 from labsupport.plotting.figure import Chart, alt_text
-from labsupport.plotting.pictures import plot_tiles
 from labsupport.plotting.precision import plot_dtype_flow
-from labsupport.plotting.roofline import RoofLine, plot_roofline
 from labsupport.plotting.training import (
     plot_by_window,
     plot_courses,

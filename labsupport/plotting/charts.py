@@ -1,8 +1,8 @@
-"""Charts from benchmark tables.
+"""Charts from benchmark tables, predictions and rooflines.
 
 Solid lines are the reader's own run, dashed lines with hollow markers are recorded ones. A case
 that ran out of memory is a cross at its length, at the top of the chart. Small print names device
-and date. The functions take DataFrames as `labsupport.profiling.benchmark.run_grid` returns them,
+and date. Benchmark tables are DataFrames as `labsupport.profiling.benchmark.run_grid` returns them,
 one shape family at a time.
 """
 
@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from labsupport.plotting.drawing import (
+    BLUE,
+    GREY,
+    RED,
     Reference,
     add_legend,
-    draw_out_of_memory,
     draw_references,
-    draw_series,
-    finish_axes,
-    finish_y_axis,
+    log2_axis,
+    log10_axis,
+    need,
+    plain,
+    style,
 )
+from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 # What a chart draws along its x axis or as its lines; everything else must be the same throughout.
 _SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal")
+CROSS_SPACING = 0.065  # of the height of a panel, between two lines of crosses
 
 
 def plot_time(
@@ -36,8 +43,8 @@ def plot_time(
     title: str,
     recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
-) -> Figure:
-    """Median time in ms against sequence length, with a band from the first to the third quartile.
+) -> Chart:
+    """Plot the median time in ms against sequence length, with a band between the quartiles.
 
     Args:
         table: the run to draw.
@@ -58,8 +65,8 @@ def plot_memory(
     recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
     label: str = "peak extra memory (MiB)",
-) -> Figure:
-    """Peak extra memory in MiB against sequence length.
+) -> Chart:
+    """Plot the peak extra memory in MiB against sequence length.
 
     Arguments and errors as `plot_time`; `label` says what is counted, if it is not extra memory.
     """
@@ -74,8 +81,8 @@ def plot_error(
     recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
     column: str = "max_error",
-) -> Figure:
-    """Error against the float64 oracle; `column` is "max_error" or "relative_error".
+) -> Chart:
+    """Plot the error against the float64 oracle; `column` is "max_error" or "relative_error".
 
     Arguments and errors as `plot_time`.
     """
@@ -92,10 +99,10 @@ def plot_speedup(
     over: str = "standard",
     recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
-) -> Figure:
-    """Speed relative to `over` against sequence length; needs a column `speedup`.
+) -> Chart:
+    """Plot the speed relative to `over` against sequence length; needs a column `speedup`.
 
-    The table is that of `labsupport.profiling.tables.speedup`.  Other arguments and errors as
+    The table is that of `labsupport.profiling.tables.speedup`. Other arguments and errors as
     `plot_time`.
     """
     lines = [Reference(f"as fast as {over}", 1.0), *references]
@@ -112,42 +119,43 @@ def _plot(
     *,
     scale: float = 1.0,
     band: bool = False,
-) -> Figure:
-    from labsupport.plotting.figure import Chart
-
-    runs = [table] if recorded is None else [table, recorded]
-    for run in runs:
+) -> Chart:
+    runs = [(table, bool(table.attrs.get("provenance", {}).get("recorded")))]
+    runs += [] if recorded is None else [(recorded, True)]
+    for run, _ in runs:
         _check(run, column)
-    directions = list(dict.fromkeys(d for run in runs for d in run["direction"]))
-    figure = Chart(figsize=(2.8 + 5.0 * len(directions), 4.8), dpi=110, layout="constrained")
+    directions = list(dict.fromkeys(d for run, _ in runs for d in run["direction"]))
+    figure = Chart(figsize=(2.8 + 5.0 * len(directions), 4.8))
     panels = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
     for axes, direction in zip(panels, directions, strict=True):
-        lengths: set[float] = set()
-        for i, run in enumerate(runs):
-            rows = run[run["direction"] == direction]
-            lengths |= set(rows["seqlen"])
-            is_recorded = i == 1 or _is_recorded(run)
+        shown = [(run[run["direction"] == direction], is_recorded) for run, is_recorded in runs]
+        lengths = sorted({n for rows, _ in shown for n in rows["seqlen"]})
+        for rows, is_recorded in shown:
             for backend in dict.fromkeys(rows["backend"]):
                 series = rows[rows["backend"] == backend].sort_values("seqlen")
-                draw_series(axes, series, backend, column, scale, band, is_recorded)
-        draw_references(axes, references, sorted(lengths))
-        finish_axes(axes, sorted(lengths), direction if len(directions) > 1 else "")
-        for i, run in enumerate(runs):
-            rows = run[run["direction"] == direction]
-            draw_out_of_memory(axes, rows, i == 1 or _is_recorded(run))
+                _draw_series(axes, series, backend, column, scale, band, is_recorded)
+        draw_references(axes, references if lengths else (), lengths)
+        log2_axis(axes, lengths, "sequence length (tokens, 1K = 1024)")
+        if lengths:
+            axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+        axes.tick_params(axis="x", labelrotation=45 if len(lengths) > 9 else 0)
+        plain(axes)
+        if len(directions) > 1:
+            axes.set_title(direction, fontsize=10, loc="left")
+        for rows, is_recorded in shown:
+            _draw_out_of_memory(axes, rows, is_recorded)
     panels[0].set_ylabel(ylabel)
-    finish_y_axis(panels)
+    _finish_y_axis(panels)
     add_legend(figure, panels)
     width = int(figure.get_size_inches()[0] * 9)
-    small = "\n".join(textwrap.fill(_small_print(run), int(width * 1.6)) for run in runs)
+    small = "\n".join(textwrap.fill(_small_print(run), int(width * 1.6)) for run, _ in runs)
     figure.headline(textwrap.fill(title, int(width * 0.7)), small)
     return figure
 
 
 def _check(run: pd.DataFrame, column: str) -> None:
-    needed = {"backend", "seqlen", "direction", "status", column}
-    if missing := sorted(needed - set(run.columns)):
-        raise ValueError(f"the table lacks {', '.join(missing)}: pass what run_grid returned")
+    columns = "backend", "direction", column, "seqlen", "status"
+    need(run, *columns, hint="pass what run_grid returned")
     for name in _SHAPE:
         if name in run and run[name].nunique() > 1:
             values = ", ".join(str(value) for value in sorted(set(run[name])))
@@ -159,8 +167,75 @@ def _check(run: pd.DataFrame, column: str) -> None:
         raise ValueError("two rows for one backend, length and direction: draw one run at a time")
 
 
-def _is_recorded(run: pd.DataFrame) -> bool:
-    return bool(run.attrs.get("provenance", {}).get("recorded"))
+def _draw_series(
+    axes: Axes,
+    series: pd.DataFrame,
+    backend: str,
+    column: str,
+    scale: float,
+    band: bool,
+    recorded: bool,
+) -> None:
+    """Draw one implementation's line, with a band between quartiles if asked for."""
+    colour, marker = style(backend)
+    shown = series[(series["status"] == "ok") & series[column].notna()]
+    if shown.empty:
+        return
+    axes.plot(
+        shown["seqlen"], shown[column] * scale, color=colour, marker=marker, markersize=7,
+        markerfacecolor="white" if recorded else colour, linestyle="--" if recorded else "-",
+        linewidth=1.8, label=f"{backend} (recorded)" if recorded else backend,
+    )  # fmt: skip
+    if band and {"q1_ms", "q3_ms"} <= set(shown.columns):
+        axes.fill_between(
+            shown["seqlen"], shown["q1_ms"], shown["q3_ms"], color=colour, alpha=0.18, linewidth=0
+        )
+
+
+def _draw_out_of_memory(axes: Axes, rows: pd.DataFrame, recorded: bool) -> None:
+    """Draw a cross for each lost case at its length, one line of crosses per implementation."""
+    lost = rows[rows["status"] == "out of memory"]
+    left, right = axes.get_xlim()
+    # Crosses of another run may be there already: go below them.
+    for level, backend in enumerate(dict.fromkeys(lost["backend"]), start=_crosses(axes)):
+        lengths = sorted(lost.loc[lost["backend"] == backend, "seqlen"])
+        height, colour = 0.96 - CROSS_SPACING * level, style(backend)[0]
+        label = f"{backend}{' (recorded)' if recorded else ''}: out of memory"
+        axes.plot(
+            lengths, [height] * len(lengths), transform=axes.get_xaxis_transform(),
+            linestyle="none", marker="x", markersize=9, markeredgewidth=2.2, color=colour,
+            label=label, gid="out of memory", clip_on=False,
+        )  # fmt: skip
+        # The words stand on the side that has more room.
+        at_left = lengths[0] ** 2 > left * right
+        axes.annotate(
+            label, (lengths[0] if at_left else lengths[-1], height),
+            xycoords=axes.get_xaxis_transform(), xytext=(-9 if at_left else 9, 0),
+            textcoords="offset points", ha="right" if at_left else "left", va="center",
+            fontsize=8.5, color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
+
+
+def _crosses(axes: Axes) -> int:
+    return sum(line.get_gid() == "out of memory" for line in axes.get_lines())
+
+
+def _finish_y_axis(panels: Sequence[Axes]) -> None:
+    """Make the shared axis logarithmic, with room above the lines for the crosses."""
+    first = panels[0]
+    if all(len(axes.get_lines()) == _crosses(axes) for axes in panels):
+        first.set_yticks([])  # nothing was measured: the height means nothing
+        return
+    first.set_yscale("log")
+    low, high = first.get_ylim()
+    share = CROSS_SPACING * max(map(_crosses, panels))
+    if share:
+        high *= (high / low) ** min((share + 0.04) / (1 - share), 1.0)
+    first.set_ylim(low, high)
+    # Ten labels at most, and three at least.
+    for axes in panels:
+        log10_axis(axes, "y", (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,))
 
 
 def _small_print(run: pd.DataFrame) -> str:
@@ -170,9 +245,114 @@ def _small_print(run: pd.DataFrame) -> str:
     if torch_version := record.get("versions", {}).get("torch"):
         parts.append(f"torch {torch_version}")
     words = {"batch": "batch {}", "heads": "{} heads", "head_dim": "head_dim {}", "dtype": "{}"}
-    for name, text in words.items():
-        if name in run and len(run):
-            parts.append(text.format(run[name].iloc[0]))
+    parts += [words[name].format(run[name].iloc[0]) for name in words if name in run and len(run)]
     if "causal" in run and len(run):
         parts.append("causal" if run["causal"].iloc[0] else "not causal")
     return ", ".join(part for part in parts if part)
+
+
+# --- predictions and rooflines --------------------------------------------------------------------
+
+
+def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+    """Plot predicted times with their intervals, a row for each device, from above to below.
+
+    Args:
+        table: columns device, ms, low_ms, high_ms (the interval); measured_ms, bound_ms (the least
+            time by the specification) may be there, NaN where there is none.
+        title: the finding, as a sentence.
+        small_print: the case, and what the predictions rest on.
+
+    Raises:
+        ValueError: a column is missing, or there is no row.
+    """
+    need(table, "device", "ms", "low_ms", "high_ms", hint="one row a device is needed")
+    if table.empty:
+        raise ValueError("there is no prediction to draw")
+    figure = Chart(figsize=(8.8, 1.9 + 0.36 * len(table)))
+    axes, rows = figure.subplots(), range(len(table))
+    axes.hlines(rows, table["low_ms"], table["high_ms"], color=BLUE, linewidth=5, alpha=0.35,
+                label="90% of measurements are expected here")  # fmt: skip
+    axes.plot(table["ms"], rows, "o", color=BLUE, label="predicted")
+    if "bound_ms" in table:
+        axes.plot(table["bound_ms"], rows, "|", color=GREY, markersize=13, gid="reference",
+                  label="least time by the specification")  # fmt: skip
+    if "measured_ms" in table and table["measured_ms"].notna().any():
+        axes.plot(table["measured_ms"], rows, "D", color=RED, label="measured")
+    axes.set_yticks(list(rows), list(table["device"]))
+    axes.invert_yaxis()
+    log10_axis(axes, "x")
+    axes.set_xlabel("time (ms)")
+    plain(axes, "x", ("top", "right", "left"))
+    axes.tick_params(axis="y", length=0)
+    add_legend(figure, [axes], 8.5)
+    words = "; ".join(map(_prediction, table.to_dict("records")))
+    figure.say(title, small_print, [words], wrap=60)
+    return figure
+
+
+def _prediction(row: dict[Any, Any]) -> str:
+    text = f"{row['device']}: {row['ms']:.3g} ms, from {row['low_ms']:.3g} to {row['high_ms']:.3g}"
+    for column, word in (("bound_ms", "at least"), ("measured_ms", "measured")):
+        value = row.get(column)
+        if value is not None and value == value:
+            text += f", {word} {value:.3g}"
+    return text
+
+
+@dataclass(frozen=True)
+class RoofLine:
+    """One roof to draw: its name, TFLOP/s and GB/s."""
+
+    label: str
+    tflops: float
+    gb_s: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte where the two ceilings meet."""
+        return self.tflops * 1e3 / self.gb_s
+
+
+def plot_roofline(
+    table: pd.DataFrame, roofs: Sequence[RoofLine], *, title: str, small_print: str = ""
+) -> Chart:
+    """Plot TFLOP/s against FLOPs a byte, both logarithmic; a marker a row, roofs as lines.
+
+    Args:
+        table: needs backend, intensity (FLOPs a byte) and tflops; rows without a time are left out.
+        roofs: at least one; the first is drawn solid (the specified one, say), others dashed.
+        title: the finding, as a sentence.
+        small_print: device, date, sizes.
+
+    Raises:
+        ValueError: no roof, or a column is missing.
+    """
+    need(table, "backend", "intensity", "tflops", hint="pass what roofline() returned")
+    if not roofs:
+        raise ValueError("a roofline needs at least one roof")
+    figure = Chart(figsize=(8.6, 5.2))
+    axes = figure.subplots()
+    measured = table[table["tflops"].notna() & (table["tflops"] > 0)]
+    places = [*measured["intensity"], *(roof.ridge for roof in roofs)]
+    low, high = min(places) / 3, max(places) * 3
+    for number, roof in enumerate(roofs):
+        x = [low, roof.ridge, high]
+        axes.plot(
+            x, [min(roof.tflops, roof.gb_s / 1e3 * i) for i in x], color=GREY, linewidth=1.5,
+            zorder=1, linestyle="-" if number == 0 else (0, (5, 2 + number)), gid="reference",
+            label=f"{roof.label}: {roof.tflops:,.3g} TFLOP/s,\n{roof.gb_s:,.0f} GB/s",
+        )  # fmt: skip
+    for backend in dict.fromkeys(measured["backend"]):
+        colour, marker = style(backend)
+        rows = measured[measured["backend"] == backend]
+        axes.plot(
+            rows["intensity"], rows["tflops"], marker, color=colour, label=backend, markersize=7
+        )
+    axes.set(xscale="log", yscale="log", xlim=(low, high))
+    axes.set_xlabel("arithmetic intensity (FLOPs a byte that must move)")
+    axes.set_ylabel("speed (TFLOP/s)")
+    plain(axes)
+    add_legend(figure, [axes])
+    figure.headline(textwrap.fill(title, 70), small_print)
+    return figure

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labsupport.plotting.drawing import STYLES, Reference
+import numpy as np
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import ScalarFormatter
+
+from labsupport.plotting.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PALE,
+    RED,
+    SKY,
+    STYLES,
+    Reference,
+    add_legend,
+    draw_references,
+    log2_axis,
+    need,
+    plain,
+)
+from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.patches import Rectangle
 
-    from labsupport.plotting.figure import Chart
-
-_WORK, _NONE, _MESSAGE = "#0072B2", "#EEEEEE", "#E69F00"
-_SPANS = {"compute": _WORK, "message": _MESSAGE}
-_LINES = (("#D55E00", "s"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#AA4466", "X"), ("#808080", "*"))
-
+_SPANS = {"compute": BLUE, "message": ORANGE}
+_LINES = ((RED, "s"), (ORANGE, "v"), (SKY, "P"), ("#AA4466", "X"), ("#808080", "*"))
 # A ring's kernels by their own names, in the colours that they have elsewhere.
 _KNOWN = STYLES | {"native": STYLES["sdpa_flash"], "cudnn": STYLES["sdpa_cudnn"]}
 
 
 def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print: str = "") -> Chart:
-    """Which rank works on whose keys in which step, and how much: a panel for each layout.
+    """Draw which rank works on whose keys in which step, and how much: a panel for each layout.
 
     Each cell is filled as far as its block of queries and keys is visible. A step lasts as long as
     its fullest cell: written above the column.
@@ -38,24 +50,19 @@ def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print:
     Raises:
         ValueError: a column is missing.
     """
-    from labsupport.plotting.figure import Chart
-
-    _need(table, "layout", "rank", "step", "owner", "pairs")
+    need(table, "layout", "rank", "step", "owner", "pairs")
     layouts = list(dict.fromkeys(table["layout"]))
     ranks, steps = table["rank"].max() + 1, table["step"].max() + 1
-    figure = Chart(
-        figsize=(1.6 + 0.85 * steps * len(layouts), 1.9 + 0.62 * ranks),
-        dpi=110,
-        layout="constrained",
-    )
+    figure = Chart(figsize=(1.6 + 0.85 * steps * len(layouts), 1.9 + 0.62 * ranks))
     panels = figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0]
-    words = [f"{title.rstrip('.')}."]
+    words = []
     for axes, layout in zip(panels, layouts, strict=True):
         rows = table[table["layout"] == layout]
         for row in rows.itertuples():
             share = row.pairs / block
-            axes.add_patch(_box(row.step, row.rank, 1.0, _NONE))
-            axes.add_patch(_box(row.step, row.rank, share, _WORK))
+            for height, colour in ((0.92, PALE), (0.92 * share, BLUE)):  # filled from below
+                corner = row.step + 0.04, row.rank + 0.96 - height
+                axes.add_patch(Rectangle(corner, 0.92, height, facecolor=colour, edgecolor="none"))
             axes.annotate(
                 f"K{row.owner} V{row.owner}" if row.pairs else "–",
                 (row.step + 0.5, row.rank + 0.26),
@@ -65,19 +72,15 @@ def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print:
         busiest = rows.groupby("step")["pairs"].max() / block
         total = rows.groupby("rank")["pairs"].sum() / block
         for step, most in busiest.items():
-            axes.annotate(
-                f"{most:.2g}", (step + 0.5, -0.1), ha="center", fontsize=9, color="#444444"
-            )
+            axes.annotate(f"{most:.2g}", (step + 0.5, -0.1), ha="center", fontsize=9, color=GREY)
         for rank, work in total.items():
             axes.annotate(
                 f"{work:.3g}", (steps + 0.08, rank + 0.5), va="center", fontsize=9,
                 color="#444444", annotation_clip=False,
             )  # fmt: skip
         axes.set(xlim=(0, steps + 0.75), ylim=(ranks, -0.5))
-        axes.set_xticks([step + 0.5 for step in range(steps)], [str(step) for step in range(steps)])
-        axes.set_yticks(
-            [rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)]
-        )
+        axes.set_xticks([step + 0.5 for step in range(steps)], map(str, range(steps)))
+        axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
         axes.set_xlabel("step")
         axes.set_title(f"{layout}: {busiest.sum():.2g} blocks of time", fontsize=10, loc="left")
         axes.tick_params(length=0)
@@ -88,23 +91,12 @@ def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print:
             f"{', '.join(f'{work:.3g}' for work in total)} blocks."
         )
     unit = "Above: how long each step lasts. Right: each rank's work. In whole blocks."
-    small_print = f"{unit} {small_print}".strip()
-    figure.headline(textwrap.fill(title, 86), textwrap.fill(small_print, 130))
-    figure.description = " ".join(words)
+    figure.say(title, f"{unit} {small_print}".strip(), words, wrap=86)
     return figure
 
 
-def _box(step: int, rank: int, share: float, colour: str) -> Rectangle:
-    """A cell, filled from below."""
-    from matplotlib.patches import Rectangle
-
-    box = Rectangle((step + 0.04, rank + 0.96 - 0.92 * share), 0.92, 0.92 * share)
-    box.set(facecolor=colour, edgecolor="none")
-    return box
-
-
 def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
-    """What each rank did when: a panel for each layout, two lines for each rank.
+    """Draw what each rank did when: a panel for each layout, two lines for each rank.
 
     Args:
         table: columns layout, rank, what ("compute" or "message"), start_ms, end_ms.
@@ -114,19 +106,11 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
     Raises:
         ValueError: a column is missing.
     """
-    from matplotlib.patches import Patch
-
-    from labsupport.plotting.figure import Chart
-
-    _need(table, "layout", "rank", "what", "start_ms", "end_ms")
+    need(table, "layout", "rank", "what", "start_ms", "end_ms")
     layouts, ranks = list(dict.fromkeys(table["layout"])), sorted(set(table["rank"]))
-    figure = Chart(
-        figsize=(8.6, 1.3 + len(layouts) * (0.45 + 0.55 * len(ranks))),
-        dpi=110,
-        layout="constrained",
-    )
+    figure = Chart(figsize=(8.6, 1.3 + len(layouts) * (0.45 + 0.55 * len(ranks))))
     panels = figure.subplots(len(layouts), 1, sharex=True, squeeze=False)[:, 0]
-    words = [f"{title.rstrip('.')}."]
+    words = []
     for axes, layout in zip(panels, layouts, strict=True):
         rows = table[table["layout"] == layout]
         for rank in ranks:
@@ -141,7 +125,7 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
         axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks])
         axes.set_title(f"{layout}: {rows['end_ms'].max():.0f} ms", fontsize=10, loc="left")
         axes.tick_params(axis="y", length=0)
-        _plain(axes, "x")
+        plain(axes, "x")
         words.append(f"{layout}: done after {rows['end_ms'].max():.0f} ms.")
     panels[-1].set_xlabel("time since the first rank began (ms)")
     panels[-1].set_xlim(left=0)
@@ -149,8 +133,7 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
         handles=[Patch(facecolor=colour, label=what) for what, colour in _SPANS.items()],
         loc="outside right upper", frameon=False, fontsize=9,
     )  # fmt: skip
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    figure.description = " ".join(words)
+    figure.say(title, small_print, words)
     return figure
 
 
@@ -166,7 +149,7 @@ def plot_scaling(
     names: Mapping[str, str] | None = None,
     small_print: str = "",
 ) -> Chart:
-    """A quantity against the number of devices, one line a series, from 0 on.
+    """Plot a quantity against the number of devices, one line a series, from 0 on.
 
     Args:
         table: columns world, `series`, `panel` if given, and `column`, which is drawn. Where
@@ -184,12 +167,8 @@ def plot_scaling(
     Raises:
         ValueError: a column is missing, there is no row, or two rows are the same point.
     """
-    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
-
-    from labsupport.plotting.figure import Chart
-
     keys = [series, *([panel] if panel else []), "world"]
-    _need(table, *keys, column)
+    need(table, *keys, column)
     if table.empty:
         raise ValueError("there is no row to draw")
     if table.duplicated(keys).any():
@@ -197,9 +176,9 @@ def plot_scaling(
     worlds = sorted(set(table["world"]))
     lines = list(dict.fromkeys(table[series]))
     groups = list(dict.fromkeys(table[panel])) if panel else [None]
-    figure = Chart(figsize=(3.4 + 3.4 * len(groups), 4.4), dpi=110, layout="constrained")
+    figure = Chart(figsize=(3.4 + 3.4 * len(groups), 4.4))
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    words = [f"{title.rstrip('.')}."]
+    words = []
     for axes, group in zip(panels, groups, strict=True):
         rows = table if group is None else table[table[panel] == group]
         for name, look in zip(lines, _looks(lines), strict=True):
@@ -215,42 +194,23 @@ def plot_scaling(
                 f"{y:.3g} on {x:g}" for x, y in zip(known["world"], known[column], strict=True)
             )
             words.append(f"{f'{group}, ' if group is not None else ''}{label}: {values}.")
-        for reference, dashes in zip(references, (":", "--", "-."), strict=False):
-            y = [reference.y(w) if callable(reference.y) else reference.y for w in worlds]
-            axes.plot(worlds, y, color="#444444", linestyle=dashes, label=reference.label)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(worlds))
+        draw_references(axes, references, worlds)
+        log2_axis(axes, worlds, "number of devices")
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("number of devices")
         if group is not None:
             axes.set_title(str(group), fontsize=10, loc="left")
-        _plain(axes)
+        plain(axes)
     panels[0].set_ylabel(ylabel)
-    panels[0].set_ylim(0, 1.05 * max(y for axes in panels for y in _heights(axes)))
-    handles = dict(
-        pair[::-1]
-        for axes in panels
-        for pair in zip(*axes.get_legend_handles_labels(), strict=True)
-    )
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8.5
-    )
+    heights = [line.get_ydata() for axes in panels for line in axes.get_lines()]
+    panels[0].set_ylim(0, 1.05 * float(np.nanmax(np.concatenate(heights))))
+    add_legend(figure, panels, 8.5)
     words += [f"Reference line: {reference.label}." for reference in references]
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    figure.description = " ".join(words)
+    figure.say(title, small_print, words)
     return figure
 
 
-def _heights(axes: Axes) -> list[float]:
-    import numpy as np
-
-    found = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
-    return found[np.isfinite(found)].tolist()
-
-
 def _looks(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour, marker and dashes of each line.
+    """Return colour, marker and dashes of each line.
 
     A name may go on after a comma ("native, zigzag"): what stands before it has its colour, and its
     first line is solid.
@@ -264,14 +224,3 @@ def _looks(lines: Sequence[str]) -> list[dict[str, Any]]:
         dashes = ("-", (0, (5, 2)), (0, (1, 1.5)))[min(first[:n].count(name), 2)]
         looks.append({"color": colour, "marker": marker, "linestyle": dashes})
     return looks
-
-
-def _need(table: pd.DataFrame, *columns: str) -> None:
-    if missing := [name for name in columns if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}")
-
-
-def _plain(axes: Axes, axis: str = "both") -> None:
-    axes.grid(True, axis=axis, color="#dddddd", linewidth=0.8)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

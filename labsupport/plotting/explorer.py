@@ -1,4 +1,4 @@
-"""Tiles and traffic: a map of block sizes, and what a larger fast memory brings.
+"""Tiles: how the algorithm cuts the score matrix, a map of block sizes, and their traffic.
 
 `plot_tile_choices` takes what `labsupport.analysis.explorer.tile_choices` returned.
 """
@@ -7,25 +7,75 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import matplotlib
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import LogNorm
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from labsupport.plotting.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, RED, need, plain
+from labsupport.plotting.figure import Chart
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from labsupport.plotting.figure import Chart
-
-GREY = "#444444"
-CHOSEN = "#D55E00"
-CURVE = "#0072B2"
-FLOOR = "#009E73"
-TEXTBOOK = "#000000"
-_COLUMNS = {"block_q", "block_k", "fits", "needed_bytes", "traffic_bytes", "theorem_bytes"}
+TILE_COLOURS = {"computed": BLUE, "computed, with a mask": ORANGE, "skipped": PALE}
 _OUTSIDE = {"version2": "queries outside (version 2)", "version1": "keys outside (version 1)"}
+_COLUMNS = "block_q", "block_k", "fits", "needed_bytes", "traffic_bytes", "theorem_bytes"
+
+
+def plot_tiles(
+    *, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, causal: bool = True
+) -> Chart:
+    """Draw the tiles of one score matrix: computed, computed with a mask, or skipped.
+
+    Args:
+        seqlen_q, seqlen_k: rows and columns of the score matrix.
+        block_q, block_k: rows and columns of a tile; the last ones may be smaller.
+        causal: hide the future, aligned bottom-right.
+    """
+    figure = Chart(figsize=(7.2, 4.6))
+    axes = figure.subplots()
+    counts = dict.fromkeys(TILE_COLOURS, 0)
+    offset = seqlen_k - seqlen_q if causal else seqlen_k  # query i sees keys up to i + offset
+    for top in range(0, seqlen_q, block_q):
+        for left in range(0, seqlen_k, block_k):
+            bottom, right = min(top + block_q, seqlen_q), min(left + block_k, seqlen_k)
+            kind = "computed" if right - 1 <= top + offset else "computed, with a mask"
+            kind = "skipped" if left > bottom - 1 + offset else kind
+            counts[kind] += 1
+            tile = Rectangle((left, top), right - left, bottom - top)
+            tile.set(facecolor=TILE_COLOURS[kind], edgecolor="white", linewidth=1.5)
+            axes.add_patch(tile)
+    axes.set(xlim=(0, seqlen_k), ylim=(seqlen_q, 0), aspect="equal")
+    axes.set_xlabel(f"keys, in blocks of {block_k}  (inner loop: left to right)")
+    axes.set_ylabel(f"queries, in blocks of {block_q}  (outer loop)")
+    axes.set_xticks(range(0, seqlen_k + 1, 2 * block_k))
+    axes.set_yticks(range(0, seqlen_q + 1, 2 * block_q))
+    axes.spines[:].set_visible(False)
+    total = sum(counts.values())
+    figure.suptitle(
+        f"{total - counts['skipped']} of {total} tiles are computed, one at a time",
+        x=0.01, ha="left", fontsize=12, fontweight="bold",
+    )  # fmt: skip
+    figure.description = (
+        f"Score matrix of {seqlen_q} queries and {seqlen_k} keys, cut into tiles of {block_q} x "
+        f"{block_k}: " + ", ".join(f"{count} tiles {kind}" for kind, count in counts.items()) + "."
+    )
+    patches = [
+        Patch(facecolor=TILE_COLOURS[kind], label=f"{kind} ({count})")
+        for kind, count in counts.items()
+        if count
+    ]
+    figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=9)
+    return figure
 
 
 def plot_tile_choices(
     table: pd.DataFrame, *, chosen: tuple[int, int] | None = None, title: str | None = None
 ) -> Chart:
-    """Traffic of each pair of blocks, and of the best pair against the size of the fast memory.
+    """Plot traffic of each pair of blocks, and of the best pair against the size of fast memory.
 
     Args:
         table: from `tile_choices`, with its `.attrs["case"]`.
@@ -35,18 +85,21 @@ def plot_tile_choices(
     Raises:
         ValueError: a column, the case, or the chosen pair is missing.
     """
-    from labsupport.plotting.figure import Chart
-
-    missing = sorted(_COLUMNS - set(table.columns))
-    if missing or "case" not in table.attrs:
-        raise ValueError(
-            f"the table lacks {', '.join(missing) or 'its case'}: pass what tile_choices() returned"
-        )
+    need(table, *_COLUMNS, hint="pass what tile_choices() returned")
+    if "case" not in table.attrs:
+        raise ValueError("the table lacks its case: pass what tile_choices() returned")
     case = table.attrs["case"]
     fitting = table[table["fits"]].sort_values(["traffic_bytes", "needed_bytes"])
-    row = _row(table, fitting, chosen)
-    figure = Chart(figsize=(9.6, 4.7), dpi=100)
+    if chosen is None:
+        # Where nothing fits, the pair that needs least shows by how much.
+        row = fitting.iloc[0] if len(fitting) else table.loc[table["needed_bytes"].idxmin()]
+    else:
+        found = table[(table["block_q"] == chosen[0]) & (table["block_k"] == chosen[1])]
+        if found.empty:
+            raise ValueError(f"the table has no pair Br = {chosen[0]}, Bc = {chosen[1]} to mark")
+        row = found.iloc[0]
     # A fixed layout: the constrained one draws twice, and this picture follows a slider.
+    figure = Chart(figsize=(9.6, 4.7), dpi=100, layout=None)
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1.12, 1)})
     figure.subplots_adjust(left=0.075, right=0.985, top=0.77, bottom=0.17, wspace=0.28)
     _draw_map(left, table, row)
@@ -62,53 +115,36 @@ def plot_tile_choices(
     return figure
 
 
-def _row(table: pd.DataFrame, fitting: pd.DataFrame, chosen: tuple[int, int] | None) -> Any:
-    if chosen is None:
-        # Where nothing fits, the pair that needs least shows by how much.
-        return fitting.iloc[0] if len(fitting) else table.loc[table["needed_bytes"].idxmin()]
-    found = table[(table["block_q"] == chosen[0]) & (table["block_k"] == chosen[1])]
-    if found.empty:
-        raise ValueError(f"the table has no pair Br = {chosen[0]}, Bc = {chosen[1]} to mark")
-    return found.iloc[0]
-
-
 def _draw_map(axes: Axes, table: pd.DataFrame, row: Any) -> None:
-    """Traffic by B_r and B_c: the darker the more; what does not fit is hatched."""
-    import matplotlib
-    from matplotlib.collections import PatchCollection
-    from matplotlib.colors import LogNorm
-    from matplotlib.patches import Rectangle
-
-    rows, cols = sorted(set(table["block_q"])), sorted(set(table["block_k"]))
+    """Draw traffic by B_r and B_c: the darker the more; what does not fit is hatched."""
+    grid = table.pivot(index="block_q", columns="block_k", values="traffic_bytes")
+    fits = table.pivot(index="block_q", columns="block_k", values="fits").to_numpy(dtype=bool)
+    rows, cols = list(grid.index), list(grid.columns)
     low, high = table["traffic_bytes"].min(), table["traffic_bytes"].max()
     norm = LogNorm(low, max(high, low * 1.01))
-    grid = table.pivot(index="block_q", columns="block_k", values="traffic_bytes")
     colours = matplotlib.colormaps["Blues"](norm(grid.to_numpy(dtype=float)) * 0.75)
-    fits = table.pivot(index="block_q", columns="block_k", values="fits").to_numpy(dtype=bool)
     colours[~fits] = (0.94, 0.94, 0.94, 1.0)
     axes.imshow(colours, origin="lower", aspect="auto")
-    small = 7.5 if len(cols) > 5 else 9.0
     hatched: list[Rectangle] = []
-    for y, block_q in enumerate(rows):
-        for x, block_k in enumerate(cols):
+    for y in range(len(rows)):
+        for x in range(len(cols)):
+            traffic: Any = grid.iat[y, x]
             if not fits[y, x]:
                 hatched.append(Rectangle((x - 0.5, y - 0.5), 1, 1))
                 continue
-            dark = norm(grid.loc[block_q, block_k]) > 0.75
             axes.text(
-                x, y, _mib(grid.loc[block_q, block_k]), ha="center", va="center",
-                fontsize=small, color="white" if dark else "black",
+                x, y, _mib(traffic), ha="center", va="center",
+                fontsize=7.5 if len(cols) > 5 else 9.0,
+                color="white" if norm(traffic) > 0.75 else "black",
             )  # fmt: skip
     axes.add_collection(
         PatchCollection(hatched, facecolor="none", edgecolor="#bbbbbb", hatch="////", linewidth=0)
     )
     axes.hlines([y - 0.5 for y in range(1, len(rows))], -0.5, len(cols) - 0.5, "white", lw=1)
     axes.vlines([x - 0.5 for x in range(1, len(cols))], -0.5, len(rows) - 0.5, "white", lw=1)
-    at = cols.index(row["block_k"]), rows.index(row["block_q"])
-    axes.add_patch(
-        Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor=CHOSEN, linewidth=3,
-                  gid="chosen", zorder=5)
-    )  # fmt: skip
+    corner = cols.index(row["block_k"]) - 0.5, rows.index(row["block_q"]) - 0.5
+    mark = Rectangle(corner, 1, 1, fill=False, edgecolor=RED, linewidth=3, gid="chosen", zorder=5)
+    axes.add_patch(mark)
     axes.set_xticks(range(len(cols)), [str(size) for size in cols])
     axes.set_yticks(range(len(rows)), [str(size) for size in rows])
     axes.set_xlabel("Bc (keys of a tile)")
@@ -121,73 +157,56 @@ def _draw_map(axes: Axes, table: pd.DataFrame, row: Any) -> None:
 
 
 def _draw_curve(axes: Axes, table: pd.DataFrame, case: dict[str, Any], row: Any) -> None:
-    """The least traffic of what fits, against the memory: a staircase, as blocks are doubled."""
+    """Draw the least traffic of what fits against the memory: a staircase, as blocks double."""
     steps = table.sort_values(["needed_bytes", "traffic_bytes"])
-    memory = steps["needed_bytes"] / 1024
-    least = steps["traffic_bytes"].cummin() / 2**20
-    fast = case["fast_bytes"] / 1024
-    ends = [min(memory.iloc[0], fast) / 1.2, max(memory.iloc[-1], fast) * 1.2]
-    axes.step(
-        [*memory, ends[1]], [*least, least.iloc[-1]], where="post", color=CURVE, linewidth=2,
-        label="the best pair that fits",
+    memory, least = steps["needed_bytes"] / 1024, steps["traffic_bytes"].cummin() / 2**20
+    fast, floor, textbook = (
+        case["fast_bytes"] / 1024, case["compulsory_bytes"] / 2**20, case["textbook_bytes"] / 2**20
     )  # fmt: skip
+    ends = [min(memory.iloc[0], fast) / 1.2, max(memory.iloc[-1], fast) * 1.2]
     # N^2 d^2 / M falls as 1 / M: one of its points is enough to draw it.
     scale = steps["theorem_bytes"].iloc[0] / 2**20 * memory.iloc[0]
+    theorem = [scale / end for end in ends]
+    axes.step([*memory, ends[1]], [*least, least.iloc[-1]], where="post", color=BLUE, linewidth=2,
+              label="the best pair that fits")  # fmt: skip
     axes.plot(
-        ends, [scale / end for end in ends], color=GREY, linestyle="--", linewidth=1.3,
+        ends, theorem, color=GREY, linestyle="--", linewidth=1.3, gid="reference",
         label=f"theorem 2: {case['constant']} {'pairs' if case['causal'] else 'N²'} d² / M",
-        gid="reference",
     )  # fmt: skip
-    floor = case["compulsory_bytes"] / 2**20
-    axes.axhline(floor, color=FLOOR, linestyle="-.", linewidth=1.5, gid="reference",
-                 label=f"compulsory: {_mib(floor * 2**20)} MiB")  # fmt: skip
-    textbook = case["textbook_bytes"] / 2**20
-    if textbook == textbook:
-        axes.axhline(textbook, color=TEXTBOOK, linestyle=":", linewidth=1.6, gid="reference",
-                     label=f"textbook: {_mib(textbook * 2**20)} MiB")  # fmt: skip
+    for name, height, colour, dashes, width in (
+        ("compulsory", floor, GREEN, "-.", 1.5), ("textbook", textbook, BLACK, ":", 1.6)
+    ):  # fmt: skip
+        if height == height:
+            axes.axhline(height, color=colour, linestyle=dashes, linewidth=width, gid="reference",
+                         label=f"{name}: {_mib(height * 2**20)} MiB")  # fmt: skip
     axes.axvline(fast, color=GREY, linewidth=1, zorder=0)
     axes.plot(
-        [row["needed_bytes"] / 1024], [row["traffic_bytes"] / 2**20], color=CHOSEN, linestyle="",
+        [row["needed_bytes"] / 1024], [row["traffic_bytes"] / 2**20], color=RED, linestyle="",
         marker="o" if row["fits"] else "X", markersize=9, zorder=5,
         label=f"{'chosen' if row['fits'] else 'too large'}: {row['block_q']} × {row['block_k']}",
     )  # fmt: skip
-    _finish_curve(axes, ends, case)
-
-
-def _finish_curve(axes: Axes, ends: list[float], case: dict[str, Any]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
+    axes.set(xlim=ends, yscale="log")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlim(*ends)
-    values = [value for line in axes.get_lines()[:-1] for value in _heights(line)]
-    floor = case["compulsory_bytes"] / 2**20
     # The theorem's line runs below the floor where M nears N d: there it says nothing.
-    axes.set_ylim(floor / 1.8, max(value for value in values if value == value) * 1.8)
-    plain = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    low, high = axes.get_ylim()
-    steps = (1.0,) if high > 60 * low else (1.0, 2.0, 5.0)
-    for axis, ticks in ((axes.xaxis, LogLocator(base=4)), (axes.yaxis, LogLocator(subs=steps))):
+    highest = max(y for y in (*least, *theorem, floor, textbook) if y == y)
+    low, high = axes.set_ylim(floor / 1.8, highest * 1.8)
+    written = FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    subs = (1.0,) if high > 60 * low else (1.0, 2.0, 5.0)
+    for axis, ticks in ((axes.xaxis, LogLocator(base=4)), (axes.yaxis, LogLocator(subs=subs))):
         axis.set_major_locator(ticks)
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(plain)
+        axis.set_major_formatter(written)
     axes.set_xlabel("fast memory M (KiB)")
     axes.set_ylabel("traffic (MiB)")
     axes.text(
-        case["fast_bytes"] / 1024, 0.98, f"M = {_kib(case['fast_bytes'])}", ha="right",
-        transform=axes.get_xaxis_transform(), va="top", fontsize=8, color=GREY, rotation=90,
+        fast, 0.98, f"M = {_kib(case['fast_bytes'])}", ha="right", va="top", fontsize=8,
+        transform=axes.get_xaxis_transform(), color=GREY, rotation=90,
     )  # fmt: skip
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    plain(axes)
     axes.legend(
         loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=8,
         columnspacing=1.0, handlelength=2.2, labelspacing=0.3, borderaxespad=0.2,
     )  # fmt: skip
-
-
-def _heights(line: Any) -> list[float]:
-    return [float(value) for value in line.get_ydata()]
 
 
 def _finding(row: Any, case: dict[str, Any]) -> str:
@@ -200,7 +219,8 @@ def _finding(row: Any, case: dict[str, Any]) -> str:
 
 
 def _words(table: pd.DataFrame, fitting: pd.DataFrame, case: dict[str, Any]) -> str:
-    """What both panels show, for readers who cannot see them."""
+    """Say what both panels show, for readers who cannot see them."""
+    traffic, textbook = table["traffic_bytes"], case["textbook_bytes"]
     text = (
         f"Left: a map of {len(table)} pairs of block sizes; {len(table) - len(fitting)} of them do "
         "not fit and are hatched."
@@ -213,11 +233,9 @@ def _words(table: pd.DataFrame, fitting: pd.DataFrame, case: dict[str, Any]) -> 
         )
     text += (
         " Right: traffic of the best pair against the size of the fast memory, both logarithmic; "
-        f"it falls from {_mib(table['traffic_bytes'].max())} to "
-        f"{_mib(table['traffic_bytes'].min())} MiB, above the theorem's line and the compulsory "
-        f"{_mib(case['compulsory_bytes'])} MiB."
+        f"it falls from {_mib(traffic.max())} to {_mib(traffic.min())} MiB, above the theorem's "
+        f"line and the compulsory {_mib(case['compulsory_bytes'])} MiB."
     )
-    textbook = case["textbook_bytes"]
     return text + (f" The textbook: {_mib(textbook)} MiB." if textbook == textbook else "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,7 +14,8 @@ class Chart(Figure):
     """A matplotlib Figure that needs no pyplot, no global state and no magic command.
 
     As the last expression of a cell it becomes a PNG; its plain-text form is its description, which
-    screen readers and text-only viewers show instead.
+    screen readers and text-only viewers show instead. Options are matplotlib's; 110 dots an inch
+    and a constrained layout are the default.
 
     Attributes:
         description: what the figure shows, in words; if empty, `alt_text` puts it together.
@@ -21,11 +23,19 @@ class Chart(Figure):
 
     description = ""
 
+    def __init__(self, *, dpi: float = 110, layout: Any = "constrained", **options: Any) -> None:
+        super().__init__(dpi=dpi, layout=layout, **options)
+
     def headline(self, title: str, small_print: str) -> None:
         """Set the finding above the panels, and source and device in small print below them."""
         self.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         # supxlabel is the one text at the bottom that the layout keeps clear of the axes.
         self.supxlabel(small_print, x=0.01, ha="left", fontsize=8, color="#444444")
+
+    def say(self, title: str, small_print: str, words: list[str], *, wrap: int = 80) -> None:
+        """Set headline, small print, and the description: the title and `words`."""
+        self.headline(textwrap.fill(title, wrap), textwrap.fill(small_print, 130))
+        self.description = " ".join([f"{title.rstrip('.')}.", *words])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         image = io.BytesIO()
@@ -35,7 +45,7 @@ class Chart(Figure):
 
 
 def alt_text(figure: Chart) -> str:
-    """A description of a chart for readers who cannot see it: title, axes, and each line's ends."""
+    """Describe a chart for readers who cannot see it: title, axes, and each line's ends."""
     if getattr(figure, "description", ""):
         return figure.description
     parts = [figure.get_suptitle().replace("\n", " ").rstrip(".") + "."]
@@ -53,8 +63,7 @@ def alt_text(figure: Chart) -> str:
                 parts.append(f"{label} at {', '.join(f'{value:g}' for value in x)}.")
             elif line.get_gid() == "reference":
                 parts.append(f"Reference line: {label}.")
-            elif len(x) == 1:
-                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}.")
             else:
-                parts.append(f"{label}: {y[0]:.3g} at {x[0]:g}, {y[-1]:.3g} at {x[-1]:g}.")
+                ends = (0, -1) if len(x) > 1 else (0,)
+                parts.append(f"{label}: {', '.join(f'{y[i]:.3g} at {x[i]:g}' for i in ends)}.")
     return " ".join(parts)

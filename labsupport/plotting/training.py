@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from labsupport.plotting.drawing import Reference, style
+from matplotlib.ticker import ScalarFormatter
+
+from labsupport.plotting.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Reference,
+    add_legend,
+    draw_references,
+    log2_axis,
+    log10_axis,
+    need,
+    plain,
+    style,
+)
+from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
-    from labsupport.plotting.figure import Chart
-
-# Colours of Okabe and Ito, then grey for whatever is small.
-_PARTS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442")
-_REST, _REST_COLOUR = "all else", "#BBBBBB"
-_MOST = len(_PARTS)
-_LINES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"))
+_PARTS = (BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW)
+_REST = "all else", "#BBBBBB"  # whatever is small
+_LINES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v"))
 
 
 def plot_memory_parts(
@@ -29,7 +43,7 @@ def plot_memory_parts(
     limit: tuple[str, float] | None = None,
     small_print: str = "",
 ) -> Chart:
-    """What a training step holds at its peak: a bar for each case, cut into parts.
+    """Draw what a training step holds at its peak: a bar for each case, cut into parts.
 
     Args:
         table: columns case, part, bytes; cases from above to below in their order.
@@ -41,24 +55,21 @@ def plot_memory_parts(
     Raises:
         ValueError: a column is missing, or there is no row.
     """
-    from labsupport.plotting.figure import Chart
-
-    if missing := [name for name in ("case", "part", "bytes") if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}: one row a case and part is needed")
+    need(table, "case", "part", "bytes", hint="one row a case and part is needed")
     if table.empty:
         raise ValueError("there is no part to draw")
     cases = list(dict.fromkeys(table["case"]))
     wide = table.pivot_table(index="case", columns="part", values="bytes", aggfunc="sum").fillna(0)
     largest = wide.max().sort_values(ascending=False)
-    shown = list(largest.index[: _MOST if len(largest) <= _MOST else _MOST - 1])
-    wide[_REST] = wide.drop(columns=shown).sum(axis=1)
+    most = len(_PARTS)
+    shown = list(largest.index[: most if len(largest) <= most else most - 1])
+    wide[_REST[0]] = wide.drop(columns=shown).sum(axis=1)
     highest = max(wide.sum(axis=1).max(), *(measured or {"": 0}).values())
     unit, size = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
-    figure = Chart(figsize=(8.8, 1.9 + 0.46 * len(cases)), dpi=110, layout="constrained")
+    figure = Chart(figsize=(8.8, 1.9 + 0.46 * len(cases)))
     axes = figure.subplots()
     left = dict.fromkeys(cases, 0.0)
-    parts = [*zip(shown, _PARTS, strict=False), (_REST, _REST_COLOUR)]
-    for part, colour in parts:
+    for part, colour in [*zip(shown, _PARTS, strict=False), _REST]:
         widths = [wide.loc[case, part] / size for case in cases]
         if not any(widths):
             continue
@@ -70,24 +81,20 @@ def plot_memory_parts(
             marker="D", color="black", markerfacecolor="white", markersize=7, label="measured",
         )  # fmt: skip
     if limit is not None:
-        axes.axvline(limit[1] / size, color="#444444", linestyle=(0, (6, 2, 1, 2)), label=limit[0])
+        axes.axvline(limit[1] / size, color=GREY, linestyle=(0, (6, 2, 1, 2)), label=limit[0])
     axes.invert_yaxis()
     axes.set_xlabel(f"memory at the peak of a step ({unit})")
-    axes.grid(True, axis="x", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    totals = [f"{case}: {left[case]:.3g} {unit}" for case in cases]
-    found = [f"{case}: {bytes_ / size:.3g} {unit}" for case, bytes_ in (measured or {}).items()]
-    figure.description = f"{title.rstrip('.')}. Predicted peaks: {'; '.join(totals)}." + (
-        f" Measured: {'; '.join(found)}." if found else ""
-    )
+    plain(axes, "x")
+    add_legend(figure, [axes], 8.5)
+    totals = "; ".join(f"{case}: {left[case]:.3g} {unit}" for case in cases)
+    found = "; ".join(f"{case}: {n / size:.3g} {unit}" for case, n in (measured or {}).items())
+    words = [f"Predicted peaks: {totals}.", *([f"Measured: {found}."] if found else [])]
+    figure.say(title, small_print, words)
     return figure
 
 
 def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print: str = "") -> Chart:
-    """One training run: the loss above, the gradient norm below.
+    """Plot one training run: the loss above, the gradient norm below.
 
     Args:
         table: columns step, loss, grad_norm; an infinite norm (a step left out) is a gap.
@@ -97,45 +104,37 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
     Raises:
         ValueError: a column is missing, or there is no step to draw.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    from labsupport.plotting.figure import Chart
-
-    if missing := [name for name in ("step", "loss", "grad_norm") if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}: pass a history's frame()")
+    need(table, "step", "loss", "grad_norm", hint="pass a history's frame()")
     if table.empty:
         raise ValueError("there is no step to draw")
     steps, losses = table["step"], table["loss"]
     norms = table["grad_norm"].where(table["grad_norm"].abs() < float("inf"))
     title = title or f"The loss went from {losses.iloc[0]:.2f} to {losses.iloc[-1]:.2f}"
-    figure = Chart(figsize=(8.6, 4.6), dpi=110, layout="constrained")
+    figure = Chart(figsize=(8.6, 4.6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     marker = "o" if len(table) == 1 else ""
     upper.plot(steps, losses, color=_PARTS[0], linewidth=1.6, marker=marker)
     upper.set_ylabel("loss (nats a token)")
     lower.plot(steps, norms, color=_PARTS[3], linewidth=1.2, marker=marker)
     if (norms > 0).any():
-        lower.set_yscale("log")
-        lower.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        lower.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        lower.yaxis.set_minor_formatter(NullFormatter())
+        log10_axis(lower)
     lower.set_ylabel("gradient norm")
     lower.set_xlabel("step")
-    for axes in (upper, lower):
-        _plain(axes)
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    highest = losses.idxmax()
-    figure.description = (
-        f"{title.rstrip('.')}. Loss over steps: {losses.iloc[0]:.3g} at step {steps.iloc[0]}, "
-        f"highest {losses[highest]:.3g} at {steps[highest]}, {losses.iloc[-1]:.3g} at "
-        f"{steps.iloc[-1]}. Gradient norm, on a logarithmic axis: "
-        f"{table['grad_norm'].iloc[0]:.3g} at first, {table['grad_norm'].iloc[-1]:.3g} at last."
+    plain(upper)
+    plain(lower)
+    highest, raw = losses.idxmax(), table["grad_norm"]
+    words = (
+        f"Loss over steps: {losses.iloc[0]:.3g} at step {steps.iloc[0]}, highest "
+        f"{losses[highest]:.3g} at {steps[highest]}, {losses.iloc[-1]:.3g} at {steps.iloc[-1]}. "
+        f"Gradient norm, on a logarithmic axis: {raw.iloc[0]:.3g} at first, {raw.iloc[-1]:.3g} at "
+        "last."
     )
+    figure.say(title, small_print, [words])
     return figure
 
 
 def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
-    """Several training runs: losses, gradient norms, and how far each loss is from the first run's.
+    """Plot training runs: losses, gradient norms, and how far each loss is from the first run's.
 
     Args:
         table: columns backend, seed, step, loss, and grad_norm for a panel of its own. The first
@@ -146,19 +145,16 @@ def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> C
     Raises:
         ValueError: a column is missing, or there are fewer than two runs.
     """
-    from labsupport.plotting.figure import Chart
-
-    if missing := [name for name in ("backend", "seed", "step", "loss") if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}: pass what training_courses made")
+    need(table, "backend", "seed", "step", "loss", hint="pass what training_courses made")
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
     if len(runs) < 2:
         raise ValueError("one run has nothing to be compared with")
     norms = "grad_norm" in table
     ratios = (3, 1.6, 1.8) if norms else (3, 2)
-    figure = Chart(figsize=(8.6, 1.1 * sum(ratios)), dpi=110, layout="constrained")
+    figure = Chart(figsize=(8.6, 1.1 * sum(ratios)))
     panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     first = None
-    words = [f"{title.rstrip('.')}."]
+    words = []
     for n, (backend, seed) in enumerate(runs):
         run = table[(table["backend"] == backend) & (table["seed"] == seed)].set_index("step")
         label, same = f"{backend}, seed {seed}", seed == runs[0][1]
@@ -191,10 +187,9 @@ def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> C
     panels[-1].set_yscale("log")
     panels[-1].set_xlabel("step")
     for axes in panels:
-        _plain(axes)
+        plain(axes)
     panels[0].legend(frameon=False, fontsize=8.5)
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    figure.description = " ".join(words)
+    figure.say(title, small_print, words)
     return figure
 
 
@@ -208,7 +203,7 @@ def plot_by_window(
     references: Sequence[Reference] = (),
     small_print: str = "",
 ) -> Chart:
-    """Scores against how much of the text before is seen.
+    """Plot scores against how much of the text before is seen.
 
     Args:
         table: a column window, and those of `columns`; one row a window.
@@ -222,42 +217,24 @@ def plot_by_window(
     Raises:
         ValueError: a column is missing.
     """
-    from matplotlib.ticker import NullLocator, ScalarFormatter
-
-    from labsupport.plotting.figure import Chart
-
-    if missing := [name for name in ("window", *columns) if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}")
+    need(table, "window", *columns)
     table = table.sort_values("window")
-    figure = Chart(figsize=(8.6, 4.4), dpi=110, layout="constrained")
+    windows = list(table["window"])
+    figure = Chart(figsize=(8.6, 4.4))
     axes = figure.subplots()
-    words = [f"{title.rstrip('.')}."]
+    words = []
     for (column, label), (colour, marker) in zip(columns.items(), _LINES, strict=False):
         values = table[column]
-        axes.plot(
-            table["window"], values, color=colour, marker=marker, markersize=7, linewidth=1.8,
-            label=label,
-        )  # fmt: skip
+        look = {"color": colour, "marker": marker, "markersize": 7, "linewidth": 1.8}
+        axes.plot(windows, values, label=label, **look)
         words.append(f"{label}: {values.iloc[0]:.3g} at first, {values.iloc[-1]:.3g} at last.")
-    for reference, dashes in zip(references, ("--", ":", "-."), strict=False):
-        y = [reference.y(w) if callable(reference.y) else reference.y for w in table["window"]]
-        axes.plot(table["window"], y, color="#444444", linestyle=dashes, label=reference.label)
-        words.append(f"Reference line: {reference.label}.")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(set(table["window"])))
+    draw_references(axes, references, windows)
+    words += [f"Reference line: {reference.label}." for reference in references]
+    log2_axis(axes, sorted(set(windows)), f"context that the model sees ({unit})")
     axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"context that the model sees ({unit})")
     axes.set_ylabel(ylabel)
     axes.set_ylim(bottom=0)
-    _plain(axes)
+    plain(axes)
     axes.legend(frameon=False, fontsize=8.5)
-    figure.headline(textwrap.fill(title, 80), textwrap.fill(small_print, 130))
-    figure.description = " ".join(words)
+    figure.say(title, small_print, words)
     return figure
-
-
-def _plain(axes: Axes) -> None:
-    axes.grid(True, color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

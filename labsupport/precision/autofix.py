@@ -12,19 +12,17 @@ The dtype follows from what can run:
 
 The size of Q K^T does not decide, because FlashAttention accumulates scores in float32. But large
 scores amplify the rounding of the inputs: relative errors e of q and k move a score q.k by up to
-2 e |q| |k|, and its weight by the exponential of that. Where this passes 1, two keys of nearly the
-same score may change places, and the output jumps from one value to another. The report warns.
+2 e |q| |k|. Where this passes 1, two keys of nearly the same score may change places, and the
+output jumps from one value to another. The report warns.
 
-The cost is measured, because bounds from worst cases are hundreds of times too large: the backend
-computes a sample of the queries from the cast inputs, the float64 oracle from the inputs as given.
-Half of the sample is spread evenly, half are the longest queries, whose scores are the largest. The
-largest difference, times 4 for the queries not sampled, is reported: an estimate, not a proof.
+The cost is measured, because bounds from worst cases are hundreds of times too large: on a sample
+of the queries, half of them the longest ones, against the float64 oracle of the inputs as given.
+The largest error, times 4 for the queries not sampled, is reported: an estimate, not a proof.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import re
 import warnings
@@ -36,7 +34,7 @@ import torch
 import torch.overrides
 from torch import Tensor
 
-from labsupport.attention.backends import attention, flash_attention
+from labsupport.attention.backends import flash_attention
 from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import (
@@ -47,7 +45,6 @@ from labsupport.attention.inputs import (
 )
 from labsupport.attention.reference import oracle_attention
 from labsupport.attention.registry import (
-    FLOAT_DTYPES,
     HALF_DTYPES,
     AttentionCall,
     Backend,
@@ -60,11 +57,6 @@ Float64 = Literal["refuse", "keep", "cast"]
 SAMPLE, BLOCK = 256, 32  # queries whose error is measured; in blocks where keys are masked
 SAFETY = 4.0
 LARGE_SCORE = 2.0**12  # from here on, rounding the inputs costs half of float32's 24 bits
-_OPTIONS = {
-    name
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name != "backend"
-}
 
 
 def auto_fix_precision_for_flash_attention(
@@ -84,19 +76,16 @@ def auto_fix_precision_for_flash_attention(
         q: (batch, seqlen_q, heads, head_dim), float32, float16, bfloat16 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim), the same, each in a dtype of its own.
         backend: the backend to fit; "auto" is the first one in the lab's order of preference that
-            can run the call in some acceptable dtype. (On a GPU that means half precision.
-            `backend="sdpa_efficient"` keeps float32 there.)
+            can run the call in some acceptable dtype. (`"sdpa_efficient"` keeps float32 on a GPU.)
         dtypes: the dtypes to choose from; None: whatever the backend takes. On a laptop,
             `dtypes=(torch.float16, torch.bfloat16)` shows what a GPU's kernels would make of it.
-        float64: what to do with float64 inputs, which are usually NumPy's default and no decision:
-            "refuse" them, "keep" computing in float64 (needs a backend that does), or "cast" them
-            as if they were float32.
+        float64: "refuse" float64 inputs, which are usually NumPy's default and no decision; "keep"
+            computing in float64; or "cast" them as if they were float32.
         return_report: also return the `PrecisionReport`, with its error bound.
         options: `causal`, `window_size`, ... as for `labsupport.attention.flash_attention`.
 
-    Inputs that have the right dtype are returned as they are; a cast one is connected to the
-    original by autograd, so that gradients arrive in each input's own dtype. A `PrecisionWarning`
-    says what was cast, once per cause. The magnitudes are read once: on a GPU, one synchronisation.
+    Inputs that have the right dtype are returned as they are; gradients arrive in each input's own
+    dtype. A `PrecisionWarning` says what was cast, once per cause. Waits for the device, once.
 
     Returns:
         (q, k, v), or (q, k, v, report).
@@ -146,7 +135,7 @@ def safe_flash_attention(
             the range of `out_dtype`.
     """
     call = _checked(q, k, v, options)
-    out_dtype = _floating("out_dtype", out_dtype or q.dtype)
+    out_dtype = out_dtype or q.dtype
     report = _plan(call, backend, dtypes, float64, out_dtype, return_report)
     _warn(report)
     with autocast_off(q):  # the report's dtype is the one to compute in
@@ -166,25 +155,12 @@ def safe_flash_attention(
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> AttentionCall:
-    if unknown := set(options) - _OPTIONS:
-        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
     options = dict(options)
     check_model_layout(q, k, v, check_layout=options.pop("check_layout", True), one_dtype=False)
     call = AttentionCall(q, k, v, **options)
-    if not math.isfinite(call.scale):
-        raise AttentionInputError(f"softmax_scale must be finite, but {call.scale} was given.")
     check_window(call.window_size)
     check_alibi_slopes(call.alibi_slopes, q.shape[0], call.heads)
-    if q.is_meta:
-        raise AttentionInputError("q, k and v are on the meta device: they hold no numbers to cast")
     return call
-
-
-def _floating(name: str, dtype: Any) -> torch.dtype:
-    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
-        names = ", ".join(f"torch.{short(known)}" for known in FLOAT_DTYPES)
-        raise AttentionInputError(f"{name} must be one of {names}, but {dtype!r} was given.")
-    return dtype
 
 
 # --- reports --------------------------------------------------------------------------------------
@@ -251,7 +227,7 @@ class PrecisionReport:
         return "\n".join([*lines, *(f"  caution: {text}" for text in self.cautions)])
 
 
-_reported: set[tuple[Any, ...]] = set()
+_reported: set[Any] = set()
 
 
 def forget_warnings() -> None:
@@ -259,18 +235,17 @@ def forget_warnings() -> None:
     _reported.clear()
 
 
-def _cause(report: PrecisionReport, text: str) -> tuple[Any, ...]:
+def _cause(report: PrecisionReport, reason: str) -> Any:
     """Return a key without figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
-    casts = report.casts if text == report.why else ()
-    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", text)
+    casts = report.casts if reason == report.why else ()
+    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", reason)
 
 
 def _warn(report: PrecisionReport) -> None:
     """Warn about casts and cautions, once per cause, in the name of our caller's caller."""
-    casts = [(report.why, str(report).split("\n  caution")[0])] if report.casts else []
-    for reason, text in [*casts, *((caution, caution) for caution in report.cautions)]:
-        cause = _cause(report, reason)
-        if cause not in _reported:
+    texts = {report.why: str(report).split("\n  caution")[0]} if report.casts else {}
+    for reason, text in (texts | dict(zip(report.cautions, report.cautions, strict=True))).items():
+        if (cause := _cause(report, reason)) not in _reported:
             _reported.add(cause)
             warnings.warn(text, PrecisionWarning, stacklevel=3)
 
@@ -287,35 +262,41 @@ def _plan(
     with_bound: bool,
 ) -> PrecisionReport:
     """Decide for one call, and report it, with the error bound if somebody will read it."""
-    if dtypes is not None:
-        dtypes = dtypes if isinstance(dtypes, Sequence) else (dtypes,)
-        dtypes = [_floating("each of dtypes", dtype) for dtype in dtypes]
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     given = {"q": call.q.dtype, "k": call.k.dtype, "v": call.v.dtype}
     widest = _widest(given, float64)
     largest, cautions, bound = _measure(call)
     half = {} if widest == torch.float64 else _half_dtypes(given, largest)
-    candidates = [d for d in dict.fromkeys([widest, *half]) if dtypes is None or d in dtypes]
+    candidates = [d for d in dict.fromkeys([widest, *half]) if allowed is None or d in allowed]
     name = max(largest, key=lambda name: largest[name])
     fitting = [dtype for dtype in candidates if largest[name] < overflow_threshold(dtype)]
     if not fitting:
-        names = ", ".join(map(short, candidates)) or (
-            f"none of dtypes={', '.join(map(short, dtypes or ())) or 'nothing'}"
-        )
         raise AttentionInputError(
             f"there is no dtype to cast to: {name} reaches {largest[name]:.3g}, and what may be "
-            f"chosen for these inputs ({names}) does not fit. Allow a wider one, or scale {name} "
-            "down."
+            f"chosen for these inputs ({', '.join(map(short, candidates)) or 'nothing'}) does not "
+            f"fit. Allow a wider one, or scale {name} down."
         )
     entry, compute = _choose(call, backend, fitting)
-    _check_accumulator(call, largest["v"], bound, compute)
+    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
+    accumulator = torch.float64 if compute == torch.float64 else torch.float32
+    seqlen_k, limit = call.k.shape[1], torch.finfo(accumulator).max
+    if seqlen_k * largest["v"] >= limit:
+        raise AttentionInputError(
+            f"v reaches {largest['v']:.1e}: {seqlen_k} such values add up to more than the "
+            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
+        )
+    if bound >= limit:
+        raise AttentionInputError(
+            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
+            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
+            "softmax_scale."
+        )
     casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
-    why = ""
+    why = 'float64="cast" was passed' if casts else ""
     if compute != widest:
         why = f"{entry.name} is to run in half precision; {half[compute]}"
     elif len(set(given.values())) > 1:
         why = f"a kernel wants one dtype, and q, k, v are {', '.join(map(short, given.values()))}"
-    elif casts:
-        why = 'float64="cast" was passed'
     u = unit_roundoff(compute)
     if bound > LARGE_SCORE or (compute in HALF_DTYPES and bound * u > 1):
         cautions.append(
@@ -372,28 +353,26 @@ def _half_dtypes(
     given: dict[str, torch.dtype], largest: dict[str, float]
 ) -> dict[torch.dtype, str]:
     """Return the half-precision dtypes to try, the better one first, each with its reason."""
-    limit = torch.finfo(torch.float16)
-    large = [n for n, x in largest.items() if x >= overflow_threshold(torch.float16)]
+    limit, f16, bf16 = torch.finfo(torch.float16), torch.float16, torch.bfloat16
+    large = [n for n, x in largest.items() if x >= overflow_threshold(f16)]
     tiny = [n for n, x in largest.items() if 0 < x < limit.smallest_normal]
-    already = [n for n, dtype in given.items() if dtype == torch.bfloat16]
     if large:
         text = " and ".join(f"{name} reaches {largest[name]:.3g}" for name in large)
-        return {torch.bfloat16: f"bfloat16, because {text} and float16 ends at {limit.max:,.0f}"}
+        return {bf16: f"bfloat16, because {text} and float16 ends at {limit.max:,.0f}"}
     if tiny:
         text = f"{' and '.join(tiny)} {'stays' if len(tiny) == 1 else 'stay'}"
-        return {
-            torch.bfloat16: f"bfloat16, because {text} below {limit.smallest_normal:.1e}, where "
-            "float16 loses bits"
-        }
+        text += f" below {limit.smallest_normal:.1e}, where float16 loses bits"
+        return {bf16: f"bfloat16, because {text}"}
+    already = [n for n, dtype in given.items() if dtype == bf16]
     if already:
         return {
-            torch.bfloat16: f"bfloat16, because {' and '.join(already)} came in it",
-            torch.float16: "float16, because this device has no bfloat16 kernel for the call",
+            bf16: f"bfloat16, because {' and '.join(already)} came in it",
+            f16: "float16, because this device has no bfloat16 kernel for the call",
         }
     return {
-        torch.float16: "float16, because nothing is too large for it, and its 11 significant bits "
+        f16: "float16, because nothing is too large for it, and its 11 significant bits "
         "are more than bfloat16's 8",
-        torch.bfloat16: "this device has no float16 kernel for the call",
+        bf16: "this device has no float16 kernel for the call",
     }
 
 
@@ -401,14 +380,16 @@ def _choose(
     call: AttentionCall, backend: str, candidates: Sequence[torch.dtype]
 ) -> tuple[Backend, torch.dtype]:
     """Return the first IO-aware backend that takes the call, and the first dtype that it takes."""
-    calls = {dtype: _probe(call, dtype) for dtype in candidates}
+    if backend != "auto" and not by_name(backend).io_aware:
+        return by_name(backend), candidates[0]  # flash_attention raises with the reason
     refused: dict[str, tuple[str, ...]] = {}
     for entry in BACKENDS if backend == "auto" else (by_name(backend),):
-        if not entry.io_aware:
-            if backend == "auto":
-                continue
-            return entry, candidates[0]  # flash_attention raises with the reason
-        for dtype, probe in calls.items():
+        for dtype in candidates if entry.io_aware else ():
+            tensors = (call.q, call.k, call.v)
+            q, k, v = (  # of that dtype, without any numbers in them
+                torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad) for x in tensors
+            )
+            probe = replace(call, q=q, k=k, v=v).without_empty_queries()[1]
             reasons = tuple(entry.reasons(probe))
             if not reasons and (backend != "auto" or all(map(entry.in_auto, entry.parts(probe)))):
                 return entry, dtype
@@ -419,31 +400,6 @@ def _choose(
     )
     wanted = " or ".join(map(short, candidates))
     raise BackendUnavailableError(f"nothing runs this call in {wanted}:\n{listing}", refused)
-
-
-def _probe(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
-    """Return the same call in another dtype, with tensors that hold no numbers."""
-    q, k, v = (
-        torch.empty_like(x, dtype=dtype, requires_grad=x.requires_grad)
-        for x in (call.q, call.k, call.v)
-    )
-    return replace(call, q=q, k=k, v=v).without_empty_queries()[1]
-
-
-def _check_accumulator(call: AttentionCall, v: float, bound: float, compute: torch.dtype) -> None:
-    accumulator = torch.float64 if compute == torch.float64 else torch.float32
-    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
-    if call.k.shape[1] * v >= torch.finfo(accumulator).max:
-        raise AttentionInputError(
-            f"v reaches {v:.1e}: {call.k.shape[1]} such values add up to more than the "
-            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
-        )
-    if bound >= torch.finfo(accumulator).max:
-        raise AttentionInputError(
-            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
-            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
-            "softmax_scale."
-        )
 
 
 # --- the cost -------------------------------------------------------------------------------------
@@ -481,29 +437,23 @@ def _sampled_error(
         the largest error of the sampled queries against float64 attention of the inputs as given,
         times 4 unless all were sampled; infinity if a result is not finite.
     """
-    if call.q.numel() == 0:
-        return 0.0
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
     with torch.no_grad(), autocast_off(call.q), _unwatched():
-        for part in _sample(call):
+        for part in _sample(call) if call.q.numel() else ():
             sampled += part.q.shape[1]
-            options = {
+            options: Any = {
                 "causal": part.causal,
                 "softmax_scale": part.scale,
                 "window_size": part.window_size,
             }
-            result = flash_attention(
-                *(x.to(compute) for x in (part.q, part.k, part.v)),
-                backend=backend,
-                alibi_slopes=part.alibi_slopes,
-                check_layout=False,
-                **options,
+            inputs = (x.to(compute) for x in (part.q, part.k, part.v))
+            slopes = part.alibi_slopes
+            result: Any = flash_attention(
+                *inputs, backend=backend, alibi_slopes=slopes, check_layout=False, **options
             )
-            *inputs, slopes = part.math_layout()
-            inputs = [x.double() for x in inputs]
-            exact, _ = oracle_attention(*inputs, alibi_slopes=slopes, **options)
-            assert isinstance(result, Tensor)
+            *wide, slopes = part.math_layout()
+            exact, _ = oracle_attention(*(x.double() for x in wide), alibi_slopes=slopes, **options)
             error = (result.to(out).double() - exact.flatten(1, 2).transpose(1, 2)).abs().amax()
             worst = torch.maximum(worst, error.nan_to_num(math.inf, math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)

@@ -11,6 +11,7 @@ Attention kernels are functions, not modules; no hook sees their inputs. A `Kern
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,12 @@ class KernelDtype(TorchFunctionMode):
 
     It covers F.scaled_dot_product_attention and `labsupport.attention`'s functions. Matrix products
     of two different dtypes, which raise otherwise, are computed in `dtype`, too, and values written
-    into a key/value cache take the cache's dtype: a float32 rotation promotes q and k, but not v,
-    before textbook attention and before the cache.
+    into a key/value cache take the cache's dtype: a float32 rotation promotes q and k, but not v.
 
-    It decides last: it stands between the call and the kernel, so a dtype that a caller chose for
-    q, k, v (`safe_flash_attention`, another KernelDtype further inside) is cast once more. The
-    result has the dtype that the caller passed.
-
-    Out of reach: functions that PyTorch's override protocol does not know (the flash-attn package,
-    FlexAttention), and the kernel inside of nn.MultiheadAttention.
+    It decides last: a dtype that a caller chose for q, k, v (`safe_flash_attention`, another
+    KernelDtype further inside) is cast once more. Out of reach: functions that PyTorch's override
+    protocol does not know (the flash-attn package, FlexAttention), and the kernel inside of
+    nn.MultiheadAttention.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -100,8 +98,7 @@ class KernelDtype(TorchFunctionMode):
 class CastHooks:
     """The two hooks of one module. `casts` may be changed at any time."""
 
-    def __init__(self) -> None:
-        self.casts = Casts()
+    casts = Casts()
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the forward: cast the inputs, and watch for kernels."""
@@ -111,9 +108,8 @@ class CastHooks:
         dtype = next(own, None) if casts.inputs == OWN else casts.inputs
         if isinstance(dtype, torch.dtype):
             args, kwargs = _cast_all((args, kwargs), dtype, {})
-        mode = None if casts.kernel is None else KernelDtype(casts.kernel)
-        if mode is not None:
-            mode.__enter__()
+        mode = nullcontext() if casts.kernel is None else KernelDtype(casts.kernel)
+        mode.__enter__()
         _entered().append((self, given, mode))
         return args, kwargs
 
@@ -123,8 +119,7 @@ class CastHooks:
         if not stack or stack[-1][0] is not self:
             return None  # a hook before ours raised: we never entered
         _, dtype, mode = stack.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)
         return None if dtype is None else _cast_first(output, dtype)
 
 
@@ -145,7 +140,7 @@ def set_casts(module: nn.Module, casts: Casts) -> Casts:
 _thread = threading.local()
 
 
-def _entered() -> list[tuple[CastHooks, Any, KernelDtype | None]]:
+def _entered() -> list[tuple[CastHooks, Any, Any]]:
     """Return this thread's modules that are running: hooks, output dtype, mode."""
     return _thread.__dict__.setdefault("stack", [])
 

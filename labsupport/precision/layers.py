@@ -39,16 +39,11 @@ class _Norm(nn.Module):
 class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
     """LayerNorm with its statistics in float32, whatever dtypes its weights and its input have.
 
-    PyTorch's own `layer_norm` already adds up bfloat16 and float16 inputs in float32 inside, and
-    rounds once, at the end: if the weights have the input's dtype, this layer calls it and nothing
-    else. It adds three things:
-
-    * on a CPU, 16-bit inputs are copied to float32 first: there PyTorch's backward pass adds up the
-      gradients of weight and bias, over all tokens, in 16 bits;
-    * weights in another dtype than the input, which PyTorch may refuse or promote;
-    * `statistics=torch.float16`, to see the failure of a hand-written LayerNorm: the square of a
-      deviation overflows from 256 (256² = 65,536 > 65,504), the variance is infinite, and the
-      output 0.
+    PyTorch's own `layer_norm` already adds up 16-bit inputs in float32 and rounds once. This layer
+    calls it, and adds: on a CPU a copy of 16-bit inputs to float32 (PyTorch's backward pass
+    adds up the gradients of weight and bias in 16 bits there); weights in another dtype than the
+    input; and `statistics=torch.float16`, to see the failure of a hand-written LayerNorm: squares
+    overflow from 256 (256² = 65,536 > 65,504), the variance is infinite, and the output 0.
 
     Args:
         normalized_shape, options: as in `nn.LayerNorm`; `dtype` is the weights'.
@@ -104,13 +99,9 @@ class MixedPrecisionEmbedding(nn.Embedding):
     """An embedding whose table has one dtype and whose output has another.
 
     A table in low precision, and a table in float32 whose rows are rounded on output, give the same
-    output, bit for bit. They differ in training:
-
-    * the low-precision table needs half the memory, and a float32 master copy to learn from small
-      updates (`MixedPrecisionOptimizer` makes one);
-    * the gradient of a row adds up the contributions of all occurrences of its token in the table's
-      dtype. On a CPU a token that occurs 1,000 times with a gradient of 1 gets 256 in bfloat16
-      (257 is not a bfloat16 number) and 1,000 in float32.
+    output, bit for bit. In training, the former needs half the memory and a float32 master copy
+    (`MixedPrecisionOptimizer`), and adds up a row's gradient in its own dtype: on a CPU a token
+    that occurs 1,000 times with a gradient of 1 gets 256 in bfloat16 (257 is no bfloat16 number).
 
     Args:
         num_embeddings, embedding_dim, options: as in `nn.Embedding`; `dtype` is the table's.
@@ -141,8 +132,7 @@ class MixedPrecisionLinear(nn.Linear):
 
     Made for an output head that shares a float32 table with the embedding. If the two dtypes
     differ, each forward pass makes a copy of the weight in `compute_dtype`, which lives until the
-    backward pass: vocabulary × width × 2 bytes in bfloat16. The alternative, a matmul in float32,
-    makes logits of twice the size, and leaves the fast 16-bit matrix units of a GPU unused.
+    backward pass: vocabulary × width × 2 bytes in bfloat16.
 
     Args:
         in_features, out_features, options: as in `nn.Linear`; `dtype` is the weight's.

@@ -1,11 +1,10 @@
 """Float32 master weights, and loss scaling where gradients pass through float16.
 
-Why a master copy: bfloat16 has 8 significant bits. The next number after 1 is 1.0078; adding 0.001
-to a weight of 1 gives 1, a thousand times over. So the optimizer changes a float32 copy, and the
-model gets it rounded. Why loss scaling: float16 has no number between 0 and 6e-8; smaller gradients
-become 0. A loss that is multiplied by 65,536 has gradients 65,536 times as large; they are divided
-again in float32. If the scale was too large, gradients are infinite: the step is skipped and the
-scale halved. (Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.)
+In bfloat16 the next number after 1 is 1.0078: adding 0.001 to a weight of 1 gives 1, a thousand
+times over. So the optimizer changes a float32 copy, and the model gets it rounded. In float16
+gradients below 6e-8 become 0. A loss that is multiplied by 65,536 has gradients 65,536 times as
+large; they are divided again in float32. If one was infinite, the step is skipped and the scale
+halved. (Micikevicius et al., Mixed Precision Training, ICLR 2018, sections 3.1 and 3.2.)
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class MixedPrecisionOptimizer:
         grad_norm: the last total norm before clipping, a scalar tensor; None without `max_norm`.
 
     Raises:
-        ValueError: no parameter to train, one that is not the model's, one that comes twice or
-            shares its memory with another one, or float16 parameters without wider masters.
+        ValueError: no parameter to train, one that is not the model's or comes twice, or float16
+            parameters without wider masters.
 
     >>> optimizer = MixedPrecisionOptimizer(model, config, lr=1e-3)
     >>> optimizer.backward(compute_loss(model(x), labels))
@@ -65,9 +64,7 @@ class MixedPrecisionOptimizer:
     ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        # Of each parameter: dtype, shape and device when its master was made.
-        self._kinds: dict[str, tuple[torch.dtype, torch.Size, torch.device]] = {}
-        self._versions: dict[str, tuple[int, int]] = {}  # of parameters with masters of their own
+        self._seen: dict[str, tuple[Any, ...]] = {}  # parameters as they were last written or read
         self._scaled = False  # the gradients come from backward(), which scales the loss
         trainable = (p for p in model.parameters() if p.requires_grad)
         groups: list[Any] = list(trainable if params is None else params)
@@ -94,30 +91,22 @@ class MixedPrecisionOptimizer:
         # Like PyTorch's optimizers, take model.named_parameters() as well as model.parameters().
         parameter = member[1] if isinstance(member, tuple) else member
         name = names.get(id(parameter))
-        if name is None:
+        if name is None or name in self._pairs:
             raise ValueError(
-                f"a parameter {tuple(parameter.shape)} is not one of the model's. (Was it replaced "
-                "after it was put into a group?)"
+                f"{name} is in more than one group."
+                if name
+                else f"a parameter {tuple(parameter.shape)} is not one of the model's. (Was it "
+                "replaced after it was put into a group?)"
             )
-        if name in self._pairs:
-            raise ValueError(f"{name} is in more than one group.")
         master: Tensor = parameter
         if torch.finfo(dtype).bits > torch.finfo(parameter.dtype).bits:
-            version = _version(parameter)
-            if version[1] and version[1] in {address for _, address in self._versions.values()}:
-                raise ValueError(
-                    f"{name} and another are two parameters on one memory: their masters would "
-                    "overwrite each other. Make them one: a.weight = b.weight."
-                )
             master = parameter.detach().to(dtype).requires_grad_()
-            self._versions[name] = version
         elif parameter.dtype == torch.float16:
             raise ValueError(
                 f"{name} is float16 and needs masters in float32, not {short(dtype)}: gradients "
                 "cannot be unscaled in float16."
             )
-        self._pairs[name] = parameter, master
-        self._kinds[name] = parameter.dtype, parameter.shape, parameter.device
+        self._pairs[name], self._seen[name] = (parameter, master), _state(parameter)
         return master
 
     @property
@@ -149,9 +138,9 @@ class MixedPrecisionOptimizer:
 
         Raises:
             RuntimeError: there is no gradient; under loss scaling, one that is not from `backward`,
-                or an old one; parameters have another dtype, shape or device than when this was
-                built; weights were changed without `copy_weights()`. (Changes by way of `.data`,
-                such as `parameter.data.mul_(2)`, cannot be seen.)
+                or an old one; weights were changed without `copy_weights()`, or parameters have
+                another dtype, shape or device than when this was built. (Changes by way of
+                `.data`, such as `parameter.data.mul_(2)`, cannot be seen.)
         """
         self._check()
         self._move_gradients()
@@ -175,7 +164,7 @@ class MixedPrecisionOptimizer:
             # The scaler does not report a skipped step; only then does it lower the scale.
             if self.scale < before:
                 return False
-        self._round_masters()
+        self._copy(to_masters=False)
         return True
 
     def zero_grad(self) -> None:
@@ -189,15 +178,11 @@ class MixedPrecisionOptimizer:
         """Make the masters anew from the model, after you loaded or changed its weights.
 
         The optimizer's state (momentum, ...) stays. Masters lose the digits that the weights lack.
-
-        Raises:
-            RuntimeError: parameters have another dtype, shape or device than when this was built.
         """
-        self._check_kinds()
-        for name in self._versions:
-            parameter, master = self._pairs[name]
-            master.copy_(parameter)
-            self._versions[name] = _version(parameter)
+        self._copy(to_masters=True)
+
+    def _masters(self) -> dict[str, Tensor]:
+        return {n: m.detach() for n, (p, m) in self._pairs.items() if m is not p}
 
     def state_dict(self) -> dict[str, Any]:
         """Return masters by parameter name, the optimizer's state, and the scaler's.
@@ -205,7 +190,7 @@ class MixedPrecisionOptimizer:
         Masters that are the parameter itself are in the model's state dict instead.
         """
         return {
-            "masters": {name: self._pairs[name][1].detach() for name in self._versions},
+            "masters": self._masters(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
@@ -216,10 +201,8 @@ class MixedPrecisionOptimizer:
 
         Raises:
             ValueError: it is of other parameters, or of a policy with other dtypes.
-            RuntimeError: parameters have another dtype, shape or device than when this was built.
         """
-        self._check_kinds()
-        if different := sorted(state["masters"].keys() ^ self._versions.keys()):
+        if different := sorted(state["masters"].keys() ^ self._masters().keys()):
             raise ValueError(
                 "this state has other master weights than this optimizer: "
                 f"{', '.join(different[:5])}. Was it saved under the same policy?"
@@ -231,48 +214,44 @@ class MixedPrecisionOptimizer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._round_masters()
+        self._copy(to_masters=False)
 
     def _move_gradients(self) -> None:
-        for name in self._versions:
-            parameter, master = self._pairs[name]
-            if parameter.grad is not None:
+        for parameter, master in self._pairs.values():
+            if master is not parameter and parameter.grad is not None:
                 # GradScaler refuses to unscale float16 gradients; and sums belong into float32.
                 gradient = parameter.grad.to(master.dtype)
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 parameter.grad = None
 
-    def _round_masters(self) -> None:
-        for name in self._versions:
-            parameter, master = self._pairs[name]
-            parameter.copy_(master)
-            self._versions[name] = _version(parameter)
+    def _copy(self, *, to_masters: bool) -> None:
+        """Copy the weights to the masters, or round the masters into the model."""
+        for name, (parameter, master) in self._pairs.items():
+            if master is not parameter:
+                master.copy_(parameter) if to_masters else parameter.copy_(master)
+                self._seen[name] = _state(parameter)
 
-    def _check_kinds(self) -> None:
-        for name, (parameter, _) in self._pairs.items():
-            kinds = self._kinds[name], (parameter.dtype, parameter.shape, parameter.device)
-            if kinds[0] != kinds[1]:
-                before, now = (f"{short(d)} {tuple(shape)} on {place}" for d, shape, place in kinds)
+    def _check(self) -> None:
+        """Raise if a master does not fit or is out of date, or a gradient is not scaled."""
+        for name, (parameter, master) in self._pairs.items():
+            before, now, low = self._seen[name], _state(parameter), master is not parameter
+            if before[:3] != now[:3]:
+                was, is_now = (
+                    f"{short(d)} {tuple(shape)} on {at}" for d, shape, at, *_ in (before, now)
+                )
                 raise RuntimeError(
-                    f"{name} was {before} when this optimizer was built, and is {now} now: its "
+                    f"{name} was {was} when this optimizer was built, and is {is_now} now: its "
                     "master does not fit. Build the optimizer after the policy is applied and the "
                     "model moved."
                 )
-
-    def _check(self) -> None:
-        """Raise if weights were changed without the masters, or gradients are not scaled."""
-        self._check_kinds()
-        for name, (parameter, master) in self._pairs.items():
-            low = name in self._versions
-            if low and self._versions[name] != _version(parameter):
-                # Writing the same values again, as loading a checkpoint does, does no harm.
-                if not torch.equal(parameter.detach(), master.detach().to(parameter.dtype)):
-                    raise RuntimeError(
-                        f"{name} was changed after this optimizer last wrote or read it (by "
-                        "model.load_state_dict, or in place); a step would overwrite that with the "
-                        "old master weights. Call optimizer.copy_weights() after such a change."
-                    )
-                self._versions[name] = _version(parameter)
+            # Writing the same values again, as loading a checkpoint does, does no harm.
+            if low and before != now and not torch.equal(parameter, master.to(parameter.dtype)):
+                raise RuntimeError(
+                    f"{name} was changed after this optimizer last wrote or read it (by "
+                    "model.load_state_dict, or in place); a step would overwrite that with the "
+                    "old master weights. Call optimizer.copy_weights() after such a change."
+                )
+            self._seen[name] = now
             by_hand = low and parameter.grad is not None
             unscaled = by_hand or (master.grad is not None and not self._scaled)
             if self.scaler is not None and unscaled:
@@ -284,6 +263,7 @@ class MixedPrecisionOptimizer:
                 )
 
 
-def _version(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return what changes with each change in place, and with other memory."""
-    return parameter._version, parameter.data_ptr()
+def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return dtype, shape and device, and what changes with each change in place, and of memory."""
+    kind = parameter.dtype, parameter.shape, parameter.device
+    return *kind, parameter._version, parameter.data_ptr()

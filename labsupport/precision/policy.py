@@ -52,15 +52,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _HALF = (torch.float16, torch.bfloat16)
-_DTYPES = {
-    **{short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-}
+_DTYPES = {short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -68,24 +61,21 @@ class FlashAttentionConfig:
     """A dtype for each component; a torch dtype or its name.
 
     Attributes:
-        attention: dtype of q, k and v at the attention kernel, all three. The softmax weights P
-            are not a choice: inside a fused kernel they are float32 in registers, and rounded to
-            this dtype for the product with V.
+        attention: dtype of q, k and v at the attention kernel, all three. (Softmax weights P are
+            no choice: float32 in a fused kernel, rounded to this dtype for the product with V.)
         attention_weights: the projections W_q, W_k, W_v, W_o, and their matmuls.
         mlp: the weights of the MLP, and its matmuls.
         norm_statistics: mean and variance of LayerNorm, mean square of RMSNorm.
         norm_weights: their weights.
         embedding: the table. A head that shares it keeps sharing it: this dtype holds for both.
-        residual: the stream between the blocks, which begins as the embedding's output. (A model
-            that is fed vectors instead of tokens has the stream that it is fed.) Llama rotates q
-            and k in this dtype, if it is the wider one, and caches the keys in it.
+        residual: the stream between the blocks, which begins as the embedding's output. Llama
+            rotates q and k in this dtype, if it is the wider one, and caches the keys in it.
         head: the matmul that makes the logits, and its weight unless that is shared.
         loss: loss modules inside of the model; pass it to `compute_loss` as well.
         optimizer: master weights and the optimizer's state (`MixedPrecisionOptimizer`).
 
     The default is the usual choice for large models: bfloat16, with float32 for long sums and small
-    changes. `float16()` keeps the residual stream in float32 as well, for its range: float16 ends
-    at 65,504.
+    changes. `float16()` keeps the residual stream in float32 as well, for its range.
 
     Raises:
         ValueError: not a floating dtype of 16, 32 or 64 bits.
@@ -107,8 +97,8 @@ class FlashAttentionConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
-            key = value.lower().removeprefix("torch.") if isinstance(value, str) else None
-            dtype = value if key is None else _DTYPES.get(key)
+            text = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+            dtype = _DTYPES.get(text, value)
             if dtype not in _DTYPES.values():
                 known = ", ".join(map(short, dict.fromkeys(_DTYPES.values())))
                 raise ValueError(f"{name} cannot be {value!r}: give one of {known}.")
@@ -153,9 +143,8 @@ def apply_precision_policy(
     """Put a model under a policy, in place. Idempotent; a new policy replaces the old one.
 
     Parameters stay the same objects, with new contents: ties, and an optimizer's references,
-    survive. (`MixedPrecisionOptimizer` copies masters: build it afterwards.) Weights rounded to 16
-    bits stay rounded under a later float32 policy. LayerNorm, RMSNorm, Embedding and linear heads
-    become the classes of `labsupport.precision.layers`; names and state dicts stay.
+    survive. (`MixedPrecisionOptimizer` copies masters: build it afterwards.) LayerNorm, RMSNorm,
+    Embedding and linear heads become the classes of `precision.layers`; names and state dicts stay.
 
     Args:
         model: any module; Transformers models and hand-written ones alike.
@@ -169,21 +158,18 @@ def apply_precision_policy(
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
 
-    An attention function inside of the model that chooses a dtype, such as `safe_flash_attention`,
-    runs; but the policy's dtype for the kernel decides (`cast_hooks.KernelDtype`).
-
     Raises:
         TypeError: `model` is no module, or `config` no FlashAttentionConfig.
         ValueError: `components` names an unknown component, or a pattern matches no module.
     """
+    config = FlashAttentionConfig() if config is None else config
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a policy is for an nn.Module, not for {_kind(model)}.")
-    if config is not None and not isinstance(config, FlashAttentionConfig):
+        raise TypeError(f"a policy is for an nn.Module, not for {model!r:.80}.")
+    if not isinstance(config, FlashAttentionConfig):
         raise TypeError(
             "the policy must be a FlashAttentionConfig, such as FlashAttentionConfig.bfloat16(), "
-            f"not {_kind(config)}."
+            f"not {config!r:.80}."
         )
-    config = config or FlashAttentionConfig()
     parts = _recognise(model, components or {})
     changes: list[PolicyChange] = []
     notes = _cast_parameters(parts, config, changes)
@@ -200,27 +186,16 @@ def apply_precision_policy(
     return PolicyReport(tuple(changes), tuple(notes + _notes(model, parts, config)))
 
 
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PolicyChange:
-    """One change.
+    """One change; before and after are dtypes, or words."""
 
-    Attributes:
-        component: attention, mlp, norm, embedding, head, loss or other.
-        module: the module's qualified name.
-        what: a parameter's name, or "inputs", "output", "kernel", "statistics", ...
-        before, after: dtypes, or in words.
-    """
-
-    component: str
-    module: str
-    what: str
+    component: str  # attention, mlp, norm, embedding, head, loss or other
+    module: str  # the module's qualified name
+    what: str  # a parameter's name, or "inputs", "output", "kernel", "statistics", ...
     before: str
     after: str
 
@@ -324,20 +299,14 @@ _LINEAR_CLASSES = ("Linear", "Conv1D")
 
 @dataclass(frozen=True)
 class _Part:
-    """A module and its place in the model.
+    """A module and its place in the model."""
 
-    Attributes:
-        name: its qualified name, "" for the model itself.
-        component: one of `COMPONENTS`; None for a container that is no component.
-        outermost: its parent belongs to another component, or to none.
-        kernel_scope: attention kernels may be called in its forward: an outermost attention module,
-            or the block that projections stand free in.
-    """
-
-    name: str
+    name: str  # its qualified name, "" for the model itself
     module: nn.Module
-    component: str | None
-    outermost: bool
+    component: str | None  # one of `COMPONENTS`; None for a container that is no component
+    outermost: bool  # its parent belongs to another component, or to none
+    # Attention kernels may be called in its forward: it is an outermost attention module, or the
+    # block that projections stand free in.
     kernel_scope: bool
 
     @property
@@ -446,30 +415,25 @@ def _cast_parameters(
         "embedding": config.embedding,
         "head": config.head,
     }
-    # Tied are also two parameters on one memory. (Those on the meta device have none.)
-    tied: dict[tuple[Any, ...], list[tuple[_Part, str, nn.Parameter]]] = {}
+    owners: dict[nn.Parameter, list[tuple[_Part, str]]] = {}
     for part in parts:
         for name, parameter in part.owns.items():
-            key = parameter.data_ptr() or id(parameter), parameter.shape
-            tied.setdefault(key, []).append((part, name, parameter))
+            owners.setdefault(parameter, []).append((part, name))
     notes = []
-    for owners in tied.values():
-        kinds = [part.component for part, *_ in owners]
+    for parameter, places in owners.items():
+        kinds = [part.component for part, _ in places]
         # A table is the reason for most ties, and the larger part of them: its dtype rules.
         kinds = ["embedding"] if "embedding" in kinds else kinds
-        part, name, parameter = owners[0]
         before = parameter.dtype
         dtype = next((wanted[kind] for kind in kinds if kind in wanted), before)
-        if len(owners) > 1:
-            names = " = ".join(f"{part.name}.{name}" for part, name, _ in owners)
+        if len(places) > 1:
+            names = " = ".join(f"{part.name}.{name}" for part, name in places)
             notes.append(f"tied, and kept so, in {short(dtype)}: {names}.")
         if dtype != before:
-            data = parameter.data.to(dtype)
-            for *_, owner in owners:
-                gradient, owner.grad = owner.grad, None
-                owner.data = data
-                owner.grad = None if gradient is None else gradient.to(dtype)
-        _record(changes, part, name, before, dtype)
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+        _record(changes, *places[0], before, dtype)
     return notes
 
 

@@ -7,8 +7,8 @@ import torch
 
 from labsupport.analysis.roofline import Roof, roofline
 from labsupport.attention import attention
+from labsupport.plotting import RoofLine, plot_roofline
 from labsupport.plotting.figure import alt_text
-from labsupport.plotting.roofline import RoofLine, plot_roofline
 from labsupport.profiling import grid, load_run
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings, find_spec

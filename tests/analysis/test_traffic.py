@@ -30,7 +30,7 @@ from labsupport.attention import (
     oracle_attention,
     standard_attention,
 )
-from labsupport.attention.flash_triton.tuning import Tiling
+from labsupport.attention.kernels.config import Tiling
 
 RUNS = [("forward", name) for name in FORWARD] + [("backward", name) for name in BACKWARD]
 

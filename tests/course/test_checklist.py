@@ -31,11 +31,6 @@ def test_a_box_with_anything_in_it_is_ticked(box):
     }
 
 
-@pytest.mark.parametrize("box", [" ", ""])
-def test_a_box_with_nothing_in_it_is_not(box):
-    assert not states(LABS.replace("[ ] **T1-1**", f"[{box}] **T1-1**"))["T1-1"]
-
-
 @pytest.mark.parametrize(
     "line",
     ["* [x] **T1-1** With a star.", "  - [x] T1-1 indented, not bold", "+ [x] **T1-1**: plus"],
@@ -81,15 +76,3 @@ def test_new_boxes_come_in_behind_their_neighbours_and_no_line_of_the_students_c
     ]
     new = {"- [ ] **T1-2** Draw it.", "  [Chapter 1](01-squares.md)", "- [ ] **A3-2** Sell it."}
     assert [line for line in lines if line not in new] == mine.splitlines()
-
-
-def test_a_box_whose_text_was_changed_in_the_newer_edition_does_not_come_twice():
-    newer = LABS.replace("Derive the factor.", "Derive the factor, and prove it.")
-    assert checklist.with_new_items(LABS, newer) == (LABS, [])
-
-
-def test_a_list_of_which_nothing_is_left_gets_all_boxes_at_its_end():
-    merged, added = checklist.with_new_items("only my notes\n", LABS)
-    assert merged.startswith("only my notes\n- [ ] **T1-1** Derive the factor.\n  [Chapter 1]")
-    assert added == ["T1-1", "T2-1", "A3-1"]
-    assert list(states(merged)) == added

@@ -1,14 +1,12 @@
 """A newer edition and a student's copy: the student's work stays, the lab's cells are renewed."""
 
 import copy
-import json
 import random
 
 import nbformat
 import pytest
 
 from labsupport.course.merge import MergeError, merge, source_hashes, source_of
-from labsupport.course.start import start_work
 
 
 def cell(kind, name, source, **nbgrader):
@@ -65,22 +63,6 @@ def find(notebook, name):
     return next(one for one in notebook["cells"] if one["id"] == name)
 
 
-def test_a_copy_in_which_nothing_was_written_becomes_the_newer_edition(mine, newer):
-    assert merge(mine, newer).notebook == newer
-    assert merge(mine, newer).conflicts == ()
-
-
-def test_the_students_solutions_and_answers_stay_with_their_outputs(mine, newer):
-    find(mine, "ex-1-1-square")["source"] = ["def square(x):\n", "    return x * x"]
-    find(mine, "ex-1-1-square")["execution_count"] = 7
-    find(mine, "ex-1-2-why")["source"] = "Because."
-    merged = merge(mine, newer)
-    assert source_of(find(merged.notebook, "ex-1-1-square")).endswith("return x * x")
-    assert find(merged.notebook, "ex-1-1-square")["execution_count"] == 7
-    assert find(merged.notebook, "ex-1-2-why")["source"] == "Because."
-    assert merged.conflicts == ()
-
-
 def test_text_and_checks_of_the_lab_are_renewed(mine, newer):
     merged = merge(mine, newer).notebook
     assert sources(merged)[:2] == ["# Squares, revised", "New in this edition."]
@@ -127,13 +109,6 @@ def test_an_exercise_that_vanished_stays_as_a_cell_that_is_not_graded(mine, newe
     assert "ex-1-1-square, which you had changed, is not in" in merged.conflicts[0]
 
 
-def test_an_exercise_that_vanished_unwritten_is_gone_without_a_word(mine, newer):
-    newer["cells"] = [c for c in newer["cells"] if not c["id"].startswith("ex-1-1")]
-    merged = merge(mine, newer)
-    assert merged.notebook == newer
-    assert merged.conflicts == ()
-
-
 def twice(mine, *texts):
     one = find(mine, "ex-1-1-square")
     mine["cells"][2:3] = [{**copy.deepcopy(one), "source": text} for text in texts]
@@ -165,12 +140,6 @@ def test_a_solution_made_markdown_stays_behind_a_new_stub(mine, newer):
     assert "NotImplementedError" in find(merged.notebook, "ex-1-1-square")["source"]
     assert "I gave up because" in sources(merged.notebook)
     assert "is a markdown cell in your copy" in merged.conflicts[0]
-
-
-def test_a_deleted_exercise_comes_back_as_a_stub(mine, newer):
-    mine["cells"] = [c for c in mine["cells"] if c["id"] != "ex-1-1-square"]
-    merged = merge(mine, newer).notebook
-    assert "NotImplementedError" in find(merged, "ex-1-1-square")["source"]
 
 
 def test_what_is_given_in_a_written_exercise_and_changed_is_said(mine, newer):
@@ -207,12 +176,6 @@ def test_the_editors_own_metadata_stay_and_the_edition_is_the_newer_one(mine, ne
     assert metadata["labsupport"]["edition"] == "two"
 
 
-def test_neither_notebook_is_changed(mine, newer):
-    before = copy.deepcopy((mine, newer))
-    merge(mine, newer)
-    assert (mine, newer) == before
-
-
 @pytest.mark.parametrize(
     "file",
     [None, [], {}, {"cells": 3, "nbformat": 4}, {"cells": [1], "nbformat": 4}]
@@ -222,16 +185,6 @@ def test_neither_notebook_is_changed(mine, newer):
 def test_what_is_no_notebook_of_format_4_is_refused(file, newer):
     with pytest.raises(MergeError, match="not a notebook of format 4"):
         merge(file, newer)
-
-
-def test_strange_metadata_do_not_stop_an_upgrade(mine, newer):
-    for one, metadata in zip(
-        mine["cells"], [None, [], "x", {"nbgrader": 3}, {"nbgrader": {"solution": 1}}], strict=False
-    ):
-        one["metadata"] = metadata
-    mine["metadata"]["labsupport"]["cells"] = ["no", "hashes"]
-    merged = merge(mine, newer)
-    assert set(sources(newer)) <= set(sources(merged.notebook))
 
 
 # --- whatever a student did -----------------------------------------------------------------------
@@ -287,7 +240,7 @@ def lines_of(notebook):
     return {line for source in sources(notebook) for line in source.split("\n") if line.strip()}
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(40))
 def test_whatever_a_student_did_no_work_is_lost_and_the_lab_is_whole(older, seed):
     draw = random.Random(seed)
     mine, newer = lived_in(copy.deepcopy(older), draw), moved_on(older, draw)
@@ -312,19 +265,3 @@ def test_whatever_a_student_did_no_work_is_lost_and_the_lab_is_whole(older, seed
     said_so += sum("which you had changed" in said for said in merged.conflicts)
     assert not lost or said_so
     assert merge(result, newer).notebook["cells"] == result["cells"]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_after_an_upgrade_every_line_is_in_one_of_the_students_files(
-    folder, tmp_path, change, seed
-):
-    draw, work = random.Random(seed), tmp_path / "work"
-    copy_ = start_work(work, folder).created[0]
-    mine = lived_in(json.loads(copy_.read_text()), draw)
-    copy_.write_text(json.dumps(mine))
-    change(0, f"# Squares, revised {seed}")
-    start_work(work, folder)
-    there = set()
-    for file in work.glob("*.ipynb"):
-        there |= lines_of(json.loads(file.read_text()))
-    assert lines_of(mine) <= there

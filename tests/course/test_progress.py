@@ -120,11 +120,6 @@ def test_in_a_kernel_the_checks_run_on_what_is_defined_there(lab, names, said, c
     assert names == before
 
 
-def test_what_a_check_prints_is_not_shown_twice(lab, capsys):
-    show_progress("01", {"square": lambda x: print("noise") or x * x})
-    assert "noise" not in capsys.readouterr().out
-
-
 def test_without_the_project_a_kernel_says_so_and_goes_on(monkeypatch, capsys):
     def gone():
         raise paths.ProjectNotFoundError("installed as a copy")
@@ -132,13 +127,3 @@ def test_without_the_project_a_kernel_says_so_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(paths, "notebooks_dir", gone)
     show_progress("01", {})
     assert "cannot be shown" in capsys.readouterr().out
-
-
-def test_a_notebook_of_the_lab_names_all_its_exercises(capsys):
-    show_progress("01", {})
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()[:-1]] == [f"1-{n}" for n in range(1, 7)]
-    (file,) = paths.notebooks_dir().glob("01*.ipynb")
-    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    points = sum(cell["metadata"].get("nbgrader", {}).get("points", 0) for cell in cells)
-    assert said.splitlines()[-1].split()[:4] == ["together", "0", "of", str(points)]

@@ -68,30 +68,12 @@ def test_each_day_says_what_is_done_and_what_comes_next(days):
     ]
 
 
-def test_an_extra_exercise_is_next_when_the_core_is_done(days):
-    own = {"01": checks(e1_1=PASSED, e1_2=PASSED, e1_3=NOT_RUN)}
-    assert lines_of_path(days, own, ())[1].endswith("; next: 1-3 square it")
-
-
-def test_what_a_course_did_not_hand_out_is_not_counted(days):
-    (_, line) = lines_of_path(days, {"01": checks(e1_2=NOT_RUN)}, ())
-    assert line == "  Day 1: 0 of 1 exercises; next: 1-2 square it"
-    assert lines_of_path(days, {"05": checks(e5_1=PASSED)}, ()) == []
-
-
 def test_the_boxes_are_those_of_the_students_folder(tmp_path):
     own = {"01": checks(e1_1=PASSED)}
     (tmp_path / "Checklist.md").write_text("- [x] **T1-1** done\n")
     assert progress_on_path(tmp_path, own)[-1].startswith("  ticks in Checklist.md: theory 1 of 1")
     (tmp_path / "Checklist.md").unlink()
     assert not any("ticks" in line for line in progress_on_path(tmp_path, own))
-
-
-def test_a_checklist_that_cannot_be_read_is_named_and_the_days_are_shown(tmp_path):
-    (tmp_path / "Checklist.md").write_bytes(b"\xff\xfe\x00")
-    said = progress_on_path(tmp_path, {"01": checks(e1_1=PASSED)})
-    assert said[1].startswith("  Day 1: 1 of 1 exercises")
-    assert "Checklist.md: cannot be read" in said[-1]
 
 
 def test_without_the_project_there_is_no_path_and_no_error(tmp_path, monkeypatch):

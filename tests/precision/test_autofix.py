@@ -100,33 +100,6 @@ def test_a_finite_magnitude_that_float16_would_round_to_infinity_asks_for_bfloat
     assert (f"{name} reaches" in report.why) == (expected == BF16)
 
 
-def test_the_size_of_the_scores_does_not_decide():
-    q, k, v = (torch.full((1, 16, 2, 64), 200.0) for _ in range(3))  # q @ k.T is 2.6 million
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        out = safe_flash_attention(q, k, v, dtypes=HALF)
-    assert any("near-ties" in str(w.message) for w in caught)
-    assert fixed(q, k, v, dtypes=HALF).compute_dtype == F16
-    assert (out - v).abs().max() < 200 * 2**-10  # all weights are equal: the average of the values
-
-
-def test_infinite_entries_do_not_ask_for_more_range_but_are_named():
-    q, k, v = inputs(F32, F32, F32)
-    k[0, 1, 0, 2] = torch.inf
-    k[0, 1, 0, 3] = torch.nan
-    report = fixed(q, k, v, dtypes=HALF)
-    assert report.compute_dtype == F16
-    assert any("k holds 2 entries" in text for text in report.cautions)
-
-
-def test_values_too_small_for_float16_ask_for_bfloat16():
-    q, k, v = inputs(F32, F32, F32, scale=1e-8)
-    report = fixed(q, k, v, dtypes=HALF)
-    out = safe_flash_attention(q, k, v, dtypes=HALF)
-    assert report.compute_dtype == BF16
-    assert (out - exact(q, k, v)).abs().max() < 2**-7 * v.abs().max()
-
-
 @pytest.mark.parametrize("half", [None, HALF])
 @pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F16, F16, F32), (BF16, BF16, F16)])
 def test_the_result_has_the_querys_dtype_and_is_near_the_truth(dtypes, half):
@@ -178,15 +151,6 @@ def test_scaled_inputs_stay_finite_with_an_honest_bound_or_a_warning(scale, half
         assert error <= report.error_bound <= 10 * error
     if scale > 10:
         assert any("near-ties may flip" in str(w.message) for w in caught)
-
-
-@pytest.mark.parametrize(("name", "half"), [("q", HALF), ("k", None), ("v", HALF)])
-def test_one_outlier_of_1e5_stays_finite(name, half):
-    tensors = dict(zip("qkv", inputs(F32, F32, F32), strict=True))
-    tensors[name][0, 7, 0, 3] = 1e5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        assert safe_flash_attention(**tensors, dtypes=half).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -254,20 +218,6 @@ def test_tiny_queries_or_keys_ask_for_bfloat16_because_the_scale_may_make_up_for
     assert (out - exact(**tensors, softmax_scale=1e9 / 32**0.5)).abs().max() < 0.1
 
 
-def test_an_empty_batch_gives_an_empty_result():
-    q, k, v = (x[:0] for x in inputs(F32, F32, F32))
-    out, report = safe_flash_attention(q, k, v, dtypes=HALF, return_report=True)
-    assert out.shape == q.shape
-    assert report.error_bound == 0
-
-
-def test_the_bound_of_a_result_that_overflows_is_infinite():
-    q, k, v = inputs(F16, F32, F32)
-    with pytest.warns(PrecisionWarning):
-        *_, report = auto_fix_precision_for_flash_attention(q, k, v * 1e6, return_report=True)
-    assert report.error_bound == float("inf")
-
-
 def test_a_result_that_the_querys_dtype_cannot_hold_is_refused_with_a_way_out():
     q, k, v = inputs(F16, F32, F32)
     v *= 1e6
@@ -293,12 +243,6 @@ def test_each_cause_is_reported_once_with_what_why_and_cost():
         warnings.simplefilter("error")
         safe_flash_attention(q, k, v, dtypes=HALF)
     with pytest.warns(PrecisionWarning, match="k bfloat16 -> float32"):
-        safe_flash_attention(q, k, v)
-
-
-def test_an_exact_promotion_says_that_it_costs_nothing():
-    q, k, v = inputs(F32, BF16, F32)
-    with pytest.warns(PrecisionWarning, match="cost: none"):
         safe_flash_attention(q, k, v)
 
 
@@ -341,35 +285,16 @@ def test_inputs_that_no_cast_can_fix_get_a_clear_error(change, message):
         safe_flash_attention(q, change(k), v)
 
 
-def test_unknown_options_and_dtypes_that_fit_nothing_get_a_clear_error():
+def test_dtypes_that_fit_nothing_and_unknown_options_are_refused():
     q, k, v = inputs(F32, F32, F32)
-    with pytest.raises(AttentionInputError, match="no option dropout"):
-        safe_flash_attention(q, k, v, dropout=0.1)
     v[0, 0, 0, 0] = 1e5
-    with pytest.raises(AttentionInputError, match=r"v reaches 1e\+05.*does not fit"):
-        safe_flash_attention(q, k, v, dtypes=(F16,))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtypes": (torch.int8,)}, "each of dtypes must be one of torch.float64"),
-        ({"dtypes": "float16"}, "each of dtypes must be one of"),
-        ({"out_dtype": "float16"}, "out_dtype must be one of"),
-        ({"softmax_scale": float("nan")}, "softmax_scale must be finite"),
-        ({"float64": "maybe"}, "'maybe' was given"),
-    ],
-)
-def test_nonsense_options_get_a_clear_error(options, message):
-    with pytest.raises(AttentionInputError, match=message):
-        safe_flash_attention(*inputs(F32, F32, F32), **options)
-
-
-def test_one_dtype_needs_no_tuple_and_meta_tensors_are_refused():
-    q, k, v = inputs(F32, F32, F32)
-    assert fixed(q, k, v, dtypes=BF16).compute_dtype == BF16
-    with pytest.raises(AttentionInputError, match="meta device"):
-        safe_flash_attention(*(x.to("meta") for x in (q, k, v)))
+    for dtype in (F16, (F16,)):
+        with pytest.raises(AttentionInputError, match=r"v reaches 1e\+05.*does not fit"):
+            safe_flash_attention(q, k, v, dtypes=dtype)
+    with pytest.raises(AttentionInputError, match="'maybe' was given"):
+        safe_flash_attention(q, k, v, float64="maybe")
+    with pytest.raises(TypeError, match="dropout"):
+        safe_flash_attention(q, k, v, dropout=0.1)
 
 
 def test_a_backend_asked_for_by_name_is_the_one_that_the_inputs_are_made_to_fit():
@@ -390,15 +315,6 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", dtype=BF16):
         out = safe_flash_attention(q, k, v)
     assert torch.equal(out, safe_flash_attention(q, k, v))
-
-
-def test_the_warning_points_at_the_callers_line():
-    q, k, v = inputs(F32, BF16, F32)
-    for function in (safe_flash_attention, auto_fix_precision_for_flash_attention):
-        forget_warnings()
-        with pytest.warns(PrecisionWarning) as caught:
-            function(q, k, v)
-        assert caught[0].filename == __file__
 
 
 def test_who_watches_the_front_door_sees_one_call_of_one_dtype():

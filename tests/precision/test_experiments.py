@@ -26,12 +26,6 @@ def test_float16_logits_overflow_in_the_textbook_and_not_in_flash_attention():
     assert found["textbook, float16, q scaled first"]["largest score"] == 12_800
 
 
-def test_scores_that_fit_do_not_overflow():
-    """16 * 16 * 64 = 16,384: the experiment does not fail whatever it is given."""
-    found = rows(experiments.float16_logits_overflow(value=16.0))
-    assert all(row["NaN in output"] == 0 for row in found.values())
-
-
 def test_norm_statistics_fail_in_float16_at_both_ends_and_nowhere_in_float32():
     table = experiments.norm_statistics((1e-4, 1.0, 255.0, 300.0)).set_index(
         ["computation", "magnitude"]
@@ -83,11 +77,6 @@ def test_updates_below_half_an_ulp_vanish_without_a_master_copy():
     assert abs(found["float32"]["moved"] - 0.1) < 1e-4
 
 
-def test_updates_above_half_an_ulp_do_not_vanish():
-    """Below 1, bfloat16's numbers are 2^-8 apart: a step of 2^-7 arrives."""
-    assert rows(experiments.vanishing_updates(2**-7, 8))["bfloat16"]["lost"] < 0.01
-
-
 def test_small_learning_rates_leave_a_bfloat16_table_unmoved():
     table = experiments.embedding_updates()
     low = table[table.table == "bfloat16"].set_index("learning rate").unmoved
@@ -102,15 +91,6 @@ def test_flash_attention_keeps_the_error_rule_in_every_dtype_at_every_length():
     assert (table.flash <= 2 * table.standard + 1e-5).all()
     by_dtype = table.groupby("dtype").flash.min()
     assert by_dtype["bfloat16"] > 2 * by_dtype["float16"] > 100 * by_dtype["float32"]
-
-
-def test_the_error_grows_with_the_scores_once_they_matter():
-    table = experiments.error_by_scale(device="cpu").set_index("scale")
-    assert table["float16"][0.1] < 2 * 2**-11 + 1e-3
-    for dtype in ("float16", "bfloat16"):
-        assert table[dtype][10.0] > 10 * table[dtype][1.0]
-        assert table[dtype][100.0] > table[dtype][10.0]
-    assert (table["largest score"] / table.index**2).std() < 1e-3
 
 
 def test_tf32_costs_three_digits_of_a_float32_product():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
-from labsupport.precision.cast_hooks import Casts, set_casts
 from labsupport.precision.dtypes import unit_roundoff
 from tests.precision.policy_models import (
     MODELS,
@@ -54,12 +53,6 @@ def test_what_should_be_float32_may_be_16_bits_but_not_silently(field):
         assert getattr(FlashAttentionConfig(**{field: F16}), field) == F16
 
 
-def test_presets_are_policies_of_one_dtype_and_take_changes():
-    assert set(vars(FlashAttentionConfig.float32()).values()) == {F32}
-    assert FlashAttentionConfig.bfloat16(mlp="float32") == FlashAttentionConfig(mlp=F32)
-    assert FlashAttentionConfig.float16().residual == F32
-
-
 def test_losses_are_scaled_where_any_gradient_passes_through_float16():
     assert FlashAttentionConfig.float16().needs_loss_scaling
     assert FlashAttentionConfig(attention="float16").needs_loss_scaling
@@ -79,14 +72,6 @@ def test_logits_differ_from_float32_by_roundings_only(make, config):
     # Independent errors add up as the root of their number.
     u = max(unit_roundoff(dtype) for dtype in vars(config).values())
     assert 0 < relative_error(logits, right) <= math.sqrt(ROUNDINGS) * u
-
-
-def test_the_default_policy_is_as_exact_as_the_whole_model_in_bfloat16():
-    right = gpt2()(tokens()).logits
-    plain, model = gpt2().to(BF16), gpt2()
-    apply_precision_policy(model)
-    error = relative_error(model(tokens()).logits, right)
-    assert error <= 2 * relative_error(plain(tokens()).logits, right)
 
 
 def test_a_wider_stream_is_more_exact():
@@ -112,16 +97,6 @@ def test_q_k_and_v_enter_the_kernel_in_one_dtype(make, config):
     with SeenByKernels() as seen:
         model(tokens())
     assert seen.dtypes == [(config.attention,) * 3] * 2
-
-
-def test_without_it_a_float32_rotation_would_give_llamas_kernel_two_dtypes():
-    model = llama()
-    apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
-    for layer in model.model.layers:
-        set_casts(layer.self_attn, Casts())
-    with SeenByKernels() as seen, pytest.raises(RuntimeError, match="dtype"):
-        model(tokens(), use_cache=False)  # the cache would promote v as well
-    assert seen.dtypes == [(F32, F32, BF16)]
 
 
 @CASES
@@ -155,24 +130,6 @@ def test_another_policy_replaces_the_first():
     apply_precision_policy(model, FlashAttentionConfig())
     apply_precision_policy(model, FlashAttentionConfig.float32())
     assert torch.equal(model(tokens()).logits, rounded(tokens()).logits)
-
-
-def test_parameters_stay_the_same_objects_under_the_same_names():
-    model = gpt2()
-    before, keys = dict(model.named_parameters()), list(model.state_dict())
-    apply_precision_policy(model)
-    assert {name: id(p) for name, p in model.named_parameters()} == {
-        name: id(p) for name, p in before.items()
-    }
-    assert list(model.state_dict()) == keys
-    assert all(p.dtype == BF16 for p in before.values())
-
-
-def test_gradients_follow_their_parameters():
-    model = gpt2()
-    model(tokens(), labels=tokens()).loss.backward()
-    apply_precision_policy(model)
-    assert {p.grad.dtype for p in model.parameters()} == {BF16}
 
 
 @pytest.mark.parametrize("table", ["float32", "bfloat16"])
@@ -217,15 +174,6 @@ def test_a_model_under_a_policy_is_copied_saved_and_loaded():
     assert torch.equal(other(tokens()).logits, logits)
 
 
-def test_a_copy_has_a_policy_of_its_own():
-    model = gpt2()
-    apply_precision_policy(model)
-    other = copy.deepcopy(model)
-    apply_precision_policy(other, FlashAttentionConfig.float32())
-    assert model(tokens()).logits.dtype == BF16
-    assert other(tokens()).logits.dtype == F32
-
-
 def test_a_forward_that_raises_leaves_no_mode_behind():
     model = llama()
     apply_precision_policy(model)
@@ -253,12 +201,3 @@ def test_padding_and_both_caches_work(config):
         for cache in ("dynamic", "static")
     ]
     assert generated[0] == generated[1]
-
-
-@MODELS
-def test_eager_attention_runs_and_the_report_says_that_it_is_not_reached(make):
-    model = make(attn_implementation="eager")
-    report = apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
-    assert any("eager" in note for note in report.notes)
-    # Without a cache, which would promote v, Llama multiplies float32 weights P with bfloat16 V.
-    assert model(tokens(), use_cache=False).logits.isfinite().all()

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from labsupport.attention import attention
 from labsupport.precision import (
@@ -48,15 +47,6 @@ def test_a_hand_written_block_is_recognised_and_its_kernel_reached(ours):
     assert 0 < relative_error(out, right) <= math.sqrt(ROUNDINGS / 2) * unit_roundoff(BF16)
 
 
-def test_a_checkpointed_block_runs_its_casts_again():
-    torch.manual_seed(0)
-    block, x = Block(), hidden().requires_grad_()
-    apply_precision_policy(block, FlashAttentionConfig(attention="float16"))
-    plain = torch.autograd.grad(block(x).sum(), x)
-    again = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sum(), x)
-    assert torch.equal(plain[0], again[0])
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_pytorchs_encoder_runs_padded_or_not(norm_first, training):
@@ -75,34 +65,12 @@ def test_pytorchs_encoder_runs_padded_or_not(norm_first, training):
     assert padded[:, :5].isfinite().all()
 
 
-def test_pytorchs_attention_still_projects_q_k_and_v_in_one_matmul():
-    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    report = apply_precision_policy(model, FlashAttentionConfig(attention="float16"))
-    given = []
-    model.register_forward_pre_hook(lambda _, args: given.extend(args))
-    x = hidden()
-    model(x, x, x)
-    assert given[0] is given[1] is given[2]
-    assert given[0].dtype == BF16
-    assert any("MultiheadAttention" in note for note in report.notes)
-
-
 def test_the_tables_dtype_rules_also_if_the_head_comes_first():
     model = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False), "table": nn.Embedding(5, 4)})
     model["head"].weight = model["table"].weight
     apply_precision_policy(model, FlashAttentionConfig(embedding="float32"))
     assert model["head"].weight is model["table"].weight
     assert model["table"].weight.dtype == F32
-
-
-def test_two_parameters_on_one_memory_stay_on_one_memory():
-    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
-    model[1].weight = nn.Parameter(model[0].weight.data)
-    apply_precision_policy(model, components={"1": "head"})
-    with torch.no_grad():
-        model[0].weight.fill_(3)
-    assert (model[1].weight == 3).all()
-    assert model[1].weight.dtype == BF16
 
 
 def test_what_is_not_recognised_keeps_its_dtype_is_named_and_runs():
@@ -132,10 +100,9 @@ def test_a_component_that_does_not_exist_and_a_pattern_without_a_module_are_refu
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (([1],), "nn.Module, not for a list"),
-        ((Block,), "not for the class Block"),
-        ((None,), "not for a NoneType"),
-        ((Block(), "bfloat16"), r"FlashAttentionConfig\.bfloat16\(\), not a str"),
+        (([1],), r"nn.Module, not for \[1\]"),
+        ((Block,), "not for <class .*Block"),
+        ((Block(), "bfloat16"), r"FlashAttentionConfig\.bfloat16\(\), not 'bfloat16'"),
     ],
 )
 def test_what_is_no_module_or_no_policy_is_refused(given, message):
@@ -209,10 +176,3 @@ def test_the_report_names_each_change_with_its_component_and_dtypes():
     row = table[(table.module == "transformer.h.1.mlp.c_fc") & (table.what == "weight")].iloc[0]
     assert (row["component"], row["from"], row["to"]) == ("mlp", "float32", "bfloat16")
     assert set(table.component) == {"attention", "mlp", "norm", "embedding", "head"}
-
-
-def test_the_report_counts_alike_changes_in_one_line():
-    text = str(apply_precision_policy(gpt2()))
-    assert "norm       statistics     as it comes → float32   5 modules" in text
-    assert "note: tied, and kept so, in bfloat16: transformer.wte.weight = lm_head.weight." in text
-    assert "compute_loss" in text

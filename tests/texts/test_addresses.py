@@ -21,18 +21,6 @@ def test_addresses_of_pages_docstrings_and_hardware_are_collected_with_their_pla
             assert 1 <= int(line) <= len((texts.ROOT / file).read_text().splitlines())
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("see https://example.org/a-b/c_d.html.", "https://example.org/a-b/c_d.html"),
-        ("(https://example.org/x)", "https://example.org/x"),
-        ("https://example.org/x, and", "https://example.org/x"),
-    ],
-)
-def test_what_follows_an_address_is_no_part_of_it(text, address):
-    assert links.ADDRESS.findall(text) == [address]
-
-
 @pytest.fixture
 def site():
     """A server on this machine with one page, and one that it shows to nobody."""

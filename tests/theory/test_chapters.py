@@ -59,15 +59,15 @@ def test_a_chapter_has_the_parts_that_every_chapter_has(path):
     assert "<details>" in text, "review questions come with collapsed answers"
 
 
-def test_the_figures_that_pages_show_are_those_that_the_scripts_draw():
+def test_the_figures_that_pages_show_are_those_that_the_scripts_draw(monkeypatch):
     shown = set()
     for path in [*(PROJECT / "theory").glob("*.md"), PROJECT / "README.md"]:
         for target in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:", target):
                 shown.add(name((path.parent / target).resolve()))
-    drawn = set()
+    monkeypatch.syspath_prepend(PROJECT / "scripts" / "pictures")
     for script in (PROJECT / "scripts" / "pictures").glob("[a-z]*.py"):
-        drawn |= set(runpy.run_path(str(script))["FIGURES"])
+        drawn = set(runpy.run_path(str(script))["d"].FIGURES)
     for test in (PROJECT / "tests" / "browser").glob("test_*.py"):  # `make screenshots`
         taken = re.findall(r'picture\("([a-z]+)"', test.read_text(encoding="utf-8"))
         drawn |= {f"docs/jupyterlab-{one}.png" for one in taken}

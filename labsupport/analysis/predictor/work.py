@@ -27,7 +27,7 @@ import heapq
 from dataclasses import dataclass
 
 from labsupport.analysis.predictor.device import Device
-from labsupport.attention.band import Band
+from labsupport.attention.masks import Band
 from labsupport.profiling.cases import Case
 from labsupport.profiling.work import ITEMSIZE
 

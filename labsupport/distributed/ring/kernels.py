@@ -22,14 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.attention.adapters_packages import run_fa4
-from labsupport.attention.call import AttentionCall
+from labsupport.attention.adapters import run_fa4
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
-from labsupport.attention.flash_triton import mode
-from labsupport.attention.flash_triton.geometry import Geometry
 from labsupport.attention.implementations import by_name
 from labsupport.attention.inputs import AttentionInputError
-from labsupport.attention.reports import BackendUnavailableError
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 
 CAUSAL = (-1, 0)
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -207,7 +206,7 @@ def _torch_backward(
 def _triton_forward(
     q: Tensor, k: Tensor, v: Tensor, options: BlockOptions
 ) -> tuple[Tensor, Tensor]:
-    from labsupport.attention.flash_triton.launch import forward
+    from labsupport.attention.kernels.autograd import forward
 
     geometry = Geometry(options.scale, *options.window, options.slopes)
     return forward(q, k, v, geometry, float32_out=True)
@@ -216,7 +215,7 @@ def _triton_forward(
 def _triton_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
 ) -> Gradients:
-    from labsupport.attention.flash_triton.launch import backward
+    from labsupport.attention.kernels.autograd import backward
 
     geometry = Geometry(options.scale, *options.window, options.slopes)
     return backward(dout, q, k, v, out, lse, geometry)

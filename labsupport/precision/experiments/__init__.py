@@ -43,27 +43,23 @@ def float16_logits_overflow(value: float = 40.0, head_dim: int = 64) -> pd.DataF
     exact = _oracle(q, k, v)
     scale = 1 / math.sqrt(head_dim)
 
-    def textbook(dtype: torch.dtype, *, scale_first: bool = False) -> tuple[Tensor, Any]:
+    def textbook(dtype: torch.dtype, before: float = 1.0) -> tuple[Tensor, Any]:
         q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-        stored = (q_ * scale) @ k_.mT if scale_first else q_ @ k_.mT
-        scores = stored if scale_first else stored * scale
-        return (scores.softmax(-1) @ v_).transpose(1, 2), stored.max().item()
+        stored = (q_ * before) @ k_.mT
+        weights = (stored * (scale / before)).softmax(-1)
+        return (weights @ v_).transpose(1, 2), stored.max().item()
 
     results = {
         "textbook, float16": textbook(F16),
-        "textbook, float16, q scaled first": textbook(F16, scale_first=True),
+        "textbook, float16, q scaled first": textbook(F16, scale),
         "textbook, bfloat16": textbook(BF16),
         "FlashAttention, float16": (_flash(q, k, v, F16), "never stored"),
     }
-    return pd.DataFrame(
-        {
-            "computation": name,
-            "largest score": largest,
-            "NaN in output": int(out.isnan().sum()),
-            "max error": max_error(out, exact),
-        }
+    rows = [
+        (name, largest, int(out.isnan().sum()), max_error(out, exact))
         for name, (out, largest) in results.items()
-    )
+    ]
+    return _table("computation, largest score, NaN in output, max error", rows)
 
 
 def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.DataFrame:
@@ -91,7 +87,7 @@ def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.Data
             out = compute(half)
             error = relative_error(out, by_hand(half.double()))
             rows.append((name, magnitude, int((~out.isfinite()).sum()), error))
-    return pd.DataFrame(rows, columns=["computation", "magnitude", "non-finite", "relative error"])
+    return _table("computation, magnitude, non-finite, relative error", rows)
 
 
 def running_sum(entries: int = 4096) -> pd.DataFrame:
@@ -109,8 +105,7 @@ def running_sum(entries: int = 4096) -> pd.DataFrame:
             total += 1
         error = abs(total.item() - entries) / entries
         rows.append((short(dtype), total.item(), 1 / total.item(), error))
-    columns = ["accumulator", "sum", "weight of each entry", "relative error"]
-    return pd.DataFrame(rows, columns=columns)
+    return _table("accumulator, sum, weight of each entry, relative error", rows)
 
 
 def error_by_length(
@@ -138,8 +133,7 @@ def error_by_length(
             errors = max_error(textbook.transpose(1, 2), exact), max_error(flash, exact)
             relative = relative_error(flash, exact)
             rows.append((short(dtype), seqlen, *errors, errors[1] / errors[0], relative))
-    columns = ["dtype", "seqlen", "standard", "flash", "ratio", "relative"]
-    return pd.DataFrame(rows, columns=columns)
+    return _table("dtype, seqlen, standard, flash, ratio, relative", rows)
 
 
 def error_by_scale(
@@ -162,7 +156,7 @@ def error_by_scale(
         errors = [max_error(_flash(q, k, v, dtype), exact) / largest for dtype in (F16, BF16)]
         scores = q.transpose(1, 2) @ k.transpose(1, 2).mT / math.sqrt(q.shape[-1])
         rows.append((scale, *errors, scores.abs().max().item()))
-    return pd.DataFrame(rows, columns=["scale", "float16", "bfloat16", "largest score"])
+    return _table("scale, float16, bfloat16, largest score", rows)
 
 
 def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) -> pd.DataFrame:
@@ -187,13 +181,14 @@ def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) 
         exact, float32 = a.double() @ b.double(), a @ b
     finally:
         torch.set_float32_matmul_precision(before)
-    rows = [
-        ("float32, TF32 allowed", how, relative_error(tf32, exact)),
-        ("float32", "measured", relative_error(float32, exact)),
-        ("float16", "measured", relative_error(a.to(F16) @ b.to(F16), exact)),
-        ("bfloat16", "measured", relative_error(a.to(BF16) @ b.to(BF16), exact)),
-    ]
-    return pd.DataFrame(rows, columns=["product", "how", "relative error"])
+    products = {
+        "float32": float32,
+        "float16": a.to(F16) @ b.to(F16),
+        "bfloat16": a.to(BF16) @ b.to(BF16),
+    }
+    rows = [("float32, TF32 allowed", how, relative_error(tf32, exact))]
+    rows += [(name, "measured", relative_error(x, exact)) for name, x in products.items()]
+    return _table("product, how, relative error", rows)
 
 
 def _round_tf32(x: Tensor) -> Tensor:
@@ -248,8 +243,7 @@ def cross_entropy_dtypes(tokens: int = 512, vocabulary: int = 50_257) -> pd.Data
         zero = (gradient == 0).float().mean().item()
         row_sum = gradient.sum(-1, dtype=torch.float64).abs().max().item() * tokens
         rows.append((name, loss.item(), error, zero, row_sum))
-    columns = ["logits", "loss", "loss error", "zero gradients", "row sum"]
-    return pd.DataFrame(rows, columns=columns)
+    return _table("logits, loss, loss error, zero gradients, row sum", rows)
 
 
 def gradient_underflow(scales: Sequence[float] = (1.0, 2.0**10, 2.0**16)) -> pd.DataFrame:
@@ -278,8 +272,7 @@ def gradient_underflow(scales: Sequence[float] = (1.0, 2.0**10, 2.0**16)) -> pd.
         got = gradient(dtype, scale)
         error = relative_error(got.double() / scale, exact)
         rows.append((short(dtype), scale, (got == 0).float().mean().item(), error))
-    columns = ["dtype", "loss scale", "zero gradients", "relative error"]
-    return pd.DataFrame(rows, columns=columns)
+    return _table("dtype, loss scale, zero gradients, relative error", rows)
 
 
 def vanishing_updates(learning_rate: float = 1e-3, steps: int = 100) -> pd.DataFrame:
@@ -304,7 +297,7 @@ def vanishing_updates(learning_rate: float = 1e-3, steps: int = 100) -> pd.DataF
             optimizer.step()
         moved = 1 - parameter.detach().to(dtype).float().mean().item()
         rows.append((name, moved, expected, max(0.0, 1 - moved / expected)))
-    return pd.DataFrame(rows, columns=["weights", "moved", "expected", "lost"])
+    return _table("weights, moved, expected, lost", rows)
 
 
 def embedding_updates(
@@ -323,7 +316,11 @@ def embedding_updates(
         before = (spread * _normal(1000, 64)).to(dtype)
         for rate in learning_rates:
             rows.append((short(dtype), rate, (before - rate == before).float().mean().item()))
-    return pd.DataFrame(rows, columns=["table", "learning rate", "unmoved"])
+    return _table("table, learning rate, unmoved", rows)
+
+
+def _table(columns: str, rows: list[Any]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=columns.split(", "))
 
 
 def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
@@ -475,10 +472,9 @@ def best_practice_table() -> pd.DataFrame:
         component, recommended, must match, why, measured (the finding on this machine),
         experiment (the function that shows it).
     """
-    columns = ["component", "recommended", "must match", "why", "measured", "experiment"]
     rows = []
     for *texts, experiment, figure in RULES:
         table = experiment()
         measured = figure(table.set_index(table.columns[0]))
         rows.append((*texts, measured, experiment.__name__))
-    return pd.DataFrame(rows, columns=columns)
+    return _table("component, recommended, must match, why, measured, experiment", rows)

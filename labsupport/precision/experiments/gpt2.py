@@ -38,19 +38,12 @@ CONTROL = "the same, steps of 1,024 tokens"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        config: the policy.
-        seed: of the weights and the batches.
-        scaled: scale the loss, if the policy needs it.
-        share: divisor of the loss.
-    """
-
-    config: FlashAttentionConfig
-    seed: int = 0
-    scaled: bool = True
-    share: int = SHARE
+    config: FlashAttentionConfig  # the policy
+    seed: int = 0  # of the weights and the batches
+    scaled: bool = True  # scale the loss, if the policy needs it
+    share: int = SHARE  # divisor of the loss
 
 
 def runs() -> dict[str, Run]:
@@ -148,17 +141,9 @@ def small_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=256,
-        n_positions=SEQLEN,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+        vocab_size=256, n_positions=SEQLEN, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     config._attn_implementation = "sdpa"
     return GPT2LMHeadModel(config)
 

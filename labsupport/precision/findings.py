@@ -18,17 +18,12 @@ in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5)
 
 or if it is all zeros, though a gradient nearer to the loss was not.
 
-Subnormal alone is no loss: numbers around 4e-6 still have 6 bits, and rounding errors of that size
-average out. Numbers too small for float16 thin out on their way to 0 through the last bits: (a)
-sees them there. Two heights without anything between pass by (a), as in the gradient of logits:
-p / tokens for the wrong ones is 0 already when 1 / tokens for the right one is not; (b) sees them.
-Zeros alone prove nothing: ReLU, padding and tokens that do not occur make them, too.
-
-Scaling the loss fixes underflow as long as the largest gradient leaves room (Micikevicius et al.,
-"Mixed Precision Training", 2018, section 3.2); where there is none, only bfloat16's range helps.
-Gradients of biases and gains are not judged: each is a sum over all tokens, and sums may cancel.
-That of a key's bias is 0 but for rounding, because softmax does not change when all scores of a
-row shift.
+Numbers too small for float16 thin out on their way to 0 through the last bits: (a) sees them there.
+In the gradient of logits, p / tokens for the wrong ones is 0 already when 1 / tokens for the right
+one is not: (b) sees that. Subnormal alone is no loss (4e-6 still has 6 bits), and zeros alone prove
+nothing (ReLU, padding, tokens that do not occur). Gradients of biases and gains are not judged:
+each is a sum over all tokens, and sums may cancel. Scaling the loss fixes underflow as long as the
+largest gradient leaves room (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
 """
 
 from __future__ import annotations
@@ -36,32 +31,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.attention import AttentionInputError, available_backends
+from labsupport.attention import AttentionInputError
 from labsupport.attention.implementations import BACKENDS, by_name
 from labsupport.attention.inputs import check_model_layout
 from labsupport.attention.registry import AttentionCall
-from labsupport.precision.dtypes import Range, range_of, short
-from labsupport.precision.tracker.hooks import (
-    MEASURED,
-    HookManager,
-    Record,
-    TensorStats,
-    autocast_is_on,
-)
+from labsupport.precision.dtypes import Range, as_range, range_of, short
 
+MEASURED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
-# With a GPU, PyTorch itself is asked (`Backend.further_reasons`); without one, this is its answer
-# (PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_head_dim_size_flash; for
-# NVIDIA).
+# The answer of PyTorch itself, for NVIDIA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
+# check_head_dim_size_flash).
 SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA = 256
 NEAR = 2  # "near overflow": another doubling would overflow
 BOTTOM_SHARE = 0.1
 ZERO_SHARE = 0.5
 ZEROS_COUNT_BELOW = 2.0**-17
+_COUNTS = ("nan", "inf", "minus_inf", "subnormal", "bottom", "zero", "entries")
 _HALF = torch.finfo(torch.float16)
 _END = "float16 ends at 65,504"
 
@@ -85,6 +75,128 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.where}: {self.message}. {self.remedy}."
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+class TensorStats:
+    """Dtypes and range of tensors that belong together: inputs, weights, or outputs."""
+
+    __slots__ = ("dtypes", "names", "pending", "range", "rank")
+
+    def __init__(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> None:
+        self.dtypes = tuple([tensor.dtype for tensor in tensors])
+        self.names = names  # of each tensor, where that matters (q, k, v)
+        self.rank = tensors[0].ndim if tensors else 0  # dimensions of the first
+        # Of all of them together; None if nothing was measured, or is still on its device.
+        self.range: Range | None = None
+        self.pending: list[tuple[Tensor, int]] = []  # numbers of each tensor, and its entries
+
+    @property
+    def floating(self) -> tuple[torch.dtype, ...]:
+        """The floating dtypes, each once, in order."""
+        return tuple(dict.fromkeys(dtype for dtype in self.dtypes if dtype.is_floating_point))
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(map(short, self.dtypes)))
+
+    def by_name(self) -> str:
+        """Name the tensors of each dtype: "q, k float32, v bfloat16"."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name, dtype in zip(self.names, self.dtypes, strict=True):
+            groups.setdefault(dtype, []).append(name)
+        return ", ".join(f"{', '.join(names)} {short(dtype)}" for dtype, names in groups.items())
+
+    def read(self, numbers: list[list[float]]) -> None:
+        """Take the numbers of `pending`, read from the device, as the range."""
+        entries = [count for _, count in self.pending]
+        ranges = [as_range(*pair) for pair in zip(numbers, entries, strict=True)]
+        self.pending = []
+        self.range = Range(
+            max(r.largest for r in ranges),
+            min((r.smallest for r in ranges if r.smallest), default=0.0),
+            *(sum(getattr(r, name) for r in ranges) for name in _COUNTS),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One call, or one gradient."""
+
+    order: int  # on a clock that counts beginnings and ends
+    direction: str  # forward, backward (gradient of an output), or weight gradient
+    name: str  # the module's in the model, or the parameter's
+    class_name: str  # or the attention function's name
+    kind: str  # module, block (attention module or whole model), or attention call
+    call: int = 0  # 0 for the first call of this module, 1 for the second, ...
+    inputs: TensorStats | None = None
+    weights: TensorStats | None = None
+    output: TensorStats | None = None  # or the gradient
+    backend: str = ""
+    kernel: str = ""
+    autocast: bool = False
+    end: int = -1  # when the call returned, on the clock of `order`
+    raised: bool = False
+
+    @property
+    def where(self) -> str:
+        """The call in words."""
+        call = f", call {self.call + 1}" if self.call else ""
+        if self.kind == "attention call":
+            return f"attention call of {self.name} ({self.class_name}{call})"
+        return f"{self.name}{call}"
+
+    @property
+    def cast(self) -> str:
+        """Implicit change of dtype: "float32 -> bfloat16"; empty if there is none."""
+        if self.direction != "forward" or self.kind == "block":
+            return ""
+        went_in, weights, out = (s.floating if s else () for s in self._stats())
+        result = f" -> {', '.join(map(short, out))}" * bool(out)
+        if self.inputs and self.inputs.names and len(went_in) > 1:
+            return self.inputs.by_name() + result
+        casts = []
+        for of, before in (("", went_in), ("weights ", weights)):
+            if (changed := [short(dtype) for dtype in before if dtype not in out]) and out:
+                casts.append(of + ", ".join(changed) + result)
+        return "; ".join(casts)
+
+    def _stats(self) -> tuple[TensorStats | None, TensorStats | None, TensorStats | None]:
+        return self.inputs, self.weights, self.output
+
+    def ranges(self) -> tuple[Range | None, Range | None, Range | None]:
+        """Return the ranges of inputs, weights and output; None where nothing was measured."""
+        came, weights, out = (stats.range if stats else None for stats in self._stats())
+        return came, weights, out
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of the data frame (see `PrecisionTracker.to_dataframe`)."""
+        came, weights, out = self.ranges()
+        return {
+            "order": self.order,
+            "pass": self.direction,
+            "name": self.name,
+            "class": self.class_name,
+            "kind": self.kind,
+            "call": self.call,
+            "dtype_in": str(self.inputs or ""),
+            "dtype_weights": str(self.weights or ""),
+            "dtype_out": str(self.output or ""),
+            "cast": self.cast,
+            "backend": self.backend,
+            "kernel": self.kernel,
+            **{name: getattr(out, name, None) for name in ("largest", "smallest", *_COUNTS)},
+            "largest_in": came.largest if came else None,
+            "smallest_in": came.smallest if came else None,
+            "nonfinite_in": came.nan + came.inf if came else None,
+            "nonfinite_weights": weights.nan + weights.inf if weights else None,
+        }
+
+
+def autocast_is_on(device: str) -> bool:
+    """True if autocast is on for that type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 # --- before a call --------------------------------------------------------------------------------
@@ -163,21 +275,14 @@ def _unsupported(
 
 
 def _no_flash_kernel(q: Tensor, k: Tensor, v: Tensor, where: str, device: str) -> list[Violation]:
-    """Report that no flash kernel runs the call, with every reason.
-
-    For a device that is not here, only sizes count, as if all packages were installed.
-    """
-    if device == q.device.type:
-        reasons = {status.name: list(status.reasons) for status in available_backends(q, k, v)}
-    else:
-        q, k, v = (x.to("meta") for x in (q, k, v))
-        call, reasons = AttentionCall(q, k, v), {}
-        for entry in BACKENDS:
-            limits = entry.limits
-            if entry.name == "sdpa_flash" and device == "cuda":
-                limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
-            if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
-                reasons[entry.name] = limits.option_reasons(call)
+    """Report that no flash kernel takes these sizes, by the kernels' tables, with every reason."""
+    call, reasons = AttentionCall(q.to("meta"), k.to("meta"), v.to("meta")), {}
+    for entry in BACKENDS:
+        limits = entry.limits
+        if entry.name == "sdpa_flash" and device == "cuda":
+            limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
+        if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
+            reasons[entry.name] = limits.option_reasons(call)
     flash = {name: reasons[name] for name in FLASH_KERNELS if name in reasons}
     if not all(flash.values()):
         return []
@@ -213,13 +318,17 @@ def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation
     return found
 
 
-# --- forward --------------------------------------------------------------------------------------
+# --- after a run ----------------------------------------------------------------------------------
 
 
-def findings(run: HookManager) -> list[Violation]:
-    """Return what went wrong, the first layer first; reads the ranges from the device."""
-    records = run.read()
-    found = _forward_findings([r for r in records if r.direction == "forward"], run.error)
+def findings(records: list[Record], error: str = "") -> list[Violation]:
+    """Return what went wrong in a run, the first layer first.
+
+    Args:
+        records: with their ranges, in the order in which they began.
+        error: the exception that ended the run, in words.
+    """
+    found = _forward_findings([r for r in records if r.direction == "forward"], error)
     finite = not any(v.kind in ("NaN", "infinity", "overflow") for v in found)
     return found + _gradient_findings([r for r in records if r.direction != "forward"], finite)
 
@@ -228,31 +337,29 @@ def _forward_findings(calls: list[Record], error: str) -> list[Violation]:
     events = [(r.order, "input", r) for r in calls]
     events += [(r.end, "output", r) for r in calls if r.end > 0]
     # A call that raised has no end of its own: it stopped where it began, after its input came.
-    events += [(r.order + 0.5, "stop", r) for r in calls if r.raised]
+    # The exception came from the last call that raised, which is the innermost.
     stopped = next((r for r in reversed(calls) if r.raised), None)
+    events += [(stopped.order + 0.5, "stop", stopped)] if stopped else []
     found: list[Violation] = []
     ill = False  # something bad has been seen
     before: Record | None = None  # the last call that ended
     spoilt: set[str] = set()  # modules whose weights have been reported
     for _, event, call in sorted(events, key=lambda event: event[0]):
         if event == "input":
-            if call.site.kind == "attention call" and call.inputs:
+            if call.kind == "attention call" and call.inputs:
                 found += _mixed_dtypes(call.inputs, call.where, call.autocast)
             if _bad(call.inputs) and not ill:
                 found.append(_bad_input(call, before, calls))
                 ill = True
         elif event == "output":
             bad = _bad(call.output, weighed=call.weights is not None)
-            made_here = bad and not _bad(call.inputs) and (call.site.kind != "block" or not ill)
+            made_here = bad and not _bad(call.inputs) and (call.kind != "block" or not ill)
             if made_here or (_bad(call.weights, weighed=True) and call.name not in spoilt):
                 found.append(_bad_output(call))
                 spoilt.add(call.name)
             ill = ill or bad
-            before = call if call.site.kind != "block" else before
-        # The exception came from the last call that raised, which is the innermost.
-        elif call is stopped and ("mixed dtypes", call.where) not in [
-            (v.kind, v.where) for v in found
-        ]:
+            before = call if call.kind != "block" else before
+        elif not any(v.kind == "mixed dtypes" and v.where == call.where for v in found):
             found.append(_stopped(call, error))
     return found
 
@@ -265,17 +372,17 @@ def _bad(stats: TensorStats | None, weighed: bool = False) -> bool:
 
 
 def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Violation:
-    held = call.inputs.range if call.inputs else None
+    held = call.ranges()[0]
     assert held is not None
     message = f"its input ({call.inputs}) holds {held.nonfinite}"
     if before is None:
         message += "; it came so from outside"
         return Violation(_kind(held), call.where, message, "Look at the data and its preprocessing")
     message += f"; the output of {before.name} before it was finite"
-    if before.output and before.output.range:
-        message += f" (largest {before.output.range.largest:.3g})"
+    if (out := before.ranges()[2]) is not None:
+        message += f" (largest {out.largest:.3g})"
     remedy = f"Look at the code between {before.name} and {call.name}"
-    blocks = (r.name + "." for r in calls if r.site.kind == "block")
+    blocks = (r.name + "." for r in calls if r.kind == "block")
     if any(before.name.startswith(b) and call.name.startswith(b) for b in blocks):
         remedy += ": this is inside an attention layer, so its scores may be beyond the range"
     if not held.nan:
@@ -284,40 +391,34 @@ def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Viol
 
 
 def _bad_output(call: Record) -> Violation:
-    inputs, weights, output = (
-        stats.range if stats else None for stats in (call.inputs, call.weights, call.output)
-    )
-    reasons = []
-    if inputs and inputs.finite:
-        reasons.append(f"its input was finite (largest {inputs.largest:.3g})")
-    elif inputs:
-        reasons.append(f"its input holds {inputs.nonfinite}")
-    if weights and weights.finite:
-        reasons.append(f"its weights are finite (largest {weights.largest:.3g})")
-    elif weights:
-        reasons.append(f"its weights hold {weights.nonfinite}")
-    reason = ", ".join(reasons)
+    inputs, weights, output = call.ranges()
+    reason = ", ".join(
+        f"its {was} finite (largest {held.largest:.3g})" if held.finite
+        else f"its {holds} {held.nonfinite}"
+        for held, was, holds in ((inputs, "input was", "input holds"),
+                                 (weights, "weights are", "weights hold"))
+        if held is not None
+    )  # fmt: skip
     if output is None or output.finite:
         message = f"{reason}, though its output is finite"
     else:
         message = f"its output ({call.output}) holds {output.nonfinite}; {reason}"
+    kind = _kind(output) if output else ""
     if weights and not weights.finite:
         kind = "NaN" if weights.nan or (output and output.nan) else "infinity"
         remedy = "Fix the weights: look at the update, or the file, that they came from"
-        return Violation(kind, call.where, message, remedy)
-    assert output is not None
-    if not output.nan:
+    elif output and not output.nan:
         remedy = _remedy_of_overflow(call.output)
     elif inputs and inputs.masked:
         remedy = (
             "A row of nothing but -inf, a query that sees no key, gives NaN in a softmax; other "
             "-inf come from a logarithm of 0 (log_softmax and logsigmoid avoid it) or an overflow"
         )
-    elif call.site.kind == "attention call":
+    elif call.kind == "attention call":
         remedy = "A row that sees no key, or scores beyond the dtype's range, give NaN in a softmax"
     else:
         remedy = "Look for inf - inf, 0 * inf, 0 / 0, or a logarithm or root of a negative number"
-    return Violation(_kind(output), call.where, message, remedy)
+    return Violation(kind, call.where, message, remedy)
 
 
 def _kind(held: Range) -> str:
@@ -332,10 +433,8 @@ def _remedy_of_overflow(stats: TensorStats | None) -> str:
 
 def _stopped(call: Record, error: str) -> Violation:
     message = f"the call raised; input {call.inputs}"
-    if call.weights:
-        message += f", weights {call.weights}"
-    if error:
-        message += f". {error.rstrip('.')}"
+    message += f", weights {call.weights}" if call.weights else ""
+    message += f". {error.rstrip('.')}" if error else ""
     went_in, weights = (s.floating if s else () for s in (call.inputs, call.weights))
     if went_in and weights and set(went_in) != set(weights):
         remedy = (
@@ -346,22 +445,18 @@ def _stopped(call: Record, error: str) -> Violation:
     return Violation("stopped", call.where, message, "Read the error above")
 
 
-# --- backward -------------------------------------------------------------------------------------
-
-
 def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Violation]:
     """Return what is wrong with the gradients, in the order of the backward pass.
 
     If the forward pass was not finite, gradients that are not are no news.
     """
-    underflows: list[Record] = []
+    underflows: list[tuple[Record, Range]] = []
     before: Record | None = None  # the last finite gradient
     bad: list[Violation] = []
     spent = False  # the first bad gradient is float16
     largest = 0.0
     for record in records:
-        stats = record.output
-        held = stats.range if stats else None
+        stats, held = record.output, record.ranges()[2]
         if stats is None or held is None or not held.entries:
             continue
         alive = largest > 0
@@ -374,14 +469,14 @@ def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Viol
         before = record
         vector = record.direction == "weight gradient" and stats.rank < 2
         if half and not vector and underflowed(held, alive):
-            underflows.append(record)
+            underflows.append((record, held))
     if not bad:
         remedy = _scale(largest)
     elif forward_finite and spent:
         remedy = "Float16's range is used up at both ends: use bfloat16, or a smaller loss scale"
     else:
         remedy = "Fix first what is not finite"
-    return bad * forward_finite + [_underflow(record, remedy) for record in underflows]
+    return bad * forward_finite + [_underflow(*each, remedy) for each in underflows]
 
 
 def underflowed(held: Range, alive: bool = True) -> bool:
@@ -416,9 +511,7 @@ def _bad_gradient(record: Record, held: Range, before: Record | None, half: bool
     return Violation(_kind(held), _gradient_of(record), message, remedy)
 
 
-def _underflow(record: Record, remedy: str) -> Violation:
-    held = record.output.range if record.output else None
-    assert held is not None
+def _underflow(record: Record, held: Range, remedy: str) -> Violation:
     if held.entries == held.zero:
         message = "all of its entries are zero in float16, unless a mask or a dead ReLU made it so"
     else:
@@ -432,14 +525,10 @@ def _underflow(record: Record, remedy: str) -> Violation:
 
 def _scale(largest: float) -> str:
     """Return the remedy for underflow where `largest` is the largest of all gradients."""
-    if not largest:
-        return "Scale the loss (torch.amp.GradScaler), or use bfloat16"
-    room = _HALF.max / largest
+    room = _HALF.max / largest if largest else math.inf
     if room < 2:
         return "No loss scale leaves the largest gradient finite: use bfloat16"
     # An eighth of the room is left for the next batch.
-    power = max(1, math.floor(math.log2(room)) - 3)
-    return (
-        f"Scale the loss (torch.amp.GradScaler; here by up to 2^{power}: the largest gradient "
-        f"is {largest:.2g}), or use bfloat16"
-    )
+    power = 0 if room == math.inf else max(1, math.floor(math.log2(room)) - 3)
+    here = f"; here by up to 2^{power}: the largest gradient is {largest:.2g}" if power else ""
+    return f"Scale the loss (torch.amp.GradScaler{here}), or use bfloat16"
