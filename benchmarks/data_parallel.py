@@ -43,9 +43,9 @@ from labsupport.distributed.data_parallel.process_group import Place, cleanup_dd
 from labsupport.distributed.launch import launch
 from labsupport.distributed.launch.worker import is_lost
 from labsupport.profiling.provenance import command_line
-from labsupport.training.lengths import parse_tokens
+from labsupport.training.memory import is_out_of_memory
 from labsupport.training.planner.plan import plan_memory
-from labsupport.training.saving.limit import is_out_of_memory
+from labsupport.training.sizes import parse_tokens
 
 if TYPE_CHECKING:
     import pandas as pd

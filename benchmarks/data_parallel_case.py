@@ -32,9 +32,9 @@ from labsupport.distributed.data_parallel.fsdp import shard
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
 from labsupport.profiling.timing import quantile
-from labsupport.training.loop.history import read_peak, reset_peak
-from labsupport.training.loop.settings import TrainSettings
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, Savings
+from labsupport.training.history import read_peak, reset_peak
+from labsupport.training.train import TrainSettings
 
 STRATEGIES = ("single", "ddp", "fsdp")
 
@@ -80,7 +80,7 @@ class Measured:
 
 
 def shape_of(preset: str) -> DecoderConfig:
-    """A preset of `labsupport.training.model`, or GPT-2's shape as LAYERSxWIDTH with heads of 64.
+    """A preset of `labsupport.training`, or GPT-2's shape as LAYERSxWIDTH with heads of 64.
 
     >>> shape_of("48x1600").heads  # GPT-2 XL's size
     25

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from labsupport.profiling.units import format_bytes
-from labsupport.training.model import DecoderConfig
+from labsupport.training import DecoderConfig
 from labsupport.training.planner import compare
 from labsupport.training.planner.__main__ import add_options as add_step_options
 from labsupport.training.planner.__main__ import plan_options

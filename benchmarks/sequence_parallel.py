@@ -35,11 +35,11 @@ from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.profiling.timing import resolve_device
-from labsupport.training.loop.history import read_peak, reset_peak
-from labsupport.training.loop.settings import TrainSettings, parameter_groups
-from labsupport.training.model import PRESETS, Decoder, DecoderConfig, Savings
-from labsupport.training.planner.fits import LADDER, Rung
-from labsupport.training.saving.limit import is_out_of_memory, memory_limit
+from labsupport.training import PRESETS, Decoder, DecoderConfig, Savings
+from labsupport.training.history import read_peak, reset_peak
+from labsupport.training.memory import is_out_of_memory, memory_limit
+from labsupport.training.planner import LADDER, Rung
+from labsupport.training.train import TrainSettings, parameter_groups
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner import Case, Row, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
-from labsupport.training.lengths import parse_tokens
-from labsupport.training.measure import measure_training, readable
-from labsupport.training.model import PRESETS, DecoderConfig
-from labsupport.training.planner.fits import LADDER, Rung, longest
-from labsupport.training.saving.limit import memory_limit, parse_bytes
-from labsupport.training.steps import PLAIN, PlainTransformers
+from labsupport.training import PRESETS, DecoderConfig
+from labsupport.training.measure import PLAIN, PlainTransformers, measure_training, readable
+from labsupport.training.memory import memory_limit, parse_bytes
+from labsupport.training.planner import LADDER, Rung, longest
+from labsupport.training.sizes import parse_tokens
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -39,9 +39,9 @@ from labsupport import checks, models, plotting, training
 from labsupport.attention import attention_varlen
 from labsupport.attention.rotary import permute_rotary_rows
 from labsupport.profiling import environment_card, load_run, measure_peak_memory
-from labsupport.training import DecoderConfig, Savings, TrainSettings, agreement
+from labsupport.training import DecoderConfig, Savings, TrainSettings, consistency
 from labsupport.training.measure import Rung, exponent, measure_training, readable
-from labsupport.training.tasks import recall, recall_recipe, recall_scores, windows
+from labsupport.training.tasks import recall, recall_scores, windows
 
 torch.manual_seed(0)
 environment_card()
@@ -707,7 +707,7 @@ print(
     f"{record['worst_gradient_error']:.1e} relative, "
     f"allowed {record['worst_gradient_allowed']:.1e}"
 )
-print(f"first 20 losses: at most {agreement.together(courses):.0e} apart")
+print(f"first 20 losses: at most {consistency.together(courses):.0e} apart")
 plotting.plot_courses(
     courses,
     title="The two runs of one seed agree to the last digits; another seed takes another way",
@@ -767,7 +767,7 @@ print("the same to the last bit:", resumed == losses(8))
 # made from a seed, so no model can know the answers. The end of one, and a question about it:
 
 # %%
-unseen = recall_recipe.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
+unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
 talk = unseen[-1]
 question = talk.questions[0]
 print("...", talk.text[-330:], sep="")
@@ -831,7 +831,7 @@ pd.Series(head, name="value").to_frame().round(3)
 # Does it find as much in a text twice as long? It was hardly trained on such texts.
 
 # %%
-longer = recall_recipe.unseen_documents(4096, count=2)
+longer = recall.unseen_documents(4096, count=2)
 far = recall_scores.accuracy_by_window(finder, longer, [2048, 4096])
 shares(far)[["window", "model", "pattern"]].round(2)
 
@@ -843,7 +843,7 @@ shares(far)[["window", "model", "pattern"]].round(2)
 # command, with more steps at 4,096 bytes.
 
 # %%
-more = recall_recipe.recall_batches([recall_recipe.Stage(3, 4096, 1, facts=40, questions=120)])
+more = recall.recall_batches([recall.Stage(3, 4096, 1, facts=40, questions=120)])
 further = training.train(finder, more, TrainSettings(steps=3, learning_rate=1e-4), progress=False)
 further.frame()[["step", "loss", "grad_norm", "seconds"]].round(3)
 

@@ -178,7 +178,7 @@ print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
 # %%
 from labsupport.training import DecoderConfig, Savings
 from labsupport.training.measure import Rung
-from labsupport.training.steps import training_step
+from labsupport.training.measure import training_step
 
 tiny = DecoderConfig.preset("tiny")
 tokens = 8192 if gpu else 1024

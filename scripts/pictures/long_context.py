@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from labsupport.attention.rotary import scaled_base
 from labsupport.plotting import Chart
 from labsupport.profiling import hardware_table, load_run
-from labsupport.training.model import DecoderConfig
+from labsupport.training import DecoderConfig
 from labsupport.training.planner import LADDER, plan_memory
 
 GIB = 2**30

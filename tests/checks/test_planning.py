@@ -5,7 +5,7 @@ from labsupport import checks
 from labsupport.checks import planning
 from labsupport.checks.verdict import Mistake
 from labsupport.profiling import measure_peak_memory
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, Savings
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
 ALL = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)

@@ -8,16 +8,16 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from labsupport.training.messages import out_of_memory
 from typer.testing import CliRunner
 
 from labsupport.cli import app
 from labsupport.commands.train_options import shape
 from labsupport.precision import FlashAttentionConfig
-from labsupport.training.loop import Checkpoints, TrainSettings
-from labsupport.training.loop.data import DATA, named_batches, named_tokenizer
-from labsupport.training.loop.messages import out_of_memory
-from labsupport.training.model.config import PRESETS, Savings
-from labsupport.training.model.decoder import Decoder
+from labsupport.training import Checkpoints, TrainSettings
+from labsupport.training.config import PRESETS, Savings
+from labsupport.training.data import DATA, named_batches, named_tokenizer
+from labsupport.training.decoder import Decoder
 
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 256, "--data", "records"]
 

@@ -25,8 +25,7 @@ from labsupport.distributed.data_parallel import (
 )
 from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.sequence_parallel import train_with_ring
-from labsupport.training.loop import TrainSettings, train
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, Savings, TrainSettings, train
 
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 254, "--data", "records"]
 

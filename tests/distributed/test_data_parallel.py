@@ -32,14 +32,16 @@ from labsupport.distributed.data_parallel.costs import ddp_bytes_sent, fsdp_byte
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.launch import launch
 from labsupport.precision import FlashAttentionConfig
-from labsupport.training.loop import (
+from labsupport.training import (
     CheckpointError,
+    Decoder,
+    DecoderConfig,
     ResumeError,
+    Savings,
     TrainingDivergedError,
     TrainSettings,
     train,
 )
-from labsupport.training.model import Decoder, DecoderConfig, Savings
 
 STEPS, HALF, MICRO_BATCHES = 4, 2, 6
 CONFIGS = {

@@ -39,7 +39,7 @@ def test_an_error_that_explains_itself_comes_without_a_traceback(what, explained
 
 BROKEN = """
 import sys
-from labsupport.training.loop import data
+from labsupport.training import data
 def broken(*args, **options):
     raise {error}
 data.named_batches = broken

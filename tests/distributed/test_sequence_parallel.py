@@ -10,9 +10,15 @@ from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp, train_w
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.precision.losses import compute_loss
-from labsupport.training.documents.packing import pack
-from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import (
+    Decoder,
+    DecoderConfig,
+    Savings,
+    TrainingDivergedError,
+    TrainSettings,
+    train,
+)
+from labsupport.training.data import pack
 from tests.distributed.workers import Workers
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, Savings
 from tests.models.tiny import VOCABULARY, tokens
 
 SMALL = DecoderConfig(vocab_size=VOCABULARY, width=32, layers=2, heads=4, max_positions=64)

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from labsupport.training.measure import exponent, measure_training
-from labsupport.training.model import DecoderConfig, Savings
-from labsupport.training.planner.fits import Rung
-from labsupport.training.steps import PLAIN
+from labsupport.training import DecoderConfig, Savings
+from labsupport.training.measure import PLAIN, exponent, measure_training
+from labsupport.training.planner import Rung
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
 TEXTBOOK = Rung("textbook", Savings(attention="standard"))

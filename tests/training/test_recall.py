@@ -6,22 +6,19 @@ import pytest
 import torch
 
 from labsupport.paths import data_dir
-from labsupport.training.documents.facts import records
-from labsupport.training.documents.streams import FIRST_SEED
-from labsupport.training.documents.tokens import ByteTokenizer
-from labsupport.training.loop import TrainSettings, train
+from labsupport.training import TrainSettings, train
+from labsupport.training.data import FIRST_SEED
+from labsupport.training.facts import records
 from labsupport.training.tasks.recall import (
-    RecallWeightsError,
-    load_recall,
-    save_recall,
-    train_recall,
-)
-from labsupport.training.tasks.recall_recipe import (
     RECIPE,
+    RecallWeightsError,
     Round,
     Stage,
+    load_recall,
     new_model,
     recall_batches,
+    save_recall,
+    train_recall,
     unseen_documents,
 )
 from labsupport.training.tasks.recall_scores import (
@@ -31,6 +28,7 @@ from labsupport.training.tasks.recall_scores import (
     looks,
     read_on,
 )
+from labsupport.training.tokens import ByteTokenizer
 
 LENGTH, SHORT = 1024, 64
 ROUND = Round((Stage(30, 192, 2, facts=3, questions=8),), learning_rate=3e-3, warmup_steps=5)

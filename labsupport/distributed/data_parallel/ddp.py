@@ -39,9 +39,8 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.data_parallel.shares import Batches, Share
-from labsupport.training.loop.history import StepRow
-from labsupport.training.loop.inputs import check_weights
-from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.history import StepRow
+from labsupport.training.train import TrainSettings, check_weights
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What DDP and FSDP have in common: the steps, clipping, the optimizer, the history.
 
-As in `labsupport.training.loop`, step k depends on nothing but the weights, the optimizer's state
+As in `labsupport.training`, step k depends on nothing but the weights, the optimizer's state
 and k; random numbers are seeded anew in each step, from k and the rank. So a run may go on with
 another number of ranks.
 """
@@ -24,10 +24,15 @@ from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
 from labsupport.distributed.data_parallel.process_group import Place
 from labsupport.distributed.data_parallel.saving import DistributedCheckpoints
 from labsupport.distributed.data_parallel.shares import Batch, Batches, Share
-from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
-from labsupport.training.loop.inputs import model_course
-from labsupport.training.loop.loop import TrainingDivergedError, progress_bar
-from labsupport.training.loop.settings import TrainSettings, learning_rate, parameter_groups
+from labsupport.training.history import History, StepRow, read_peak, reset_peak
+from labsupport.training.train import (
+    TrainingDivergedError,
+    TrainSettings,
+    learning_rate,
+    model_course,
+    parameter_groups,
+    progress_bar,
+)
 
 
 @dataclass

@@ -14,7 +14,7 @@ with one, or with eight; and what DDP saved, FSDP can load.
 
 A checkpoint gets its name when all ranks have written theirs: it is there as a whole, or not at
 all. The folder must be one that all ranks see. (The loop on one device also sees damaged files:
-`labsupport.training.loop.checkpoints`. This one leaves that to the file system.)
+`labsupport.training.checkpoint`. This one leaves that to the file system.)
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from labsupport.distributed.data_parallel.process_group import Place
-from labsupport.training.loop.checkpoints import CheckpointError, Checkpoints
-from labsupport.training.loop.history import History
-from labsupport.training.loop.inputs import check_same_course
+from labsupport.training.checkpoint import CheckpointError, Checkpoints
+from labsupport.training.history import History
+from labsupport.training.train import check_same_course
 
 _NAME = re.compile(r"step-(\d{6,})")
 

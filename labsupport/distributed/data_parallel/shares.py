@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.distributed.data_parallel.process_group import Place
-from labsupport.training.loop.inputs import IGNORED, tensors
+from labsupport.training.train import IGNORED, tensors
 
 Batch = dict[str, Tensor]
 Batches = Callable[[int], Iterable[Any]]

@@ -32,9 +32,8 @@ from labsupport.training import (
     Decoder,
     DecoderConfig,
 )
-from labsupport.training.documents.packing import IGNORED
-from labsupport.training.tasks.recall import load_recall
-from labsupport.training.tasks.recall_recipe import Stage, recall_batches
+from labsupport.training.data import IGNORED
+from labsupport.training.tasks.recall import Stage, load_recall, recall_batches
 
 Rows = list[dict[str, Any]]
 Spans = list[tuple[float, float]]

@@ -26,8 +26,7 @@ from labsupport.distributed.ring.functions import (
     ring_flash_attn_func,
     zigzag_ring_flash_attn_func,
 )
-from labsupport.training.model.decoder import Decoder
-from labsupport.training.model.layers import Angles, Attention
+from labsupport.training.decoder import Angles, Attention, Decoder
 
 FAMILIES = ("gpt2", "llama")  # of Transformers: causal attention and nothing else in each layer
 _NAME = "lab_ring"

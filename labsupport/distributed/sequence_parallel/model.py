@@ -27,9 +27,9 @@ from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.sequence_parallel.attention import RingOptions, install
 from labsupport.distributed.sequence_parallel.sharding import Shard, shard_batch
 from labsupport.precision.losses import compute_loss
-from labsupport.training.documents.packing import IGNORED
-from labsupport.training.model.decoder import Decoder
-from labsupport.training.saving.cross_entropy import chunked_cross_entropy
+from labsupport.training.data import IGNORED
+from labsupport.training.decoder import Decoder
+from labsupport.training.memory import chunked_cross_entropy
 
 
 def shard_model(

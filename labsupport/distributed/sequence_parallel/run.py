@@ -32,9 +32,8 @@ from labsupport.distributed.data_parallel.run import (
 from labsupport.distributed.data_parallel.shares import Batches, Share, told
 from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
 from labsupport.distributed.sequence_parallel.sharding import Shard
-from labsupport.training.loop.history import StepRow
-from labsupport.training.loop.inputs import check_weights, tensors
-from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.history import StepRow
+from labsupport.training.train import TrainSettings, check_weights, tensors
 
 
 def train_with_ring(
