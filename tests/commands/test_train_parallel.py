@@ -123,7 +123,7 @@ DDP = ["--parallel", "ddp", "--processes", 2]
         (["--parallel", "ring"], "how many processes?"),
         pytest.param(
             [*DDP, "--device", "cuda"],
-            "--device cuda: each rank needs a GPU, and there is none, or --device cpu",
+            "--device cuda: each rank needs a GPU, and none is there",
             marks=NO_GPU,
         ),
         pytest.param(
@@ -148,14 +148,13 @@ def test_options_that_make_no_sense_together_are_refused_by_a_sentence(wrong, to
     assert told in str(done.exception)
 
 
-def test_a_kernel_that_cannot_is_refused_before_the_plan_and_without_a_traceback(capfd):
+def test_a_kernel_that_cannot_is_refused_without_a_traceback():
     done = program(*RING, "--attention", "cudnn", ok=False)
     assert done.exit_code == 1
     first, *rest = done.stderr.splitlines()
     assert re.match(r"labsupport: rank \d of 2 failed: .*BackendUnavailableError: kernel", first)
     assert "runs on cuda, not on cpu" in done.stderr
     assert "Kernels that can: native, flash_triton, flash_torch" in rest[-1]
-    assert "parameters" not in capfd.readouterr().out
 
 
 def test_control_c_without_a_folder_says_what_would_have_been_kept():
