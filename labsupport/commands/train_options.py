@@ -89,8 +89,13 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
         max_positions=size if options["positions"] == "learned" else None,
         **{name: options[name] for name in chosen},
     )
-    names = ("attention", "checkpoint_layers", "mlp_chunk", "loss_chunk")
-    savings = Savings(*(options[name] for name in names), dtype_named(options, "residual"))
+    savings = Savings(
+        options["attention"],
+        options["checkpoint_layers"],
+        options["mlp_chunk"],
+        options["loss_chunk"],
+        dtype_named(options, "residual"),
+    )
     policy, dtype = options["policy"], dtype_named(options, "dtype")
     if options["dtype"] is None and device.type == "cuda" and policy is None:
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else None

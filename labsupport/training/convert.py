@@ -151,7 +151,7 @@ def _our_config(model: Any) -> DecoderConfig:
             norm_eps=theirs.layer_norm_epsilon,
             **common,
         )
-    rope = {"rope_type": "default"} | dict(theirs.rope_parameters or {})
+    rope: dict[str, Any] = {"rope_type": "default"} | dict(theirs.rope_parameters or {})
     head_dim = theirs.hidden_size // theirs.num_attention_heads
     _require(theirs, "hidden_act", ("silu", "swish"))
     _require(theirs, "head_dim", (None, head_dim))

@@ -110,7 +110,8 @@ def train(
     >>> history.chart()
     """
     check_weights(model, settings.policy)
-    course = json.loads(json.dumps(settings.course() | model_course(model) | dict(course or {})))
+    everything = settings.course() | model_course(model) | dict(course or {})
+    everything = json.loads(json.dumps(everything))  # plain data, as a checkpoint holds it
     device = next(p.device for p in model.parameters() if p.requires_grad)
     checkpoints = None if folder is None else Checkpoints(folder, keep=settings.keep)
     with nullcontext() if checkpoints is None else checkpoints.in_use():
@@ -119,7 +120,7 @@ def train(
             if fresh:
                 checkpoints.clear()
             if (saved := checkpoints.load_newest()) is not None:
-                check_same_course(saved["course"], course, folder)
+                check_same_course(saved["course"], everything, folder)
         # Without a policy all weights are float32 and their own masters.
         if settings.policy is not None:
             apply_precision_policy(model, settings.policy)
@@ -199,7 +200,7 @@ def train(
             if on_step is not None:
                 on_step(row)
             if checkpoints is not None and settings.saves_after(step):
-                state: dict[str, Any] = {"step": step + 1, "course": course}
+                state: dict[str, Any] = {"step": step + 1, "course": everything}
                 state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state |= {"random": random_state(device), "history": history.state()}
                 checkpoints.save(step + 1, state)

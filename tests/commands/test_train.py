@@ -13,10 +13,8 @@ from typer.testing import CliRunner
 
 from labsupport.cli import app
 from labsupport.commands.train_options import out_of_memory, prepare, shape
-from labsupport.precision import FlashAttentionConfig
-from labsupport.training import Checkpoints, TrainSettings
-from labsupport.training.config import PRESETS, Savings
-from labsupport.training.data import DATA, named_batches, named_tokenizer
+from labsupport.training import Checkpoints
+from labsupport.training.config import PRESETS
 from labsupport.training.decoder import Decoder
 
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 256, "--data", "records"]
@@ -194,8 +192,7 @@ def test_a_family_is_its_norm_its_mlp_and_its_biases():
 
 def test_the_options_are_shown_without_importing_pytorch(project):
     code = (
-        "import sys; from labsupport.cli import app; from typer.main import get_command
-from typer.testing import CliRunner; "
+        "import sys; from labsupport.cli import app; from typer.testing import CliRunner; "
         "print(CliRunner().invoke(app, ['train', '--help']).output); "
         "assert 'torch' not in sys.modules"
     )
