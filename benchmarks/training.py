@@ -91,10 +91,8 @@ def longest_that_trains(
 
         def attempt(units: int) -> Row:
             with memory_limit(limit, where):
-                table = measure_training(
-                    config, [units * multiple], rungs=[rung], device=where, max_seconds=0.0,
-                    progress=False,
-                )  # fmt: skip
+                options: dict[str, Any] = {"device": where, "max_seconds": 0.0, "progress": False}
+                table = measure_training(config, [units * multiple], rungs=[rung], **options)
             return table.iloc[0].to_dict()
 
         return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}

@@ -195,7 +195,8 @@ def plan(run: Prepared, device: torch.device) -> str:
     heads = f"{config.heads} heads"
     if config.key_heads != config.heads:
         heads += f" on {config.key_heads}"
-    each = f" ({settings.accumulation} x {run.length:,})" if settings.accumulation > 1 else ""
+    count = settings.accumulation
+    tokens, each = count * run.length, f" ({count} x {run.length:,})" if count > 1 else ""
     kept = "each block's input is kept" if savings.checkpoint else "all activations are kept"
     if savings.residual is not None:
         kept += f", residual stream in {short(savings.residual)}"
@@ -214,7 +215,7 @@ def plan(run: Prepared, device: torch.device) -> str:
     return (
         f"{config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.width}, "
         f"{heads}, {config.mlp}, {positions}), "
-        f"{settings.accumulation * run.length:,} tokens a step{each}, {dtype} on {device}\n"
+        f"{tokens:,} tokens a step{each}, {dtype} on {device}\n"
         f"{kept}; attention: {savings.attention}"
     )
 

@@ -144,7 +144,7 @@ def _train(
     common: dict[str, Any] = {
         "folder": options["folder"],
         "fresh": options["fresh"],
-        # With other ranks a step keeps its sequences, so `settings.accumulation` is not compared.
+        # With other ranks a step keeps its sequences, so micro-batches are not compared.
         "course": run.course | {"sequences": options["accumulation"]},
         "on_step": taken.append,
         "progress": not options["quiet"],

@@ -182,7 +182,7 @@ class TrainSettings:
         weight_decay: of matrices; biases and the gains of norms do not decay.
         betas: AdamW's.
         max_grad_norm: gradients of a larger total norm are scaled down to it; None: they are not.
-        accumulation: micro-batches of each step, one after the other; their gradients add up.
+        accumulation: micro-batches of each step, whose gradients add up.
         autocast: the dtype of matrix products (bfloat16, float16); None: that of the weights.
             Weights stay float32, and are rounded anew for each use.
         policy: a dtype for each component, in place of autocast's rules: weights are stored in the

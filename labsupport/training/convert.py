@@ -123,52 +123,51 @@ def _pairs(config: DecoderConfig) -> Iterator[tuple[str, list[str], bool]]:
 
 # --- configurations -------------------------------------------------------------------------------
 
+# Our field: theirs.
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+}
+_OWN = {
+    "gpt2": {"mlp_width": "n_inner", "norm_eps": "layer_norm_epsilon"},
+    "llama": {
+        "kv_heads": "num_key_value_heads",
+        "mlp_width": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "bias": "mlp_bias",
+    },
+}
+
 
 def _our_config(model: Any) -> DecoderConfig:
     theirs = model.config
     family = theirs.model_type if hasattr(model, "lm_head") else None
-    if family not in ("gpt2", "llama"):
+    if family not in _OWN:
         raise ValueError(
             f"a {type(model).__name__} was given, but only GPT2LMHeadModel and LlamaForCausalLM "
             "can become a Decoder."
         )
-    common: dict[str, Any] = {
-        "vocab_size": theirs.vocab_size,
-        "width": theirs.hidden_size,
-        "layers": theirs.num_hidden_layers,
-        "heads": theirs.num_attention_heads,
-        "max_positions": theirs.max_position_embeddings,
-        "tied": model.lm_head.weight is model.get_input_embeddings().weight,
+    config: dict[str, Any] = {
+        ours: getattr(theirs, name) for ours, name in (_COMMON | _OWN[family]).items()
     }
+    config["tied"] = model.lm_head.weight is model.get_input_embeddings().weight
     if family == "gpt2":
         _require(theirs, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
         _require(theirs, "scale_attn_weights", (True,))
         _require(theirs, "scale_attn_by_inverse_layer_idx", (False,))
         _require(theirs, "add_cross_attention", (False,))
-        return DecoderConfig(
-            positions="learned",
-            mlp_width=theirs.n_inner,
-            norm_eps=theirs.layer_norm_epsilon,
-            **common,
-        )
-    rope: dict[str, Any] = {"rope_type": "default"} | dict(theirs.rope_parameters or {})
-    head_dim = theirs.hidden_size // theirs.num_attention_heads
+        return DecoderConfig(positions="learned", **config)
     _require(theirs, "hidden_act", ("silu", "swish"))
-    _require(theirs, "head_dim", (None, head_dim))
+    _require(theirs, "head_dim", (None, theirs.hidden_size // theirs.num_attention_heads))
     _require(theirs, "attention_bias", (theirs.mlp_bias,))
+    rope: dict[str, Any] = {"rope_type": "default"} | dict(theirs.rope_parameters or {})
     if rope["rope_type"] not in ("default", "linear"):
         raise ValueError(f"a Decoder cannot compute this model: its rope_type {rope['rope_type']}")
-    return DecoderConfig(
-        kv_heads=theirs.num_key_value_heads,
-        mlp_width=theirs.intermediate_size,
-        rope_base=rope["rope_theta"],
-        rope_scaling=rope.get("factor", 1.0),
-        norm="rms",
-        mlp="swiglu",
-        bias=theirs.mlp_bias,
-        norm_eps=theirs.rms_norm_eps,
-        **common,
-    )
+    base, scaling = rope["rope_theta"], rope.get("factor", 1.0)
+    return DecoderConfig(norm="rms", mlp="swiglu", rope_base=base, rope_scaling=scaling, **config)
 
 
 def _require(theirs: Any, name: str, allowed: tuple[Any, ...]) -> None:
@@ -193,31 +192,15 @@ def _their_model(config: DecoderConfig) -> Any:
                 f"{'GPT-2' if gpt2 else 'Llama'}, but {name} is {getattr(config, name)!r} and not "
                 f"{value!r}. To keep this decoder, save its state_dict()."
             )
-    common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    fields = _COMMON | _OWN["gpt2" if gpt2 else "llama"]
+    theirs: dict[str, Any] = {name: getattr(config, ours) for ours, name in fields.items()}
+    theirs |= {"tie_word_embeddings": config.tied, "bos_token_id": None, "eos_token_id": None}
     if gpt2:
-        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"n_inner": config.mlp_width, "layer_norm_epsilon": config.norm_eps}
-        return GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **common))
+        theirs |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2LMHeadModel(GPT2Config(**theirs))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling != 1:
         rope |= {"rope_type": "linear", "factor": config.rope_scaling}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_key_value_heads=config.key_heads,
-            intermediate_size=config.inner_width,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters=rope,
-            attention_bias=config.bias,
-            mlp_bias=config.bias,
-            **common,
-        )
-    )
+    theirs |= {"num_key_value_heads": config.key_heads, "intermediate_size": config.inner_width}
+    theirs |= {"rope_parameters": rope, "attention_bias": config.bias}
+    return LlamaForCausalLM(LlamaConfig(**theirs))

@@ -7,8 +7,7 @@
     logits = hidden · head^T
 
 x, the residual stream, is (batch, seqlen, width). A block only ever adds to it (Vaswani et al.,
-arXiv 1706.03762; with the norms before, as in GPT-2). `Savings` lowers the memory, for the same
-result.
+arXiv 1706.03762; with the norms before, as in GPT-2). `Savings` saves memory only.
 """
 
 from __future__ import annotations

@@ -136,8 +136,7 @@ def measure_training(
     Args:
         config: the decoder's shape.
         lengths: tokens of the sequence; batch 1.
-        rungs: ways to save memory, by default each on top of those before it; or `PLAIN`, which
-            have no plan.
+        rungs: ways to save memory, by default each on top of the earlier ones; or `PLAIN`.
         device: by default a GPU if there is one.
         limit: bytes, or a text such as "16GiB". On a GPU the allocator is limited to it, so that
             more fails. On a CPU it is the plan that decides. A step that the plan puts more than a

@@ -72,9 +72,8 @@ def train(
     Args:
         model: on its device, with float32 weights; `settings.policy` is applied to it, and stays.
             `model(**batch)` returns the mean loss over the labels that are not -100, a scalar.
-        batches: step (counted from 0) -> `settings.accumulation` micro-batches: dataclasses or
+        batches: step (counted from 0) -> a step's micro-batches, always the same: dataclasses or
             mappings of tensors, `tokens` and `labels` (any shape, int64) among them, on any device.
-            For each step always the same ones.
         settings: how to train, and in which dtypes.
         validation: micro-batches that are not trained on, for a validation loss before each
             checkpoint.
@@ -82,8 +81,8 @@ def train(
         folder: for checkpoints. If a run is in it, that run goes on, with its own random numbers;
             if that run is complete, nothing is done.
         fresh: delete the checkpoints in the folder and begin anew.
-        course: what else the weights depend on, by name, as plain values (which texts, for one);
-            it is saved, and must be equal when the run is resumed. A model's `config`, if that is a
+        course: what else the weights depend on, by name, as plain values (which texts, say); it
+            is saved, and must be equal when the run is resumed. A model's `config`, if that is a
             dataclass, is part of it anyway.
         on_step: called with each step's row, before its checkpoint.
         progress: show a bar, on stderr.

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from labsupport.profiling import measure_peak_memory
-from labsupport.profiling.runs import load_run, save_run
+from labsupport.profiling.runs import load_run
 from labsupport.training import Decoder, DecoderConfig, Savings
 from labsupport.training.planner import (
     LADDER,
-    compare,
     longest,
     measure_step,
     plan_memory,
@@ -210,14 +209,6 @@ def test_what_cannot_be_planned_is_refused(wrong, said):
     options: dict[str, Any] = {"seqlen": 8} | wrong
     with pytest.raises(ValueError, match=said):
         plan_memory(LEARNED, **options)
-
-
-def test_the_comparison_is_a_run_that_can_be_kept(tmp_path):
-    table = compare(NARROW_GPT2, [16], savings=Savings(loss_chunk=16))
-    save_run(table, "planned", folder=tmp_path)
-    kept = load_run("planned", folder=tmp_path)
-    assert abs(kept.error[0]) < 0.1
-    assert kept.status[0] == "ok"
 
 
 def test_the_command_prints_the_plan_or_the_remedies(capsys):

@@ -275,35 +275,3 @@ def measure_step(
         gc.collect()
         if place.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def compare(config: DecoderConfig, lengths: list[int], **options: Any) -> pd.DataFrame:
-    """Compare the plan with a measured step, one row a length.
-
-    Args:
-        config: the decoder's shape.
-        lengths: tokens of a sequence.
-        options: those that `plan_memory` and `measure_step` share.
-
-    Returns:
-        seqlen, predicted_bytes, measured_bytes, error ((predicted - measured) / measured), when
-        (the predicted phase), status and reason. Provenance in `.attrs["provenance"]`.
-    """
-    import pandas as pd
-
-    from labsupport.profiling.provenance import provenance
-
-    rows = []
-    for seqlen in lengths:
-        plan = plan_memory(config, seqlen=seqlen, **options)
-        measured, status, reason = float("nan"), "ok", ""
-        try:
-            measured = measure_step(config, seqlen=seqlen, **options).peak_bytes
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            status, reason = "out of memory", " ".join(str(error).split())
-        ratio = plan.peak_bytes / measured - 1
-        rows.append((seqlen, plan.peak_bytes, measured, ratio, plan.when, status, reason))
-    columns = ["seqlen", "predicted_bytes", "measured_bytes", "error", "when", "status", "reason"]
-    table = pd.DataFrame(rows, columns=columns)
-    table.attrs["provenance"] = provenance(torch.device(options.get("device", "cpu")))
-    return table
