@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from labsupport.profiling.timing import resolve_device
-from labsupport.training.agreement import (
+from labsupport.training import DecoderConfig
+from labsupport.training.consistency import (
     SETTINGS,
     Batches,
     Course,
@@ -18,8 +19,7 @@ from labsupport.training.agreement import (
     together,
     training_courses,
 )
-from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
-from labsupport.training.model import DecoderConfig
+from labsupport.training.data import data_origin, named_batches, named_tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--preset", default="tiny", help="a shape of labsupport.training.model.PRESETS, on bytes")
+    add("--preset", default="tiny", help="a shape of labsupport.training.PRESETS, on bytes")
     add("--data", default="source", help="as for `labsupport train`")
     add("--length", type=int, default=2048, help="tokens of a sequence")
     add("--steps", type=int, default=SETTINGS.steps)

@@ -51,11 +51,11 @@ from labsupport.distributed.process_group import (
 )
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import quantile
-from labsupport.training.lengths import parse_tokens
-from labsupport.training.loop.history import read_peak, reset_peak
-from labsupport.training.loop.settings import TrainSettings
-from labsupport.training.model import Decoder, DecoderConfig, Savings
-from labsupport.training.saving.limit import is_out_of_memory
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions
+from labsupport.training.history import read_peak, reset_peak
+from labsupport.training.memory import is_out_of_memory
+from labsupport.training.sizes import parse_tokens
+from labsupport.training.train import TrainConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -169,7 +169,7 @@ def show(table: pd.DataFrame, options: Namespace | None) -> str:
 
 
 def shape_of(preset: str) -> DecoderConfig:
-    """Return a preset of `labsupport.training.model`, or GPT-2's shape as LAYERSxWIDTH.
+    """Return a preset of `labsupport.training`, or GPT-2's shape as LAYERSxWIDTH.
 
     >>> shape_of("48x1600").heads  # GPT-2 XL's size; heads of 64
     25
@@ -306,7 +306,7 @@ def _prepared(
     device, bfloat16, config = info.device, case.dtype == "bfloat16", shape_of(case.preset)
     # The loss in chunks, or logits would be most of the memory.
     residual = torch.bfloat16 if bfloat16 else None
-    savings = Savings(attention=case.attention, loss_chunk=1024, residual=residual)
+    savings = MemoryOptions(attention=case.attention, loss_chunk=1024, residual=residual)
     torch.manual_seed(0)  # the same weights on all ranks
     with device:
         model = Decoder(config, savings)
@@ -329,7 +329,7 @@ def _prepared(
         def sync(last: bool) -> None:
             sharded.set_requires_gradient_sync(case.sync_every or last)
 
-    optimizer = make_optimizer(model, TrainSettings(steps=1))
+    optimizer = make_optimizer(model, TrainConfig(steps=1))
     autocast = bfloat16 and case.strategy != "fsdp"
 
     def step() -> None:

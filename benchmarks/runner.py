@@ -21,7 +21,7 @@ from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
-from labsupport.training.lengths import parse_tokens
+from labsupport.training.sizes import parse_tokens
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,11 +34,11 @@ from labsupport.distributed.ring.kernels import KERNELS
 from labsupport.distributed.sequence_parallel import SequenceParallel, shard_model
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.profiling.timing import quantile
-from labsupport.training.loop.history import read_peak, reset_peak
-from labsupport.training.loop.settings import TrainSettings
-from labsupport.training.model import PRESETS, Decoder, DecoderConfig
-from labsupport.training.planner.fits import LADDER, Rung
-from labsupport.training.saving.limit import is_out_of_memory, memory_limit
+from labsupport.training import PRESETS, Decoder, DecoderConfig
+from labsupport.training.history import read_peak, reset_peak
+from labsupport.training.memory import is_out_of_memory, memory_limit
+from labsupport.training.planner import STRATEGIES, MemoryStrategy
+from labsupport.training.train import TrainConfig
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
-    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.fits.LADDER`,
+    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.fits.STRATEGIES`,
     whose savings and autocast apply. limit: bytes of each device, as text; None: all it has.
     """
 
@@ -56,14 +56,14 @@ class Case:
     seqlen: int
     kernel: str = "auto"
     layout: str = "zigzag"
-    rung: int = len(LADDER) - 1
+    rung: int = len(STRATEGIES) - 1
     limit: str | None = None
 
 
 def add_options(parser: ArgumentParser) -> None:
     kernels = runner.some_of(["auto", *(kernel.name for kernel in KERNELS)])
     layouts = runner.some_of(["zigzag", "contiguous"])
-    rungs = range(len(LADDER))
+    rungs = range(len(STRATEGIES))
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
     add("--lengths", type=runner.lengths, default="1K", help="tokens, such as 128K,1M")
@@ -123,7 +123,7 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
 
 def row_of(case: Case, world: int) -> runner.Row:
     """Return the columns that are known beforehand."""
-    rung = LADDER[case.rung]
+    rung = STRATEGIES[case.rung]
     return asdict(case) | {
         "strategy": "ring",
         "world": world,
@@ -164,7 +164,7 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
     info, row, failed = RankInfo.current(), {}, ""
     try:
         with nullcontext() if case.limit is None else memory_limit(case.limit, info.device):
-            row = _timed(case, LADDER[case.rung], info, repeats, max_seconds)
+            row = _timed(case, STRATEGIES[case.rung], info, repeats, max_seconds)
     except (BackendUnavailableError, ValueError) as error:  # on all ranks alike
         return {"status": "unsupported", "reason": runner.one_line(error)}
     except (RuntimeError, MemoryError) as error:
@@ -178,13 +178,15 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
     return {"status": "out of memory", "reason": reasons[0]} if reasons else row
 
 
-def _timed(case: Case, rung: Rung, info: RankInfo, repeats: int, max_seconds: float) -> Any:
+def _timed(
+    case: Case, rung: MemoryStrategy, info: RankInfo, repeats: int, max_seconds: float
+) -> Any:
     config = DecoderConfig.preset(case.preset)
     reset_peak(info.device)
     torch.manual_seed(0)
     # The ring is the attention; what else the rung saves, it saves here too.
     model = Decoder(config, replace(rung.savings, attention="auto")).to(info.device)
-    optimizer = make_optimizer(model, TrainSettings(1, 1e-4))
+    optimizer = make_optimizer(model, TrainConfig(1, 1e-4))
     tokens = torch.randint(
         config.vocab_size, (1, case.seqlen + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -228,7 +230,7 @@ def _step(
     sharded: SequenceParallel,
     batch: dict[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
-    rung: Rung,
+    rung: MemoryStrategy,
     labels: int,
     info: RankInfo,
 ) -> float:

@@ -17,8 +17,7 @@ from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance
 from labsupport.training.tasks.code import predict_calls, score_calls
-from labsupport.training.tasks.document import answer_by_window, score_answers
-from labsupport.training.tasks.planted import plant
+from labsupport.training.tasks.document import answer_by_window, plant, score_answers
 from labsupport.training.tasks.summary import chapter, summarise
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 

@@ -112,7 +112,13 @@ def kernel_command(program: Sequence[str]) -> list[str]:
     """The command line that counts the bytes of each of the lab's kernels in a program."""
     return [
         *ncu_command("--clock-control", "none", "--kernel-name-base", "function"),
-        *("--kernel-name", f"regex:^({'|'.join(KERNELS)})$", "--metrics", ",".join(BYTES), *program),
+        *(
+            "--kernel-name",
+            f"regex:^({'|'.join(KERNELS)})$",
+            "--metrics",
+            ",".join(BYTES),
+            *program,
+        ),
     ]
 
 

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.runner import Case, Row, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
-from labsupport.training.lengths import parse_tokens
-from labsupport.training.measure import measure_training, readable
-from labsupport.training.model import PRESETS, DecoderConfig
-from labsupport.training.planner.fits import LADDER, Rung, longest
-from labsupport.training.saving.limit import memory_limit, parse_bytes
-from labsupport.training.steps import PLAIN, PlainTransformers
+from labsupport.training import PRESETS, DecoderConfig
+from labsupport.training.measure import PLAIN, PlainTransformers, measure_training, readable
+from labsupport.training.memory import memory_limit, parse_bytes
+from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
+from labsupport.training.sizes import parse_tokens
 
 if TYPE_CHECKING:
     import pandas as pd
 
-RUNGS = [str(n) for n in range(len(LADDER))]
+RUNGS = [str(n) for n in range(len(STRATEGIES))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="1K,2K,4K",
         help="tokens, separated by commas; 8K is 8,192",
     )
-    ladder = ", ".join(f"{n}: {rung.name}" for n, rung in enumerate(LADDER))
+    ladder = ", ".join(f"{n}: {strategy.name}" for n, strategy in enumerate(STRATEGIES))
     add("--rungs", type=some_of(RUNGS), default=RUNGS, help=f"which remedies, by number; {ladder}")
     add("--plain", action="store_true", help="Transformers' own GPT-2, not the lab's remedies")
     add("--attention", help="the backend in place of 'auto'")
@@ -48,8 +47,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
-    rungs = PLAIN if options.plain else _chosen(options.rungs, options.attention)
-    shared: dict[str, Any] = {"rungs": rungs, "device": options.device}
+    strategies = PLAIN if options.plain else _chosen(options.rungs, options.attention)
+    shared: dict[str, Any] = {"strategies": strategies, "device": options.device}
     if options.longest:
         if options.limit is None:
             raise SystemExit("--longest needs a --limit")
@@ -65,7 +64,7 @@ def longest_that_trains(
     config: DecoderConfig,
     limit: str,
     *,
-    rungs: Sequence[Rung | PlainTransformers] = LADDER,
+    strategies: Sequence[MemoryStrategy | PlainTransformers] = STRATEGIES,
     device: str | None = None,
     multiple: int = 1024,
 ) -> pd.DataFrame:
@@ -83,24 +82,24 @@ def longest_that_trains(
     if where.type != "cuda":
         raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
 
-    def search(rung: Rung | PlainTransformers) -> Row:
+    def search(strategy: MemoryStrategy | PlainTransformers) -> Row:
         guess, widen = 1, 1
-        if isinstance(rung, Rung):
-            chosen = {"savings": rung.savings, "autocast": rung.autocast, "device": where}
+        if isinstance(strategy, MemoryStrategy):
+            chosen = {"savings": strategy.savings, "autocast": strategy.autocast, "device": where}
             guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
             widen = 16
 
         def attempt(units: int) -> Row:
             with memory_limit(limit, where):
+                options: dict[str, Any] = {"device": where, "max_seconds": 0.0, "progress": False}
                 table = measure_training(
-                    config, [units * multiple], rungs=[rung], device=where, max_seconds=0.0,
-                    progress=False,
-                )  # fmt: skip
+                    config, [units * multiple], strategies=[strategy], **options
+                )
             return table.iloc[0].to_dict()
 
         return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}
 
-    cases = [Case({"backend": rung.name}, partial(search, rung)) for rung in rungs]
+    cases = [Case({"backend": strategy.name}, partial(search, strategy)) for strategy in strategies]
     about = {"limit_bytes": parse_bytes(limit), "parameters": config.parameters}
     return run(cases, where, multiple=multiple, **about)
 
@@ -134,13 +133,13 @@ def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int = 16) -
     return best
 
 
-def _chosen(numbers: list[str], attention: str | None) -> list[Rung]:
-    rungs = [LADDER[int(n)] for n in numbers]
+def _chosen(numbers: list[str], attention: str | None) -> list[MemoryStrategy]:
+    strategies = [STRATEGIES[int(n)] for n in numbers]
     if attention is None:
-        return rungs
+        return strategies
     return [
-        rung
-        if rung.savings.attention == "standard"
-        else replace(rung, savings=replace(rung.savings, attention=attention))
-        for rung in rungs
+        strategy
+        if strategy.savings.attention == "standard"
+        else replace(strategy, savings=replace(strategy.savings, attention=attention))
+        for strategy in strategies
     ]

@@ -39,9 +39,9 @@ from labsupport import checks, models, plotting, training
 from labsupport.attention import attention_varlen
 from labsupport.attention.rotary import permute_rotary_rows
 from labsupport.profiling import environment_card, load_run, measure_peak_memory
-from labsupport.training import DecoderConfig, Savings, TrainSettings, agreement
-from labsupport.training.measure import Rung, exponent, measure_training, readable
-from labsupport.training.tasks import recall, recall_recipe, recall_scores, windows
+from labsupport.training import DecoderConfig, MemoryOptions, TrainConfig, consistency
+from labsupport.training.measure import MemoryStrategy, exponent, measure_training, readable
+from labsupport.training.tasks import recall, recall_scores, windows
 
 torch.manual_seed(0)
 environment_card()
@@ -237,12 +237,12 @@ assert mended == right
 predicted_growth = None  # your guess, a number
 
 # %%
-standard = Rung("standard", Savings(attention="standard"))
-flash = Rung("flash", Savings())
+standard = MemoryStrategy("standard", MemoryOptions(attention="standard"))
+flash = MemoryStrategy("flash", MemoryOptions())
 tiny = DecoderConfig.preset("tiny")
 lengths = [8192, 16_384, 32_768, 65_536] if gpu else [512, 1024, 2048, 4096]
 limit = "60GiB" if gpu else "1GiB"
-steps = measure_training(tiny, lengths, rungs=[standard, flash], limit=limit)
+steps = measure_training(tiny, lengths, strategies=[standard, flash], limit=limit)
 checked = steps[steps.status == "ok"]
 memory = checked.pivot(index="seqlen", columns="backend", values="peak_memory_bytes")
 growth = memory.flash.iloc[-1] / memory.flash.iloc[0]
@@ -514,9 +514,9 @@ own_kept = checks.yours_or_ours(
 )
 sizes = {"width": 128, "layers": 4, "heads": 4, "mlp_width": 512, "vocab": 257}
 cases = {
-    "standard": (Savings(attention="standard"), True, False, None),
-    "flash": (Savings(), False, False, None),
-    "flash, checkpointing": (Savings(checkpoint=True), False, True, None),
+    "standard": (MemoryOptions(attention="standard"), True, False, None),
+    "flash": (MemoryOptions(), False, False, None),
+    "flash, checkpointing": (MemoryOptions(checkpoint=True), False, True, None),
 }
 rows = []
 for name, (savings, scores, checkpoint, chunk) in cases.items():
@@ -535,7 +535,7 @@ counts = pd.DataFrame(
 # too. It says what a step holds at its highest moment, and why:
 
 # %% tags=["nbval-check-output"]
-print(training.plan_memory(tiny, seqlen=8192, savings=Savings(attention="standard")))
+print(training.plan_memory(tiny, seqlen=8192, savings=MemoryOptions(attention="standard")))
 
 # %% [markdown]
 # ## 3.6 · The wall, and what moves it
@@ -551,13 +551,15 @@ predicted_saving = None  # your guess, in MiB
 # %%
 words = DecoderConfig.preset("tiny", vocab_size=50_257)
 remedies = [
-    Rung("standard", Savings(attention="standard")),
-    Rung("flash", Savings()),
-    Rung("+ loss in chunks", Savings(loss_chunk=256)),
-    Rung("+ checkpointing", Savings(loss_chunk=256, checkpoint=True)),
-    Rung("+ MLP in chunks", Savings(loss_chunk=256, checkpoint=True, mlp_chunk=512)),
+    MemoryStrategy("standard", MemoryOptions(attention="standard")),
+    MemoryStrategy("flash", MemoryOptions()),
+    MemoryStrategy("+ loss in chunks", MemoryOptions(loss_chunk=256)),
+    MemoryStrategy("+ checkpointing", MemoryOptions(loss_chunk=256, checkpoint=True)),
+    MemoryStrategy(
+        "+ MLP in chunks", MemoryOptions(loss_chunk=256, checkpoint=True, mlp_chunk=512)
+    ),
 ]
-ladder = measure_training(words, [4096], rungs=remedies, limit="3GiB", device=device)
+ladder = measure_training(words, [4096], strategies=remedies, limit="3GiB", device=device)
 peak = ladder.set_index("backend").peak_memory_bytes / 2**20
 saved = peak["flash"] - peak["+ loss in chunks"]
 checks.compare_prediction("Saved by the loss in chunks", predicted_saving, saved, "MiB")
@@ -565,11 +567,11 @@ readable(ladder)
 
 # %%
 parts = pd.concat(
-    training.plan_memory(words, seqlen=4096, savings=rung.savings, device=device)
+    training.plan_memory(words, seqlen=4096, savings=strategy.savings, device=device)
     .frame()
     .query("peak")
-    .assign(case=rung.name)
-    for rung in remedies
+    .assign(case=strategy.name)
+    for strategy in remedies
 )
 ran = ladder[ladder.status == "ok"].set_index("backend")
 plotting.plot_memory_parts(
@@ -685,8 +687,8 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
 source = [tokenizer.encode(document.text) for document in training.source_documents()]
 stream = training.batches(source, 8192, end_token=tokenizer.end_token)
 torch.manual_seed(0)
-model = training.Decoder(tiny, Savings(loss_chunk=1024)).to(device)
-history = training.train(model, stream, TrainSettings(steps=3, learning_rate=3e-3))
+model = training.Decoder(tiny, MemoryOptions(loss_chunk=1024)).to(device)
+history = training.train(model, stream, TrainConfig(steps=3, learning_rate=3e-3))
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
@@ -707,8 +709,8 @@ print(
     f"{record['worst_gradient_error']:.1e} relative, "
     f"allowed {record['worst_gradient_allowed']:.1e}"
 )
-print(f"first 20 losses: at most {agreement.together(courses):.0e} apart")
-plotting.plot_courses(
+print(f"first 20 losses: at most {consistency.together(courses):.0e} apart")
+plotting.plot_runs(
     courses,
     title="The two runs of one seed agree to the last digits; another seed takes another way",
     small_print=f"recorded: {record['device']}, {record['date'][:10]}; {record['data']}",
@@ -726,7 +728,7 @@ def tiny_run(learning_rate):
     torch.manual_seed(1)
     small = training.Decoder(DecoderConfig.preset("tiny", layers=1))
     short = training.batches(source[:1], 128, end_token=tokenizer.end_token)
-    return training.train(small, short, TrainSettings(8, learning_rate), progress=False)
+    return training.train(small, short, TrainConfig(8, learning_rate), progress=False)
 
 
 try:
@@ -746,7 +748,7 @@ def losses(steps, folder=None):
     torch.manual_seed(1)
     small = training.Decoder(DecoderConfig.preset("tiny", layers=1))
     short = training.batches(source[:1], 128, end_token=tokenizer.end_token)
-    settings = TrainSettings(steps=steps, decay_steps=8, checkpoint_every=2)
+    settings = TrainConfig(steps=steps, decay_steps=8, checkpoint_every=2)
     return training.train(small, short, settings, folder=folder, progress=False).losses
 
 
@@ -767,7 +769,7 @@ print("the same to the last bit:", resumed == losses(8))
 # made from a seed, so no model can know the answers. The end of one, and a question about it:
 
 # %%
-unseen = recall_recipe.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
+unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
 talk = unseen[-1]
 question = talk.questions[0]
 print("...", talk.text[-330:], sep="")
@@ -831,7 +833,7 @@ pd.Series(head, name="value").to_frame().round(3)
 # Does it find as much in a text twice as long? It was hardly trained on such texts.
 
 # %%
-longer = recall_recipe.unseen_documents(4096, count=2)
+longer = recall.unseen_documents(4096, count=2)
 far = recall_scores.accuracy_by_window(finder, longer, [2048, 4096])
 shares(far)[["window", "model", "pattern"]].round(2)
 
@@ -843,8 +845,8 @@ shares(far)[["window", "model", "pattern"]].round(2)
 # command, with more steps at 4,096 bytes.
 
 # %%
-more = recall_recipe.recall_batches([recall_recipe.Stage(3, 4096, 1, facts=40, questions=120)])
-further = training.train(finder, more, TrainSettings(steps=3, learning_rate=1e-4), progress=False)
+more = recall.recall_batches([recall.Stage(3, 4096, 1, facts=40, questions=120)])
+further = training.train(finder, more, TrainConfig(steps=3, learning_rate=1e-4), progress=False)
 further.frame()[["step", "loss", "grad_norm", "seconds"]].round(3)
 
 

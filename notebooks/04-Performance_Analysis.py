@@ -176,9 +176,9 @@ print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
 # of the layers, and the rest.
 
 # %%
-from labsupport.training import DecoderConfig, Savings
-from labsupport.training.measure import Rung
-from labsupport.training.steps import training_step
+from labsupport.training import DecoderConfig, MemoryOptions
+from labsupport.training.measure import MemoryStrategy
+from labsupport.training.measure import training_step
 
 tiny = DecoderConfig.preset("tiny")
 tokens = 8192 if gpu else 1024
@@ -194,8 +194,8 @@ def kind(row):
 
 steps = {}
 for name, backend in {"standard": "standard", "flash": "auto"}.items():
-    rung = Rung(name, Savings(attention=backend), autocast=half_precision)
-    step = training_step(tiny, rung, tokens, torch.device(device))
+    strategy = MemoryStrategy(name, MemoryOptions(attention=backend), autocast=half_precision)
+    step = training_step(tiny, strategy, tokens, torch.device(device))
     tries = [trace(step.run, count_bytes=False) for _ in range(3)]
     steps[name] = min(tries, key=lambda seen: seen.wall_ms)  # the one that was disturbed least
 by_kind = {

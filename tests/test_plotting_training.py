@@ -10,8 +10,8 @@ from labsupport.plotting import (
     Reference,
     alt_text,
     plot_by_window,
-    plot_courses,
     plot_memory_parts,
+    plot_runs,
 )
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def test_many_small_parts_are_drawn_as_one():
 
 
 def test_courses_are_drawn_with_their_distance_from_the_first(courses):
-    figure = plot_courses(courses, title="They agree")
+    figure = plot_runs(courses, title="They agree")
     upper, lower = figure.axes
     assert [line.get_label() for line in upper.get_lines()] == [
         "standard, seed 0", "sdpa_flash, seed 0", "standard, seed 1"
@@ -82,14 +82,14 @@ def test_courses_are_drawn_with_their_distance_from_the_first(courses):
 
 
 def test_the_same_implementation_has_its_colour_and_another_seed_is_grey(courses):
-    figure = plot_courses(courses, title="x")
+    figure = plot_runs(courses, title="x")
     colours = [line.get_color() for line in figure.axes[0].get_lines()]
     assert colours == ["#000000", "#0072B2", "#808080"]
 
 
 def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(courses):
     courses["loss"] = 5.0
-    figure = plot_courses(courses, title="x")
+    figure = plot_runs(courses, title="x")
     figure.savefig("/dev/null", format="png")
     assert all(math.isnan(y) for line in figure.axes[1].get_lines() for y in line.get_ydata())
     assert "at most 0.0e+00" in alt_text(figure)
@@ -119,4 +119,4 @@ def test_nothing_to_draw_or_to_compare_is_refused(parts, courses):
     with pytest.raises(ValueError, match="no part"):
         plot_memory_parts(parts.iloc[:0], title="x")
     with pytest.raises(ValueError, match="one run"):
-        plot_courses(courses[courses.seed == 1], title="x")
+        plot_runs(courses[courses.seed == 1], title="x")

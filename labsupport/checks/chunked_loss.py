@@ -13,7 +13,7 @@ from labsupport.attention import compare_with_oracle
 from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
-from labsupport.training.documents.packing import IGNORED
+from labsupport.training.data import IGNORED
 
 NAMES = ("hidden", "weight")
 

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from labsupport.commands.train_options import check_options, keep_curves, prepare
+from labsupport.commands.train_options import (
+    check_options,
+    keep_curves,
+    out_of_memory,
+    plan,
+    prepare,
+    summary,
+)
 from labsupport.interrupt import interrupted_status
 
 if TYPE_CHECKING:
-    from labsupport.training.loop import StepRow
+    from labsupport.training import StepRow
 
 Option = typer.Option
 
@@ -99,7 +106,9 @@ def train_command(
     fresh: Annotated[
         bool, Option("--fresh", help="Delete the run in --folder, and begin anew.")
     ] = False,
-    checkpoint_every: Annotated[int, Option(help="Steps between checkpoints.")] = 50,
+    checkpoint_every: Annotated[
+        int, Option(help="Steps between checkpoints, validation losses and samples of text.")
+    ] = 50,
     seed: Annotated[int, Option(help="Of weights, texts and order.")] = 0,
     parallel: Annotated[
         str | None,
@@ -120,7 +129,7 @@ def train_command(
     device: Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")] = None,
     quiet: Annotated[bool, Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
-    """Train a decoder on long sequences, and say how fast and with how much memory.
+    """Train a decoder on long sequences; report losses, speed, memory and a sample of its text.
 
     \b
     labsupport train --length 8192 --steps 20
@@ -142,30 +151,30 @@ def train_command(
     from labsupport.attention.backends import last_call
     from labsupport.attention.implementations import by_name
     from labsupport.profiling.timing import resolve_device
-    from labsupport.training.loop import TrainingDivergedError, train
-    from labsupport.training.loop.messages import out_of_memory, plan, summary
-    from labsupport.training.model.decoder import Decoder
-    from labsupport.training.saving.limit import is_out_of_memory
-    from labsupport.training.saving.limit import memory_limit as limited
+    from labsupport.training import Decoder, TrainingDivergedError, train
+    from labsupport.training.memory import is_out_of_memory
+    from labsupport.training.memory import memory_limit as limited
 
-    where = resolve_device(device)
+    chosen = resolve_device(device)
     if attention != "auto":
         by_name(attention)  # refuses an unknown one before anything long begins
-    run = prepare(options, where)
-    batches = run.open_batches()
-    batches(0)  # what cannot be had at this length is said before the plan
-    typer.echo(plan(run.config, run.savings, run.settings, run.length, where))
+    run = prepare(options, chosen)
+    batches, validation = run.open_batches("training"), run.open_batches("validation")(0)
+    batches(0)  # raises for texts that cannot be had at this length, before the plan
+    typer.echo(plan(run, chosen))
     taken: list[StepRow] = []
     try:
-        with nullcontext() if memory_limit is None else limited(memory_limit, where):
+        with nullcontext() if memory_limit is None else limited(memory_limit, chosen):
             torch.manual_seed(seed)
             history = train(
-                Decoder(run.config, run.savings).to(where),
+                Decoder(run.config, run.savings).to(chosen),
                 batches,
                 run.settings,
+                validation=validation,
+                sample=run.sample,
                 folder=folder,
                 fresh=fresh,
-                course=run.course,
+                run_config=run.run_config,
                 on_step=taken.append,
                 progress=not quiet,
             )
@@ -176,12 +185,12 @@ def train_command(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        typer.echo(out_of_memory(error, run.savings, run.settings, run.length), err=True)
+        typer.echo(out_of_memory(error, run), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         if folder is not None:
             typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
         raise typer.Exit(interrupted_status()) from None
-    typer.echo(summary(history, where, last_call() if taken else None))
+    typer.echo(summary(history, chosen, last_call() if taken else None))
     if folder is not None:
         keep_curves(history, folder)

@@ -1,7 +1,8 @@
-"""What the options of `labsupport train` mean. PyTorch is imported when a function runs."""
+"""Options and messages of `labsupport train`; PyTorch is imported when a function runs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from labsupport.precision import FlashAttentionConfig
-    from labsupport.training.loop import History, TrainSettings
-    from labsupport.training.model.config import DecoderConfig, Savings
+    from labsupport.training import DecoderConfig, History, MemoryOptions, TrainConfig
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -23,10 +22,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     if options["fresh"] and folder is None:
         raise ValueError("--fresh begins the run in --folder FOLDER anew: name the folder")
     if options["dtype"] is not None and options["policy"] is not None:
-        raise ValueError(
-            "--dtype and --policy both say what is computed in which dtype: give one. --dtype "
-            "keeps the weights in float32, --policy does not"
-        )
+        raise ValueError("--dtype and --policy both choose dtypes: give one (--policy of weights)")
     if parallel not in (None, "ddp", "fsdp", "ring"):
         raise ValueError(f"unknown --parallel {parallel!r}; known: ddp, fsdp, ring")
     for name, of in (("processes", parallel), ("contiguous", "ring"), ("cpu_offload", "fsdp")):
@@ -41,47 +37,50 @@ def check_options(options: Mapping[str, Any]) -> None:
     packed = options["data"] in ("topics", "source") and not options["join_documents"]
     if parallel == "ring" and packed:
         raise ValueError(
-            f"--data {options['data']} packs several documents into a sequence, which must not see "
-            "one another, and the ring knows no such mask: let them, by --join-documents, or take "
-            "--data records or dialogue, one document a sequence"
+            f"--data {options['data']} packs several documents into a sequence, and the ring knows "
+            "no such mask: add --join-documents, or take --data records or dialogue"
         )
-    if folder is None:
-        return
-    files, folders = list(folder.glob("step-*.pt")), list(folder.glob("step-*/run.json"))
-    if folders if parallel is None else files:
-        whose = "several processes (--parallel)" if parallel is None else "one process"
-        raise ValueError(f"{folder} holds a run of {whose}: give this one another --folder")
+    if folder is not None:
+        other = "step-*/run.json" if parallel is None else "step-*.pt"
+        if list(folder.glob(other)):
+            whose = "several processes (--parallel)" if parallel is None else "one process"
+            raise ValueError(f"{folder} holds a run of {whose}: give this one another --folder")
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The command's options, understood.
 
-    length: of a sequence, in tokens. course: what the weights depend on besides the settings.
-    open_batches: reads the texts; returns step -> micro-batches.
+    length: of a sequence, in tokens.
+    run_config: what the weights depend on besides the settings.
+    open_batches: reads the texts; takes a split, returns step -> micro-batches.
+    sample: lets a model write a text.
     """
 
     config: DecoderConfig
-    savings: Savings
-    settings: TrainSettings
+    savings: MemoryOptions
+    settings: TrainConfig
     length: int
-    course: dict[str, Any]
-    open_batches: Callable[[], Callable[[int], list[Any]]]
+    run_config: dict[str, Any]
+    open_batches: Callable[[str], Callable[[int], list[Any]]]
+    sample: Callable[[Any], str]
 
 
-def prepare(options: Mapping[str, Any], where: torch.device) -> Prepared:
+def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
     """Understand the options of `train_command`, by their names.
 
     Raises:
         ValueError: unknown names; values that do not fit together.
     """
-    from labsupport.training.lengths import parse_tokens
-    from labsupport.training.loop import TrainSettings
-    from labsupport.training.loop.data import data_origin, named_batches, named_tokenizer
-    from labsupport.training.model.config import Savings
+    import torch
 
-    tokenizer = named_tokenizer(options["tokens"])
-    size = parse_tokens(options["length"])
+    from labsupport.precision import FlashAttentionConfig
+    from labsupport.training import MemoryOptions, TrainConfig
+    from labsupport.training.data import data_origin, named_batches, named_tokenizer
+    from labsupport.training.sizes import parse_tokens
+    from labsupport.training.train import write_text
+
+    tokenizer, size = named_tokenizer(options["tokens"]), parse_tokens(options["length"])
     chosen = ("layers", "width", "heads", "kv_heads", "positions", "rope_base", "rope_scaling")
     config = shape(
         options["preset"],
@@ -90,52 +89,53 @@ def prepare(options: Mapping[str, Any], where: torch.device) -> Prepared:
         max_positions=size if options["positions"] == "learned" else None,
         **{name: options[name] for name in chosen},
     )
-    savings = Savings(
+    savings = MemoryOptions(
         options["attention"],
         options["checkpoint_layers"],
         options["mlp_chunk"],
         options["loss_chunk"],
-        dtype_named(options["residual"], "--residual"),
+        dtype_named(options, "residual"),
     )
+    policy, dtype = options["policy"], dtype_named(options, "dtype")
+    if options["dtype"] is None and device.type == "cuda" and policy is None:
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else None
+    dtype_named(options, "policy")
     steps, decay, warmup = (options[name] for name in ("steps", "decay_steps", "warmup_steps"))
-    policy = options["policy"]
-    settings = TrainSettings(
+    settings = TrainConfig(
         steps,
         options["learning_rate"],
         warmup_steps=(decay or steps) // 10 if warmup is None else warmup,
         decay_steps=decay,
-        accumulation=options["accumulation"],
-        autocast=_autocast(options["dtype"], where) if policy is None else None,
-        policy=_policy(policy),
+        gradient_accumulation_steps=options["accumulation"],
+        autocast=None if dtype == torch.float32 else dtype,
+        policy=policy and getattr(FlashAttentionConfig, policy)(),
         seed=options["seed"],
         checkpoint_every=options["checkpoint_every"],
     )
     data, join = options["data"], options["join_documents"]
-    course = {"data": data_origin(data), "tokens": options["tokens"], "length": size}
+    run_config = {"data": data_origin(data), "tokens": options["tokens"], "length": size}
 
-    def open_batches() -> Callable[[int], list[Any]]:
-        stream = named_batches(
-            data,
-            tokenizer,
-            size,
-            accumulation=options["accumulation"],
-            seed=options["seed"],
-        )
+    def open_batches(split: Any) -> Callable[[int], list[Any]]:
+        count, seed = options["accumulation"], options["seed"]
+        stream = named_batches(data, tokenizer, size, accumulation=count, seed=seed, split=split)
         if not join:
             return stream
         # Without cu_seqlens a document sees those before it, and positions count through.
         return lambda step: [{"tokens": p.tokens, "labels": p.labels} for p in stream(step)]
 
-    return Prepared(
-        config, savings, settings, size, course | ({"joined": True} if join else {}), open_batches
-    )
+    def sample(model: Any) -> str:
+        prompt = torch.tensor([tokenizer.encode("The ")], device=device)
+        return tokenizer.decode(write_text(model, prompt, 60, context=size)[0].tolist())
+
+    run_config |= {"joined": True} if join else {}
+    return Prepared(config, savings, settings, size, run_config, open_batches, sample)
 
 
 def shape(preset: str, family: str | None, vocab_size: int, **sizes: Any) -> DecoderConfig:
-    """A preset's shape with the tokenizer's vocabulary, in a family, with other sizes.
+    """Return a preset's shape with the tokenizer's vocabulary, in a family, with other sizes.
 
     Args:
-        preset: a name of `labsupport.training.model.config.PRESETS`.
+        preset: a name of `labsupport.training.PRESETS`.
         family: "gpt2", "llama", or None for the preset's own.
         vocab_size: of the tokenizer.
         sizes: layers, width, heads, and other fields; None for the preset's own.
@@ -145,51 +145,34 @@ def shape(preset: str, family: str | None, vocab_size: int, **sizes: Any) -> Dec
     Raises:
         ValueError: an unknown name, or sizes that do not fit together.
     """
-    from labsupport.training.model.config import DecoderConfig
+    from labsupport.training import DecoderConfig
 
     changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    mlp = {"gpt2": "gelu", "llama": "swiglu", None: DecoderConfig.preset(preset).mlp}.get(family)
-    if mlp is None:
-        raise ValueError(f"unknown family {family!r}; known: gpt2, llama")
+    base = DecoderConfig.preset(preset)
     if family == "gpt2":
         changes |= {"norm": "layer", "mlp": "gelu", "mlp_width": None, "bias": True}
     elif family == "llama":
         changes |= {"norm": "rms", "mlp": "swiglu", "bias": False}
-    if mlp == "swiglu" and (family is not None or "width" in changes):
-        wide = changes.get("width", DecoderConfig.preset(preset).width)
-        changes["mlp_width"] = -(-8 * wide // (3 * 64)) * 64
+    elif family is not None:
+        raise ValueError(f"unknown family {family!r}; known: gpt2, llama")
+    swiglu = changes.get("mlp", base.mlp) == "swiglu"
+    if swiglu and (family is not None or "width" in changes):
+        changes["mlp_width"] = -(-8 * changes.get("width", base.width) // (3 * 64)) * 64
     return DecoderConfig.preset(preset, vocab_size=vocab_size, **changes)
 
 
-def dtype_named(name: str | None, option: str) -> torch.dtype | None:
-    """float32, bfloat16 or float16; None for None.
+def dtype_named(options: Mapping[str, Any], name: str) -> torch.dtype | None:
+    """Return an option's dtype: float32, bfloat16, float16, or None.
 
     Raises:
         ValueError: another name.
     """
     import torch
 
-    if name is None:
-        return None
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"{option} {name!r}: it is float32, bfloat16 or float16")
-    return getattr(torch, name)
-
-
-def _autocast(name: str | None, where: torch.device) -> torch.dtype | None:
-    import torch
-
-    if name is None and where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 0):
-        return torch.bfloat16
-    chosen = dtype_named(name, "--dtype")
-    return None if chosen == torch.float32 else chosen
-
-
-def _policy(name: str | None) -> FlashAttentionConfig | None:
-    from labsupport.precision import FlashAttentionConfig
-
-    dtype = dtype_named(name, "--policy")
-    return None if dtype is None else getattr(FlashAttentionConfig, str(name))()
+    value = options[name]
+    if value not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"--{name} {value!r}: it is float32, bfloat16 or float16")
+    return value and getattr(torch, value)
 
 
 def keep_curves(history: History, folder: Path) -> None:
@@ -197,3 +180,103 @@ def keep_curves(history: History, folder: Path) -> None:
     history.frame().to_csv(folder / "history.csv", index=False)
     history.chart().savefig(folder / "loss.png")
     typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def plan(run: Prepared, device: torch.device) -> str:
+    """Say what will be trained, in two lines: model and step; how memory is saved."""
+    import torch
+
+    from labsupport.precision.dtypes import short
+
+    config, savings, settings = run.config, run.savings, run.settings
+    heads = f"{config.heads} heads"
+    if config.key_heads != config.heads:
+        heads += f" on {config.key_heads}"
+    count = settings.gradient_accumulation_steps
+    tokens, each = count * run.length, f" ({count} x {run.length:,})" if count > 1 else ""
+    kept = "each block's input is kept" if savings.checkpoint else "all activations are kept"
+    if savings.residual is not None:
+        kept += f", residual stream in {short(savings.residual)}"
+    for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
+        kept += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
+    positions = f"{config.max_positions:,} learned positions"
+    if config.positions == "rotary":
+        base = f", base {config.rope_base:,.0f}" if config.rope_base != 10_000 else ""
+        scaled = f", divided by {config.rope_scaling:g}" if config.rope_scaling != 1 else ""
+        positions = f"rotary positions{base}{scaled}"
+    if settings.policy is None:
+        dtype = short(settings.autocast or torch.float32)
+    else:
+        masters = settings.policy.mlp != settings.policy.optimizer
+        dtype = f"{short(settings.policy.mlp)} policy{', with masters,' if masters else ''}"
+    return (
+        f"{config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.width}, "
+        f"{heads}, {config.mlp}, {positions}), "
+        f"{tokens:,} tokens a step{each}, {dtype} on {device}\n"
+        f"{kept}; attention: {savings.attention}"
+    )
+
+
+def summary(history: History, device: torch.device, call: Any) -> str:
+    """Say what came of it: losses, speed, memory, a sample, and which attention ran (or None)."""
+    from labsupport.profiling.units import format_bytes
+
+    first, last = history.rows[0], history.rows[-1]
+    skipped = sum(row.skipped for row in history)
+    whose = "" if device.type == "cuda" else ", the whole program's"
+    lines = [
+        f"loss       {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
+    ]
+    if last.validation_loss is not None:
+        lines.append(f"validation {last.validation_loss:.3f} after step {last.step}")
+    if skipped:
+        lines.append(f"skipped    {skipped} steps, whose float16 gradients overflowed")
+    lines += [
+        f"speed      {history.tokens_per_s:,.0f} tokens/s (median step)",
+        f"memory     {format_bytes(history.peak_bytes)} at the peak{whose}",
+        f"attention  {call or 'none ran: the run in the folder is complete'}",
+    ]
+    if last.sample is not None:
+        lines.append(f"sample     {last.sample!r}")
+    return "\n".join(lines)
+
+
+def out_of_memory(error: BaseException, run: Prepared) -> str:
+    """Say what happened, and what helps that is not in use yet, the best first."""
+    import torch
+
+    from labsupport.precision import FlashAttentionConfig
+
+    savings, settings = run.savings, run.settings
+    policy = settings.policy or FlashAttentionConfig.float32()
+    float32 = settings.autocast is None and policy.mlp == torch.float32
+    wide = (savings.residual or policy.residual) == torch.float32
+    remedies = (
+        (
+            savings.attention in ("standard", "sdpa_math"),
+            "--attention auto: no matrix of length x length is stored",
+        ),
+        (
+            savings.loss_chunk is None,
+            "--loss-chunk 1024: never all the logits; costs no time",
+        ),
+        (
+            not savings.checkpoint,
+            "--checkpoint-layers: a block's input is kept, the rest computed twice",
+        ),
+        (
+            savings.mlp_chunk is None,
+            "--mlp-chunk 4096: the MLP's wide tensors exist for some tokens at a time",
+        ),
+        (float32, "--dtype bfloat16: activations of two bytes, not four"),
+        (wide, "--residual bfloat16: what is kept between blocks takes half"),
+        (True, f"--length {max(run.length // 2, 1)}, or a smaller --preset"),
+    )
+    # Without PyTorch's hints, and those of memory_limit, which are for Python.
+    head = re.split(r"Of the allocated memory|What helps,", " ".join(str(error).split()))[0].strip()
+    helpful = [text for helps, text in remedies if helps]
+    listed = "\n".join(f"  {place}. {text}" for place, text in enumerate(helpful, 1))
+    return f"labsupport: {head}\nWhat helps, in this order:\n{listed}"

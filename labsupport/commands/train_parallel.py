@@ -4,7 +4,7 @@
     labsupport train --parallel ddp --processes 2 --accumulation 4 --device cpu
 
 Under torchrun, which may run on several machines, each process is one rank. Without it the command
-starts the ranks of this machine by `labsupport.distributed.launch`. Rank 0 speaks for all.
+starts the ranks of this machine by `labsupport.distributed.launch`. Rank 0 prints for all.
 
 PyTorch is imported when a run begins, not with this file: the program `labsupport` imports it.
 """
@@ -16,18 +16,17 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from labsupport.commands.train_options import keep_curves, out_of_memory, plan, prepare, summary
 from labsupport.distributed.failures import explains_itself, is_lost, short
 from labsupport.interrupt import interrupted_status
 
 if TYPE_CHECKING:
     from labsupport.commands.train_options import Prepared
-    from labsupport.distributed.data_parallel import Place
-    from labsupport.distributed.data_parallel.run import ParallelRun
+    from labsupport.distributed.process_group import RankInfo
 
 TIMEOUT_S = 300.0  # for one rank to come to a collective; the first step may compile kernels
 
@@ -37,25 +36,27 @@ def train_in_parallel(options: dict[str, Any]) -> None:
 
     Raises:
         ValueError: options that make no sense together; before any process is started.
-        typer.Exit: a rank has failed, and it has been said which one, and why.
+        typer.Exit: a rank has failed; the message says which one, and why.
     """
     _check_kernel(options)
     if "RANK" in os.environ:
         if options["processes"] is not None:
-            raise ValueError(
-                f"torchrun has started {os.environ.get('WORLD_SIZE', 'the')} processes: leave "
-                "--processes out"
-            )
-        _as_rank_of_torchrun(options)
+            world = os.environ.get("WORLD_SIZE", "the")
+            raise ValueError(f"torchrun has started {world} processes: leave --processes out")
+        _train_under_torchrun(options)
         return
     import torch
 
-    from labsupport.commands.train_options import prepare
     from labsupport.distributed.launch import LaunchError, launch
 
     device = _device(options["device"])
-    processes = _processes(options["processes"], device)
-    prepare(options, torch.device("cpu"))  # what is refused is refused here, and once
+    gpus, processes = torch.cuda.device_count(), options["processes"]
+    if device == "cuda" and gpus < (processes or 1):
+        raise ValueError(f"--device cuda: each rank needs a GPU, and {gpus or 'none'} is there")
+    processes = processes or (0 if device == "cpu" else gpus)
+    if not processes:
+        raise ValueError("how many processes? --processes 2, or a number for your CPU's cores")
+    prepare(options, torch.device("cpu"))  # refuses here, once, what each rank would refuse
     _check_share(options, processes)
     try:
         launch(
@@ -83,28 +84,26 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
     """
     import torch
 
-    from labsupport.commands.train_options import keep_curves, prepare
-    from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
-    from labsupport.training.loop import TrainingDivergedError
-    from labsupport.training.loop.messages import out_of_memory, plan
-    from labsupport.training.saving.limit import is_out_of_memory, memory_limit
+    from labsupport.attention.backends import last_call
+    from labsupport.distributed.process_group import all_gather_object, cleanup_ddp, setup_ddp
+    from labsupport.distributed.ring.attention import all_ring_calls
+    from labsupport.profiling.units import format_bytes
+    from labsupport.training import StepRow, TrainingDivergedError, memory_limit
+    from labsupport.training.memory import is_out_of_memory
 
-    device, folder = _device(options["device"]), options["folder"]
-    place = setup_ddp({"cpu": "gloo", "cuda": "nccl", None: None}[device])
+    folder = options["folder"]
+    place = setup_ddp({"cpu": "gloo", "cuda": "nccl", None: None}[_device(options["device"])])
     _check_share(options, place.world)
     run = prepare(options, place.device)
-    if options["parallel"] == "ring":
-        _check_ring(options, run, place)
-    batches = run.open_batches()
-    batches(0)  # what cannot be had at this length is said before the plan
+    batches = run.open_batches("all")
+    batches(0)  # raises for texts that cannot be had at this length, before the plan
     if place.rank == 0:
-        whole = plan(run.config, run.savings, run.settings, run.length, place.device)
-        typer.echo(f"{whole}\n{_dealt(options, run, place)}")
-    limit = options["memory_limit"]
+        typer.echo(f"{plan(run, place.device)}\n{_division(options, run, place)}")
+    limit, taken = options["memory_limit"], list[StepRow]()
     try:
         with nullcontext() if limit is None else memory_limit(limit, place.device):
             torch.manual_seed(options["seed"])
-            done, new_steps = _train(options, run, batches, place)
+            done = _train(options, run, batches, place, taken)
     except TrainingDivergedError as error:
         if folder is not None and len(error.history) and place.rank == 0:
             keep_curves(error.history, folder)
@@ -112,88 +111,67 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # The others wait for this rank. Whoever started it ends them when it fails.
-        said = out_of_memory(error, run.savings, run.settings, run.length)
-        raise torch.OutOfMemoryError(said.removeprefix("labsupport: ")) from None
-    _report(done, new_steps, place, folder)
+        # The others wait for this rank: its launcher ends them.
+        message = out_of_memory(error, run).removeprefix("labsupport: ")
+        raise torch.OutOfMemoryError(message) from None
+    peaks = all_gather_object([max((row.peak_bytes for row in taken), default=0)], place)
+    if place.rank == 0:
+        calls: Any = all_ring_calls() or last_call()
+        typer.echo(summary(done.history, place.device, calls if taken else None))
+        if taken:
+            memory, listed = done.memory, ", ".join(map(format_bytes, peaks[:, 0].tolist()))
+            typer.echo(
+                f"each rank  peak {listed}\n"
+                f"rank 0     {format_bytes(memory.parameters)} of parameters, "
+                f"{format_bytes(memory.gradients)} of gradients, "
+                f"{format_bytes(memory.optimizer)} of AdamW's states"
+            )
+        if folder is not None:
+            keep_curves(done.history, folder)
     cleanup_ddp()
 
 
 def _train(
-    options: Mapping[str, Any], run: Prepared, batches: Any, place: Place
-) -> tuple[ParallelRun, int]:
-    """The run, and how many of its steps were taken now."""
+    options: Mapping[str, Any], run: Prepared, batches: Any, place: RankInfo, taken: list[Any]
+) -> Any:
+    """Return the `ParallelRun`; its new steps are appended to `taken`."""
     from labsupport.distributed.data_parallel import share_of, train_with_ddp, train_with_fsdp
     from labsupport.distributed.sequence_parallel import train_with_ring
-    from labsupport.training.loop import StepRow
-    from labsupport.training.model.decoder import Decoder
+    from labsupport.training import Decoder
 
     model = Decoder(run.config, run.savings).to(place.device)
-    taken: list[StepRow] = []
     common: dict[str, Any] = {
         "folder": options["folder"],
         "fresh": options["fresh"],
-        # With other ranks a step keeps its sequences, so `settings.accumulation` is not compared.
-        "course": run.course | {"sequences": options["accumulation"]},
+        # With other ranks a step keeps its sequences, so micro-batches are not compared.
+        "run_config": run.run_config | {"sequences": options["accumulation"]},
         "on_step": taken.append,
         "progress": not options["quiet"],
     }
     if options["parallel"] == "ring":
         layout = {"zigzag": not options["contiguous"], "kernel": options["attention"]}
-        done = train_with_ring(model, batches, run.settings, **layout, **common)
-    elif options["parallel"] == "ddp":
-        done = train_with_ddp(model, share_of(batches, place), run.settings, **common)
-    else:
-        offload = {"cpu_offload": options["cpu_offload"]}
-        done = train_with_fsdp(model, share_of(batches, place), run.settings, **offload, **common)
-    return done, len(taken)
+        return train_with_ring(model, batches, run.settings, **layout, **common)
+    own = share_of(batches, place)
+    if options["parallel"] == "ddp":
+        return train_with_ddp(model, own, run.settings, **common)
+    return train_with_fsdp(model, own, run.settings, cpu_offload=options["cpu_offload"], **common)
 
 
-# --- what is said ---------------------------------------------------------------------------------
-
-
-def _dealt(options: Mapping[str, Any], run: Prepared, place: Place) -> str:
-    """Who does what, in one line."""
+def _division(options: Mapping[str, Any], run: Prepared, place: RankInfo) -> str:
+    """Say in one line how the work is divided."""
     if options["parallel"] == "ring":
         from labsupport.distributed.sequence_parallel.sharding import shard_length
 
         layout = "contiguous" if options["contiguous"] else "zigzag"
         each = shard_length(run.length, place.world, zigzag=layout == "zigzag")
         return f"ring: {place.ranks}, each with {each:,} tokens of every sequence ({layout} shards)"
-    each = run.settings.accumulation / place.world
+    each = run.settings.gradient_accumulation_steps / place.world
     held = {"ddp": "the whole model on each", "fsdp": f"1/{place.world} of the model on each"}
     offloaded = ", in the CPU's memory" if options["cpu_offload"] else ""
     return (
         f"{options['parallel']}: {place.ranks}, {each:g} sequences a step for each; "
         f"{held[options['parallel']]}{offloaded}"
     )
-
-
-def _report(done: ParallelRun, new_steps: int, place: Place, folder: Path | None) -> None:
-    from labsupport.attention.backends import last_call
-    from labsupport.commands.train_options import keep_curves
-    from labsupport.distributed.process_group import all_gather_object
-    from labsupport.distributed.ring.attention import all_ring_calls
-    from labsupport.profiling.units import format_bytes
-    from labsupport.training.loop.messages import summary
-
-    new = done.history.rows[len(done.history) - new_steps :]
-    peaks = all_gather_object(max((row.peak_bytes for row in new), default=0))
-    if place.rank:
-        return
-    ran: Any = all_ring_calls() or last_call()
-    typer.echo(summary(done.history, place.device, ran if new_steps else None))
-    if new_steps:
-        listed = ", ".join(format_bytes(peak) for peak in peaks)
-        memory = done.memory
-        typer.echo(
-            f"each rank  peak {listed}\n"
-            f"rank 0     holds {format_bytes(memory.parameters)} of parameters, "
-            f"{format_bytes(memory.gradients)} of gradients, "
-            f"{format_bytes(memory.optimizer)} of AdamW's states"
-        )
-    if folder is not None:
-        keep_curves(done.history, folder)
 
 
 # --- what is refused, and torchrun ----------------------------------------------------------------
@@ -207,28 +185,13 @@ def _device(name: str | None) -> str | None:
     return name
 
 
-def _processes(asked: int | None, device: str | None) -> int:
-    """How many to start; raises ValueError where that is not known, or not possible."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < (asked or 1):
-        there = f"only {gpus} can be had: --processes {gpus}" if gpus else "there is none"
-        raise ValueError(f"--device cuda: each rank needs a GPU, and {there}, or --device cpu")
-    if asked is None:
-        asked = 0 if device == "cpu" else gpus
-    if not asked:
-        raise ValueError("how many processes? --processes 2, or a number for your CPU's cores")
-    return asked
-
-
 def _check_share(options: Mapping[str, Any], ranks: int) -> None:
     sequences = options["accumulation"]
     if options["parallel"] != "ring" and sequences < ranks:
         raise ValueError(
             f"--accumulation {sequences} gives {ranks} ranks {sequences} of the sequences of a "
-            f"step: some would have nothing to do. Take --accumulation {ranks} or more, or "
-            "--parallel ring, which shares out each sequence"
+            f"step: take --accumulation {ranks} or more, or --parallel ring, which divides each "
+            "sequence"
         )
 
 
@@ -248,38 +211,17 @@ def _check_kernel(options: Mapping[str, Any]) -> None:
         raise ValueError(f"--attention {name!r}: a ring has auto, {', '.join(known)}")
 
 
-def _check_ring(options: Mapping[str, Any], run: Prepared, place: Place) -> None:
-    """Ask the ring's kernel about this model and device, before anything is said.
-
-    Raises:
-        BackendUnavailableError: it cannot; says every reason, and which kernels can.
-    """
-    import torch
-
-    from labsupport.attention.registry import AttentionCall
-    from labsupport.distributed.ring.kernels import choose
-
-    config, dtype = run.config, run.settings.autocast or torch.float32
-    q, k, v = (
-        torch.zeros(1, 2, heads, config.head_dim, dtype=dtype, device=place.device)
-        for heads in (config.heads, config.key_heads, config.key_heads)
-    )
-    call = AttentionCall(q.requires_grad_(), k, v, causal=True, return_lse=True)
-    choose(options["attention"], call, deterministic=False)
-
-
-def _as_rank_of_torchrun(options: Mapping[str, Any]) -> None:
+def _train_under_torchrun(options: Mapping[str, Any]) -> None:
     try:
         train_as_rank(options)
     except Exception as error:
-        rank, alone = os.environ["RANK"], os.environ.get("WORLD_SIZE") == "1"
-        if alone:
+        if os.environ.get("WORLD_SIZE") == "1":
             raise
         lost = is_lost(error)  # another rank, which says why
         if not (lost or explains_itself(error)):
             traceback.print_exc()
-        print(f"labsupport: rank {rank}: {error}", file=sys.stderr, flush=True)
+        print(f"labsupport: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # At once: a process group that lost a rank may hang while Python takes it down, and the
-        # others wait until torchrun sees that this one has failed.
+        # A process group that lost a rank may hang while Python takes it down, and the others wait
+        # until torchrun sees that this one has failed.
         os._exit(1)

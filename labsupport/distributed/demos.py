@@ -45,13 +45,12 @@ from labsupport.training import (
     ByteTokenizer,
     Decoder,
     DecoderConfig,
-    TrainSettings,
+    TrainConfig,
     batches,
     source_documents,
 )
-from labsupport.training.documents.packing import IGNORED
-from labsupport.training.tasks.recall import load_recall
-from labsupport.training.tasks.recall_recipe import Stage, recall_batches
+from labsupport.training.data import IGNORED
+from labsupport.training.tasks.recall import Stage, load_recall, recall_batches
 
 Rows = list[dict[str, Any]]
 Spans = list[tuple[float, float]]
@@ -125,7 +124,7 @@ def train_on_ranks(
         documents = [tokenizer.encode(document.text) for document in source_documents()]
         number = micro_batches * info.world
         stream = batches(documents, seqlen, end_token=tokenizer.end_token, accumulation=number)
-        settings = TrainSettings(steps=steps, accumulation=micro_batches)
+        settings = TrainConfig(steps=steps, gradient_accumulation_steps=micro_batches)
         rows = []
         for case, train in (
             ("DDP, without no_sync", partial(train_with_ddp, sync_every=True)),

@@ -32,8 +32,8 @@ from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.precision import plot_dtype_flow
 from labsupport.plotting.training import (
     plot_by_window,
-    plot_courses,
     plot_memory_parts,
+    plot_runs,
     plot_training,
 )
 
@@ -44,7 +44,6 @@ __all__ = [
     "RoofLine",
     "alt_text",
     "plot_by_window",
-    "plot_courses",
     "plot_dtype_flow",
     "plot_error",
     "plot_memory",
@@ -52,6 +51,7 @@ __all__ = [
     "plot_predictions",
     "plot_ring_steps",
     "plot_roofline",
+    "plot_runs",
     "plot_scaling",
     "plot_speedup",
     "plot_tile_choices",

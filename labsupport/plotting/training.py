@@ -133,7 +133,7 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
     return figure
 
 
-def plot_courses(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
+def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
     """Plot training runs: losses, gradient norms, and how far each loss is from the first run's.
 
     Args:

@@ -7,8 +7,8 @@ import _draw as d
 from labsupport.attention.rotary import scaled_base
 from labsupport.plotting.drawing import log10_axis
 from labsupport.profiling import load_run
-from labsupport.training.model import DecoderConfig
-from labsupport.training.planner import LADDER, plan_memory
+from labsupport.training import DecoderConfig
+from labsupport.training.planner import STRATEGIES, plan_memory
 
 GIB = 2**30
 GPT2 = DecoderConfig.preset("gpt2-small")
@@ -36,27 +36,27 @@ GROUPS = {
 def memory(panels):
     """Left: the peak of a step against tokens, remedy by remedy. Right: its parts at 128K."""
     lines, bars = panels
-    rungs = LADDER[1:]  # all under autocast
+    strategies = STRATEGIES[1:]  # all under autocast
     looks = zip(
         (d.BLACK, d.BLUE, d.RED, d.ORANGE, d.PINK, d.GREEN),
         ("-", "-", "--", "-", "--", "-"),
         strict=True,
     )
     plans = {
-        rung.name: {
+        strategy.name: {
             n: plan_memory(
-                GPT2, seqlen=n, savings=rung.savings, autocast=rung.autocast, device="cuda"
+                GPT2, seqlen=n, savings=strategy.savings, autocast=strategy.autocast, device="cuda"
             )
             for n in LENGTHS
         }
-        for rung in rungs
+        for strategy in strategies
     }
-    for rung, (colour, line) in zip(rungs, looks, strict=True):
-        name = "standard attention" if rung is rungs[0] else rung.name
-        peaks = [plan.peak_bytes / GIB for plan in plans[rung.name].values()]
+    for strategy, (colour, line) in zip(strategies, looks, strict=True):
+        name = "standard attention" if strategy is strategies[0] else strategy.name
+        peaks = [plan.peak_bytes / GIB for plan in plans[strategy.name].values()]
         lines.plot(LENGTHS, peaks, color=colour, linestyle=line, linewidth=2, label=name)
         for run in MEASURED:
-            steps = load_run(run).query("backend == @rung.name")
+            steps = load_run(run).query("backend == @strategy.name")
             lines.plot(steps.seqlen, steps.peak_memory_bytes / GIB, "o", color=colour, markersize=6)
     lines.plot([], [], "o", color=d.GREY, markersize=6, label="measured on an H200")
     for gib in (16, 80):
@@ -68,13 +68,13 @@ def memory(panels):
     d.legend(lines)
     d.plain(lines)
 
-    shown = rungs[1:]
+    shown = strategies[1:]
     known = {name for _, names in GROUPS.values() for name in names}
     lefts = [0.0] * len(shown)
     for group, (colour, names) in (GROUPS | {"temporary, other": ("#bbbbbb", None)}).items():
         widths = []
-        for rung in shown:
-            parts = plans[rung.name][AT].parts
+        for strategy in shown:
+            parts = plans[strategy.name][AT].parts
             own = names or tuple(name for name in parts if name not in known)
             widths.append(sum(parts[name].bytes for name in own if name in parts) / GIB)
         bars.barh(range(len(shown)), widths, left=lefts, color=colour, height=0.62, label=group)
@@ -83,12 +83,14 @@ def memory(panels):
         paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         d.note(bars, f"{total:.0f}", (total, y), (4, 0), color="black", va="center", bbox=paper)
     bars.axvline(16, color=d.GREY, linestyle=":", linewidth=1.4)
-    bars.set_yticks(range(len(shown)), [rung.name for rung in shown], fontsize=9)
+    bars.set_yticks(range(len(shown)), [strategy.name for strategy in shown], fontsize=9)
     bars.invert_yaxis()
     bars.set(xlim=(0, 1.12 * max(lefts)), xlabel="GiB at the peak, 128K tokens (dotted: 16)")
     d.legend(bars, "lower right", 8.5)
     d.plain(bars, "x")
-    first, last = (plans[rung.name][LENGTHS[-1]].peak_bytes for rung in (rungs[1], rungs[-1]))
+    first, last = (
+        plans[strategy.name][LENGTHS[-1]].peak_bytes for strategy in (strategies[1], strategies[-1])
+    )
     return (
         "Without the square, the linear terms are the wall; four more remedies divide them by "
         f"{first / last:.0f}",

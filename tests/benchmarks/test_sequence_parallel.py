@@ -13,7 +13,7 @@ from labsupport.distributed import cleanup_ddp, setup_ddp
 from labsupport.distributed.launch import launch
 from labsupport.paths import project_root
 from labsupport.profiling.runs import load_run
-from labsupport.training.model import PRESETS
+from labsupport.training import PRESETS
 
 CASE = Case("tiny", 256, rung=3)
 

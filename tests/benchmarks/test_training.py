@@ -52,8 +52,8 @@ def test_the_command_prints_and_saves(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "steps" / "provenance.json").exists()
 
 
-@pytest.mark.parametrize("rungs", ["7", "1,x", "-1"])
-def test_a_remedy_that_does_not_exist_is_refused(rungs, capsys):
+@pytest.mark.parametrize("strategies", ["7", "1,x", "-1"])
+def test_a_remedy_that_does_not_exist_is_refused(strategies, capsys):
     with pytest.raises(SystemExit):
-        main(["training", f"--rungs={rungs}"])
+        main(["training", f"--rungs={strategies}"])
     assert "only 0, 1, 2, 3, 4, 5, 6" in capsys.readouterr().err

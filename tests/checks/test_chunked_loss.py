@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from labsupport import checks
 from labsupport.checks.chunked_loss import GRADIENT_MISTAKES, LOSS_MISTAKES, ChunkedLoss
 from labsupport.checks.verdict import Mistake, mutant
-from labsupport.training.saving.cross_entropy import chunked_cross_entropy
+from labsupport.training.memory import chunked_cross_entropy
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
 

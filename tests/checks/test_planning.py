@@ -5,7 +5,7 @@ from labsupport import checks
 from labsupport.checks import planning
 from labsupport.checks.verdict import Mistake
 from labsupport.profiling import measure_peak_memory
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from tests.checks.solutions import diagnosis, each, function, solution_source
 
 ALL = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
@@ -94,7 +94,7 @@ def test_the_rules_come_within_a_tenth_of_a_measured_step(
 ):
     shape = {"width": 128, "layers": 3, "heads": 4}
     backend = "standard" if stores_scores else "sdpa_flash"
-    savings = Savings(attention=backend, checkpoint=checkpoint, loss_chunk=chunk)
+    savings = MemoryOptions(attention=backend, checkpoint=checkpoint, loss_chunk=chunk)
     model = Decoder(DecoderConfig(vocab_size=vocab, **shape), savings)
     for parameter in model.parameters():  # the rules count none of the weights' gradients
         parameter.grad = torch.zeros_like(parameter)

@@ -30,14 +30,16 @@ from labsupport.distributed.data_parallel.costs import ddp_bytes_sent, fsdp_byte
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo
 from labsupport.precision import FlashAttentionConfig
-from labsupport.training.loop import (
+from labsupport.training import (
     CheckpointError,
+    Decoder,
+    DecoderConfig,
+    MemoryOptions,
     ResumeError,
+    TrainConfig,
     TrainingDivergedError,
-    TrainSettings,
     train,
 )
-from labsupport.training.model import Decoder, DecoderConfig, Savings
 
 STEPS, HALF, MICRO_BATCHES = 4, 2, 6
 CONFIGS = {
@@ -47,7 +49,7 @@ CONFIGS = {
         vocab_size=31, width=18, layers=2, heads=3, mlp_width=15, norm="rms", tied=False
     ),
 }
-SETTINGS = TrainSettings(
+SETTINGS = TrainConfig(
     steps=STEPS, learning_rate=1e-2, warmup_steps=1, decay_steps=STEPS, max_grad_norm=0.5
 )
 
@@ -60,7 +62,7 @@ def decoder(name="tied", seed=0):
 def saving():
     """A decoder that computes its blocks again in the backward pass, and its loss in chunks."""
     model = decoder()
-    model.savings = Savings(checkpoint=True, loss_chunk=4, mlp_chunk=3)
+    model.savings = MemoryOptions(checkpoint=True, loss_chunk=4, mlp_chunk=3)
     return model
 
 
@@ -117,7 +119,7 @@ def result(run, model):
 def trained(how, info, *, stream="even", model=None, settings=SETTINGS, **options):
     model = model or decoder()
     batches = share_of(STREAMS[stream], info)
-    settings = replace(settings, accumulation=MICRO_BATCHES)
+    settings = replace(settings, gradient_accumulation_steps=MICRO_BATCHES)
     return result(how(model, batches, settings, progress=False, **options), model)
 
 
@@ -291,7 +293,7 @@ def two_again(folder, one):
 def alone(stream="even", name="tied", model=None, **changes):
     """The steps of the loop on one device, with the micro-batches of all ranks."""
     model = model or decoder(name)
-    settings = replace(SETTINGS, accumulation=len(STREAMS[stream](0)), **changes)
+    settings = replace(SETTINGS, gradient_accumulation_steps=len(STREAMS[stream](0)), **changes)
     history = train(model, STREAMS[stream], settings, progress=False)
     return history, model.state_dict()
 

@@ -23,7 +23,7 @@ TRAIN = [
 ]
 BROKEN = """
 import os, sys
-from labsupport.training.loop import data
+from labsupport.training import data
 def broken(*args, **options):
     raise {error}
 if os.environ["RANK"] == "1":

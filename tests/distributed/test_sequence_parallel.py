@@ -10,17 +10,23 @@ from labsupport.distributed.data_parallel import cleanup_ddp, setup_ddp, train_w
 from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.precision.losses import compute_loss
-from labsupport.training.documents.packing import pack
-from labsupport.training.loop import TrainingDivergedError, TrainSettings, train
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import (
+    Decoder,
+    DecoderConfig,
+    MemoryOptions,
+    TrainConfig,
+    TrainingDivergedError,
+    train,
+)
+from labsupport.training.data import pack
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES
 
 LENGTH = 29  # no multiple of anything
 ZIGZAG = pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "contiguous"])
-SAVING = Savings(checkpoint=True, loss_chunk=4, mlp_chunk=3)
-SETTINGS = TrainSettings(
-    4, 1e-2, warmup_steps=1, max_grad_norm=0.5, accumulation=2, checkpoint_every=2
+SAVING = MemoryOptions(checkpoint=True, loss_chunk=4, mlp_chunk=3)
+SETTINGS = TrainConfig(
+    4, 1e-2, warmup_steps=1, max_grad_norm=0.5, gradient_accumulation_steps=2, checkpoint_every=2
 )
 
 

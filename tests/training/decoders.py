@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from labsupport.training.model import Decoder, DecoderConfig, Savings
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from tests.models.tiny import VOCABULARY, tokens
 
 SMALL = DecoderConfig(vocab_size=VOCABULARY, width=32, layers=2, heads=4, max_positions=64)
@@ -41,7 +41,7 @@ def decoder_of(config):
 def model(shape, savings=None):
     """The decoder of a shape, the same each time, with these savings and without gradients."""
     decoder = decoder_of(SHAPES[shape])
-    decoder.savings = savings or Savings()
+    decoder.savings = savings or MemoryOptions()
     decoder.zero_grad(set_to_none=True)
     return decoder
 

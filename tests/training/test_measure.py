@@ -5,20 +5,24 @@ import math
 import pytest
 import torch
 
-from labsupport.training.measure import exponent, measure_training
-from labsupport.training.model import DecoderConfig, Savings
-from labsupport.training.planner.fits import Rung
-from labsupport.training.steps import PLAIN
+from labsupport.training import DecoderConfig, MemoryOptions
+from labsupport.training.measure import PLAIN, exponent, measure_training
+from labsupport.training.planner import MemoryStrategy
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
-TEXTBOOK = Rung("textbook", Savings(attention="standard"))
-FLASH = Rung("flash", Savings(attention="sdpa_flash"))
+TEXTBOOK = MemoryStrategy("textbook", MemoryOptions(attention="standard"))
+FLASH = MemoryStrategy("flash", MemoryOptions(attention="sdpa_flash"))
 
 
 @pytest.fixture(scope="module")
 def table():
     return measure_training(
-        SHAPE, [256, 512], rungs=[TEXTBOOK, FLASH], device="cpu", max_seconds=0.01, progress=False
+        SHAPE,
+        [256, 512],
+        strategies=[TEXTBOOK, FLASH],
+        device="cpu",
+        max_seconds=0.01,
+        progress=False,
     )
 
 
@@ -50,7 +54,7 @@ def test_the_measured_peak_is_near_the_plan(table):
 
 def test_what_the_plan_puts_far_above_the_limit_is_not_tried():
     (row,) = measure_training(
-        SHAPE, [4096], rungs=[TEXTBOOK], device="cpu", limit="16 MiB", progress=False
+        SHAPE, [4096], strategies=[TEXTBOOK], device="cpu", limit="16 MiB", progress=False
     ).to_dict("records")
     assert row["status"] == "predicted"
     assert "16.0 MiB allowed" in row["reason"]
@@ -58,10 +62,10 @@ def test_what_the_plan_puts_far_above_the_limit_is_not_tried():
 
 
 def test_a_backend_that_cannot_train_is_a_row_that_says_why():
-    rung = Rung("flex", Savings(attention="flex"))
-    (row,) = measure_training(SHAPE, [64], rungs=[rung], device="cpu", progress=False).to_dict(
-        "records"
-    )
+    strategy = MemoryStrategy("flex", MemoryOptions(attention="flex"))
+    (row,) = measure_training(
+        SHAPE, [64], strategies=[strategy], device="cpu", progress=False
+    ).to_dict("records")
     assert row["status"] == "unsupported"
     assert "flex" in row["reason"]
 
@@ -69,22 +73,17 @@ def test_a_backend_that_cannot_train_is_a_row_that_says_why():
 def test_a_measurement_leaves_the_callers_random_numbers_alone():
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    measure_training(SHAPE, [64], rungs=[FLASH], device="cpu", max_seconds=0, progress=False)
+    measure_training(SHAPE, [64], strategies=[FLASH], device="cpu", max_seconds=0, progress=False)
     assert torch.get_rng_state().equal(before)
 
 
-@pytest.mark.parametrize("power", [1.0, 1.7, 2.0])
-def test_the_exponent_of_a_power_is_found(power):
+def test_the_exponent_of_a_power_is_found():
     lengths = [256, 512, 1024, 4096]
-    assert math.isclose(exponent(lengths, [3 * n**power for n in lengths]), power)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "values"), [([1], [1]), ([2, 2], [1, 2]), ([1, 2], [1]), ([1, 2], [0, 1])]
-)
-def test_an_exponent_that_cannot_be_fitted_is_refused(lengths, values):
-    with pytest.raises(ValueError, match="lengths"):
-        exponent(lengths, values)
+    for power in (1.0, 1.7, 2.0):
+        assert math.isclose(exponent(lengths, [3 * n**power for n in lengths]), power)
+    for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
+        with pytest.raises(ValueError, match="lengths"):
+            exponent(*wrong)
 
 
 def test_a_length_behind_the_learned_positions_is_a_row_beside_the_others():
@@ -92,7 +91,7 @@ def test_a_length_behind_the_learned_positions_is_a_row_beside_the_others():
         vocab_size=64, width=32, layers=1, heads=2, positions="learned", max_positions=128
     )
     table = measure_training(
-        learned, [128, 256], rungs=[FLASH], device="cpu", max_seconds=0, progress=False
+        learned, [128, 256], strategies=[FLASH], device="cpu", max_seconds=0, progress=False
     )
     assert table.status.tolist() == ["ok", "unsupported"]
     assert "128 positions" in table.reason[1]
@@ -102,7 +101,7 @@ def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
     table = measure_training(
         SHAPE,
         [256],
-        rungs=[FLASH, *PLAIN],
+        strategies=[FLASH, *PLAIN],
         device="cpu",
         max_seconds=0.01,
         progress=False,

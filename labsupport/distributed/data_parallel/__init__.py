@@ -18,8 +18,6 @@ from labsupport.distributed.data_parallel.fsdp import shard, train_with_fsdp
 from labsupport.distributed.data_parallel.run import ParallelRun, share_of
 from labsupport.distributed.process_group import RankInfo, cleanup_ddp, setup_ddp
 
-Place = RankInfo
-
 __all__ = [
     "ParallelRun",
     "RankInfo",

@@ -4,7 +4,7 @@
         .metadata            which file holds which rows of which tensor
         __0_0.distcp         what rank 0 wrote
         __1_0.distcp         what rank 1 wrote
-        run.json             the steps done, the course, the history
+        run.json             the steps done, the run's configuration, the history
     partial-000300/          being written, or left by a killed run
 
 `get_model_state_dict` and `get_optimizer_state_dict` give tensors by the names of the parameters,
@@ -14,7 +14,7 @@ with one, or with eight; and what DDP saved, FSDP can load.
 
 A checkpoint gets its name when all ranks have written theirs: it is there as a whole, or not at
 all. The folder must be one that all ranks see. (The loop on one device also sees damaged files:
-`labsupport.training.loop.checkpoints`. This one leaves that to the file system.)
+`labsupport.training.checkpoint`. This one leaves that to the file system.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from labsupport.distributed.process_group import RankInfo
-from labsupport.training.loop.checkpoints import CheckpointError, Checkpoints
-from labsupport.training.loop.history import History
-from labsupport.training.loop.inputs import check_same_course
+from labsupport.training.checkpoint import CheckpointError, Checkpoints
+from labsupport.training.history import History
+from labsupport.training.train import check_same_run_config
 
 
 class DistributedCheckpoints:
@@ -48,15 +48,17 @@ class DistributedCheckpoints:
     Args:
         folder: the same for all ranks; made when first needed.
         info: this rank.
-        course: what the weights depend on; a run with another one is not resumed.
+        run_config: what the weights depend on; a run with another one is not resumed.
         keep: number of checkpoints that are kept, the newest ones.
     """
 
     def __init__(
-        self, folder: Path | str, info: RankInfo, course: Mapping[str, Any], *, keep: int = 2
+        self, folder: Path | str, info: RankInfo, run_config: Mapping[str, Any], *, keep: int = 2
     ) -> None:
         self.folder, self.info, self.keep = Path(folder), info, keep
-        self.course = json.loads(json.dumps(course))  # as it will be read back: lists, no tuples
+        self.run_config = json.loads(
+            json.dumps(run_config)
+        )  # as it will be read back: lists, no tuples
         self._lock = ExitStack()
 
     def open(self, *, fresh: bool) -> None:
@@ -88,7 +90,7 @@ class DistributedCheckpoints:
         dcp.save(_state(model, optimizer), checkpoint_id=str(partial))
         self.info.barrier()
         if self.info.rank == 0:
-            run = {"step": step, "ranks": self.info.world, "course": self.course}
+            run = {"step": step, "ranks": self.info.world, "run_config": self.run_config}
             run["history"] = history.state()
             (partial / "run.json").write_text(json.dumps(run), encoding="utf-8")
             partial.rename(self.folder / f"step-{step:06d}")
@@ -100,7 +102,7 @@ class DistributedCheckpoints:
         """Fill the model and the optimizer, each rank its part; None if there is nothing yet.
 
         Raises:
-            ResumeError: the run took another course.
+            ResumeError: the run had other settings.
             CheckpointError: its files cannot be read, or are of another model.
         """
         paths = self.paths()
@@ -108,7 +110,7 @@ class DistributedCheckpoints:
             return None
         try:
             run = json.loads((paths[0] / "run.json").read_text(encoding="utf-8"))
-            check_same_course(run["course"], self.course, self.folder)
+            check_same_run_config(run["run_config"], self.run_config, self.folder)
             state = _state(model, optimizer)
             dcp.load(state, checkpoint_id=str(paths[0]))
         except (OSError, KeyError, json.JSONDecodeError, dcp.CheckpointException) as error:

@@ -38,8 +38,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo
-from labsupport.training.loop.inputs import check_weights
-from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.train import TrainConfig, check_weights
 
 
 @dataclass
@@ -78,7 +77,7 @@ def wrap(
 def train_with_ddp(
     model: nn.Module,
     batches: Batches,
-    settings: TrainSettings,
+    settings: TrainConfig,
     *,
     sync_every: bool = False,
     bucket_mib: float = 25.0,
@@ -90,12 +89,12 @@ def train_with_ddp(
         model: the same on each rank but for its weights, which become rank 0's. In float32 (or
             float64); it is moved to this rank's device, and `model(**batch)` returns the mean loss
             over the labels that are not -100.
-        batches: step -> THIS rank's micro-batches, at most `settings.accumulation`, for each rank
+        batches: step -> THIS rank's micro-batches, at most `settings.gradient_accumulation_steps`, for each rank
             and step as many as it likes, none too. `share_of` deals out one stream.
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
         bucket_mib: the size of a bucket of gradients.
-        options: folder, fresh, course, on_step and progress, as for `run_steps`.
+        options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
 
     Returns:
         The run. Losses are means over the labels of all ranks; `all_reduces` counts.
@@ -105,7 +104,7 @@ def train_with_ddp(
         ValueError: settings with a policy or float16. Others as `run_steps`.
 
     >>> info = setup_ddp()
-    >>> run = train_with_ddp(model, share_of(stream, info), TrainSettings(steps=100))
+    >>> run = train_with_ddp(model, share_of(stream, info), TrainConfig(steps=100))
     """
     info = RankInfo.current()
     check_weights(model, None)

@@ -51,8 +51,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.training.loop.inputs import check_weights
-from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.train import TrainConfig, check_weights
 
 
 def shard(
@@ -128,7 +127,7 @@ def _check_same_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 def train_with_fsdp(
     model: nn.Module,
     batches: Batches,
-    settings: TrainSettings,
+    settings: TrainConfig,
     *,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
@@ -147,7 +146,7 @@ def train_with_fsdp(
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
         sync_every: reduce-scatter after each micro-batch: gradients stay sharded, more is sent.
-        options: folder, fresh, course, on_step and progress, as for `run_steps`. A run under DDP
+        options: folder, fresh, run_config, on_step and progress, as for `run_steps`. A run under DDP
             and one under FSDP can go on from each other's checkpoints.
 
     Returns:
@@ -168,7 +167,7 @@ def train_with_fsdp(
     if mixed_precision is not None:
         dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype
         own = {"mixed_precision": [str(dtype) for dtype in dtypes]}
-        options["course"] = {**(options.get("course") or {}), **own}
+        options["run_config"] = {**(options.get("run_config") or {}), **own}
 
     def add_gradients(share: Share) -> Tensor:
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """The training loop that DDP, FSDP and the sharded sequence share.
 
-As in `labsupport.training.loop`, step k depends on nothing but the weights, the optimizer's state
+As in `labsupport.training`, step k depends on nothing but the weights, the optimizer's state
 and k; random numbers are seeded anew in each step, from k and the rank. So a run may go on with
 another number of ranks.
 
@@ -40,10 +40,17 @@ from torch.distributed.tensor import DTensor
 from labsupport.distributed.data_parallel.checkpoints import DistributedCheckpoints
 from labsupport.distributed.data_parallel.costs import StateBytes, state_bytes
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.training.loop.history import History, StepRow, read_peak, reset_peak
-from labsupport.training.loop.inputs import IGNORED, model_course, tensors
-from labsupport.training.loop.loop import TrainingDivergedError, progress_bar
-from labsupport.training.loop.settings import TrainSettings, learning_rate, parameter_groups
+from labsupport.training.history import History, StepRow, read_peak, reset_peak
+from labsupport.training.train import (
+    IGNORED,
+    TrainConfig,
+    TrainingDivergedError,
+    learning_rate,
+    model_run_config,
+    parameter_groups,
+    progress_bar,
+    tensors,
+)
 
 Batch = dict[str, Tensor]
 Batches = Callable[[int], Iterable[Any]]
@@ -130,12 +137,12 @@ def deal(
     return Share(shares, sum(all_labels), sum(all_tokens))
 
 
-def check_settings(settings: TrainSettings) -> None:
+def check_settings(settings: TrainConfig) -> None:
     """Raise ValueError for settings that only the loop on one device knows."""
     if settings.policy is not None:
         raise ValueError(
             "a precision policy keeps float32 masters beside the weights, which is for one device. "
-            "Here: TrainSettings(autocast=torch.bfloat16), or FSDP's mixed_precision"
+            "Here: TrainConfig(autocast=torch.bfloat16), or FSDP's mixed_precision"
         )
     if settings.autocast is torch.float16:
         raise ValueError(
@@ -144,7 +151,7 @@ def check_settings(settings: TrainSettings) -> None:
         )
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.AdamW:
     """AdamW over what the model has on this rank; biases and norms' gains do not decay."""
     return torch.optim.AdamW(
         parameter_groups(model.parameters()),
@@ -159,7 +166,7 @@ def add_micro_batches(
     model: nn.Module,
     share: Share,
     info: RankInfo,
-    settings: TrainSettings,
+    settings: TrainConfig,
     communicating: Callable[[bool], AbstractContextManager[Any] | None],
 ) -> Tensor:
     """Run a share's micro-batches forward and backward; return this rank's part of the loss.
@@ -183,13 +190,13 @@ def run_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Batches,
-    settings: TrainSettings,
+    settings: TrainConfig,
     add_gradients: Callable[[Share], Tensor],
     *,
     same_number: bool = False,
     folder: Path | str | None = None,
     fresh: bool = False,
-    course: Mapping[str, Any] | None = None,
+    run_config: Mapping[str, Any] | None = None,
     on_step: Callable[[StepRow], None] | None = None,
     progress: bool = True,
 ) -> ParallelRun:
@@ -201,7 +208,7 @@ def run_steps(
         same_number: all ranks need equally many micro-batches.
         folder: for distributed checkpoints, the same for all ranks. If a run is in it, that run
             goes on, whatever number of ranks it had.
-        fresh, course, on_step: as for `labsupport.training.train`; on_step on each rank.
+        fresh, run_config, on_step: as for `labsupport.training.train`; on_step on each rank.
         progress: show a bar, on rank 0.
 
     Raises:
@@ -210,9 +217,9 @@ def run_steps(
         ValueError: too many micro-batches; no labels at all.
     """
     info, run, checkpoints = RankInfo.current(), ParallelRun(), None
-    everything = settings.course() | model_course(model) | dict(course or {})
+    everything = settings.run_config() | model_run_config(model) | dict(run_config or {})
     # Eight micro-batches of one rank are four of each of two: not compared.
-    del everything["accumulation"]
+    del everything["gradient_accumulation_steps"]
     if folder is not None:
         checkpoints = DistributedCheckpoints(folder, info, everything, keep=settings.keep)
     try:
@@ -226,7 +233,11 @@ def run_steps(
                 reset_peak(info.device)
                 torch.manual_seed(settings.seed + step * 2**16 + info.rank)
                 share = deal(
-                    step, batches, info, accumulation=settings.accumulation, same_number=same_number
+                    step,
+                    batches,
+                    info,
+                    accumulation=settings.gradient_accumulation_steps,
+                    same_number=same_number,
                 )
                 loss = add_gradients(share)
                 dist.all_reduce(loss)

@@ -38,10 +38,9 @@ from labsupport.distributed.ring.attention import RingOptions, ring_attention
 from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.sequence_parallel.sharding import Shard, shard_batch
 from labsupport.precision.losses import compute_loss
-from labsupport.training.documents.packing import IGNORED
-from labsupport.training.model.decoder import Decoder
-from labsupport.training.model.layers import Angles, Attention
-from labsupport.training.saving.cross_entropy import chunked_cross_entropy
+from labsupport.training.data import IGNORED
+from labsupport.training.decoder import Angles, Attention, Decoder
+from labsupport.training.memory import chunked_cross_entropy
 
 FAMILIES = ("gpt2", "llama")  # of Transformers: causal attention and nothing else in each layer
 _NAME = "lab_ring"
@@ -92,7 +91,9 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, ring: RingOptions, loss_chunk: int | None = None) -> None:
         if loss_chunk is not None and isinstance(model, Decoder):
-            raise ValueError("a Decoder has its loss_chunk in its savings: Savings(loss_chunk=...)")
+            raise ValueError(
+                "a Decoder has its loss_chunk in its savings: MemoryOptions(loss_chunk=...)"
+            )
         around = Ring(ring.group)
         self.rank, self.world = around.rank, around.size
         self.model, self.ring, self.loss_chunk = model, ring, loss_chunk

@@ -31,14 +31,13 @@ from labsupport.distributed.data_parallel.run import (
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
 from labsupport.distributed.sequence_parallel.sharding import Shard
-from labsupport.training.loop.inputs import check_weights, tensors
-from labsupport.training.loop.settings import TrainSettings
+from labsupport.training.train import TrainConfig, check_weights, tensors
 
 
 def train_with_ring(
     model: nn.Module,
     batches: Batches,
-    settings: TrainSettings,
+    settings: TrainConfig,
     *,
     zigzag: bool = True,
     kernel: str = "auto",
@@ -52,10 +51,10 @@ def train_with_ring(
             rank 0's, and are float32 (or float64). It is moved to this rank's device, and has its
             own attention back when this returns.
         batches: step -> WHOLE micro-batches, the same on each rank, at most
-            `settings.accumulation`; see `shard_batch` for what is in them.
+            `settings.gradient_accumulation_steps`; see `shard_batch` for what is in them.
         settings: as for `train_with_ddp`: no policy, no float16.
         zigzag, kernel, loss_chunk: as for `shard_model`.
-        options: folder, fresh, course, on_step and progress, as for `run_steps`.
+        options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
 
     Returns:
         The run. Losses are means over all labels; `memory` is what this rank holds.
@@ -66,7 +65,7 @@ def train_with_ring(
             given different micro-batches. Others as `run_steps`.
 
     >>> info = setup_ddp()
-    >>> run = train_with_ring(model, stream, TrainSettings(steps=100))  # not share_of(stream)
+    >>> run = train_with_ring(model, stream, TrainConfig(steps=100))  # not share_of(stream)
     """
     info = RankInfo.current()
     check_weights(model, None)

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.distributed.ring.zigzag import chunks_of, positions_of, shard_sequence
-from labsupport.training.documents.packing import IGNORED
-from labsupport.training.loop.inputs import tensors
+from labsupport.training.data import IGNORED
+from labsupport.training.train import tensors
 
 _KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
 

@@ -13,16 +13,11 @@ from typing import Any
 import torch
 
 from labsupport.profiling.units import format_bytes
-from labsupport.training.lengths import parse_tokens
-from labsupport.training.model import PRESETS, DecoderConfig, Savings
-from labsupport.training.planner.fits import what_fits
-from labsupport.training.planner.plan import plan_memory
+from labsupport.training.config import PRESETS, DecoderConfig, MemoryOptions
+from labsupport.training.planner.plan import plan_memory, what_fits
+from labsupport.training.sizes import parse_tokens
 
-DTYPES = {
-    "none": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,9 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m labsupport.training.planner", description=main.__doc__
     )
     add_options(parser)
-    add = parser.add_argument
-    add("--device", help="cpu or cuda; by default the GPU if there is one")
-    add("--ladder", metavar="LIMIT", help="which remedies fit, say, 16GiB")
+    parser.add_argument("--device", help="cpu or cuda; by default the GPU if there is one")
+    parser.add_argument("--ladder", metavar="LIMIT", help="which remedies fit, say, 16GiB")
     options = parser.parse_args(arguments)
     config, length = DecoderConfig.preset(options.preset), max(options.lengths)
     step = plan_options(options)
@@ -68,12 +62,12 @@ def plan_options(options: argparse.Namespace) -> dict[str, Any]:
         "batch": options.batch,
         # A plan may be of a device that is not here.
         "device": options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        "savings": Savings(
-            attention=options.attention,
-            checkpoint=options.checkpoint,
-            mlp_chunk=options.mlp_chunk,
-            loss_chunk=options.loss_chunk,
-            residual=DTYPES[options.residual],
+        "savings": MemoryOptions(
+            options.attention,
+            options.checkpoint,
+            options.mlp_chunk,
+            options.loss_chunk,
+            DTYPES[options.residual],
         ),
         "autocast": DTYPES[options.autocast],
         "optimizer": None if options.optimizer == "none" else options.optimizer,

@@ -1,19 +1,22 @@
-"""Predict a training step's memory, part by part."""
+"""Predict a training step's memory, part by part; find what fits; measure a real step."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from labsupport.attention.implementations import by_name
+from labsupport.profiling.memory import MemoryUse, measure_peak_memory
 from labsupport.profiling.units import format_bytes
-from labsupport.training.model import DecoderConfig, Savings
-from labsupport.training.planner.moments import STATES, WEIGHTS, Moments, moments
-from labsupport.training.planner.shape import Part, Shape
-from labsupport.training.saving.limit import parse_bytes
+from labsupport.training.config import DecoderConfig, MemoryOptions
+from labsupport.training.decoder import Decoder
+from labsupport.training.planner.formulas import STATES, WEIGHTS, Part, Step
+from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,18 +26,18 @@ Optimizer = Literal["auto", "loop", "foreach", "fused"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What exists at each moment of a training step.
+    """What exists at each phase of a training step.
 
-    moments: the parts of each moment, by its name, in the order of time.
+    moments: the parts of each phase, by its name, in the order of time.
     limit: bytes that may be used, or None.
     """
 
-    moments: Moments
+    moments: dict[str, list[Part]]
     limit: int | None = None
 
     @cached_property
     def when(self) -> str:
-        """The moment of the peak."""
+        """The phase of the peak."""
         return max(self.moments, key=lambda name: _total(self.moments[name]))
 
     @property
@@ -50,31 +53,23 @@ class MemoryPlan:
     @property
     def step_bytes(self) -> int:
         """What the step adds at its peak to the weights and states that are there before it."""
-        kept = (WEIGHTS, STATES)
-        return self.peak_bytes - sum(p.bytes for p in self.parts.values() if p.name in kept)
+        return _total([p for p in self.moments[self.when] if p.name not in (WEIGHTS, STATES)])
 
     @property
     def fits(self) -> bool:
-        """Whether the peak keeps to the limit; True without one."""
+        """Whether the peak is within the limit; True without one."""
         return self.limit is None or self.peak_bytes <= self.limit
 
     def frame(self) -> pd.DataFrame:
-        """One row for each part of each moment: moment, part, bytes, formula, peak (True/False)."""
+        """Return a row for each part of each phase: moment, part, bytes, formula, peak (bool)."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [
-                {
-                    "moment": name,
-                    "part": part.name,
-                    "bytes": part.bytes,
-                    "formula": part.formula,
-                    "peak": name == self.when,
-                }
-                for name, parts in self.moments.items()
-                for part in parts
-            ]
-        )
+        rows = [
+            (name, part.name, part.bytes, part.formula, name == self.when)
+            for name, parts in self.moments.items()
+            for part in parts
+        ]
+        return pd.DataFrame(rows, columns=["moment", "part", "bytes", "formula", "peak"])
 
     def __str__(self) -> str:
         head = f"peak {format_bytes(self.peak_bytes)}: {self.when}"
@@ -95,21 +90,21 @@ def plan_memory(
     *,
     seqlen: int,
     batch: int = 1,
-    savings: Savings | None = None,
+    savings: MemoryOptions | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     optimizer: Optimizer | None = "auto",
     accumulation: int = 1,
     limit: int | str | None = None,
 ) -> MemoryPlan:
-    """The memory of one training step of a `Decoder`: forward, backward, AdamW.
+    """Predict the memory of one training step of a `Decoder`: forward, backward, AdamW.
 
     Args:
         config, savings: the decoder's. attention="auto" is taken for a fused backend.
         seqlen, batch: tokens (batch, seqlen), without `cu_seqlens`.
         autocast: dtype of matrix products, by `torch.autocast` around the forward pass; None means
             float32. Weights, their gradients and AdamW's states are float32.
-        device: "cpu" or "cuda"; `planner.devices` says what differs. A plan needs no GPU.
+        device: "cpu" or "cuda"; `planner.formulas` says what differs. A plan needs no GPU.
         optimizer: how AdamW works: tensor by tensor ("loop"), all together ("foreach"), or in one
             kernel ("fused", and "auto", as in `train`). None: no optimizer, only forward and
             backward.
@@ -117,40 +112,170 @@ def plan_memory(
         limit: bytes, or a text such as "16GiB", for `fits`.
 
     Raises:
-        ValueError: sizes below 1, an unknown optimizer, a device or an autocast dtype that is not
-            planned for; attention of which it is not known what it keeps (sdpa_math); a
-            sequence that is longer than the learned positions.
+        ValueError: sizes below 1, an unknown optimizer or device; attention "sdpa_math", whose
+            memory depends on PyTorch's version; a sequence longer than the learned positions.
 
     >>> plan = plan_memory(DecoderConfig.preset("tiny"), seqlen=4096)
     >>> plan.when
     'loss, backward'
     """
-    savings = savings or Savings()
-    for name, value in (("seqlen", seqlen), ("batch", batch), ("accumulation", accumulation)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, but must be at least 1.")
-    kind = torch.device(device).type
-    for name, value, known in (
-        ("optimizer", optimizer, (*get_args(Optimizer), None)),
-        ("device", kind, ("cpu", "cuda")),
-        ("autocast", autocast, (None, torch.bfloat16, torch.float16)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value}, but must be one of {known}.")
+    savings, kind = savings or MemoryOptions(), torch.device(device).type
+    if min(seqlen, batch, accumulation) < 1:
+        raise ValueError(f"{seqlen=}, {batch=}, {accumulation=}: each must be at least 1.")
+    if optimizer not in (*get_args(Optimizer), None) or kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{optimizer=}, device={kind!r}: there are {get_args(Optimizer)}, None; cpu, cuda."
+        )
     if savings.attention != "auto":
         by_name(savings.attention)
     if savings.attention == "sdpa_math":
-        raise ValueError(
-            "what sdpa_math keeps depends on PyTorch's version: plan with 'standard', which is "
-            "the same mathematics."
-        )
+        raise ValueError("plan with 'standard', the same mathematics as 'sdpa_math'.")
     if config.positions == "learned" and seqlen > config.max_positions:
         raise ValueError(
             f"seqlen is {seqlen}, but the model has learned {config.max_positions} positions."
         )
-    step = Shape(config, savings, seqlen, batch, autocast, kind, optimizer, accumulation)
-    return MemoryPlan(moments(step), None if limit is None else parse_bytes(limit))
+    step = Step(config, savings, seqlen, batch, autocast, kind, optimizer, accumulation)
+    return MemoryPlan(step.phases(), None if limit is None else parse_bytes(limit))
 
 
 def _total(parts: list[Part]) -> int:
     return sum(part.bytes for part in parts)
+
+
+# --- from a limit back to lengths -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryStrategy:
+    """A way to save memory, with all earlier ones of the list included."""
+
+    name: str
+    savings: MemoryOptions
+    autocast: torch.dtype | None = None
+
+
+_TEXTBOOK, _BF16 = MemoryOptions(attention="standard"), torch.bfloat16
+STRATEGIES: tuple[MemoryStrategy, ...] = (
+    MemoryStrategy("standard attention, float32", _TEXTBOOK),
+    MemoryStrategy("+ bfloat16 autocast", _TEXTBOOK, _BF16),
+    MemoryStrategy("+ FlashAttention", MemoryOptions(), _BF16),
+    MemoryStrategy("+ loss in chunks", MemoryOptions(loss_chunk=1024), _BF16),
+    MemoryStrategy("+ checkpointing", MemoryOptions("auto", True, None, 1024), _BF16),
+    MemoryStrategy("+ MLP in chunks", MemoryOptions("auto", True, 1024, 1024), _BF16),
+    MemoryStrategy("+ bfloat16 stream", MemoryOptions("auto", True, 1024, 1024, _BF16), _BF16),
+)
+
+
+def longest(config: DecoderConfig, limit: int | str, *, multiple: int = 256, **options: Any) -> int:
+    """Return the longest sequence whose step is within a limit, by the plan.
+
+    Args:
+        config: the decoder's shape.
+        limit: bytes, or a text such as "16GiB".
+        multiple: the length is a multiple of it.
+        options: as for `plan_memory`, without seqlen and limit.
+
+    Returns:
+        Tokens; 0 if not even `multiple` tokens fit. Learned positions end it at max_positions.
+    """
+    bound = parse_bytes(limit)
+    most = bound // (4 * config.width)  # each token takes an embedding at least
+    if config.positions == "learned":
+        most = min(most, config.max_positions)
+    fits, too_long = 0, most // multiple + 1
+    while too_long - fits > 1:  # memory grows with the length: halve what is between
+        middle = (fits + too_long) // 2
+        if plan_memory(config, seqlen=middle * multiple, **options).peak_bytes <= bound:
+            fits = middle
+        else:
+            too_long = middle
+    return fits * multiple
+
+
+def what_fits(
+    config: DecoderConfig,
+    limit: int | str,
+    *,
+    seqlen: int = 8192,
+    ladder: Sequence[MemoryStrategy] = STRATEGIES,
+    **options: Any,
+) -> pd.DataFrame:
+    """Return the longest sequence with each remedy, and the peak of a given one.
+
+    Args:
+        config: the decoder's shape.
+        limit: bytes, or a text such as "16GiB".
+        seqlen: the length whose peak is shown.
+        ladder: the remedies.
+        options: as for `plan_memory`, without what the remedies decide.
+
+    Returns:
+        remedy, longest (tokens), peak_bytes and when (of `seqlen` tokens), fits.
+    """
+    import pandas as pd
+
+    rows = []
+    for strategy in ladder:
+        chosen: dict[str, Any] = {
+            "savings": strategy.savings,
+            "autocast": strategy.autocast,
+            **options,
+        }
+        plan = plan_memory(config, seqlen=seqlen, limit=limit, **chosen)
+        most = longest(config, limit, **chosen)
+        rows.append((strategy.name, most, plan.peak_bytes, plan.when, plan.fits))
+    return pd.DataFrame(rows, columns=["remedy", "longest", "peak_bytes", "when", "fits"])
+
+
+# --- a real step ----------------------------------------------------------------------------------
+
+
+def measure_step(
+    config: DecoderConfig,
+    *,
+    seqlen: int,
+    batch: int = 1,
+    savings: MemoryOptions | None = None,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    optimizer: Optimizer | None = "auto",
+    accumulation: int = 1,
+) -> MemoryUse:
+    """Measure the peak of one training step on random tokens, everything it needs included.
+
+    Weights, AdamW's states (by an update with gradients of zero), tokens and the step itself are
+    made inside of the measurement. So `peak_bytes` is what `plan_memory` predicts for the same
+    arguments; on a CPU it is exact to the byte.
+
+    Raises:
+        torch.OutOfMemoryError: the step does not fit.
+    """
+    place = torch.device(device)
+
+    def everything() -> None:
+        torch.manual_seed(0)
+        with place:
+            model = Decoder(config, savings)
+            update = None
+            if optimizer is not None:
+                fused, foreach = optimizer in ("auto", "fused"), optimizer == "foreach"
+                update = torch.optim.AdamW(model.parameters(), fused=fused, foreach=foreach)
+                for weight in model.parameters():
+                    weight.grad = torch.zeros_like(weight)
+                update.step()
+                update.zero_grad(set_to_none=True)
+            tokens, labels = torch.randint(config.vocab_size, (2, batch, seqlen)).unbind()
+        for _ in range(accumulation):
+            with torch.autocast(place.type, dtype=autocast, enabled=autocast is not None):
+                loss = model(tokens, labels)
+            loss.backward()
+        if update is not None:
+            update.step()
+
+    try:
+        # Without a warm-up: cuBLAS takes its workspaces within the measurement, as planned.
+        return measure_peak_memory(everything, device=place, warmup=0)
+    finally:
+        gc.collect()
+        if place.type == "cuda":
+            torch.cuda.empty_cache()

@@ -14,38 +14,89 @@ block is scored: each site has half a window to a whole one before it, and the f
 
 from __future__ import annotations
 
+import ast
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-
-from labsupport.training.tasks.calls import (
-    BASELINES,
-    CallSite,
-    Placed,
-    baselines,
-    call_sites,
-    place,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-METHODS = ("model", *BASELINES)
+METHODS = ("model", "frequent", "latest", "search")
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A call in a file: the called name, and the characters [start, end) where it stands."""
+
+    name: str
+    start: int
+    end: int
+
+
+def call_sites(source: str) -> list[CallSite]:
+    """Return every call of a function or method that this file defines, in order.
+
+    By name alone: `x.get(...)` counts where the file defines any `get`, whatever `x` is.
+
+    Raises:
+        SyntaxError: the text is no Python.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    defined = {node.name for node in nodes if isinstance(node, functions)}
+    lines = source.split("\n")  # as the parser counts them: splitlines() would cut at form feeds
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    sites = []
+    for node in nodes:
+        called = node.func if isinstance(node, ast.Call) else None
+        name = getattr(called, "attr", None) or getattr(called, "id", None)
+        if called and name in defined:
+            # ast counts columns in bytes of UTF-8.
+            line, column = called.end_lineno or 1, called.end_col_offset
+            end = starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+            sites.append(CallSite(name, end - len(name), end))
+    return sorted(sites, key=lambda site: site.start)
+
+
+def baselines(
+    source: str, site: CallSite, before: Sequence[CallSite], visible: int
+) -> dict[str, bool]:
+    """Return whether each simple rule, without a model, names this call.
+
+    Args:
+        source: the file.
+        site: this call.
+        before: the calls before this one that stand in the visible text.
+        visible: the character at which the visible text begins.
+    """
+    counts = Counter(earlier.name for earlier in before)
+    context = source[visible : site.start]
+
+    def agreement(earlier: CallSite) -> int:
+        pairs = zip(reversed(context), reversed(source[visible : earlier.start]), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    # Of equally good ones, the latest: `max` keeps the first.
+    alike = max(reversed(before), key=agreement, default=None)
+    return {
+        "frequent": bool(counts) and counts.most_common(1)[0][0] == site.name,
+        "latest": bool(before) and before[-1].name == site.name,
+        "search": alike is not None and alike.name == site.name,
+    }
 
 
 @torch.no_grad()
-def predict_calls(
-    model: Any,
-    tokenizer: Any,
-    source: str,
-    window: int,
-    *,
-    sites: Sequence[CallSite] | None = None,
-) -> pd.DataFrame:
-    """Whether the model's greedy continuation gives the called name, at each call site.
+def predict_calls(model: Any, tokenizer: Any, source: str, window: int) -> pd.DataFrame:
+    """Test whether the model's greedy continuation gives the called name, at each call site.
 
     The file's own tokens are fed; a name counts as given when each of its tokens is the likeliest
     one and the likeliest next one does not prolong it. That is what greedy decoding would write.
@@ -56,7 +107,6 @@ def predict_calls(
         tokenizer: its tokenizer, of the kind that knows which characters a token covers.
         source: a Python file.
         window: the most tokens that the model sees at once: even, 4 or more.
-        sites: some of `call_sites(source)`; None: all. Blocks without one are not read.
 
     Returns:
         One row a site: window, name, start (its character), seen (tokens before it in its block),
@@ -64,10 +114,10 @@ def predict_calls(
         reachable (that place is among the tokens seen), model, and the baselines on the same
         visible text: frequent, its most frequent callee; latest, its last one; search, the callee
         of that earlier call whose text before the name agrees longest. All four are booleans. The
-        baselines are told that a call of an own function comes here; the model is not.
+        baselines know that a call of an own function comes here; the model does not.
 
     Raises:
-        ValueError: a window that is odd, below 4, or beyond the model's positions.
+        ValueError: a window that is odd or below 4.
         SyntaxError: the source is no Python.
     """
     import pandas as pd
@@ -78,36 +128,43 @@ def predict_calls(
         source, return_offsets_mapping=True, add_special_tokens=False, verbose=False
     )
     ids, spans = torch.tensor([encoded["input_ids"]]), encoded["offset_mapping"]
-    every = call_sites(source)
-    half = window // 2
-    blocks: dict[int, list[Placed]] = {}
-    for placed in place(source, spans, every if sites is None else sites):
-        begin = half * max(0, placed.first // half - 1)
-        blocks.setdefault(begin, []).append(placed)
+    starts, ends = [start for start, _ in spans], [end for _, end in spans]
+    words: dict[str, list[int]] = {}
+    for match in re.finditer(r"[^\W\d]\w*", source):
+        words.setdefault(match.group(), []).append(match.start())
+    sites, half = call_sites(source), window // 2
+    blocks: dict[int, list[tuple[CallSite, int, int]]] = {}
+    for site in sites:
+        # Tokens [first, end): the first that ends after the name's start.
+        first, end = bisect_right(ends, site.start), bisect_left(starts, site.end)
+        if first:  # nothing stands before the file's first token to predict it from
+            blocks.setdefault(half * max(0, first // half - 1), []).append((site, first, end))
     rows = []
-    for begin, here in sorted(blocks.items()):
-        # Up to the last name of the block: that one may stand across the window's end.
-        end = max(placed.end for placed in here)
-        likeliest = _likeliest(
-            model, ids[:, begin:end], [(p.first - begin, p.end - begin) for p in here]
-        )
-        for placed in here:
-            site, first = placed.site, placed.first
-            guess = likeliest[first - begin]
-            given = guess[:-1] == ids[0, first : placed.end].tolist()
-            # A name's last token may hold a sign behind it, which ends it.
-            ends = spans[placed.end - 1][1] > site.end
-            goes_on = not ends and bool(re.match(r"\w", tokenizer.decode(guess[-1:])))
-            visible = spans[begin][0]
-            before = [s for s in every if visible <= s.start and s.end <= site.start]
+    for begin, block in sorted(blocks.items()):
+        # Logits for the names' tokens only: the whole block's would be larger than the model.
+        needed = sorted({t - begin - 1 for _, a, b in block for t in range(a, b + 1)})
+        keep = torch.tensor(needed, device=model.device)
+        inputs = ids[:, begin : max(end for _, _, end in block)].to(model.device)
+        logits = model(inputs, use_cache=False, logits_to_keep=keep).logits[0]
+        likeliest = dict(zip(needed, logits.argmax(-1).tolist(), strict=True))
+        visible = spans[begin][0]
+        for site, first, end in block:
+            guess = [likeliest[t - begin - 1] for t in range(first, end + 1)]
+            given = guess[:-1] == ids[0, first:end].tolist()
+            # A name's last token may hold the sign after it, which ends it.
+            ended = spans[end - 1][1] > site.end
+            goes_on = not ended and bool(re.match(r"\w", tokenizer.decode(guess[-1:])))
+            earlier = words[site.name][: bisect_left(words[site.name], site.start)]
+            last = bisect_right(ends, earlier[-1]) if earlier else first
+            before = [s for s in sites if visible <= s.start and s.end <= site.start]
             rows.append(
                 {
                     "window": window,
                     "name": site.name,
                     "start": site.start,
                     "seen": first - begin,
-                    "distance": first - placed.last if placed.last is not None else 0,
-                    "reachable": placed.last is not None and placed.last >= begin,
+                    "distance": first - last,
+                    "reachable": begin <= last < first,
                     "model": given and not goes_on,
                     **baselines(source, site, before, visible),
                 }
@@ -115,23 +172,8 @@ def predict_calls(
     return pd.DataFrame(rows)
 
 
-def _likeliest(model: Any, ids: Tensor, names: list[tuple[int, int]]) -> dict[int, list[int]]:
-    """For each name, tokens [first, end): the likeliest token at each of them, and behind it.
-
-    Logits are made for these positions only: the whole block's would be larger than the model.
-    """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and ids.shape[1] > limit:
-        raise ValueError(f"a block has {ids.shape[1]} tokens, and the model {limit} positions")
-    needed = sorted({place for first, end in names for place in range(first - 1, end)})
-    keep = torch.tensor(needed, device=model.device)
-    logits = model(ids.to(model.device), use_cache=False, logits_to_keep=keep).logits[0]
-    behind = dict(zip(needed, logits.argmax(-1).tolist(), strict=True))
-    return {first: [behind[place] for place in range(first - 1, end)] for first, end in names}
-
-
 def score_calls(table: pd.DataFrame) -> pd.DataFrame:
-    """The share of right names by window, for all sites and by whether the name could be copied.
+    """Return the share of right names by window, and by whether the name could be copied.
 
     Args:
         table: rows of `predict_calls`, of one window or several.
@@ -153,8 +195,6 @@ def score_calls(table: pd.DataFrame) -> pd.DataFrame:
     for window in sorted(table["window"].unique()):
         for kind, of_kind in kinds.items():
             part = table[of_kind & (table["window"] == window)]
-            rows.append(
-                {"window": window, "sites": kind, "count": len(part)}
-                | {method: part[method].mean() for method in METHODS}
-            )
+            shares = {method: part[method].mean() for method in METHODS}
+            rows.append({"window": window, "sites": kind, "count": len(part)} | shares)
     return pd.DataFrame(rows)

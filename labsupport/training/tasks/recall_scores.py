@@ -16,41 +16,35 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from labsupport.attention import attention
-from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
-from labsupport.training.documents.dialogue import SENTENCES
-from labsupport.training.documents.planting import MARK, FactDocument, Question
-from labsupport.training.documents.tokens import ByteTokenizer
-from labsupport.training.model import Decoder
-from labsupport.training.model.layers import Block
+from labsupport.attention.rotary import rotary_angles
+from labsupport.training.decoder import Block, Decoder
+from labsupport.training.facts import MARK, SENTENCES, FactDocument, Question
+from labsupport.training.tokens import ByteTokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SOLVERS = ("model", "pattern", "last value", "most frequent", "guess")
-# The first layer's heads gather what stands up to six bytes back (`RECIPE.look_back`). So a fact
-# can be read off the positions behind it, too.
+# The first layer's heads gather the text of up to six bytes back (`RECIPE.look_back`). So a fact
+# can be read off the positions after it, too.
 BEHIND = 6
-# What a value of each kind stands behind, whatever the key is.
-ANY_VALUE = {"locker": r"locker \w+: (\d+)\."} | {
-    kind: rf"{sentence.format(thing='[a-z ]+')}([^.\n]+)\." for kind, sentence in SENTENCES.items()
-}
+Past = list[tuple[Tensor, Tensor]]
 
 
 def accuracy_by_window(
     model: Decoder, documents: Sequence[FactDocument], windows: Sequence[int]
 ) -> pd.DataFrame:
-    """Exact answers, by kind of question, window and solver.
+    """Score exact answers, by kind of question, window and solver.
 
     Args:
         model: as from `load_recall`, on any device.
-        documents: ASCII texts with questions apart.
+        documents: with questions apart.
         windows: bytes before the question, each at least 1; more than the text has is all of it.
 
     Returns:
@@ -61,59 +55,53 @@ def accuracy_by_window(
         window holds of the question's kind; "guess" is the chance itself.
 
     Raises:
-        ValueError: no questions; a text that asks its questions itself, or is not ASCII; a window
-            below 1; a model with learned positions.
+        ValueError: a text that asks its questions itself; a window below 1; a model with learned
+            positions.
     """
     import pandas as pd
 
-    _check(model, documents, windows)
+    if model.config.positions != "rotary" or min(windows) < 1:
+        raise ValueError(f"give a model with rotary positions, and windows above 0: {windows}")
+    if any(document.answers for document in documents):
+        raise ValueError('these texts ask their questions themselves: make them with ask="apart"')
     rows = []
     for window in windows:
         for document in documents:
             first = max(0, len(document.text) - window)
             seen = document.text[first:]
-            right = [asked.right for asked in _ask(model, document, first)]
+            right = [hit for hit, _ in _ask(model, document, first)]
             for question, hit in zip(document.questions, right, strict=True):
-                verdicts = {"model": float(hit), "guess": question.chance}
+                scores = {"model": float(hit), "guess": question.chance}
                 for solver, answer in _by_rule(question, seen).items():
-                    verdicts[solver] = float(answer == question.answer)
+                    scores[solver] = float(answer == question.answer)
+                visible = float(question.evidence[0] >= first)
                 rows += [
-                    {
-                        "kind": question.kind,
-                        "window": window,
-                        "solver": solver,
-                        "accuracy": verdicts[solver],
-                        "chance": question.chance,
-                        "visible": float(question.evidence[0] >= first),
-                        "n": 1,
-                    }
+                    (question.kind, window, solver, scores[solver], question.chance, visible, 1)
                     for solver in SOLVERS
                 ]
-    groups = pd.DataFrame(rows).groupby(["kind", "window", "solver"], sort=False)
+    columns = ["kind", "window", "solver", "accuracy", "chance", "visible", "n"]
+    groups = pd.DataFrame(rows, columns=columns).groupby(columns[:3], sort=False)
     means = groups[["accuracy", "chance", "visible"]].mean()
     return means.join(groups["n"].sum()).reset_index()
 
 
 def looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
-    """Where each head looks when the answer's first byte is due: the key of the largest weight.
+    """Find where each head looks when the answer's first byte is due: the key of largest weight.
 
     Returns:
         One row for each question, layer and head: document, question (their places), kind, right
-        (the answer), layer, head, position (in the text; behind its end: in the question), weight,
+        (the answer), layer, head, position (in the text; after its end: in the question), weight,
         start, end (the evidence's), inside (whether the position lies in the evidence), found
-        (inside, or at most `BEHIND` bytes behind it), chance (to be found by a position at random).
-
-    Raises: as `accuracy_by_window`.
+        (inside, or at most `BEHIND` bytes after it), chance (to be found by a position at random).
     """
     import pandas as pd
 
-    _check(model, documents, [1])
     rows = []
     for place, document in enumerate(documents):
-        for number, asked in enumerate(_ask(model, document, 0)):
+        for number, (right, weights_by_layer) in enumerate(_ask(model, document, 0)):
             question = document.questions[number]
             start, end = question.evidence
-            for layer, weights in enumerate(asked.weights):
+            for layer, weights in enumerate(weights_by_layer):
                 largest, positions = weights.max(-1)
                 for head, position in enumerate(positions.tolist()):
                     rows.append(
@@ -121,7 +109,7 @@ def looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
                             "document": place,
                             "question": number,
                             "kind": question.kind,
-                            "right": asked.right,
+                            "right": right,
                             "layer": layer,
                             "head": head,
                             "position": position,
@@ -139,82 +127,61 @@ def looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
 def evidence_head(
     model: Decoder, calibration: Sequence[FactDocument], documents: Sequence[FactDocument]
 ) -> dict[str, float]:
-    """The head that looks at the evidence most often, chosen on some documents, scored on others.
+    """Choose the head that looks at the evidence most often, and score it on other documents.
 
     Returns:
         layer, head, calibration (the share of questions in which it looks at the evidence, there),
         found, inside, chance (as in `looks`, on `documents`), n (their questions).
-
-    Raises: as `accuracy_by_window`.
     """
     shares = looks(model, calibration).groupby(["layer", "head"])["found"].mean()
     layer, head = cast(tuple[int, int], shares.idxmax())
     others = looks(model, documents)
     others = others[(others["layer"] == layer) & (others["head"] == head)]
-    return {
-        "layer": int(layer),
-        "head": int(head),
-        "calibration": float(shares.max()),
-        "found": float(others["found"].mean()),
-        "inside": float(others["inside"].mean()),
-        "chance": float(others["chance"].mean()),
-        "n": len(others),
-    }
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Whether the answer was right; for each layer the weights (heads, keys) of its first byte."""
-
-    right: bool
-    weights: list[Tensor]
+    means = {name: float(others[name].mean()) for name in ("found", "inside", "chance")}
+    chosen = {"layer": int(layer), "head": int(head), "calibration": float(shares.max())}
+    return {**chosen, **means, "n": len(others)}
 
 
 @torch.no_grad()
-def _ask(model: Decoder, document: FactDocument, first: int) -> Iterator[_Asked]:
-    """Every question of a document whose text begins at `first`."""
+def _ask(model: Decoder, document: FactDocument, first: int) -> Iterator[tuple[bool, list[Tensor]]]:
+    """Ask every question of a document whose text begins at `first`.
+
+    Yields whether the answer was right; and for each layer the weights (heads, keys) of its first
+    byte.
+    """
     bytes_, device = ByteTokenizer(), model.embedding.weight.device
     prompts = [bytes_.encode(question.prompt) for question in document.questions]
     answers = [bytes_.encode(question.answer) for question in document.questions]
-    length = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    # What pads a row stands behind its answer, where nothing sees it.
-    asked = torch.tensor(
-        [
-            (p + a + [bytes_.end_token] * length)[:length]
-            for p, a in zip(prompts, answers, strict=True)
-        ],
-        device=device,
-    )
+    both = [p + a for p, a in zip(prompts, answers, strict=True)]
+    length = max(map(len, both))
+    # What pads a row stands after its answer, where nothing sees it.
+    padded = [(row + [bytes_.end_token] * length)[:length] for row in both]
     text = torch.tensor([bytes_.encode(document.text[first:])], device=device)
     _, _, past = read_on(model, text)
-    hidden, queries, keys = read_on(model, asked, past)
+    hidden, queries, keys = read_on(model, torch.tensor(padded, device=device), past)
     best = model.head(hidden).argmax(-1)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         last = len(prompt) - 1
-        written = best[row, last : last + len(answer)].tolist()
         weights = []
         for query, (key, _) in zip(queries, keys, strict=True):
             visible = key[row, : text.shape[1] + last + 1]
             q = query[row, last].unflatten(0, (visible.shape[1], -1)).float()  # grouped heads
             scores = torch.einsum("kgd,skd->kgs", q, visible.float()).flatten(0, 1)
             weights.append((scores / query.shape[-1] ** 0.5).softmax(-1).cpu())
-        yield _Asked(written == answer, weights)
-
-
-Past = list[tuple[Tensor, Tensor]]
+        yield best[row, last : last + len(answer)].tolist() == answer, weights
 
 
 @torch.no_grad()
 def read_on(
     model: Decoder, tokens: Tensor, past: Past | None = None
 ) -> tuple[Tensor, list[Tensor], Past]:
-    """What `Decoder.hidden` computes, behind a text that has been read before.
+    """Compute what `Decoder.hidden` does, after a text that has been read before.
 
     Args:
         model: with rotary positions.
         tokens: (batch, seqlen) int64.
-        past: what this function gave for the text before: of the same batch, or of batch 1, which
-            all rows then share.
+        past: what this function returned for the text before: of the same batch, or of batch 1,
+            which all rows then share.
 
     Returns:
         Hidden states (batch, seqlen, width); for each layer the queries (batch, seqlen, heads,
@@ -223,19 +190,13 @@ def read_on(
     config = model.config
     before = 0 if past is None else past[0][0].shape[1]
     positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-    angles = rotary_angles(
-        positions, config.head_dim, base=config.rope_base, scaling=config.rope_scaling
-    )
+    base, scaling = config.rope_base, config.rope_scaling
+    angles = rotary_angles(positions, config.head_dim, base=base, scaling=scaling)
     x = model.embedding(tokens)
     queries: list[Tensor] = []
     kept: Past = []
     for layer, block in enumerate(cast(list[Block], list(model.blocks))):
-        part, normed = block.attention, block.attention_norm(x)
-        q, k, v = (
-            project(normed).unflatten(-1, (-1, config.head_dim))
-            for project in (part.query, part.key, part.value)
-        )
-        q, k = (apply_rotary_emb(t, *angles, interleaved=config.rope_interleaved) for t in (q, k))
+        q, k, v = block.attention.project(block.attention_norm(x), angles)
         if past is not None:
             k, v = (
                 torch.cat([old.expand(len(new), -1, -1, -1), new], 1)
@@ -244,15 +205,17 @@ def read_on(
         queries.append(q)
         kept.append((k, v))
         out = attention(q, k, v, causal=True, backend=model.savings.attention)
-        assert isinstance(out, Tensor)  # nobody asked for the log-sum-exp
-        x = x + part.out(out.flatten(2))
+        assert isinstance(out, Tensor)  # the log-sum-exp is not returned
+        x = x + block.attention.out(out.flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
     return model.norm(x), queries, kept
 
 
 def _by_rule(question: Question, seen: str) -> dict[str, str | None]:
-    """What solvers without a model answer; None: nothing."""
-    values = re.findall(ANY_VALUE[question.kind], seen)
+    """Return what solvers without a model answer; None: nothing."""
+    thing = r"\w+" if question.kind == "locker" else "[a-z ]+"
+    value = r"(\d+)" if question.kind == "locker" else r"([^.\n]+)"
+    values = re.findall(SENTENCES[question.kind].format(thing=thing) + value + r"\.", seen)
     key = question.prompt.removeprefix(MARK)
     found = re.findall(re.escape(key) + r"([^.\n]+)\.", seen)
     return {
@@ -260,16 +223,3 @@ def _by_rule(question: Question, seen: str) -> dict[str, str | None]:
         "last value": values[-1] if values else None,
         "most frequent": Counter(values).most_common(1)[0][0] if values else None,
     }
-
-
-def _check(model: Decoder, documents: Sequence[FactDocument], windows: Sequence[int]) -> None:
-    if model.config.positions != "rotary":
-        raise ValueError("a window is read from position 0 on, which takes rotary positions")
-    if not documents or not all(document.questions for document in documents):
-        raise ValueError("give documents, each with at least one question")
-    if any(q.answered is not None for d in documents for q in d.questions):
-        raise ValueError('these texts ask their questions themselves: make them with ask="apart"')
-    if not all(document.text.isascii() for document in documents):
-        raise ValueError("evidence counts characters and windows count bytes: ASCII texts only")
-    if not windows or min(windows) < 1:
-        raise ValueError(f"windows are 1 or more bytes, not {list(windows)}")

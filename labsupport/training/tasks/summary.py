@@ -19,15 +19,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labsupport.training.tasks.planted import sentences_of
+from labsupport.training.tasks.document import sentences_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 INSTRUCTION = "\n\nSummarise the text above in three sentences."
 _HEADING = re.compile(r"^(\S.*)\n([=*\-~^])\2{3,}$", re.MULTILINE)
-# Words of fewer letters are mostly grammar; so are these.
-_LEAST = 4
+# Words of fewer than four letters are mostly grammar; so are these.
 _EMPTY = frozenset(
     re.findall(
         r"\w+",
@@ -59,30 +58,26 @@ def chapter(text: str) -> Chapter:
 
 
 def content_words(text: str) -> set[str]:
-    """The words of four letters and more, in small letters, without grammar."""
-    words = re.findall(rf"[^\W\d_]{{{_LEAST},}}", text.lower())
-    return set(words) - _EMPTY
+    """Return the words of four letters and more, in small letters, without grammar."""
+    return set(re.findall(r"[^\W\d_]{4,}", text.lower())) - _EMPTY
 
 
 def judge_summary(summary: str, document: Chapter) -> dict[str, float]:
-    """What can be counted: words, supported, copied, coverage (see above); each but words 0 to 1.
-
-    A summary without content words is supported by nothing: 0.
-    """
+    """Count words, supported, copied and coverage (see above); each but words 0 to 1."""
     words = content_words(summary)
-    asked = content_words(" ".join(document.headings))
+    topics = content_words(" ".join(document.headings))
     source = " ".join(document.text.split())
     sentences = [" ".join(summary[start:end].split()) for start, end in sentences_of(summary)]
     return {
         "words": len(summary.split()),
         "supported": len(words & content_words(document.text)) / max(len(words), 1),
         "copied": sum(sentence in source for sentence in sentences) / max(len(sentences), 1),
-        "coverage": len(words & asked) / max(len(asked), 1),
+        "coverage": len(words & topics) / max(len(topics), 1),
     }
 
 
 def lead(text: str, words: int) -> str:
-    """The first sentences of a text: as few as have that many words."""
+    """Return the first sentences of a text: as few as have that many words."""
     end = 0
     for _, end in sentences_of(text):
         if len(text[:end].split()) >= words:
@@ -115,7 +110,7 @@ def summarise(
     """
     import pandas as pd
 
-    from labsupport.models.generation.generate import generate
+    from labsupport.models import generate
 
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this tokenizer has no chat template: take an instruction-tuned model")

@@ -1,11 +1,11 @@
-"""How much better a model predicts a passage when it sees more of what stands before it.
+"""How much better a model predicts a passage when it sees more of the text before it.
 
     ... text ... [ first time ] ... text ... ... ... [ the passage ]
                                      |<--- window -->|<-- target -->|
 
 Everything inside of the passage is seen in any case; the window is what is seen before it. In plain
 text most of what helps stands near, so the gain is small. Where something returns after a long
-distance (a function that is called again, a licence, a quotation), the gain comes all at once: when
+distance (a function that is called again, a licence, a quotation), the gain comes in one jump: when
 the window reaches the first occurrence, the model copies.
 """
 
@@ -19,17 +19,104 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labsupport.training.tasks.reading import Reading
+from labsupport.models import tokens_of
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+class Reading:
+    """A text that a model has read: its keys and values, for any number of continuations.
+
+    The layers run over a long text once. Each question after it then costs its own tokens only: the
+    cache grows by them, and is cut back afterwards. Logits exist for a few positions at a time.
+
+    Args:
+        model: a Transformers causal language model in eval mode, without sliding windows (their
+            cache forgets what a continuation would have to give back).
+        ids: (1, N) int64, the text; N of at least 1.
+
+    Attributes:
+        length: how many tokens were read.
+        last: (vocabulary,) the logits after the last of them.
+
+    Raises:
+        ValueError: a model in training mode.
+    """
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        from transformers import DynamicCache
+
+        if model.training:
+            raise ValueError("the model is in training mode: model.eval()")
+        self.model, self.length = model, 0
+        self.cache = DynamicCache(config=model.config)
+        self.last = self.extend(ids, keep=1)[-1]
+
+    def extend(self, ids: Tensor, *, keep: int) -> Tensor:
+        """Read on, (1, n) more tokens; return the logits after the last `keep` of them."""
+        logits = self._forward(ids, logits_to_keep=keep).logits[0]
+        self.length += ids.shape[1]
+        self.last = logits[-1]
+        return logits
+
+    def ask(self, ids: Tensor, *, keep: int = 1, without: tuple[int, int] | None = None) -> Tensor:
+        """Return the logits after a continuation's last tokens, and forget the continuation.
+
+        Args:
+            ids: (1, n) int64.
+            keep: how many of its tokens, 1 to n.
+            without: tokens [start, end) of the text that the continuation may not look at. Later
+                tokens of the text have seen them and still hold what they took from them.
+
+        Returns:
+            (keep, vocabulary).
+        """
+        options: dict[str, Any] = {"logits_to_keep": keep}
+        if without is not None:
+            mask = torch.ones(1, self.length + ids.shape[1], dtype=torch.long)
+            mask[:, slice(*without)] = 0
+            options["attention_mask"] = mask.to(self.model.device)
+        try:
+            return self._forward(ids, **options).logits[0]
+        finally:
+            self._forget()
+
+    def attention(self, ids: Tensor) -> Tensor:
+        """Return where the last token of a continuation looks: (layers, heads, length), float32.
+
+        FlashAttention never has a row of P as a whole, so this one token runs through Transformers'
+        "eager" attention; its row is as long as the text, and no square.
+        """
+        chosen = self.model.config._attn_implementation
+        try:
+            if ids.shape[1] > 1:
+                self._forward(ids[:, :-1], logits_to_keep=1)
+            self.model.set_attn_implementation("eager")
+            out = self._forward(ids[:, -1:], logits_to_keep=1, output_attentions=True)
+        finally:
+            self.model.set_attn_implementation(chosen)
+            self._forget()
+        return torch.stack([weights[0, :, 0, : self.length] for weights in out.attentions]).float()
+
+    @torch.no_grad()
+    def _forward(self, ids: Tensor, **options: Any) -> Any:
+        ids = ids.to(self.model.device)
+        start = self.cache.get_seq_length()
+        options["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        return self.model(ids, past_key_values=self.cache, use_cache=True, **options)
+
+    def _forget(self) -> None:
+        extra = self.cache.get_seq_length() - self.length
+        if extra:
+            self.cache.crop(-extra)  # newer versions of Transformers take this form only
 
 
 @torch.no_grad()
 def nll_by_window(
     model: Any, ids: Tensor, target: slice, windows: Sequence[int], *, chunk: int = 128
 ) -> pd.DataFrame:
-    """Mean negative log-likelihood of a passage, by how many tokens before it the model sees.
+    """Measure the mean negative log-likelihood of a passage, by the tokens seen before it.
 
     For a window w, the model reads ids[target.start - w : target.stop] from position 0 on, and the
     tokens of the target are scored.
@@ -46,22 +133,16 @@ def nll_by_window(
         nats a token, taken in float32; tokens, how many were scored.
 
     Raises:
-        ValueError: a target outside of the text, empty, with a step or at its very beginning; a
-            window below 1; more tokens than the model has positions.
+        ValueError: a target outside of the text, empty or at its very beginning; a window below 1.
     """
     import pandas as pd
 
-    start, stop, step = target.indices(ids.shape[1])
-    if step != 1 or not 1 <= start < stop or (target.stop or 0) > ids.shape[1]:
+    start, stop, _ = target.indices(ids.shape[1])
+    if not 1 <= start < stop or (target.stop or 0) > ids.shape[1] or min(windows) < 1:
         raise ValueError(
-            f"{target} is no passage of {ids.shape[1]} tokens that begins at 1 or later"
+            f"{target} is no passage of {ids.shape[1]} tokens that begins at 1 or later, or a "
+            f"window of {list(windows)} is below 1"
         )
-    if min(windows) < 1:
-        raise ValueError("a window is 1 or more: the first token is predicted from something")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    longest = min(max(windows), start) + stop - start
-    if limit is not None and longest > limit:
-        raise ValueError(f"{longest} tokens, and the model has {limit} positions: smaller windows")
     rows = []
     for window in windows:
         first = max(0, start - window)
@@ -71,18 +152,11 @@ def nll_by_window(
             part = ids[:, at : min(at + chunk, stop)]
             before = reading.last[None]
             logits = reading.extend(part, keep=part.shape[1])
-            # The logits behind a token predict the next one.
+            # The logits after a token predict the next one.
             shifted = torch.cat([before, logits[:-1]]).float()
             total += F.cross_entropy(shifted, part[0].to(shifted.device), reduction="sum").item()
-        rows.append(
-            {
-                "window": window,
-                "seen": start - first,
-                "nll": total / (stop - start),
-                "tokens": stop - start,
-            }
-        )
-    return pd.DataFrame(rows)
+        rows.append((window, start - first, total / (stop - start), stop - start))
+    return pd.DataFrame(rows, columns=["window", "seen", "nll", "tokens"])
 
 
 @dataclass(frozen=True)
@@ -114,25 +188,22 @@ def with_repeat(
     length: int = 128,
     lead: int = 64,
 ) -> Repeat:
-    """Real text, with a passage of other real text that returns after some distance.
+    """Make a text in which a passage of another text returns after some distance.
 
     Args:
         tokenizer: of the model.
-        text: what stands around, at least `lead` + `distance` - `length` tokens.
-        passage: what stands there twice: its first `length` tokens.
+        text: the text around, at least `lead` + `distance` - `length` tokens.
+        passage: its first `length` tokens stand there twice.
         distance: from beginning to beginning, in tokens; at least `length`.
+        length: of the passage, in tokens.
         lead: tokens of the text before the first occurrence, 1 or more.
 
     Raises:
-        ValueError: too short a text or passage; a distance below `length`; a lead below 1; a text
-            that holds the passage already.
+        ValueError: too short a text or passage; a distance below `length`; a text that holds the
+            passage already.
     """
-    from labsupport.models.sources.text import tokens_of
-
     if distance < length or lead < 1:
-        raise ValueError(
-            f"distance={distance} must be at least length={length}, and lead={lead} at least 1"
-        )
+        raise ValueError(f"{distance=} must be at least {length=}, and {lead=} at least 1")
     twice = tokens_of(tokenizer, passage, length)
     around = tokens_of(tokenizer, text, lead + distance - length)
     if tokenizer.decode(twice[0], skip_special_tokens=True).strip() in text:

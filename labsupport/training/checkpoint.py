@@ -1,0 +1,228 @@
+"""A training run on disk: each checkpoint is there as a whole, or not at all, and damage is seen.
+
+    step-000200.<SHA-256 of the file, 64 digits>.pt     200 steps are done
+    .step-000300.partial                                being written, or left by a killed run
+
+A program can be killed at any moment, and a computer can lose its power. So a checkpoint is written
+under another name and forced to the disk, and only then it gets its own name, in one operation of
+the file system (POSIX `rename`: "atomic"). That name holds the hash of its bytes: a file that was
+cut off, or in which one bit has changed, does not fit its name. `sha256sum` shows the same digits.
+
+What is inside is opened by `torch.load(path, weights_only=True)`, which runs no code from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_NAME = re.compile(r"step-(\d{6,})\.([0-9a-f]{64})\.pt")
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint of the folder is whole, or another program uses the folder."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and an older one is used."""
+
+
+class ResumeError(ValueError):
+    """The folder holds a run with other settings, or of another model."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder.
+
+    Args:
+        folder: made when first needed.
+        keep: number of checkpoints that `save` leaves, the newest ones.
+
+    >>> checkpoints = Checkpoints("runs/first")
+    >>> checkpoints.save(200, {"model": model.state_dict()})
+    >>> state = checkpoints.load_newest()
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def paths(self) -> list[Path]:
+        """Return all checkpoints, damaged ones too, the newest first."""
+        found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda p: (step_of(p), p.stat().st_mtime_ns), reverse=True)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, then delete the oldest of those up to this step.
+
+        Args:
+            step: how many steps are done.
+            state: tensors, numbers, strings and None in dictionaries, lists and tuples.
+
+        Returns:
+            The file, which is on the disk when this returns.
+
+        Raises:
+            OSError, RuntimeError: it could not be written. The older ones are untouched.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f".step-{step:06d}.partial"
+        try:
+            with partial.open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            path = self.folder / f"step-{step:06d}.{_digest(partial)}.pt"
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        # A later one is damaged, or this run would have begun there.
+        for old in [p for p in self.paths() if step_of(p) <= step][self.keep :]:
+            old.unlink()
+        return path
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """Return the newest whole checkpoint, its tensors on the CPU; None if there is none.
+
+        Warns:
+            CheckpointWarning: newer ones are damaged; it names them. They are left as they are.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        damaged: list[str] = []
+        for path in self.paths():
+            if path.name.split(".")[1] == _digest(path):
+                if damaged:
+                    warnings.warn(
+                        f"{', '.join(damaged)} in {self.folder}: damaged, since the SHA-256 is not "
+                        f"the one in the name. Using {path.name}, after {step_of(path)} steps.",
+                        CheckpointWarning,
+                        stacklevel=2,
+                    )
+                return torch.load(path, map_location="cpu", weights_only=True)
+            damaged.append(path.name)
+        if damaged:
+            raise CheckpointError(
+                f"{', '.join(damaged)} in {self.folder}: damaged, and there is no other "
+                "checkpoint. Bring one back from a copy, or begin anew (fresh=True, --fresh)"
+            )
+        return None
+
+    def clear(self) -> None:
+        """Delete all checkpoints of the folder, damaged and unfinished ones too."""
+        for path in (*self.paths(), *self.folder.glob(".step-*.partial")):
+            path.unlink()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep other programs from writing here; delete what a killed program left unfinished.
+
+        The lock is the operating system's and ends with the program.
+
+        Raises:
+            CheckpointError: another program trains in this folder.
+        """
+        from filelock import FileLock, Timeout
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"another program is training in {self.folder}: wait, or choose another folder"
+            ) from None
+        try:
+            for path in self.folder.glob(".step-*.partial"):
+                path.unlink()
+            yield
+        finally:
+            lock.release()
+
+
+def step_of(path: Path) -> int:
+    """Return the number of steps that were done, from a checkpoint's name."""
+    return int(path.name.split(".")[0].removeprefix("step-"))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- does a checkpoint belong to this run? --------------------------------------------------------
+
+
+def model_run_config(model: nn.Module) -> dict[str, Any]:
+    """Return a model's shape, if its `config` is a dataclass, and the dtype of its stream.
+
+    Other savings change the memory and the last bits; a stream in 16 bits is another model.
+    """
+    config = getattr(model, "config", None)
+    if not is_dataclass(config) or isinstance(config, type):
+        return {}
+    shape = {f"model.{name}": value for name, value in asdict(config).items()}
+    residual = getattr(getattr(model, "savings", None), "residual", None)
+    return shape if residual is None else shape | {"model.residual": str(residual)}
+
+
+def check_same_run_config(
+    saved: Mapping[str, Any], asked: Mapping[str, Any], folder: Path | str | None
+) -> None:
+    """Raise ResumeError, with the list of differences, unless two runs' settings are the same."""
+    different = [
+        f"{name} was {saved.get(name)!r} and is {asked.get(name)!r}"
+        for name in dict.fromkeys([*saved, *asked])
+        if saved.get(name) != asked.get(name)
+    ]
+    if not different:
+        return
+    hint = ""
+    if saved["decay_steps"] != asked["decay_steps"]:
+        hint = f" (for another number of steps, keep decay_steps={saved['decay_steps']})"
+    raise ResumeError(
+        f"{folder} holds a run with other settings: {'; '.join(different)}{hint}. Give it the "
+        "same settings, or another folder, or begin anew (fresh=True, --fresh)"
+    )
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's global random numbers, as plain data."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    inner = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}
+    return {
+        "python": random.getstate(),
+        "numpy": numpy_state | {"state": inner},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Continue the random numbers where `random_state` was taken.
+
+    Those of a GPU are left alone if either run is not on one.
+    """
+    random.setstate(state["python"])
+    inner = state["numpy"]["state"]
+    key = np.array(inner["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": {**inner, "key": key}})
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,349 @@
+"""From documents to batches: texts, packed into sequences of one length, as a function of the step.
+
+    documents   A A A A A |  B B B |  C C C C C          each one gets an end token (e)
+    sequence 0  A A A A A e B B                          length 8
+    sequence 1  B e C C C C C e
+    cu_seqlens  [0, 6, 8]  and  [0, 2, 8]
+
+Nothing is padded but the last sequence, so no computation is lost on padding. `cu_seqlens` keeps
+the documents apart: `attention_varlen` lets none see another one, and positions begin at 0 in each.
+
+A document that does not fit is cut, and continues in the next sequence as a document of its own.
+Its first token there (the last B above) stands without context: what came before is in another
+sequence. As a label it is not lost: it is what the last token before the cut must predict.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from labsupport.models import python_topics, source_text
+from labsupport.training.facts import Dice, dialogue, records
+from labsupport.training.tokens import ByteTokenizer, Encoded, Tokenizer, encode, gpt2_tokenizer
+
+IGNORED = -100
+# Far above the seeds that a reader types: what is asked after training was not in it.
+FIRST_SEED = 1_000_000
+DATA = ("topics", "source", "records", "dialogue")
+# Some of the longest files that every Python has, and some shorter ones: 20 to 230 KB.
+MODULES = (
+    *("_pydecimal", "argparse", "collections", "dataclasses", "enum", "fractions", "heapq"),
+    *("inspect", "pickle", "pydoc", "random", "statistics", "tarfile", "textwrap", "typing"),
+)
+ORIGIN = f"{platform.python_implementation()} {platform.python_version()}"
+Stream = Callable[[int], "list[Packed]"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One training sequence, of several documents.
+
+    Attributes:
+        tokens: int64, (1, length).
+        labels: int64, (1, length): the token that comes after each in its document; -100 after a
+            document's end token, in padding, and where the next token is not wanted.
+        positions: int64, (1, length): each token's place within its document (its part, if cut).
+        cu_seqlens: int32, (documents + 1,): where each starts, and the total. Padding is a last
+            document.
+        padding: number of tokens of that one.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    padding: int = 0
+
+
+def pack(
+    documents: Iterable[Sequence[int] | Encoded], length: int, *, end_token: int
+) -> Iterator[Packed]:
+    """Pack documents, in their order, into sequences of one length.
+
+    Args:
+        documents: the tokens of each, without end token, or an `Encoded`: then only the tokens that
+            are wanted become labels.
+        length: of each sequence, in tokens.
+        end_token: follows each document, and fills the rest of the last sequence.
+
+    Raises:
+        ValueError: length below 2.
+
+    >>> first, second = pack([[1, 1, 1, 1, 1], [2, 2, 2], [3, 3, 3, 3, 3]], 8, end_token=0)
+    >>> first.cu_seqlens.tolist(), second.labels.tolist()
+    ([0, 6, 8], [[0, -100, 3, 3, 3, 3, 0, -100]])
+    """
+    if length < 2:
+        raise ValueError(f"a sequence has 2 tokens or more, not {length}")
+    tokens: list[int] = []
+    labels: list[int] = []
+    starts: list[int] = []
+    for document in documents:
+        ids, after = _with_labels(document, end_token)
+        done = 0
+        while done < len(ids):
+            fits = min(length - len(tokens), len(ids) - done)
+            starts.append(len(tokens))
+            tokens += ids[done : done + fits]
+            labels += after[done : done + fits]
+            done += fits
+            if len(tokens) == length:
+                yield _packed(tokens, labels, starts, length, end_token)
+                tokens, labels, starts = [], [], []
+    if tokens:
+        yield _packed(tokens, labels, starts, length, end_token)
+
+
+def _with_labels(document: Sequence[int] | Encoded, end_token: int) -> tuple[list[int], list[int]]:
+    """Return a document's tokens with the end token, and what each of them must predict."""
+    encoded = document if isinstance(document, Encoded) else Encoded(list(document))
+    ids = [*encoded.tokens, end_token]
+    labels = [*ids[1:], IGNORED]
+    if encoded.wanted is not None:
+        wanted = [*encoded.wanted[1:], False, False][: len(ids)]
+        labels = [label if w else IGNORED for label, w in zip(labels, wanted, strict=True)]
+    return ids, labels
+
+
+def _packed(
+    tokens: list[int], labels: list[int], starts: list[int], length: int, pad: int
+) -> Packed:
+    padding = length - len(tokens)
+    starts = [*starts, len(tokens)] if padding else starts
+    offsets = torch.tensor([*starts, length], dtype=torch.int32)
+    begins = torch.repeat_interleave(offsets[:-1], offsets.diff())
+    return Packed(
+        torch.tensor([tokens + [pad] * padding], dtype=torch.int64),
+        torch.tensor([labels + [IGNORED] * padding], dtype=torch.int64),
+        (torch.arange(length) - begins).unsqueeze(0),
+        offsets,
+        padding,
+    )
+
+
+def tensors(batch: Any) -> dict[str, Tensor]:
+    """Return a micro-batch's tensors by name.
+
+    Raises:
+        TypeError: neither a mapping nor a dataclass with tensors `tokens` and `labels`.
+    """
+    if is_dataclass(batch):
+        # Beside its tensors it may know numbers, such as the size of its padding.
+        values = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
+        batch = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    whole = isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys()
+    if not whole or not all(isinstance(value, Tensor) for value in batch.values()):
+        raise TypeError(
+            "a micro-batch is a mapping or a dataclass of tensors, `tokens` and `labels` among "
+            f"them, and not {batch if isinstance(batch, dict) else type(batch).__name__}; "
+            "batches(step) returns a list of them"
+        )
+    return dict(batch)
+
+
+# --- batches by step, so that a run that resumes sees the same data -------------------------------
+
+
+def batches(
+    documents: Sequence[Sequence[int] | Encoded],
+    length: int,
+    *,
+    end_token: int,
+    seed: int = 0,
+    accumulation: int = 1,
+) -> Stream:
+    """Go through documents again and again, in another order each time: step → its sequences.
+
+    In each epoch every document comes once, in an order that follows from the seed and the epoch.
+    A step may take its sequences from two epochs.
+
+    Args:
+        documents: their tokens, or `Encoded`, as for `pack`.
+        length: of each sequence, in tokens.
+        end_token: as for `pack`.
+        seed: of the order, 0 or more.
+        accumulation: sequences in each step.
+
+    Raises:
+        ValueError: no documents; accumulation below 1.
+
+    >>> stream = batches([[1, 2, 3], [4, 5]], 4, end_token=0)
+    >>> [packed.tokens.shape for packed in stream(1)]
+    [torch.Size([1, 4])]
+    """
+    if not documents or accumulation < 1:
+        raise ValueError(f"{len(documents)} documents, accumulation={accumulation}: at least 1")
+    total = sum(len(d.tokens if isinstance(d, Encoded) else d) + 1 for d in documents)
+    each = -(-total // length)  # sequences of an epoch
+    mixed = Dice(seed).below(2**53)  # neighbouring seeds share no epoch's order
+    kept: dict[int, list[Packed]] = {}  # the epochs last asked for
+
+    def sequence(number: int) -> Packed:
+        epoch, index = divmod(number, each)
+        if epoch not in kept:
+            order = Dice(mixed + epoch).some(documents, len(documents))
+            while len(kept) > 1:
+                del kept[min(kept)]
+            kept[epoch] = list(pack(order, length, end_token=end_token))
+        return kept[epoch][index]
+
+    return lambda step: [sequence(step * accumulation + i) for i in range(accumulation)]
+
+
+def generated(
+    make: Callable[[int], Sequence[int] | Encoded],
+    length: int,
+    *,
+    end_token: int,
+    accumulation: int = 1,
+    first_seed: int = FIRST_SEED,
+) -> Stream:
+    """Make one document for each sequence, none twice: step → its sequences.
+
+    Args:
+        make: seed → a document's tokens, or `Encoded`, with fewer tokens than `length`.
+        length: of each sequence, in tokens.
+        end_token: as for `pack`.
+        accumulation: sequences in each step.
+        first_seed: of the first document; the following ones count up. Test with seeds below it.
+    """
+
+    def sequence(number: int) -> Packed:
+        packed = list(pack([make(first_seed + number)], length, end_token=end_token))
+        if len(packed) > 1:
+            raise ValueError(f"a document with its end token has more than {length} tokens")
+        return packed[0]
+
+    return lambda step: [sequence(step * accumulation + i) for i in range(accumulation)]
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer "bytes" or "gpt2".
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in ("bytes", "gpt2"):
+        raise ValueError(f"unknown tokens {name!r}; known: bytes, gpt2")
+    return ByteTokenizer() if name == "bytes" else gpt2_tokenizer()
+
+
+def named_batches(
+    data: str,
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    accumulation: int = 1,
+    seed: int = 0,
+    split: Literal["all", "training", "validation"] = "all",
+) -> Stream:
+    """Return batches for `train`: step -> `accumulation` sequences.
+
+    Args:
+        data: "topics" or "source": Python's help texts or its library's source files, again and
+            again, in another order each time; every token is a label. "records" or "dialogue":
+            made for each step, none twice; labels are the answers to questions about facts in the
+            text before them.
+        tokenizer: as from `named_tokenizer`.
+        length: of each sequence, in tokens.
+        accumulation: sequences in a step.
+        seed: of the order, or of the texts that are made.
+        split: "validation" has texts that "training" never shows: every tenth document.
+
+    Raises:
+        ValueError: an unknown name; a length that is too short for a text with facts.
+    """
+    end = tokenizer.end_token
+    if data in ("topics", "source"):
+        texts = help_documents() if data == "topics" else source_documents()
+        if split != "all":
+            texts = [t for i, t in enumerate(texts) if (i % 10 == 9) == (split == "validation")]
+        tokens = [tokenizer.encode(document.text) for document in texts]
+        return batches(tokens, length, end_token=end, seed=seed, accumulation=accumulation)
+    if data not in DATA:
+        raise ValueError(f"unknown data {data!r}; known: {', '.join(DATA)}")
+    write = records if data == "records" else dialogue
+    size = length - 1  # characters that have `length - 1` tokens, nearly: and the end token
+    if type(tokenizer) is not ByteTokenizer:
+        sample = write(4096, seed=0, ask="throughout").text
+        size = int(size * len(sample) / len(tokenizer.encode(sample)))
+
+    def make(number: int) -> Encoded:
+        characters = size
+        while True:
+            document = write(characters, seed=number, ask="throughout")
+            encoded = encode(tokenizer, document.text, wanted=document.answers)
+            if len(encoded.tokens) < length:
+                return encoded
+            characters -= max(1, characters // 50)
+
+    # Runs with other seeds share no text as long as they are shorter than a billion sequences.
+    first = FIRST_SEED // 2 if split == "validation" else FIRST_SEED + seed * 10**9
+    return generated(make, length, end_token=end, accumulation=accumulation, first_seed=first)
+
+
+# --- real documents: texts that every Python has, different in each version -----------------------
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and its name with the version of Python that it comes from."""
+
+    name: str
+    text: str
+
+
+def help_documents() -> list[Document]:
+    """Return the texts of Python's `help()` on the language's topics, in the order of their names.
+
+    Raises:
+        ModuleNotFoundError: this Python was packed without them; `source_documents` stays.
+    """
+    return [Document(f"help({n!r}), {ORIGIN}", text) for n, text in python_topics().items()]
+
+
+def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
+    """Return source files of the standard library, by module, without importing them.
+
+    Raises:
+        ValueError: a name that is no module with a Python source.
+    """
+    return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in modules]
+
+
+def documents_of(
+    tokenizer: Tokenizer, at_least: int, documents: Iterable[Document] | None = None
+) -> list[Document]:
+    """Return the documents of at least that many tokens, the shortest first.
+
+    Args:
+        tokenizer: whose tokens are counted.
+        at_least: tokens.
+        documents: among which; None: the help's and `MODULES`'.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if documents is None:
+        documents = [*help_documents(), *source_documents()]
+    # No token is shorter than a byte: a shorter text need not be cut into tokens.
+    long = [d for d in documents if len(d.text.encode()) >= at_least]
+    lengths = [(len(tokenizer.encode(d.text)), d) for d in long]
+    found = [pair for pair in lengths if pair[0] >= at_least]
+    if not found:
+        raise ValueError(
+            f"no document has {at_least:,} tokens: join several, or take records(...) or "
+            "dialogue(...), which have any length"
+        )
+    return [document for _, document in sorted(found, key=lambda pair: pair[0])]
+
+
+def data_origin(data: str) -> str:
+    """Return the data's name and, where its texts come from Python, the version."""
+    return f"{data} of {ORIGIN}" if data in ("topics", "source") else data

@@ -1,0 +1,273 @@
+"""A decoder in GPT-2's or Llama's shape, written to be read.
+
+    x = embedding(tokens)                          (+ learned positions)
+    for each block:   x = x + attention(norm(x))   queries and keys turned by their positions
+                      x = x + mlp(norm(x))
+    hidden = norm(x)
+    logits = hidden · head^T
+
+x, the residual stream, is (batch, seqlen, width). A block only ever adds to it (Vaswani et al.,
+arXiv 1706.03762; with the norms before, as in GPT-2). `MemoryOptions` saves memory only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from labsupport.attention import attention, attention_varlen
+from labsupport.attention.flash_torch import autocast_off
+from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
+from labsupport.precision.losses import compute_loss
+from labsupport.training.config import DecoderConfig, MemoryOptions
+from labsupport.training.memory import chunked_cross_entropy, in_chunks
+
+# Cosines and sines of rotary positions; None where positions are learned.
+Angles = tuple[Tensor, Tensor] | None
+
+
+class Decoder(nn.Module):
+    """Predict each token's successor.
+
+    Weights are float32, drawn as GPT-2's (Radford et al., 2019, section 2.3): normal with 0.02, the
+    projections that end in the residual stream divided by sqrt(2 · layers). Seed before you build.
+    For mixed precision call it under `torch.autocast`. `savings` may be exchanged at any time.
+    """
+
+    def __init__(self, config: DecoderConfig, savings: MemoryOptions | None = None) -> None:
+        super().__init__()
+        self.config, self.savings = config, savings or MemoryOptions()
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.max_positions, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = norm(config)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                shrink = math.sqrt(2 * config.layers) if into_stream else 1
+                nn.init.normal_(parameter, std=0.02 / shrink)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits, or the mean loss.
+
+        Args:
+            labels: (batch, seqlen) integers, ALREADY SHIFTED: labels[i] is the token that follows
+                tokens[i], so that a shard of a sequence needs no neighbour. -100 does not count.
+            tokens, positions, cu_seqlens: as in `hidden`.
+
+        Returns:
+            Without labels: (batch, seqlen, vocab_size). With labels: the mean cross-entropy over
+            those that count, a float32 scalar (float64 from a float64 decoder).
+        """
+        hidden = self.hidden(tokens, positions=positions, cu_seqlens=cu_seqlens)
+        if labels is None:
+            return self.head(hidden)
+        if self.savings.loss_chunk is None:
+            logits = self.head(hidden)
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            return compute_loss(logits, labels, dtype=wide)
+        weight = self.head.weight
+        # A precision policy may have this layer compute in another dtype than its weight has.
+        dtype = getattr(self.head, "compute_dtype", None)
+        if dtype is not None:
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return chunked_cross_entropy(hidden, weight, labels, chunk=self.savings.loss_chunk)
+
+    def hidden(
+        self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """Return the hidden states after the last norm.
+
+        Args:
+            tokens: (batch, seqlen) int64.
+            positions: (seqlen,) or (batch, seqlen) integers; 0 ... seqlen - 1 by default, and with
+                `cu_seqlens` from 0 in each document.
+            cu_seqlens: (documents + 1,) integers, on any device, batch 1 only: where each document
+                begins, and seqlen last. No token sees another document.
+
+        Returns:
+            (batch, seqlen, width), in the dtype of the projections (autocast's, if it is on).
+
+        Raises:
+            ValueError: several sequences with cu_seqlens; a position after the last learned one.
+        """
+        if cu_seqlens is not None:
+            if len(tokens) != 1:
+                raise ValueError(
+                    f"cu_seqlens cuts one packed sequence into documents, but tokens "
+                    f"{tuple(tokens.shape)} are several: tokens.reshape(1, -1)"
+                )
+            cu_seqlens = cu_seqlens.cpu()  # read here once; each layer would wait for a GPU again
+        counted = positions is None and cu_seqlens is None
+        if positions is None:
+            positions = _positions(tokens, cu_seqlens)
+        x = self.embedding(tokens)
+        angles: Angles = None
+        if self.config.positions == "learned":
+            last = tokens.shape[1] - 1 if counted else int(positions.max())
+            if last >= self.config.max_positions:
+                raise ValueError(
+                    f"position {last} is beyond the {self.config.max_positions} that this model "
+                    'has learned: shorten the sequence, or take positions="rotary".'
+                )
+            x = x + self.position_embedding(positions)
+        else:
+            base, scaling = self.config.rope_base, self.config.rope_scaling
+            angles = rotary_angles(positions, self.config.head_dim, base=base, scaling=scaling)
+        if self.savings.residual is not None:
+            x = x.to(self.savings.residual)
+        for block in self.blocks:
+            inputs = (x, angles, cu_seqlens, self.savings)
+            if self.savings.checkpoint and torch.is_grad_enabled():
+                # Nothing in a block is random: no generator's state to keep.
+                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(*inputs)
+        return self.norm(x)
+
+
+def _positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Count from 0 in each document."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    if cu_seqlens is None:
+        return positions
+    lengths = cu_seqlens.diff()
+    first = cu_seqlens[:-1].repeat_interleave(lengths, output_size=tokens.shape[1])
+    return positions - first.to(tokens.device)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(config), Attention(config)
+        self.mlp_norm, self.mlp = norm(config), Mlp(config)
+
+    def forward(
+        self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, savings: MemoryOptions
+    ) -> Tensor:
+        """Map (batch, seqlen, width) to the same, in the same dtype."""
+        x = _add(x, self.attention(self.attention_norm(x), angles, cu_seqlens, savings.attention))
+        change = in_chunks(lambda part: self.mlp(self.mlp_norm(part)), x, savings.mlp_chunk)
+        return _add(x, change)
+
+
+class Attention(nn.Module):
+    """Causal attention; `heads` of queries share `kv_heads` of keys and values."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        key_width = config.key_heads * config.head_dim
+        # Three projections, and not one of three times the width: q, k and v would be parts of one
+        # tensor, and the values alone would keep all of it until the backward pass.
+        self.query = nn.Linear(config.width, config.width, bias=config.bias)
+        self.key = nn.Linear(config.width, key_width, bias=config.bias)
+        self.value = nn.Linear(config.width, key_width, bias=config.bias)
+        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+        """Map (batch, seqlen, width) to the same."""
+        q, k, v = self.project(x, angles)
+        if cu_seqlens is None:
+            out = attention(q, k, v, causal=True, backend=backend)
+        else:
+            q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+            out = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, backend=backend)
+        assert isinstance(out, Tensor)  # the log-sum-exp is not returned
+        return self.out(out.reshape(x.shape))
+
+    def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (batch, seqlen, heads, head_dim), and k and v with kv_heads; q, k turned."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.config.head_dim))
+            for project in (self.query, self.key, self.value)
+        )
+        if angles is not None:
+            interleaved = self.config.rope_interleaved
+            q, k = (apply_rotary_emb(each, *angles, interleaved=interleaved) for each in (q, k))
+        return q, k, v
+
+
+class Mlp(nn.Module):
+    """A function of single tokens: GELU between two matrices, or SwiGLU."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        if self.gated:
+            self.gate = nn.Linear(config.width, config.inner_width, bias=config.bias)
+        self.up = nn.Linear(config.width, config.inner_width, bias=config.bias)
+        self.down = nn.Linear(config.inner_width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same."""
+        up = self.up(x)
+        return self.down(
+            F.silu(self.gate(x)) * up if self.gated else F.gelu(up, approximate="tanh")
+        )
+
+
+# PyTorch's own modules by their names, so that a precision policy knows them.
+class LayerNorm(nn.LayerNorm):
+    """Mean and variance over the width; computed and returned as `_normalised` says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., width) to the same, in the dtype that the next projection wants."""
+        if input.device.type == "cpu" and input.dtype.itemsize == 2:
+            # There PyTorch would add up the gradients of weight and bias in 16 bits.
+            input = input.float()
+        return _normalised(F.layer_norm, input, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The mean square alone; computed and returned as `_normalised` says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., width) to the same, in the dtype that the next projection wants."""
+        return _normalised(F.rms_norm, x, self.weight, self.eps)
+
+
+def norm(config: DecoderConfig) -> LayerNorm | RMSNorm:
+    """Return a new norm of the kind that the shape names."""
+    if config.norm == "rms":
+        return RMSNorm(config.width, config.norm_eps)
+    return LayerNorm(config.width, config.norm_eps, bias=config.bias)
+
+
+def _normalised(function: Callable[..., Tensor], x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Compute in the stream's dtype, and round once to the projections'."""
+    device = x.device.type
+    wanted = weight.dtype
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        wanted = torch.get_autocast_dtype(device)
+    # PyTorch adds up 16-bit inputs in float32 inside. Autocast would copy them to float32, keep
+    # the copy, and have each of the next projections make its own copy of the result.
+    with autocast_off(x):
+        learned = (p.to(x.dtype) if isinstance(p, Tensor) else p for p in (weight, *rest))
+        return function(x, x.shape[-1:], *learned).to(wanted)
+
+
+def _add(x: Tensor, change: Tensor) -> Tensor:
+    """Add in the wider of the two dtypes, and round to the stream's."""
+    return (x + change).to(x.dtype)

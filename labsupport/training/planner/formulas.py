@@ -1,0 +1,350 @@
+"""The parts of memory at each phase of a training step.
+
+A formula is a text, as it stands in the plan, and its value is computed from that very text: what
+is printed is what was added up.
+
+    T = B · N   tokens of a batch of B sequences of N     L   blocks
+    w           width of the residual stream              V   vocabulary
+    H, G, d     query heads, key/value heads, head_dim    I   width inside the MLP
+    c           bytes of a number in matrix products (autocast's dtype; else 4)
+    r           bytes of a number in the residual stream (`MemoryOptions.residual`; else 4)
+    W           weights in the model; Wb in a block, Wm of these in its MLP; Wx in the largest
+    C, M        tokens at a time through the classifier (loss_chunk), through the MLP (mlp_chunk)
+    K           blocks whose tensors still exist: L when the backward pass begins, then fewer
+
+WHAT A BLOCK KEEPS for its backward pass follows from its derivatives. A linear layer's needs its
+input; a sum needs nothing; a norm needs its input, GELU its input, a product both factors, softmax
+its result; FlashAttention needs Q, K, V, O and one number for each row. A rotation is linear in its
+input, and needs the angles alone. So a block in GPT-2's shape keeps, of each token,
+
+    x -> norm -> Q, K, V -> O -> x' = x + ... -> norm -> up -> gelu -> x'' = x' + ...
+    w    w       3w         w    w               w       4w    4w                    (16 w)
+
+The next block counts x''. Textbook attention also keeps P, which has N² entries a head.
+
+WHAT EXISTS AT THE SAME TIME, at each phase that may be the peak:
+
+    forward      weights, AdamW's states, and a growing heap of what blocks keep
+    loss         all of that heap, and the logits                                      <- a peak?
+    backward     the heap shrinks block by block, gradients of weights grow: the most  <- a peak?
+                 is there at its beginning or at its end, in a block's MLP or attention
+    optimizer    weights, states, gradients, and what the update needs                 <- a peak?
+
+WHAT A CPU AND A GPU DO DIFFERENTLY:
+
+                       CPU                                  GPU (CUDA)
+    LayerNorm          a 16-bit x: in float32, too          one kernel: keeps x
+    RMSNorm            several operations: keeps x / rms    one kernel: keeps x and a number a token
+                       too (a 16-bit x: in float32, and
+                       x in float32)
+    attention's        dQ, dK, dV, and tiles of S and dS    dQ, dK, dV, and dQ once more in float32,
+    backward           for each thread                      where tiles are added up; with grouped
+                                                            heads dK, dV for each query head first
+    chunked loss       adds to the weight's gradient        makes each chunk's part of it first
+                       in place
+    libraries          (not counted by the allocator)       cuBLAS: workspaces, taken once
+
+The GPU's column follows from how the kernels work (FlashAttention-2's and PyTorch's); it was not
+fitted to a measurement. cuDNN and FlexAttention are taken to need what FlashAttention-2 needs. The
+allocator's rounding (512 bytes) and its fragments are not counted, nor is CUDA's context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from labsupport.attention.flash_torch import LARGEST_BLOCKS, SMALLEST_BLOCK, TILE_ENTRIES
+from labsupport.training.config import DecoderConfig, MemoryOptions
+from labsupport.training.memory import default_chunk
+
+# Names of the parts; phases of the same step share them.
+WEIGHTS, STATES = "weights", "AdamW's states"
+GRADIENTS, COPIES = "gradients of weights", "weights in autocast's dtype"
+LOGITS, TEMPORARY = "logits and their loss", "temporaries"
+FIXED = "tokens, angles, workspaces"
+NORMS, STREAM = "norms' outputs", "residual stream"
+QKV, SCORES, OUTPUT = "queries, keys, values", "attention's scores (P)", "attention's output"
+MLP = "inside the MLP"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of memory: its name, the formula, and the formula's value in bytes."""
+
+    name: str
+    formula: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, with the arguments of `plan_memory`; `blocks` is K."""
+
+    config: DecoderConfig
+    savings: MemoryOptions
+    seqlen: int
+    batch: int
+    autocast: torch.dtype | None
+    device: str
+    optimizer: str | None
+    accumulation: int
+    blocks: int = 0
+
+    def part(self, name: str, *terms: str) -> Part:
+        """Return a part whose bytes are the sum of the terms."""
+        formula = " + ".join(t.removeprefix("1·") for t in terms if not t.startswith("0·")) or "0"
+        python = formula.replace("·", "*").replace("²", "**2")
+        allowed = {"__builtins__": {}, "max": max}
+        return Part(name, formula, eval(python, allowed, dict(self.symbols)))
+
+    def phases(self) -> dict[str, list[Part]]:
+        """Return the parts of each phase, by the phase's name, in the order of time."""
+        last, first = replace(self, blocks=self.config.layers), replace(self, blocks=1)
+        found = {
+            "loss, forward": last._loss_forward(),
+            "loss, backward": last._loss_backward(),
+            "last block's backward, MLP": last._mlp_backward(),
+            "last block's backward, attention": last._attention_backward(),
+            "first block's backward, MLP": first._mlp_backward(),
+            "first block's backward, attention": first._attention_backward(),
+            "embedding's backward": self._embedding_backward(),
+        }
+        always = [self.part(WEIGHTS, "W·4")]
+        if self.optimizer is not None:
+            always.append(self.part(STATES, "2·W·4"))
+            # sqrt(v), and the quotient: of one tensor; of all tensors the root alone, in place.
+            update = {"loop": ["2·Wx·4"], "foreach": ["W·4"]}.get(self.optimizer, [])
+            found["optimizer"] = [self.part(GRADIENTS, "W·4"), self.part(TEMPORARY, *update)]
+        fixed = ["2·T·8", *(["N·d·4"] if self.config.positions == "rotary" else [])]
+        if not self.cpu:
+            # cuBLAS's default on Hopper is 32 MiB for each thread that calls it, elsewhere about
+            # 8: the program and autograd's thread make two.
+            new = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+            fixed.append("2·32·1024²" if new else "2·8·1024²")
+        always.append(self.part(FIXED, *fixed))
+        return {name: [*always, *(p for p in parts if p.bytes)] for name, parts in found.items()}
+
+    # --- what blocks keep -------------------------------------------------------------------------
+
+    def kept_by_blocks(self, *, with_mlp: bool = True) -> list[Part]:
+        """Return what K blocks keep; without `with_mlp`, the first is through its MLP already."""
+        if self.savings.checkpoint:
+            # Each block's input; of one block all that is kept, computed again.
+            attentions, mlps = "1", "1" if with_mlp else "0"
+            stream = ["K·T·w·r", *(["T·w·r"] if with_mlp else [])]
+        else:
+            attentions, mlps = "K", "K" if with_mlp else "(K-1)"
+            stream = ["K·T·w·r", f"{mlps}·T·w·r"]
+        norms, inner = [f"{attentions}·T·(w·c + {self._by_norm})"], []
+        if not self.chunked_mlp:  # else the MLP and its norm are computed again, chunk by chunk
+            norms.append(f"{mlps}·T·(w·c + {self._by_norm})")
+            inner.append(f"{mlps}·T·{self._wide_tensors}·I·c")
+        # The textbook's matrix product wants K and V of every query head: it makes copies. It keeps
+        # P, and one byte an entry for the causal mask; the others keep the log-sum-exp.
+        heads, scores, lse = "(H + 2·G)", [], [f"{attentions}·T·H·4"]
+        if self.textbook:
+            heads, lse = "3·H", []
+            scores = [self.part(SCORES, f"{attentions}·B·H·N²·c", f"{attentions}·N²")]
+        return [
+            self.part(STREAM, *stream),
+            self.part(NORMS, *norms),
+            self.part(QKV, f"{attentions}·T·{heads}·d·c"),
+            *scores,
+            self.part(OUTPUT, f"{attentions}·T·w·c", *lse),
+            self.part(MLP, *inner),
+        ]
+
+    def kept_until_loss(self) -> list[Part]:
+        """Return what blocks keep, and the stream after the last of them with its norm."""
+        last = self.part("last norm", f"T·(w·r + w·c + {self._by_norm})")
+        if self.savings.checkpoint:
+            return [self.part(STREAM, "L·T·w·r"), last]
+        return [*self.kept_by_blocks(), last]
+
+    @property
+    def _by_norm(self) -> str:
+        """Bytes that a norm keeps for each token, beside its input and output."""
+        if self.config.norm == "layer":
+            copied = self.cpu and self.symbols["r"] == 2
+            return "8 + w·4" if copied else "8"  # mean and 1 / deviation, in float32
+        if not self.cpu:
+            return "4"
+        return "4 + w·4" if self.symbols["r"] == 4 else "4 + 2·w·4"
+
+    @property
+    def _wide_tensors(self) -> int:
+        """Tensors of the MLP's width that it keeps: GELU's two sides, or SwiGLU's four factors."""
+        return 4 if self.config.mlp == "swiglu" else 2
+
+    # --- phases -----------------------------------------------------------------------------------
+
+    def _loss_forward(self) -> list[Part]:
+        # Autocast makes a copy of a weight once, and keeps it as long as the forward pass lasts.
+        copies = ["L·Wb·c", "V·w·c"] if self.low else []
+        logits = ["V·c", "V·4"] if self.low else ["V·4"]
+        if self.savings.loss_chunk is None:
+            # Logits, in float32 if they are not, and their log-softmax.
+            logits = [f"T·{each}" for each in (*logits, "V·4")]
+        else:
+            # The gradients of the hidden states and of the classifier are made already.
+            logits = [*(f"C·{each}" for each in logits), "T·w·c", "V·w·4"]
+            logits += ["V·w·4"] if self.low and not self.cpu else []  # one chunk's part of it
+        return [
+            *self.kept_until_loss(),
+            *self._gradients(),
+            self.part(COPIES, *copies),
+            self.part(LOGITS, *logits),
+        ]
+
+    def _loss_backward(self) -> list[Part]:
+        # Those that the graph has saved: none of blocks that will be computed again.
+        copies = ["L·Wb·c"] if self.low and not self.savings.checkpoint else []
+        if self.savings.loss_chunk is not None:
+            logits = ["T·w·c", "V·w·4"]
+        else:
+            logits = ["3·T·V·4"]  # log-softmax, the gradient of it, and the gradient of the logits
+            copies += ["V·w·c"] if self.low else []
+        return [
+            *self.kept_until_loss(),
+            *self._gradients(),
+            self.part(COPIES, *copies),
+            self.part(LOGITS, *logits),
+        ]
+
+    def _mlp_backward(self) -> list[Part]:
+        cast = ["T·w·c"] if self.symbols["r"] != self.symbols["c"] else []
+        # GELU: that of its output (its own takes the place of its output's). SwiGLU: both factors'.
+        gradients = 2 if self.config.mlp == "swiglu" else 1
+        if self.chunked_mlp:
+            # The chunks' gradients; besides, the tensors of one chunk, or, when all chunks are
+            # done, their gradients put together.
+            inner = self._wide_tensors + gradients
+            one_chunk = " + ".join([f"M·(w·c + {self._by_norm} + {inner}·I·c)", *cast])
+            temporary = ["T·w·r", f"max({one_chunk}, T·w·r)"]
+        else:
+            temporary = [f"{gradients}·T·I·c", *cast]
+        return [
+            *self.kept_by_blocks(),
+            *self._gradients("(L-K)·Wb", "V·w", "w·I"),  # the MLP's last matrix already
+            *self._block_copies(),
+            self.part(TEMPORARY, "T·w·r", *temporary),
+        ]
+
+    def _attention_backward(self) -> list[Part]:
+        return [
+            *self.kept_by_blocks(with_mlp=False),
+            *self._gradients("(L-K)·Wb", "V·w", "Wm"),
+            *self._block_copies(),
+            # The gradient of the stream, and of attention's output.
+            self.part(TEMPORARY, "T·w·r", "T·w·c", *self._attention_temporaries()),
+        ]
+
+    def _attention_temporaries(self) -> list[str]:
+        """Return the backward's temporaries, the gradients of q, k and v included."""
+        if self.textbook:
+            return ["2·B·H·N²·c", "T·H·d·c"]  # dP, dS; dV
+        if self.savings.attention == "flash_torch":
+            rows, cols = self._flash_torch_tile()
+            # dQ in float32, dK and dV for each query head, D and L; two tiles and a mask for them,
+            # made in two steps; six slices of Q, K, V and their gradients.
+            tiles = [f"2·B·H·{rows}·{cols}·4", f"2·{rows}·{cols}", f"6·B·H·{rows}·d·4"]
+            return ["T·H·d·(4 + 2·c)", "2·T·H·4", *tiles]
+        if self.cpu:
+            # PyTorch's CPU kernel: blocks of 256 queries (64 or 32 where there are few) by 512
+            # keys; S and dS in float32, and once more for 16-bit products, in each thread.
+            sizes = ((768, 256), (192, 64), (0, 32))
+            rows = next(size for least, size in sizes if self.seqlen >= least)
+            each = "(4 + c)" if self.low else "4"
+            tiles = f"{torch.get_num_threads()}·2·{rows}·{min(512, self.seqlen)}·{each}"
+            return ["T·(H + 2·G)·d·c", tiles]
+        grouped = ["2·T·H·d·c"] if self.config.key_heads < self.config.heads else []
+        return ["T·(H + 2·G)·d·c", "T·H·d·4", "2·T·H·4", *grouped]
+
+    def _flash_torch_tile(self) -> tuple[int, int]:
+        device = "cpu" if self.cpu else "cuda"
+        heads = self.batch * self.config.heads
+        exponent = round(math.log2(max(1, TILE_ENTRIES[device] // heads)))
+        sides = 2 ** (exponent - exponent // 2), 2 ** (exponent // 2)
+        rows, cols = (
+            min(most, max(SMALLEST_BLOCK, side))
+            for most, side in zip(LARGEST_BLOCKS[device], sides, strict=True)
+        )
+        return rows, cols
+
+    def _embedding_backward(self) -> list[Part]:
+        temporary = ["T·w·4"]
+        if self.config.tied or self.accumulation > 1:
+            temporary.append("V·w·4")  # until it is added to the classifier's or the last batch's
+        if self.config.tied and not self.low and self.savings.loss_chunk is None:
+            temporary.append("V·w·4")  # the sum is a third tensor
+        return [self.part(GRADIENTS, "W·4"), self.part(TEMPORARY, *temporary)]
+
+    def _block_copies(self) -> list[Part]:
+        copies = "Wb·c" if self.savings.checkpoint else "K·Wb·c"
+        return [self.part(COPIES, copies)] if self.low else []
+
+    def _gradients(self, *so_far: str) -> list[Part]:
+        if self.accumulation == 1:
+            return [self.part(GRADIENTS, *(f"{weights}·4" for weights in so_far))]
+        # All of them, from the micro-batch before; a tied classifier's waits for the embedding's.
+        waiting = ["V·w·4"] if so_far and self.config.tied else []
+        return [self.part(GRADIENTS, "W·4", *waiting)]
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def cpu(self) -> bool:
+        """Whether the device is a CPU."""
+        return self.device == "cpu"
+
+    @property
+    def low(self) -> bool:
+        """Whether matrix products are in 16 bits, by autocast."""
+        return self.autocast is not None
+
+    @property
+    def textbook(self) -> bool:
+        """Whether S and P are stored."""
+        return self.savings.attention == "standard"
+
+    @property
+    def chunked_mlp(self) -> bool:
+        """Whether the MLP is cut: not if the sequence is no longer than a chunk."""
+        return self.savings.mlp_chunk is not None and self.savings.mlp_chunk < self.seqlen
+
+    @cached_property
+    def symbols(self) -> Mapping[str, int]:
+        """The letters of the formulas."""
+        config, savings = self.config, self.savings
+        width, inner, tokens = config.width, config.inner_width, self.batch * self.seqlen
+        into_mlp = 2 if config.mlp == "swiglu" else 1
+        mlp = (into_mlp + 1) * width * inner + config.bias * (into_mlp * inner + width)
+        norm = width * (2 if config.norm == "layer" and config.bias else 1)
+        tables = config.vocab_size * (1 if config.tied else 2)
+        tables += config.max_positions if config.positions == "learned" else 0
+        return {
+            "T": tokens,
+            "B": self.batch,
+            "N": self.seqlen,
+            "L": config.layers,
+            "w": width,
+            "H": config.heads,
+            "G": config.key_heads,
+            "d": config.head_dim,
+            "I": inner,
+            "V": config.vocab_size,
+            "c": self.autocast.itemsize if self.autocast else 4,
+            "r": savings.residual.itemsize if savings.residual else 4,
+            "W": config.parameters,
+            "Wb": (config.parameters - tables * width - norm) // config.layers,
+            "Wm": mlp + norm,
+            "Wx": max(config.vocab_size * width, width * inner),
+            "C": min(savings.loss_chunk or default_chunk(config.vocab_size), tokens),
+            "M": self.batch * min(savings.mlp_chunk or self.seqlen, self.seqlen),
+            "K": self.blocks,
+        }
