@@ -31,8 +31,6 @@ That is share * speedup. Add up times, not speed-ups.
     1 / (1 - share + share / speedup) -> share * speedup
 That is the time that is left, relative to before; the speed-up is its inverse.
     return 1 / -> return
-That is the mean of the two speeds. Add up times, relative to the old one, and invert.
-    1 / (1 - share + share / speedup) -> 1 - share + share * speedup
 The part that attention does not touch is missing: it takes 1 - share, as before.
     1 - share + ->
 That is the limit for an infinite speed-up; attention still takes share / speedup.
@@ -41,8 +39,6 @@ The untouched part is 1 - share of the time, not all of it.
     1 - share + -> 1 +
 The two parts are swapped: share is what gets faster.
     1 - share + share / speedup -> share + (1 - share) / speedup
-That is in percent; return a factor.
-    return 1 / -> return 100 /
 """)
 
 
@@ -81,8 +77,6 @@ A gated MLP has three matrices: gate, up and down.
     3 * hidden -> 2 * hidden
 The output layer (lm_head, hidden x vocab) is missing.
     + hidden * vocab ->
-The output layer comes once, not in every layer.
-    + hidden * vocab -> + layers * hidden * vocab
 Attention is two products, Q K^T and P V: 4 * seqlen^2 * head_dim a head.
     heads * 4 -> heads * 2
 A multiply-add counts as 2 FLOPs in the matrices as well as in attention.
@@ -91,18 +85,12 @@ The projection of the output (o, heads * head_dim to hidden) is missing.
     (2 * heads + -> (heads +
 The projections of q, k, v and o are missing.
     (projections + mlp) -> mlp
-K and V have a projection each.
-    + 2 * kv_heads -> + kv_heads
 q and o are hidden x (heads * head_dim), which is not hidden x hidden in every model.
     (2 * heads + 2 * kv_heads) * head_dim -> 2 * (hidden + kv_heads * head_dim)
-That is attention relative to the rest; return its share of the whole.
-    (attention + rest) -> rest
 That is the share of the rest; attention's is 1 minus that.
     return attention -> return rest
 That is in percent; return a fraction from 0 to 1.
     return attention -> return 100 * attention
-Attention grows with the square of seqlen.
-    seqlen**2 -> seqlen
 """)
 
 

@@ -77,8 +77,6 @@ A row that needs exactly memory_bytes fits: <=, not <.
     <= memory -> < memory
 You choose the fastest row first and then ask whether it may run. Leave out first, then choose.
     able = -> known = sorted(_timed(known), key=_ms)[:1]\n    able =
-That is the slowest one: ms are times, and less is better.
-    min(tied, key=_memory) -> max(left, key=_ms)
 That is the one with the least memory. All of them fit: speed decides.
     min(tied -> min(left
 You take the first row that may run; rows are in no order.
@@ -96,10 +94,6 @@ A tie is up to 5% above the fastest: ms <= 1.05 * the fastest. Yours is narrower
     1.05 -> 1.02
 A tie is up to 5% above the fastest: ms <= 1.05 * the fastest. Yours is wider.
     1.05 -> 1.1
-In a tie you take the slowest; less memory wins.
-    min(tied, key=_memory) -> max(tied, key=_ms)
-In a tie you take the most memory; less memory wins.
-    min(tied -> max(tied
 """)
 SOURCE_MISTAKES = mistakes(r"""
 Predicted rows are left out. They count for backends without a measured row.
@@ -112,8 +106,6 @@ A backend that failed when it was measured, or did not fit, comes back by its pr
 predictions of measured backends first, then the rows that may not run.
     measured = -> asked = [row for row in asked if row["status"] == "ok"]\n    measured =
     measured = -> asked = [row for row in asked if _memory(row) <= memory_bytes]\n    measured =
-A measurement in another dtype overrules the prediction: take rows of the dtype first.
-    row["backend"] for row in asked -> row["backend"] for row in rows
 """)
 
 

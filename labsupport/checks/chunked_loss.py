@@ -75,8 +75,6 @@ The last, shorter chunk is left out: loop to len(labels).
     range(0, len(labels), -> range(0, len(labels) // chunk * chunk,
 It is the loss of the last chunk alone: add up (+=).
     total -= -> total = -
-It is the loss of the first chunk alone.
-    grad_weight += d.T @ hidden[part] -> break
 Ignored tokens count in the sum, as if their label were 0. Their loss must be 0.
     [:, 0] * kept -> [:, 0]
 A label of -100 was used as an index, which counts from the end. Hide these tokens first.
@@ -86,24 +84,15 @@ The sign is wrong: the loss is minus the log of a probability.
     total -= -> total +=
 It is minus the label's logit; the logsumexp over the vocabulary is missing.
     torch.log_softmax(hidden[part] @ weight.T, dim=-1) -> hidden[part] @ weight.T
-It is minus the label's probability; take its logarithm first.
-    log_p.gather -> log_p.exp().gather
 """)
 GRADIENT_MISTAKES = mistakes(r"""
 The incoming gradient is ignored: multiply by it. It is 3 where the loss is multiplied by 3.
     * grad_loss ->
-The incoming gradient is multiplied in twice.
-    * grad_loss -> * grad_loss**2
 The minus one at the label is missing: d = softmax - onehot(label).
     -torch.ones_like -> 0 * torch.ones_like
 The sign is wrong: d = softmax - onehot(label), not the other way round.
     d *= kept -> d *= -1 * kept
-The softmax is missing: d = softmax - onehot(label).
-    log_p.exp() -> 0 * log_p
 Ignored tokens get a gradient, as if their label were 0. Their d must be 0 throughout.
-    d *= kept[:, None] / count -> d /= count
-Ignored tokens get a gradient, their softmax without a label. Their d must be 0 throughout.
-    d[:, :1]) -> d[:, :1]) * kept[:, None]
     d *= kept[:, None] / count -> d /= count
 It is not divided by the number of tokens that count; the loss is.
     d *= kept[:, None] / count -> d *= kept[:, None]

@@ -44,10 +44,6 @@ K passes for *each* block of rows of Q, seqlen / block_q times; so does V.
     seqlen // block_q -> 1
 K and V both pass for each block of rows; one of them passes once in your count.
     (square + passes * matrix) -> (square + matrix)
-K and V pass once for each *block* of rows, seqlen / block_q times, not for each row.
-    seqlen // block_q -> seqlen
-There are seqlen / block_q blocks: divide, do not multiply.
-    seqlen // block_q -> seqlen * block_q
 S and P are missing: one kernel writes them to slow memory, the next one reads them.
     seqlen**2 -> 0
 One matrix of N^2 is not read: the softmax reads S, the second product P.
@@ -56,8 +52,6 @@ One matrix of N^2 is not written: the first product writes S, the softmax P.
     square + square -> square
 O is missing from what is written.
     square + matrix\\n -> square\\n
-Q is missing from what is read.
-    (matrix + passes -> (passes
 That is in bytes; count elements.
     return read, written -> return 4 * read, 4 * written
 The two values are swapped: return read, written.
@@ -87,8 +81,6 @@ The loop orders are exchanged: outside='queries' keeps a block of Q, outside='ke
     "queries" -> "keys"
 `outside` is ignored: you count queries outside in either order.
     outside == "queries" -> True
-`outside` is ignored: you count keys outside in either order.
-    outside == "queries" -> False
 K *and* V pass: 2 * block_k * head_dim for a block of keys.
     tiles * 2 * cols -> tiles * cols
     2 * matrix -> matrix
@@ -102,8 +94,6 @@ With queries outside, a block of Q stays: it is read once, not for each tile.
     matrix + tiles * 2 * cols -> tiles * (rows + 2 * cols)
 With queries outside, L is missing from what is written: one number a row.
     matrix + seqlen -> matrix
-L has one number a row, not head_dim.
-    matrix + seqlen -> 2 * matrix
 With queries outside, O stays in fast memory: it is written once.
     matrix + seqlen -> tiles * rows + seqlen
 With keys outside, m and l are read and written together with O.
@@ -111,8 +101,6 @@ With keys outside, m and l are read and written together with O.
     + 2 * seqlen ->
 With keys outside, O, m and l begin with zeros (or -inf) that are written.
     (matrix + 2 * seqlen) + ->
-With keys outside, O has to be read again for each tile, not only written.
-    (2 * rows -> (rows
 With keys outside, O, m and l are written for each tile: the next block of keys needs them.
     tiles * (rows + 2 * block_q) -> matrix + 2 * seqlen
 That is in bytes; count elements.
@@ -130,8 +118,6 @@ The tiles on the diagonal are missing: a part of their pairs is visible, so they
 T (T + 1) / 2 holds for square tiles only. A block of queries sees keys up to its *last* row:
 ceil((r + 1) * block_q / block_k) blocks, for r = 0, 1, ...
     math.ceil(end / block_k) -> end // block_q
-You go by each block's first row. Its last row sees the most keys: round up.
-    math.ceil(end / block_k) -> (end - block_q) // block_k + 1
 A block of keys passes whole even if one key is visible: round up.
     math.ceil(end / block_k) -> end // block_k
 You count visible pairs. A block of keys passes whole: count tiles.

@@ -41,18 +41,12 @@ Each query sees one token of its future: the diagonal is one too far to the righ
     - seqlen_q -> - seqlen_q + 1
 It is inverted: True means that a query MAY look.
     return mask -> return ~mask
-The triangle is inverted: it shows the future and hides the past.
-    tril -> triu
 Nothing is hidden. Of several new tokens, the first must not see the last.
     - seqlen_q ->
 Padding is not hidden: `valid` is ignored.
     mask & valid[:, None, None, :] -> mask.expand(len(valid), 1, -1, -1)
 `valid` hides queries as well as keys. Nobody reads a padding query: hide keys only.
     None, :] -> None, :] & valid[:, None, -seqlen_q:, None]
-`valid` hides queries, not keys: index it as valid[:, None, None, :].
-    None, :] -> -seqlen_q:, None]
-Padding is shown and text is hidden: `valid` is True for text.
-    & valid -> & ~valid
 Causal OR valid: a key must be both, in the past and text.
     mask & valid -> mask | valid
 The rows of padding tokens, which see no key, were filled. Leave them False: kernels give 0 there.

@@ -58,27 +58,16 @@ time: numpy.polyfit with w=1 / ms, or least squares of the rows (1 / ms, flops /
     , w=1 / ms ->
 You divide by ms**2. numpy.polyfit applies weights *before* squaring: 1 / ms.
     w=1 / ms -> w=1 / ms**2
-You divide by sqrt(ms). numpy.polyfit applies weights *before* squaring: 1 / ms.
-    w=1 / ms -> w=ms**-0.5
 There is no start: your line goes through 0. Fit both numbers.
     np.polyfit(work, ms, 1, w=1 / ms) -> (work / ms).sum() / ((work / ms) ** 2).sum(), 0
 start_ms is the shortest time measured. That call did some work, too: fit both numbers.
     float(start_ms) -> float(ms.min())
-You draw the line through two rows. The others know something, too: fit all.
-    work = flops / 1e9 -> two = [flops.argmin(), flops.argmax()]\n    work = flops[two] / 1e9
-    ms, 1, w=1 / ms -> ms[two], 1
-tflops is the mean of flops / ms, and the start is in it. Fit both numbers.
-    1 / slope -> (work / ms).mean()
 The two values are swapped: return start_ms, tflops.
     float(start_ms), float(1 / slope) -> float(1 / slope), float(start_ms)
 The second value is the slope, a time for work. The rate is 1 over it.
     1 / slope -> slope
 The rate is in FLOP/s: divide by 1e12.
     1 / slope -> 1e12 / slope
-The rate is in GFLOP/s: divide by 1e3.
-    1 / slope -> 1e3 / slope
-The rate is in FLOPs a millisecond: divide by 1e9.
-    1 / slope -> 1e9 / slope
 start_ms is in seconds.
     float(start_ms) -> float(start_ms) / 1e3
 """)
@@ -98,8 +87,6 @@ The work's time is in seconds, start_ms in ms.
     / 1e9 -> / 1e12
 Divide by the rate.
     flops / tflops -> flops * tflops
-The two times add up: first the start, then the work.
-    start_ms + flops / tflops / 1e9 -> max(start_ms, flops / tflops / 1e9)
 """)
 
 
@@ -122,19 +109,13 @@ Divide by the measured time, not by the predicted one.
     / measured) -> / predicted)
 Errors of both signs cancel: take absolute values before the mean. (It is the bias.)
     .abs() ->
-That is the mean of the squares; take absolute values.
-    (predicted - measured).abs() / measured -> (predicted / measured - 1) ** 2
 That is the largest error; return the mean.
     .mean() -> .max()
-That is the median of the errors; return the mean.
-    .mean() -> .median()
 That is in ms: divide each error by the measured time.
     .abs() / measured -> .abs()
 You divide the sum of the errors by the sum of the times: the longest calls decide alone. Divide
 each one by its own time, then take the mean.
     .abs() / measured).mean() -> .abs().sum() / measured.sum())
-That is in percent; return a fraction.
-    error = -> error = 100 *
 """)
 
 

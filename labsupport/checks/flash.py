@@ -57,8 +57,6 @@ def flash_forward(
 FORWARD_MISTAKES = mistakes(r"""
 The scores are not divided by sqrt(head_dim).
     1 / math.sqrt(q.shape[-1]) -> 1.0
-The scores are divided by head_dim; it must be its square root.
-    math.sqrt(q.shape[-1]) -> q.shape[-1]
 Your running maximum and sum are right, but the accumulator O is not rescaled when the maximum
 rises: multiply it by exp(m - m_new) before adding the new block.
     o * alpha[..., None] -> o
@@ -84,25 +82,17 @@ keys up to i + seqlen_k - seqlen_q.
     query + seqlen_k - seqlen_q -> query
 The causal mask hides the query's own position too.
     key > query -> key >= query
-The causal mask shows one key of the future.
-    key > query -> key > 1 + query
 The causal mask is inverted: it shows the future and hides the past.
     key > query -> key <= query
 The last, shorter block of keys is left out: loop to seqlen_k.
     range(0, seqlen_k, block_k) -> range(0, seqlen_k // block_k * block_k, block_k)
-The last, shorter block of queries is left out.
-    range(0, seqlen_q, block_q) -> range(0, seqlen_q // block_q * block_q, block_q)
 A query without any key gives NaN: its m stays -inf, and -inf - (-inf) is NaN. Subtract 0 while m
 is -inf, and divide by 1 while l is 0.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
 It is log(l); the maximum that was subtracted is missing: m + log(l).
     m + torch.log(l) -> torch.log(l)
-It is in base 2; the log-sum-exp here is the natural one.
-    m + torch.log(l) -> (m + torch.log(l)) / math.log(2)
 It is the running maximum; the log-sum-exp is m + log(l).
     m + torch.log(l) -> m
-It is the running sum; the log-sum-exp is m + log(l).
-    m + torch.log(l) -> l
 """)
 
 
@@ -144,14 +134,8 @@ def flash_backward(
 BACKWARD_MISTAKES = mistakes(r"""
 D = rowsum(dO * O) is missing: dS = P * (dP - D).
     - delta[..., rows, None] ->
-D is added; it must be subtracted: dS = P * (dP - D).
-    dp - delta -> dp + delta
-D is not rowsum(dO * O).
-    (dout * out).sum(dim=-1) -> torch.ones_like(lse)
 dS = P * (dP - D): the factor P is missing.
     ds = p * -> ds =
-dV is P^T dO, not dS^T dO.
-    += p.mT -> += ds.mT
 P is not normalised: it is exp(S - lse), with the log-sum-exp, not the maximum.
     s - lse[..., rows, None] -> s - s.amax(-1, keepdim=True)
     block_k): -> seqlen_k):

@@ -70,24 +70,16 @@ The forward pass has two products, Q K^T and P V: 4 * head_dim for each visible 
     else 4) -> else 2)
 Every query head computes its own scores: count heads, not kv_heads.
     batch * heads * pairs -> batch * kv_heads * pairs
-Every head has its own scores: multiply by heads.
-    batch * heads * pairs -> batch * pairs
 `causal` is ignored: hidden pairs are not computed.
     if causal -> if False
-Pairs are hidden only with causal=True.
-    if causal -> if True
 The mask hides fewer than half of the pairs. The diagonal is visible, N (N + 1) / 2 of N^2 are left,
 and with fewer queries than keys every query also sees all the keys before the queries.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs /= 2
 The diagonal is visible: N (N + 1) / 2 pairs are left of N^2, not N^2 / 2.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs -= seqlen_q**2 / 2
-A query sees its own position: the diagonal counts.
-    (seqlen_q - 1) -> (seqlen_q + 1)
 That mask is aligned top-left. The queries are the last tokens (bottom-right): query i sees
 seqlen_k - seqlen_q + i + 1 keys.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs = seqlen_q * (seqlen_q + 1) // 2
-There are seqlen_q * seqlen_k pairs, not seqlen_q**2.
-    seqlen_q * seqlen_k -> seqlen_q**2
 `backward` is ignored: that pass has five products, not two.
     10 if -> 4 if
 The backward has five products: S again, because nobody stored it, dV, dP, dQ, dK.
@@ -103,24 +95,15 @@ That counts numbers; a number of Q takes dtype.itemsize bytes.
     seqlen_q * 4 -> seqlen_q
 `dtype` is ignored: you always count 4 bytes a number.
     dtype.itemsize -> 4
-`dtype` is ignored: you always count 2 bytes a number.
-    dtype.itemsize -> 2
 K and V have kv_heads heads: a group of query heads shares one, and it moves once.
     seqlen_k * kv_heads -> seqlen_k * heads
-K and V have seqlen_k rows, not seqlen_q.
-    batch * seqlen_k -> batch * seqlen_q
 L is missing: float32, one number for each query of each head.
     seqlen_q * 4 -> seqlen_q * 0
 L is float32 whatever dtype is: 4 bytes a number.
     seqlen_q * 4 -> seqlen_q * dtype.itemsize
-L has one number for each query of each head, not head_dim.
-    seqlen_q * 4 -> seqlen_q * 4 * head_dim
 O is missing: it passes too.
     2 * q -> q
     4 * q -> 3 * q
-V is missing: K and V are two tensors.
-    else 2 * q + 2 * k + lse -> else 2 * q + k + lse
-    2 * k + 2 * k -> k + 2 * k
 That counts S and P as well, but a fused kernel keeps them in fast memory.
     + lse -> + lse + 2 * batch * heads * seqlen_q * seqlen_k * dtype.itemsize
 A causal mask hides pairs, but no key from every query: all of K and V still has to move.
@@ -131,10 +114,6 @@ In the backward dO is missing, the incoming gradient, or O, which rowsum(dO * O)
     4 * q -> 3 * q
 In the backward pass the results are missing: dQ, dK and dV are written.
     4 * q + 2 * k + 2 * k -> 3 * q + 2 * k
-In the backward pass dK and dV are missing: they are written.
-    2 * k + 2 * k -> 2 * k
-dK and dV have the shape of K and V: kv_heads heads.
-    2 * k + 2 * k -> 2 * k + 2 * k * heads // kv_heads
 With backward=True the backward pass alone is meant: the forward is not in it.
     4 * q + 2 * k + 2 * k + lse -> 6 * q + 6 * k + 2 * lse
 """)
@@ -156,14 +135,8 @@ That is the shorter of the two times. Both must be over: take the longer one.
     max(arithmetic, memory) -> min(arithmetic, memory)
 The time for the bytes is ignored: it is the longer one sometimes.
     max(arithmetic, memory) -> arithmetic
-The time for the FLOPs is ignored: it is the longer one sometimes.
-    max(arithmetic, memory) -> memory
 That is in seconds; return milliseconds.
     max(arithmetic, memory) -> max(arithmetic, memory) / 1e3
-That is in microseconds; return milliseconds.
-    max(arithmetic, memory) -> max(arithmetic, memory) * 1e3
-A GB is 10^9 bytes here, not 2^30.
-    gb_s / 1e6 -> gb_s / 2**30 * 1e3
 """)
 
 

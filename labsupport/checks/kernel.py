@@ -65,8 +65,6 @@ exp2(scores - m) is the softmax's exponential.
     tl.exp2( -> tl.exp(
 P is computed with exp, alpha with exp2: scores carry the factor log2(e), so use exp2.
     tl.exp2(scores -> tl.exp(scores
-alpha is computed with exp, P with exp2: scores carry the factor log2(e), so use exp2.
-    tl.exp2(m -> tl.exp(m
 The maximum is never subtracted, and exp2(scores) overflows: P is exp2(scores - m_new).
     scores - shift[:, None] -> scores
     l * alpha -> l
@@ -78,8 +76,6 @@ P is computed under the old maximum, which is -inf at first: subtract m_new.
 Everything is NaN from the first tile on, as with alpha = exp2(m_new - m), where m is -inf: a sum
 under a smaller maximum has to shrink, alpha = exp2(m - m_new).
     m - shift) -> shift - m)
-acc is divided by l in every step: the kernel divides once, after the last tile.
-    return m_new -> acc = acc / l[:, None]\n    return m_new
 l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).
     + tl.sum(p, 1) ->
 A row whose keys are all hidden gives NaN: its m is still -inf, and -inf - (-inf) is NaN. Subtract 0

@@ -37,8 +37,6 @@ Each head got every heads-th number of a token: the last dimension is (heads, he
     (heads, -1)) -> (-1, heads)).mT
 This is (batch, heads, seqlen, head_dim), Transformers' layout; flash-attn has seqlen before heads.
     (heads, -1)) -> (heads, -1)).transpose(1, 2)
-This has the shape of Transformers' layout, and numbers in the wrong places: reshape mixes them up.
-    unflatten(-1, (heads, -1)) -> reshape(len(x), heads, x.shape[1], -1)
 The last two dimensions are swapped: (heads, head_dim), in this order.
     (heads, -1) -> (-1, heads)
 """)
@@ -57,8 +55,6 @@ This is (batch, heads, seqlen, head_dim), Transformers' layout; flash-attn has s
     .transpose(1, 2) ->
 The last two dimensions were swapped, not heads and seqlen.
     (1, 2) -> (2, 3)
-batch and heads were swapped; swap heads and seqlen, dimensions 1 and 2.
-    (1, 2) -> (0, 1)
 """)
 
 
@@ -84,8 +80,6 @@ The shape is right, but heads and positions are mixed up by reshape: split the l
 It was cut head by head, as (group, q and k and v): here all of q comes first, then k, then v.
     return q, k, v -> parts = qkv.unflatten(-1, (kv_heads, -1, head_dim))\n    return parts
     return parts -> return [x.flatten(2, 3) for x in parts.split((heads // kv_heads, 1, 1), 3)]
-It was cut as (heads, head_dim, 3), every third number: q, k and v follow one another.
-    return q, k, v -> return qkv.unflatten(-1, (heads, head_dim, 3)).unbind(-1)
 K and V were repeated to q's heads, which copies them; flash-attn takes kv_heads heads.
     return q, k, v -> return q, *(x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
     2) for x -> 2) if heads > kv_heads else x for x

@@ -56,15 +56,8 @@ The weights do not add up to 1: exp(lse - m) and exp(part_lse - m) must be divid
     both.masked_fill(both == -torch.inf, 0.0) -> torch.maximum(lse, part_lse).nan_to_num(neginf=0)
 The weights are swapped: exp(lse) belongs to out, exp(part_lse) to part.
     weight, part_weight = -> part_weight, weight =
-Only the part with the larger log-sum-exp is kept. Both count.
-    (lse - safe).exp() -> (lse >= part_lse).to(lse)
-    (part_lse - safe).exp() -> (lse < part_lse).to(lse)
 out comes back as it was: part is not in it.
     weight[..., None] * out + part_weight[..., None] * part -> out + 0
-part comes back as it was: out is lost.
-    weight[..., None] * out + part_weight[..., None] * part -> part.to(out)
-The weights are powers of 2. The log-sum-exp is a natural logarithm: use exp.
-    (lse - safe).exp(), (part_lse - safe).exp() -> (torch.stack((lse, part_lse)) * LN_2).softmax(0)
 Where nothing was seen, -inf - (-inf) is NaN: subtract 0 there.
     both.masked_fill(both == -torch.inf, 0.0) -> both
 exp(1000) overflows and exp(-1000) is 0: subtract the larger log-sum-exp first, whichever it is.
@@ -75,18 +68,12 @@ The two log-sum-exps are added. Use torch.logaddexp: log(exp(lse) + exp(part_lse
     part, both -> part, lse + part_lse
 It is the larger of the two: add log(exp(lse - m) + exp(part_lse - m)) to it.
     part, both -> part, torch.maximum(lse, part_lse)
-It is the mean of the two. It is log(exp(lse) + exp(part_lse)).
-    part, both -> part, (lse + part_lse) / 2
 The maximum is missing: m + log(exp(lse - m) + exp(part_lse - m)).
     part, both -> part, both - torch.maximum(lse, part_lse)
-The logarithm is missing: it is log(exp(lse) + exp(part_lse)).
-    part, both -> part, both.exp()
 It is in base 2: use torch.log and torch.exp, the natural ones.
     part, both -> part, both / LN_2
 The running lse comes back as it was: it has to grow with every part.
     part, both -> part, lse + 0
-The part's lse comes back: the running one is lost.
-    part, both -> part, part_lse + 0
 """)
 
 
@@ -103,8 +90,6 @@ def merge_all(parts: Iterable[Result]) -> Result:
 ALL_MISTAKES = mistakes(r"""
 The first part is lost: the running result starts with it, or with nothing.
     iter(parts) -> list(parts)\n    parts = iter(parts[1:] or parts)
-The last part is lost.
-    iter(parts) -> list(parts)\n    parts = iter(parts[:-1] or parts)
 The running lse starts at 0, like a key with score 0. Nothing seen is log(0) = -inf.
     for part, -> out, lse = merge(0 * out, 0 * lse, out, lse)\n    for part,
 All parts weigh the same. Merge them one by one, each by its log-sum-exp.

@@ -60,16 +60,8 @@ def held_bytes(
 MISTAKES = mistakes("""
 That counts numbers; a number takes itemsize bytes.
     itemsize * ( -> (
-`itemsize` is ignored: you always count 4 bytes a number.
-    itemsize * ( -> 4 * (
 Every head has its own scores: heads * seqlen**2 in each layer.
     heads * seqlen**2 -> seqlen**2
-Every layer keeps its probabilities until its own backward pass: count them in all.
-    else block) -> else block - scores) + (0 if checkpoint else scores)
-You halved the matrix. The mask hides entries, but the whole seqlen x seqlen matrix is stored.
-    heads * seqlen**2 -> heads * seqlen**2 // 2
-Scores are counted although stores_scores is False: FlashAttention keeps none of them.
-    if stores_scores -> if True
 stores_scores is ignored: the probabilities are missing.
     if stores_scores -> if False
 The block keeps one matrix a head, the probabilities; not the scores before the softmax.
@@ -78,26 +70,18 @@ In attention's backward, the gradients of the probabilities and the scores are m
     + 2 * scores ->
 In attention's backward, the block's two MLP tensors are gone: - 2 * seqlen * mlp_width.
     scores - mlp -> scores
-In the MLP's backward pass, one gradient of seqlen * mlp_width is missing.
-    again + seqlen * mlp_width -> again
 You added up the moments. They follow one another: take the largest.
     max( -> sum(
 The MLP stores two tensors of seqlen * mlp_width, before and after GELU.
     width + mlp + scores -> width + mlp // 2 + scores
 The MLP's stored tensors are missing: 2 * seqlen * mlp_width in each block.
     width + mlp + scores -> width + scores
-The MLP's inside is mlp_width wide, not width.
-    seqlen * mlp_width -> seqlen * width
 q, k and v are missing: 3 * seqlen * width in each block.
     8 * seqlen -> 5 * seqlen
-The outputs of the two norms are missing: the matrices after them need their inputs.
-    8 * seqlen -> 6 * seqlen
 Every layer keeps its tensors: multiply by layers.
     else block) -> else block / layers)
 `checkpoint` is ignored: only each block's input is kept with it.
     if checkpoint -> if False
-Without checkpoint, every block keeps all of its tensors.
-    if checkpoint -> if True
 With checkpoint a block still stores its input, seqlen * width in each layer.
     (seqlen * width if -> (0 if
 The block being recomputed is missing: in its backward all its tensors are there again.
@@ -109,8 +93,6 @@ The logits are missing: at the moment of the loss they are there.
     min(loss_chunk, seqlen) * vocab + ->
 Without loss_chunk the log-softmax meets two gradients: three tensors, not one.
     3 * seqlen * vocab -> seqlen * vocab
-Without loss_chunk the log-softmax meets two gradients: three tensors, not two.
-    3 * seqlen * vocab -> 2 * seqlen * vocab
 The chunked loss has one tensor of logits, changed in place; three without loss_chunk.
     = min(loss_chunk -> = 3 * min(loss_chunk
 `loss_chunk` is ignored: with it, only that many tokens have logits together.

@@ -41,16 +41,10 @@ The exponent is -i / head_dim; it is -2i / head_dim, so that it runs from 0 to a
     -exponents / -> -exponents / 2 /
 The exponent is -2i / (head_dim / 2); it is -2i / head_dim. Divide by the whole head_dim.
     / head_dim) -> / (head_dim // 2))
-The exponent ends at -1 exactly: it is -2i / head_dim, from 0 to almost -1.
-    -exponents / head_dim -> -torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)
 The exponent lacks its minus sign: frequencies fall, base ** (-2i / head_dim).
     (-exponents -> (exponents
-The order is reversed: pair 0 turns fastest, by 1 radian a token.
-    / head_dim) -> / head_dim).flip(0)
 `base` is ignored: you always take 10,000.
     base ** -> 10_000 **
-Positions start at 1; use them as they are given, and they start at 0.
-    positions[:, None] -> (positions[:, None] + 1)
 The values in `positions` are ignored: you count 0, 1, 2, ... instead. A shard of a sequence starts
 somewhere else.
     positions[:, None] -> torch.arange(len(positions))[:, None]
@@ -58,12 +52,8 @@ There is a factor of 2 pi too much: angles are position * frequency, in radians.
     * frequencies -> * frequencies * 2 * torch.pi
 cos and sin are swapped: return cos first.
     angles.cos().float(), angles.sin() -> angles.sin().float(), angles.cos()
-The sign of the angle is wrong: it is + position * frequency.
-    * frequencies -> * -frequencies
 The angles were computed in bfloat16, which cannot count beyond 256. Use float32 or float64.
     positions[: -> positions.bfloat16().double()[:
-Positions were rounded to float16, which counts to 2,048. Use float32 or float64.
-    positions[: -> positions.half().double()[:
 The angles were computed in bfloat16, which has 8 bits. Use float32 or float64.
     positions[:, None] * frequencies -> positions.bfloat16()[:, None] * frequencies.bfloat16()
 """)
@@ -89,8 +79,6 @@ It turns the other way round, by -angle: x' = x cos - y sin and y' = y cos + x s
     cos + first -> cos - first
 A minus is missing: x' = x cos - y sin. With two plus signs it is no rotation.
     cos - second -> cos + second
-There is a minus too many: y' = y cos + x sin.
-    cos + first -> cos - first
 Only the cosines are used: each number of a pair also needs the other's sine.
     - second * sin ->
     + first * sin ->
@@ -99,16 +87,9 @@ cos and sin have swapped places: x' = x cos - y sin.
 y' was computed from the new x': the first half was overwritten too early.
     turned = ( -> first = first * cos - second * sin\n    turned = (
     (first * cos - second * sin -> (first
-The second half is left as it was; it is turned too: y' = y cos + x sin.
-    second * cos + first * sin -> second
-The two halves of the result are swapped: x' comes first.
-    (turned, -> (turned[::-1],
 The angles run along the heads. cos[:, None, :], of shape (seqlen, 1, head_dim // 2), puts them
 along seqlen.
     cos[:, None, :], sin[:, None, :] -> cos, sin
-The angles run along the batch. cos[:, None, :], of shape (seqlen, 1, head_dim // 2), puts them
-along seqlen.
-    cos[:, None, :], sin[:, None, :] -> cos[:, None, None], sin[:, None, None]
 """)
 
 
@@ -128,10 +109,6 @@ Nothing has moved.
 The columns were permuted. The rows make the numbers of a head; columns read x.
     weight.unflatten -> weight.T.unflatten
     (weight.shape) -> (weight.T.shape).T
-The second numbers of the pairs come first. They belong into the second half.
-    transpose(1, 2) -> transpose(1, 2).flip(1)
-The heads are not the outermost: rows are head after head.
-    transpose(1, 2) -> permute(2, 1, 0, 3)
 """)
 
 

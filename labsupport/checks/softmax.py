@@ -38,16 +38,12 @@ def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor
 MISTAKES = mistakes("""
 It is the maximum of the last block alone.
     torch.maximum(m, block.amax(-1)) -> block.amax(-1)
-It is the maximum of the first block alone.
-    torch.maximum(m, block.amax(-1)) -> torch.where(m == -torch.inf, block.amax(-1), m)
 m starts at 0, which is wrong when all scores are negative: start at -inf.
     -torch.inf, dtype -> 0.0, dtype
 The last, shorter block is left out.
     scores.split -> scores[..., : scores.shape[-1] // block_size * block_size].split
 m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_new).
     l * (m - shift).exp() -> l
-l is rescaled by exp(m_new - m); the old sum must shrink: exp(m - m_new).
-    (m - shift).exp() -> (shift - m).exp().where(m > -torch.inf, 1.0)
 It is the sum of the last block alone.
     l * (m - shift).exp() + ->
 Each block was summed under its own maximum, and the sums were added.

@@ -37,8 +37,6 @@ The scores are not divided by sqrt(head_dim): large head_dims then saturate the 
     / math.sqrt(q.shape[-1]) ->
 The scores are divided by head_dim; it must be its square root.
     math.sqrt(q.shape[-1]) -> q.shape[-1]
-The scores are multiplied by sqrt(head_dim); divide by it.
-    / math.sqrt -> * math.sqrt
 The softmax runs over the queries. Each query's weights over the keys must sum to 1: dim=-1.
     softmax(scores, dim=-1) -> softmax(scores, dim=-2)
 The softmax is missing: these are the bare scores.
@@ -57,8 +55,6 @@ A softmax over -inf alone is 0 / 0: give a query that may look nowhere the weigh
 A large negative number instead of -inf makes an empty row a uniform average over hidden keys.
     -torch.inf -> -1e9
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
-The mask is added to the scores as 0 and 1: turn it into -inf and 0.
-    scores.masked_fill(~mask, -torch.inf) -> scores + mask
 """)
 
 
@@ -70,9 +66,6 @@ def score_bytes(batch: int, heads: int, seqlen: int, bytes_per_element: int) -> 
 BYTE_MISTAKES = mistakes("""
 That is one matrix; S and P exist at the same time, so count both.
     return 2 * -> return
-That is the number of entries of one matrix, not the bytes of two.
-    return 2 * -> return
-    * bytes_per_element ->
 That is the number of entries; multiply by the bytes of each.
     * bytes_per_element ->
 Every head has its own matrices: multiply by heads.
@@ -98,8 +91,6 @@ The memory grows with the square of the length: take a square root.
     math.isqrt -> int
 A length is a whole number: round down (math.isqrt does).
     math.isqrt(memory // -> math.sqrt(memory /
-Round down: one token more does not fit.
-    math.isqrt(memory // -> math.ceil(memory**0.5 / math.sqrt
 """)
 
 

@@ -45,12 +45,7 @@ class CheckFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A typical mistake.
-
-    Attributes:
-        edit: of the reference solution's source: old text, new text, and so on in turns.
-        say: the diagnosis.
-    """
+    """An edit of the reference solution (old text, new text, and so on), and its diagnosis."""
 
     edit: tuple[str, ...]
     say: str
@@ -189,11 +184,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
-    """Check that a student returned as many values as names.
-
-    Raises:
-        CheckFailed: it is no tuple or list, or of another length.
-    """
+    """Check that a student returned as many values as names; raise CheckFailed otherwise."""
     wanted = f"return {len(names)} values ({', '.join(names)})"
     if not isinstance(result, tuple | list):
         raise CheckFailed(f"{wanted}, not {kind(result)}.")
@@ -203,31 +194,22 @@ def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def unpack(result: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Check that a student returned as many tensors as names.
-
-    Raises:
-        CheckFailed: another number of values, or one of them is no tensor.
-    """
+    """Check that a student returned as many tensors as names; raise CheckFailed otherwise."""
     found = values(result, names)
     return tuple(tensor(value, name) for value, name in zip(found, names, strict=True))
 
 
 def tensor(value: Any, name: str = "the result") -> Tensor:
-    """Check that a student returned one tensor.
-
-    Raises:
-        CheckFailed: it is something else.
-    """
+    """Check that a student returned one tensor; raise CheckFailed otherwise."""
     if not isinstance(value, Tensor):
         raise CheckFailed(f"{name} must be one tensor, not {kind(value)}.")
     return value
 
 
 def number(value: Any, name: str) -> float:
-    """Check that a student returned a number; a tensor or array with one number counts.
+    """Check that a student returned a number that is not NaN; raise CheckFailed otherwise.
 
-    Raises:
-        CheckFailed: it is something else, or NaN.
+    A tensor or array with a single number counts as one.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -255,14 +237,14 @@ def judge(
     mistakes: Iterable[tuple[str, Tensor]] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compare a result with what is expected, and name the mistake if it is wrong.
+    """Compare a result with the expected one, and name the mistake if it is wrong.
 
     Args:
-        name: what the student calls it.
+        name: of the result, for the message.
         result, expected: tensors; `expected` in float64 as a rule.
         allowed: largest absolute error that still passes.
         mistakes: diagnoses with the wrong results that they explain (`results`), in this order.
-        dtype: the dtype the result must have, if that is part of the exercise.
+        dtype: the dtype that the result must have, if any.
 
     Raises:
         CheckFailed: wrong shape, dtype or values.
@@ -298,27 +280,22 @@ def judge_call(
     dtype: torch.dtype | None = None,
     adapt: Callable[[Any], Callable[..., Any]] = lambda function: function,
     **options: Any,
-) -> tuple[Tensor, ...]:
+) -> None:
     """Call a student's function, and judge its tensors by the reference in float64.
 
-    By default an error may be `factor` times that of the reference in the inputs' own dtype, plus
-    1e-5, as in flash-attn's tests; or three roundings, since among few entries the reference's
-    error can be tiny by luck.
+    By default an error may be `factor` times (for gradients 3 times) that of the reference in the
+    inputs' own dtype, plus 1e-5, as in flash-attn's tests; or three roundings, since among few
+    entries the reference's error can be tiny by luck.
 
     Args:
-        student: the function.
-        solution, mistakes: the reference, and its typical edits.
+        student, solution, mistakes: the function, the reference, and its typical edits.
         arguments, options: of the call.
         names: of the returned tensors; one name stands for a tensor that is returned alone.
         judged: names of those to judge, in this order; all by default.
         where: begins the message, for example "(causal) ".
         allowed: largest absolute error.
-        factor: see above; 3 for gradients.
-        dtype: which the tensors must have, if that is part of the exercise.
+        dtype: the dtype that the tensors must have, if any.
         adapt: makes the student's work, the reference and each mutant callable.
-
-    Returns:
-        what the student's function returned.
 
     Raises:
         CheckFailed: see `call`, `unpack` and `judge`.
@@ -335,7 +312,6 @@ def judge_call(
         wrong = results(solution, mistakes, lambda f, i=i: run(f, exact)[i])
         limit = _tolerance(rounded[i], right[i], factor) if allowed is None else allowed
         judge(where + name, given[i], right[i], allowed=limit, mistakes=wrong, dtype=dtype)
-    return given
 
 
 def exactly(value: Any) -> Any:
@@ -389,12 +365,10 @@ def _first(marked: Tensor) -> tuple[int, ...]:
 
 # --- numbers --------------------------------------------------------------------------------------
 
-Case = Mapping[str, Any] | tuple[Any, ...]  # options or arguments of one call
-
 
 def judge_numbers(
     student: Callable[..., Any],
-    cases: Sequence[Case],
+    cases: Sequence[Mapping[str, Any] | tuple[Any, ...]],
     solution: Callable[..., Any],
     mistakes: Iterable[Mistake],
     names: Sequence[str],
@@ -405,15 +379,14 @@ def judge_numbers(
     """Judge the numbers that a student's function returns; a mistake must explain every case.
 
     Args:
-        student: the function.
-        cases: what it is called with.
-        solution, mistakes: the reference, and its typical edits.
+        student, solution, mistakes: the function, the reference, and its typical edits.
+        cases: options or arguments of the calls.
         names: of the returned values; one name stands for a number that is returned alone.
-        judged: which of them are judged; all by default.
+        judged: names of those to judge; all by default.
         close: relative error that passes.
 
     Raises:
-        CheckFailed: what is returned has another form, or is wrong.
+        CheckFailed: another kind of result, or a wrong one.
     """
     kept = names if judged is None else judged
 

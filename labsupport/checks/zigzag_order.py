@@ -39,10 +39,6 @@ The second chunk is counted from the end of the first half. There are 2 * world 
     2 * world - 1 -> world - 1
 The chunks are right, but in the other order: the early one comes first.
     rank, 2 * world - 1 - rank -> 2 * world - 1 - rank, rank
-The ranks are the other way round: rank 0 has the first and the last chunk.
-    rank, 2 * world - 1 - rank -> world - 1 - rank, world + rank
-Chunks count from 0.
-    rank, 2 * world - 1 - rank -> rank + 1, 2 * world - rank
 The number of a chunk is an int. If you divide, use //: / makes a float, even of whole numbers.
     2 * world - 1 - rank -> (4 * world - 2 - 2 * rank) / 2
 """)
@@ -64,16 +60,8 @@ of neighbouring tokens.
     return torch.cat -> return torch.arange(rank, seqlen, world) if world else torch.cat
 The second chunk is rank + world; it is 2 * world - 1 - rank.
     in chunks -> in (rank, rank + world)
-The chunks are twice as long as they should be: there are 2 * world of them.
-    (2 * world) -> world
-The second chunk's tokens are in falling order; within a chunk tokens keep their order.
-    size) for -> size).flip([0] * (c >= world)) for
 The late chunk comes first; the early one should.
     in chunks -> in chunks[::-1]
-The second chunk is missing.
-    in chunks -> in chunks[:1]
-Positions start at 0.
-    in chunks]) -> in chunks]) + 1
 Those are the numbers of the chunks. Chunk c starts at position c * size.
     torch.arange(c * size, (c + 1) * size) -> torch.full((size,), c)
 """)
@@ -96,10 +84,6 @@ chunk: they go from the last rank to the first.
     *reversed(late) -> *late
 The late half is reversed token by token. Reverse the order of its chunks only.
     *reversed(late) -> torch.cat(late, 1).flip(1)
-The late half comes first.
-    *early, *reversed(late) -> *reversed(late), *early
-The tokens of the ranks take turns: that undoes stripes, not zigzag.
-    torch.cat([*early, *reversed(late)], dim=1) -> torch.stack(shards, 2).flatten(1, 2)
 The shards were joined along the batch. The sequence is dimension 1.
     [*early, *reversed(late)], dim=1 -> shards
 """)
