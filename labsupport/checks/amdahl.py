@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
-from labsupport.checks.verdict import judge_numbers, mistakes, passed
+from labsupport.checks.verdict import Student, judge_numbers, mistakes, passed
 
 SHAPE = ("hidden", "layers", "intermediate", "vocab", "heads", "kv_heads", "head_dim")
 LLAMA_1B = dict(zip(SHAPE, (2048, 16, 8192, 128_256, 32, 8, 64), strict=True))
@@ -94,7 +92,7 @@ That is in percent; return a fraction from 0 to 1.
 """)
 
 
-def check_amdahl(student: Callable[..., Any], seed: int = 0) -> None:
+def check_amdahl(student: Student, seed: int = 0) -> None:
     """Exercise 2-4: the overall speed-up, if a share of the time is sped up."""
     rng = random.Random(seed)
     cases = [(0.5, 2.0), (0.3, 10.0), (0.9, 100.0), (0.4, 0.5)]
@@ -104,7 +102,7 @@ def check_amdahl(student: Callable[..., Any], seed: int = 0) -> None:
     passed("the new time is the untouched part and the faster part", seed)
 
 
-def check_attention_share(student: Callable[..., Any], seed: int = 0) -> None:
+def check_attention_share(student: Student, seed: int = 0) -> None:
     """Exercise 2-4: the share of attention in the FLOPs of a Llama's prefill."""
     rng = random.Random(seed)
     shapes = [LLAMA_1B, SMOLLM2, dict(SMOLLM2, kv_heads=9), dict(SMOLLM2, heads=8, kv_heads=2)]

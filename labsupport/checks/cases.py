@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import CheckFailed, Mistake, call, mutant, passed
+from labsupport.checks.verdict import CheckFailed, Mistake, Student, call, mutant, passed
 
 CLOSE = 1e-3  # of results that are rounded; whole numbers are compared as such
 STORED = {  # file: check, solution, table of mistakes
@@ -78,7 +78,7 @@ def export_cases(
     return {"asked": asked, "right": answers(solution), "said": said}
 
 
-def check_cases(student: Callable[..., Any], cases: dict[str, Any]) -> None:
+def check_cases(student: Student, cases: dict[str, Any]) -> None:
     """Judge a student's function by a record of `export_cases` alone.
 
     Raises:
@@ -114,7 +114,7 @@ def stored_source(name: str) -> str:
 def stored_check(text: str) -> Callable[..., None]:
     """Return a check by a record of `stored_source`; its inputs are the same for every seed."""
 
-    def check(student: Callable[..., Any], seed: int = 0) -> None:
+    def check(student: Student, seed: int = 0) -> None:
         file = io.BytesIO(zlib.decompress(base64.b85decode(text)))
         check_cases(student, torch.load(file, weights_only=False))
 

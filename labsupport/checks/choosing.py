@@ -18,10 +18,19 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from labsupport.checks.verdict import CheckFailed, Mistake, call, explain, kind, mistakes, passed
+from labsupport.checks.verdict import (
+    CheckFailed,
+    Mistake,
+    Student,
+    call,
+    explain,
+    kind,
+    mistakes,
+    passed,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +122,7 @@ def _chain(tied: list[Row], row: Row) -> None:
     tied += [row] * (row["ms"] <= 1.05 * max(map(_ms, tied)))
 
 
-def check_choice_limits(student: Callable[..., Any], seed: int = 0) -> None:
+def check_choice_limits(student: Student, seed: int = 0) -> None:
     """Exercise 4-5 (a): what may run at all; the fastest of it; and None."""
     workloads = tables(seed)
     rows, _, dtype = workloads[0]
@@ -122,21 +131,19 @@ def check_choice_limits(student: Callable[..., Any], seed: int = 0) -> None:
     passed("rows that failed, that have another dtype or do not fit are left out", seed)
 
 
-def check_choice_ties(student: Callable[..., Any], seed: int = 0) -> None:
+def check_choice_ties(student: Student, seed: int = 0) -> None:
     """Exercise 4-5 (b): times that differ by less than a measurement means."""
     _judge(student, tables(seed, close=True), TIE_MISTAKES + LIMIT_MISTAKES)
     passed("among times within 5% of the fastest, the least memory", seed)
 
 
-def check_choice_sources(student: Callable[..., Any], seed: int = 0) -> None:
+def check_choice_sources(student: Student, seed: int = 0) -> None:
     """Exercise 4-5 (c): a measurement counts more than a prediction."""
     _judge(student, tables(seed, sources=True), SOURCE_MISTAKES + LIMIT_MISTAKES)
     passed("what was measured overrules what was predicted", seed)
 
 
-def _judge(
-    student: Callable[..., Any], workloads: Sequence[Workload], known: Sequence[Mistake]
-) -> None:
+def _judge(student: Student, workloads: Sequence[Workload], known: Sequence[Mistake]) -> None:
     given = [_answer(student, *workload) for workload in workloads]
     right = [choice(*workload) for workload in workloads]
     wrong = [i for i, answer in enumerate(given) if answer != right[i]]
@@ -156,7 +163,7 @@ def _judge(
     raise CheckFailed("\n".join([message, *(["The rows in question:", *shown] if shown else [])]))
 
 
-def _answer(student: Callable[..., Any], rows: list[Row], memory: int, dtype: str) -> str | None:
+def _answer(student: Student, rows: list[Row], memory: int, dtype: str) -> str | None:
     import pandas as pd
 
     def answering(table: pd.DataFrame, **options: Any) -> tuple[Any]:

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import (
-    CheckFailed,
-    call,
-    draw,
-    judge_call,
-    mistakes,
-    passed,
-    tensor,
-)
+from labsupport.checks.verdict import CheckFailed, call, draw, judge_call, mistakes, passed, tensor
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
 

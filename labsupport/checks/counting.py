@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
-from labsupport.checks.verdict import judge_numbers, mistakes, passed
+from labsupport.checks.verdict import Student, judge_numbers, mistakes, passed
 
 ORDERS = ("queries", "keys")
 NAMES = ("read", "written")
@@ -125,21 +123,21 @@ You count visible pairs. A block of keys passes whole: count tiles.
 """)
 
 
-def check_textbook_traffic(student: Callable[..., Any], seed: int = 0) -> None:
+def check_textbook_traffic(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (a): what three kernels move."""
     cases = [{key: case[key] for key in ("seqlen", "head_dim", "block_q")} for case in _sizes(seed)]
     judge_numbers(student, cases, textbook_traffic, TEXTBOOK_MISTAKES, NAMES)
     passed("what the textbook's three kernels move", seed)
 
 
-def check_tiled_traffic(student: Callable[..., Any], seed: int = 0) -> None:
+def check_tiled_traffic(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (b): what two loop orders move, without a mask."""
     cases = [{**case, "outside": order} for case in _sizes(seed) for order in ORDERS]
     judge_numbers(student, cases, tiled_traffic, TILED_MISTAKES, NAMES)
     passed("what the two loop orders move", seed)
 
 
-def check_tiled_causal(student: Callable[..., Any], seed: int = 0) -> None:
+def check_tiled_causal(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (c): what is left of it under a causal mask."""
     cases = [{**case, "outside": o, "causal": True} for case in _sizes(seed) for o in ORDERS]
     judge_numbers(student, cases, tiled_traffic, CAUSAL_MISTAKES + TILED_MISTAKES, NAMES)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +9,7 @@ from torch import Tensor
 from labsupport.attention import oracle_attention
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     equal,
@@ -54,14 +52,14 @@ The rows of padding tokens, which see no key, were filled. Leave them False: ker
 """)
 
 
-def check_visible_positions(student: Callable[..., Any], seed: int = 0) -> None:
+def check_visible_positions(student: Student, seed: int = 0) -> None:
     """Exercise 2-3: prefill, one new token, several new tokens; no padding."""
     for seqlen_q, seqlen_k in ((5, 5), (1, 6), (3, 8 + seed % 5), (6, 7)):
         _judge(student, seqlen_q, seqlen_k)
     passed("each query sees what came before it, and itself", seed)
 
 
-def check_visible_padding(student: Callable[..., Any], seed: int = 0) -> None:
+def check_visible_padding(student: Student, seed: int = 0) -> None:
     """Exercise 2-3: keys that are padding are hidden, on the left or on the right."""
     for seqlen_q, seqlen_k, lengths in (
         *((5, 5, (5, 3, 2)), (1, 6, (6, 4)), (3, 8, (8, 2 + seed % 5)), (3, 3, (3, 3, 1))),
@@ -71,7 +69,7 @@ def check_visible_padding(student: Callable[..., Any], seed: int = 0) -> None:
     passed("padding is hidden from every query, in the shape (batch, 1, seqlen_q, seqlen_k)", seed)
 
 
-def check_visible_decoding(student: Callable[..., Any], seed: int = 0) -> None:
+def check_visible_decoding(student: Student, seed: int = 0) -> None:
     """Exercise 2-3: a padded batch, in chunks and token by token, gives what each text gives alone.
 
     Raises:
@@ -109,9 +107,7 @@ def check_visible_decoding(student: Callable[..., Any], seed: int = 0) -> None:
     passed("a padded batch, in chunks and token by token, equals each text alone", seed)
 
 
-def _judge(
-    student: Callable[..., Any], seqlen_q: int, seqlen_k: int, valid: Tensor | None = None
-) -> None:
+def _judge(student: Student, seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> None:
     arguments = (seqlen_q, seqlen_k) if valid is None else (seqlen_q, seqlen_k, valid)
     where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
     given, right = tensor(call(student, *arguments), where), visible(*arguments)

@@ -12,6 +12,7 @@ from torch import Tensor
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     explain,
@@ -82,7 +83,7 @@ It is causal, and no mask was asked for.
 """)
 
 
-def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_half_dtype_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-6: bfloat16 where an input is bfloat16 or too large for float16, else float16."""
     cases = [_inputs(dtypes, seed) for dtypes in itertools.product((F32, F16, BF16), repeat=3)]
     for i, outlier in itertools.product(range(3), (1e5, -1e5, 3e38)):
@@ -92,7 +93,7 @@ def check_half_dtype_values(student: Callable[..., Any], seed: int = 0) -> None:
     passed("bfloat16 where it is needed, float16 with its finer steps elsewhere", seed)
 
 
-def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
+def check_half_dtype_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-6: the limit itself, and entries that are infinite or NaN already."""
     cases = [_with(seed, 1, value) for value in (65_504.0, 65_519.0, 65_520.0, -65_520.0)]
     for value in (INF, -INF, NAN):
@@ -101,7 +102,7 @@ def check_half_dtype_edges(student: Callable[..., Any], seed: int = 0) -> None:
     passed("the limit is exact, and entries that are not finite do not count", seed)
 
 
-def _judge_dtypes(student: Callable[..., Any], cases: list[Inputs]) -> None:
+def _judge_dtypes(student: Student, cases: list[Inputs]) -> None:
     given = [call(student, *case) for case in cases]
     for case, dtype in zip(cases, given, strict=True):
         if not isinstance(dtype, torch.dtype):
@@ -119,7 +120,7 @@ def _judge_dtypes(student: Callable[..., Any], cases: list[Inputs]) -> None:
         )
 
 
-def check_half_attention(student: Callable[..., Any], seed: int = 0) -> None:
+def check_half_attention(student: Student, seed: int = 0) -> None:
     """Exercise 1-6: half precision inside, the result in q's dtype, gradients in their own."""
     cases = [_inputs(one, seed, 32) for one in ((F32,) * 3, (F32, BF16, F16), (F16, F32, F32))]
     cases += [_inputs((BF16, F32, F16), seed, 32), _inputs((F32,) * 3, seed, 32)]
@@ -192,7 +193,7 @@ def _judge_errors(results: list[Tensor], inputs: Inputs, half: torch.dtype, wher
         raise CheckFailed(f"{where}{name} is wrong. {say or report}")
 
 
-def _check_that_the_kernel_gets_half(student: Callable[..., Any]) -> None:
+def _check_that_the_kernel_gets_half(student: Student) -> None:
     """Judge two keys of nearly the same score: rounding k to float16 moves the weight by 0.06."""
     q, k, v = (torch.zeros(1, 2, 1, 16) for _ in range(3))
     q[..., :2] = 128.0  # times the scale of 1/4: 32

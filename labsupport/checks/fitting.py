@@ -21,7 +21,6 @@ fraction. The table is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ import numpy as np
 
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     judge_numbers,
     kind,
@@ -119,7 +119,7 @@ each one by its own time, then take the mean.
 """)
 
 
-def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
+def check_fit(student: Student, seed: int = 0) -> None:
     """Exercise 4-4 (a): start and rate from times with noise of 5%."""
     rng = np.random.default_rng(seed)
     cases = [_measured(rng, rows=10, noise=noise) for noise in (0.0, 0.05, 0.05, 0.08)]
@@ -127,7 +127,7 @@ def check_fit(student: Callable[..., Any], seed: int = 0) -> None:
     passed("start and rate with the least relative errors", seed)
 
 
-def check_predict(student: Callable[..., Any], seed: int = 0) -> None:
+def check_predict(student: Student, seed: int = 0) -> None:
     """Exercise 4-4 (b): a time from work, start and rate; of a number, and of an array."""
     rng = np.random.default_rng(seed)
     drawn = rng.uniform((8, 0.01, 1), (13, 9, 900), (6, 3)).tolist()
@@ -146,7 +146,7 @@ def check_predict(student: Callable[..., Any], seed: int = 0) -> None:
     passed("a time from work, start and rate", seed)
 
 
-def check_held_out(student: Callable[..., Any], seed: int = 0) -> None:
+def check_held_out(student: Student, seed: int = 0) -> None:
     """Exercise 4-4 (c): fitted on some rows, judged on others, which the fit never sees.
 
     Raises:
@@ -169,7 +169,7 @@ def check_held_out(student: Callable[..., Any], seed: int = 0) -> None:
     passed("fitted on some rows, judged on the others", seed)
 
 
-def _answer(student: Callable[..., Any], table: pd.DataFrame) -> tuple[float, ...]:
+def _answer(student: Student, table: pd.DataFrame) -> tuple[float, ...]:
     """Return the student's numbers for a copy of the table, which must stay as it is."""
     theirs = table.copy()
     found = values(call(student, theirs), TESTED)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     judge,
@@ -165,7 +165,7 @@ It is all zeros: is it ever written?
 # --- forward --------------------------------------------------------------------------------------
 
 
-def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_forward_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-4: output without a mask, blocks that divide the lengths."""
     for leading in ((2,), (), (2, 3)):
         inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
@@ -175,14 +175,14 @@ def check_forward_values(student: Callable[..., Any], seed: int = 0) -> None:
     passed("the tiled output agrees with the oracle", seed)
 
 
-def check_forward_lse(student: Callable[..., Any], seed: int = 0) -> None:
+def check_forward_lse(student: Student, seed: int = 0) -> None:
     """Exercise 1-4: the log-sum-exp of each row, which the backward will need."""
     inputs = _qkv(2, n_q=32, n_k=48, seed=seed)
     _judge_forward(student, inputs, False, (8, 16), ("lse",))
     passed("the log-sum-exp agrees with the oracle", seed)
 
 
-def check_forward_edges(student: Callable[..., Any], seed: int = 0) -> None:
+def check_forward_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows."""
     for n_q, n_k, is_causal in (*EDGES, (1, 40, True)):
         inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
@@ -191,7 +191,7 @@ def check_forward_edges(student: Callable[..., Any], seed: int = 0) -> None:
     passed("causal and partial blocks, unequal lengths and empty rows are right", seed)
 
 
-def check_forward_memory(student: Callable[..., Any]) -> None:
+def check_forward_memory(student: Student) -> None:
     """Exercise 1-4: no single tensor larger than the inputs may be created: no scores, no mask.
 
     Raises:
@@ -204,7 +204,7 @@ def check_forward_memory(student: Callable[..., Any]) -> None:
 
 
 def _judge_forward(
-    student: Callable[..., Any],
+    student: Student,
     inputs: Inputs,
     is_causal: bool,
     blocks: tuple[int, int],
@@ -219,13 +219,13 @@ def _judge_forward(
 # --- backward -------------------------------------------------------------------------------------
 
 
-def check_backward_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_backward_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-5: dQ, dK and dV without a mask."""
     _judge_backward(student, 32, 48, False, seed)
     passed("dQ, dK and dV agree with the oracle's gradients", seed)
 
 
-def check_backward_edges(student: Callable[..., Any], seed: int = 0) -> None:
+def check_backward_edges(student: Student, seed: int = 0) -> None:
     """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys."""
     for n_q, n_k, is_causal in EDGES:
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
@@ -233,7 +233,7 @@ def check_backward_edges(student: Callable[..., Any], seed: int = 0) -> None:
     passed("gradients are right for causal and partial blocks, unequal lengths, empty rows", seed)
 
 
-def check_backward_memory(student: Callable[..., Any]) -> None:
+def check_backward_memory(student: Student) -> None:
     """Exercise 1-5: P is recomputed tile by tile, never stored whole.
 
     Raises:
@@ -251,7 +251,7 @@ def check_backward_memory(student: Callable[..., Any]) -> None:
 
 
 def _judge_backward(
-    student: Callable[..., Any], n_q: int, n_k: int, is_causal: bool, seed: int, where: str = ""
+    student: Student, n_q: int, n_k: int, is_causal: bool, seed: int, where: str = ""
 ) -> None:
     inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
     dout = draw(*inputs[0].shape, seed=seed + 7)
@@ -266,7 +266,7 @@ EDGES = ((30, 30, True), (29, 37, False), (21, 45, True), (45, 21, True))
 
 
 def _judge_memory(
-    student: Callable[..., Any],
+    student: Student,
     inputs: Callable[[bool], Sequence[Tensor]],
     names: Sequence[str],
     judged: str,

@@ -20,13 +20,13 @@ takes longer.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     judge_numbers,
     mistakes,
@@ -140,19 +140,19 @@ That is in seconds; return milliseconds.
 """)
 
 
-def check_cost_flops(student: Callable[..., Any], seed: int = 0) -> None:
+def check_cost_flops(student: Student, seed: int = 0) -> None:
     """Exercise 4-1 (a): FLOPs: masks, grouped heads, decoding, both passes."""
     judge_numbers(student, _shapes(seed), attention_cost, FLOP_MISTAKES, COST, ("flops",))
     passed("FLOPs of the forward and of the backward pass", seed)
 
 
-def check_cost_bytes(student: Callable[..., Any], seed: int = 0) -> None:
+def check_cost_bytes(student: Student, seed: int = 0) -> None:
     """Exercise 4-1 (b): compulsory bytes: dtypes, grouped heads, both passes."""
     judge_numbers(student, _shapes(seed), attention_cost, BYTE_MISTAKES, COST, ("moved",))
     passed("the bytes that must move in the forward and in the backward pass", seed)
 
 
-def check_roof(student: Callable[..., Any], seed: int = 0) -> None:
+def check_roof(student: Student, seed: int = 0) -> None:
     """Exercise 4-1 (c): intensity, least time, and which ceiling bounds it."""
     rng = random.Random(seed)
     cases = [(4e12, 2e9, 800.0, 4000.0), (1e9, 1e9, 800.0, 4000.0)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
+    Student,
     call,
     draw,
     equal,
@@ -86,7 +87,7 @@ K and V were repeated to q's heads, which copies them; flash-attn takes kv_heads
 """)
 
 
-def check_split_heads(student: Callable[..., Any], seed: int = 0) -> None:
+def check_split_heads(student: Student, seed: int = 0) -> None:
     """Exercise 2-1: the last dimension as (heads, head_dim), a view."""
     wide = draw(2, 5, 3 * 12, seed=seed)
     # The last one is a part of a fused projection, and not contiguous.
@@ -96,7 +97,7 @@ def check_split_heads(student: Callable[..., Any], seed: int = 0) -> None:
     passed("heads are split off, and nothing is copied", seed)
 
 
-def check_flash_layout(student: Callable[..., Any], seed: int = 0) -> None:
+def check_flash_layout(student: Student, seed: int = 0) -> None:
     """Exercise 2-1: Transformers' layout as flash-attn's, a view."""
     made_by_a_model = draw(2, 6, 3, 4, seed=seed).transpose(1, 2)
     for x in (draw(2, 3, 5, 4, seed=seed), draw(2, 4, 4, 8, seed=seed), made_by_a_model):
@@ -105,7 +106,7 @@ def check_flash_layout(student: Callable[..., Any], seed: int = 0) -> None:
     passed("heads and positions are swapped, and nothing is copied", seed)
 
 
-def check_split_qkv(student: Callable[..., Any], seed: int = 0) -> None:
+def check_split_qkv(student: Student, seed: int = 0) -> None:
     """Exercise 2-1: a fused projection cut into q, k, v, also with fewer heads for k and v."""
     for batch, seqlen, heads, kv_heads, head_dim in (
         *((2, 5, 3, 3, 4), (1, 4, 4, 4, 8)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     exactly,
@@ -102,7 +103,7 @@ Only the first two parts are merged.
 """)
 
 
-def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_merge_values(student: Student, seed: int = 0) -> None:
     """Exercise 3-4 (a): two partial results are attention over the keys of both."""
     for leading, rows, head_dim, keys in (((), 7, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
         ours, theirs = _parts(leading, rows, head_dim, keys, seed)
@@ -113,7 +114,7 @@ def check_merge_values(student: Callable[..., Any], seed: int = 0) -> None:
     passed("two parts are attention over the keys of both", seed)
 
 
-def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
+def check_merge_edges(student: Student, seed: int = 0) -> None:
     """Exercise 3-4 (b): rows that see nothing, and scores of any size."""
     parts = _parts((2,), 8, 4, (6, 6), seed)
     for what, *empty in (
@@ -133,7 +134,7 @@ def check_merge_edges(student: Callable[..., Any], seed: int = 0) -> None:
     passed("queries without a key, and scores of any size", seed)
 
 
-def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
+def check_merge_all(student: Student, seed: int = 0) -> None:
     """Exercise 3-4 (c): any number of parts, in any order, one at a time, rounded once."""
     parts = _parts((2,), 6, 8, (3, 7, 1, 9, 4), seed)
     # The last rank of a ring works the other way round: here a query sees nothing for a while.
@@ -156,9 +157,7 @@ def check_merge_all(student: Callable[..., Any], seed: int = 0) -> None:
     passed("any number of parts, one at a time, rounded once", seed)
 
 
-def _judge(
-    student: Callable[..., Any], inputs: Sequence[Tensor], where: str, allowed: float = 1e-5
-) -> None:
+def _judge(student: Student, inputs: Sequence[Tensor], where: str, allowed: float = 1e-5) -> None:
     out, _ = unpack(result := call(student, *inputs), NAMES)
     if out.dtype in HALF:
         raise CheckFailed(
@@ -177,7 +176,7 @@ def _judge(
     )
 
 
-def _judge_half(student: Callable[..., Any], parts: Sequence[Result], given: Any = None) -> None:
+def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) -> None:
     """Judge parts in half precision; `given`, a generator for example, replaces their list."""
     dtype = parts[0][0].dtype
     where = f"({len(parts)} parts in {short(dtype)}{', from a generator' if given else ''}) "
@@ -199,7 +198,7 @@ def _judge_half(student: Callable[..., Any], parts: Sequence[Result], given: Any
         )
 
 
-def _judge_one_at_a_time(student: Callable[..., Any], seed: int) -> None:
+def _judge_one_at_a_time(student: Student, seed: int) -> None:
     """Judge parts that come one at a time: a ring has room for one."""
     wide = _parts((), 6, 8, tuple(range(2, 12)), seed + 2)
     parts = [(part.bfloat16(), part_lse) for part, part_lse in wide]

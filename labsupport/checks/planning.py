@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from labsupport.checks.verdict import judge_numbers, mistakes, passed
+from labsupport.checks.verdict import Student, judge_numbers, mistakes, passed
 
 SHAPE = ("seqlen", "width", "layers", "heads", "mlp_width", "vocab")
 TINY = {"width": 128, "layers": 4, "heads": 4, "mlp_width": 512, "vocab": 257}
@@ -104,7 +104,7 @@ The gradient of the classifier, vocab * width, is missing: it is there from the 
 """)
 
 
-def check_kept_blocks(student: Callable[..., Any], seed: int = 0) -> None:
+def check_kept_blocks(student: Student, seed: int = 0) -> None:
     """Exercise 3-3: stored activations of the blocks, with and without stored scores."""
     shapes = [{"seqlen": 8192, **TINY}, {"seqlen": 512, **GPT2_SMALL, "vocab": 100}]
     cases = _cases([*shapes, *_drawn(seed)], (False, True), (False,), (64,))
@@ -112,14 +112,14 @@ def check_kept_blocks(student: Callable[..., Any], seed: int = 0) -> None:
     passed("stored activations are counted right, scores included where they are stored", seed)
 
 
-def check_kept_checkpoint(student: Callable[..., Any], seed: int = 0) -> None:
+def check_kept_checkpoint(student: Student, seed: int = 0) -> None:
     """Exercise 3-3: the block inputs, and the one block that is computed again."""
     shapes = [{"seqlen": 16_384, **TINY}, {"seqlen": 1024, **GPT2_SMALL}, *_drawn(seed)]
     _judge(student, _cases(shapes, (False, True), (True,), (64,)))
     passed("with checkpoint: each block's input, and one block at a time", seed)
 
 
-def check_kept_loss(student: Callable[..., Any], seed: int = 0) -> None:
+def check_kept_loss(student: Student, seed: int = 0) -> None:
     """Exercise 3-3: the moment of the loss, with all logits or one chunk of them."""
     shapes = [{"seqlen": 4096, **GPT2_SMALL}, {"seqlen": 2048, **TINY, "vocab": 128_256}]
     shapes += [{**shape, "vocab": 150_000} for shape in _drawn(seed)]
@@ -127,7 +127,7 @@ def check_kept_loss(student: Callable[..., Any], seed: int = 0) -> None:
     passed("the moment of the loss is counted right, for all logits and for chunks", seed)
 
 
-def _judge(student: Callable[..., Any], cases: list[dict[str, Any]]) -> None:
+def _judge(student: Student, cases: list[dict[str, Any]]) -> None:
     judge_numbers(student, cases, held_bytes, MISTAKES, ("bytes",))
 
 

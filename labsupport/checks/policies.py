@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labsupport.checks.verdict import CheckFailed, call, kind, passed, short
+from labsupport.checks.verdict import CheckFailed, Student, call, kind, passed, short
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 
 Capability = tuple[int, int] | None
@@ -37,7 +37,7 @@ LARGEST_SHARE, LARGEST_ERROR = 0.55, 0.02
 STREAM, BRANCH = 40_000.0, 100_000.0  # added by each of two MLPs, on old GPUs and on others
 
 
-def check_policy_devices(student: Callable[..., Any], seed: int = 0) -> None:
+def check_policy_devices(student: Student, seed: int = 0) -> None:
     """Exercise 2-5: each device gets dtypes that its kernels and its arithmetic have."""
     for policy, capability, where in _policies(student):
         low = [f for f in COMPUTES if getattr(policy, f) == torch.bfloat16]
@@ -61,7 +61,7 @@ def check_policy_devices(student: Callable[..., Any], seed: int = 0) -> None:
     passed("every device gets dtypes that it has", seed)
 
 
-def check_policy_range(student: Callable[..., Any], seed: int = 0) -> None:
+def check_policy_range(student: Student, seed: int = 0) -> None:
     """Exercise 2-5: no NaN, and the logits of float32, although activations are massive.
 
     Raises:
@@ -80,7 +80,7 @@ def check_policy_range(student: Callable[..., Any], seed: int = 0) -> None:
     passed(f"finite, and within {LARGEST_ERROR:.0%} of float32, with massive activations", seed)
 
 
-def check_policy_memory(student: Callable[..., Any], seed: int = 0) -> None:
+def check_policy_memory(student: Student, seed: int = 0) -> None:
     """Exercise 2-5: weights take half of float32's bytes, or little more.
 
     Raises:
@@ -141,9 +141,7 @@ def _of_overflow(policy: FlashAttentionConfig, size: float, seed: int) -> str:
     return f"{say}; float16 ends at 65,504."
 
 
-def _policies(
-    student: Callable[..., Any],
-) -> Iterator[tuple[FlashAttentionConfig, Capability, str]]:
+def _policies(student: Student) -> Iterator[tuple[FlashAttentionConfig, Capability, str]]:
     """Yield each device's policy and capability, and the beginning of a message."""
     for device, capability, name in DEVICES:
         try:

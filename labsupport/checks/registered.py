@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from labsupport.attention import oracle_attention, standard_attention
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     judge,
@@ -84,7 +85,7 @@ grouped heads as they are; repeat nothing.
 """)
 
 
-def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_registered_values(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: called directly: layout, scaling, causality, grouped heads."""
     for n_q, n_k, kv_heads, of_module, options in (
         (6, 6, 4, False, {}),
@@ -115,7 +116,7 @@ def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
     passed("layout, scaling, causality and grouped heads are right", seed)
 
 
-def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
+def check_registered_models(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: registered with Transformers, in a GPT-2, a Llama and a BERT of random weights.
 
     Raises:
@@ -140,7 +141,7 @@ def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
     passed("GPT-2, Llama and BERT return the same as with eager attention, cache included", seed)
 
 
-def check_registered_memory(student: Callable[..., Any]) -> None:
+def check_registered_memory(student: Student) -> None:
     """Exercise 2-2: FlashAttention runs, not the textbook, and shared keys are not repeated.
 
     Raises:
@@ -170,7 +171,7 @@ def check_registered_memory(student: Callable[..., Any]) -> None:
     passed("no matrix of scores, and no repeated keys")
 
 
-def check_registered_refusals(student: Callable[..., Any], seed: int = 0) -> None:
+def check_registered_refusals(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: a mask or dropout, which it cannot do, is refused and not left out.
 
     Raises:

@@ -11,6 +11,7 @@ from torch import Tensor
 from labsupport.attention.rotary import apply_rotary_emb
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     equal,
@@ -112,7 +113,7 @@ The columns were permuted. The rows make the numbers of a head; columns read x.
 """)
 
 
-def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_angles(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (a): cosines and sines of each position and pair."""
     for positions, *arguments in (
         (torch.arange(40), 16, 10_000.0),
@@ -124,7 +125,7 @@ def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
     passed("cosines and sines of each position and pair are right", seed)
 
 
-def check_rope_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_values(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (b): each pair (i, i + head_dim // 2) turned by its angle, in float32."""
     # Where batch, seqlen and heads are the same number, angles along the wrong one raise no error.
     for shape in ((4, 4, 4, 8), (2, 9, 3, 16), (1, 6, 1, 2)):
@@ -172,7 +173,7 @@ def check_rope_positions(
     passed("scores depend on distances only, in shards and at position 100,000 too", seed)
 
 
-def check_rope_conventions(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_conventions(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (c): the scores of the permuted weights, in halves, are the old ones."""
     for heads, head_dim, width in ((1, 8, 12), (3, 8, 24), (2, 16, 20)):
         where = f"(heads {heads}, head_dim {head_dim}, width {width}) "
@@ -202,7 +203,7 @@ def check_rope_conventions(student: Callable[..., Any], seed: int = 0) -> None:
     passed("the permuted weights give the same scores under the other convention", seed)
 
 
-def _judge_angles(student: Callable[..., Any], positions: Tensor, *arguments: Any) -> None:
+def _judge_angles(student: Student, positions: Tensor, *arguments: Any) -> None:
     # An angle of t radians is rounded by about t * 2**-23 when it is made in float32.
     allowed = 1e-6 + 2e-7 * float(positions.max())
     base = f"{arguments[1]:,.0f}" if len(arguments) > 1 else "not given: 10,000"
@@ -219,7 +220,7 @@ def _judge_angles(student: Callable[..., Any], positions: Tensor, *arguments: An
     )
 
 
-def _judge_half(student: Callable[..., Any], positions: Tensor, seed: int) -> None:
+def _judge_half(student: Student, positions: Tensor, seed: int) -> None:
     """Judge a bfloat16 input: computed in float32, and rounded once."""
     x = draw(2, len(positions), 2, 16, seed=seed + 3).bfloat16()
     cos, sin = rotary_angles(positions, 16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labsupport.checks.verdict import (
     CheckFailed,
+    Student,
     call,
     draw,
     judge,
@@ -58,7 +58,7 @@ The maximum is never subtracted: this is sum(exp(s)), which overflows for large 
 """)
 
 
-def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_running_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length."""
     scores = draw(3, 4, 40, seed=seed) * 3
     scores[..., -1] += 4  # a later block holds a larger score than the first one
@@ -67,7 +67,7 @@ def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
     passed("m and l agree with the whole row, whatever the block size", seed)
 
 
-def check_running_extremes(student: Callable[..., Any], seed: int = 0) -> None:
+def check_running_extremes(student: Student, seed: int = 0) -> None:
     """Exercise 1-3: scores whose exp overflows, blocks that are all hidden, and empty rows."""
     hidden = torch.full((2,), -torch.inf)
     rng = torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def check_running_extremes(student: Callable[..., Any], seed: int = 0) -> None:
     passed("no overflow, no NaN, and an empty row keeps m = -inf, l = 0", seed)
 
 
-def check_running_streams(student: Callable[..., Any]) -> None:
+def check_running_streams(student: Student) -> None:
     """Exercise 1-3: one block at a time, and each block once.
 
     Raises:
@@ -108,7 +108,7 @@ def check_running_streams(student: Callable[..., Any]) -> None:
     passed("one block at a time, and each block once")
 
 
-def _judge(student: Callable[..., Any], scores: Tensor, block: int, where: str = "") -> None:
+def _judge(student: Student, scores: Tensor, block: int, where: str = "") -> None:
     arguments = (scores, block)
     judge_call(student, running_max_and_sum, MISTAKES, arguments, NAMES, where=where)
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import (
-    draw,
-    judge_call,
-    judge_numbers,
-    mistakes,
-    passed,
-)
+from labsupport.checks.verdict import Student, draw, judge_call, judge_numbers, mistakes, passed
 
 
 def textbook_attention(
@@ -94,13 +86,13 @@ A length is a whole number: round down (math.isqrt does).
 """)
 
 
-def check_textbook_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_textbook_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-1: output and weights without a mask, with leading dimensions."""
     _judge(student, *_qkv(2, 3, n_q=5, n_k=7, d=16, seed=seed))
     passed("output and weights agree with the reference in float64", seed)
 
 
-def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
+def check_textbook_mask(student: Student, seed: int = 0) -> None:
     """Exercise 1-1: a boolean mask, True where a query may look, of shape (seqlen_q, seqlen_k)."""
     mask = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed + 1)) < 0.6
     mask[:, 2] = True  # every query sees something here
@@ -108,7 +100,7 @@ def check_textbook_mask(student: Callable[..., Any], seed: int = 0) -> None:
     passed("hidden keys get weight 0, and the others share 1", seed)
 
 
-def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> None:
+def check_textbook_empty_rows(student: Student, seed: int = 0) -> None:
     """Exercise 1-1: a query that may look nowhere gives 0, in float16 too."""
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1] = False
@@ -118,7 +110,7 @@ def check_textbook_empty_rows(student: Callable[..., Any], seed: int = 0) -> Non
     passed("a query without keys gives 0, in float32 and in float16", seed)
 
 
-def _judge(student: Callable[..., Any], *arguments: Tensor, where: str = "") -> None:
+def _judge(student: Student, *arguments: Tensor, where: str = "") -> None:
     judge_call(
         student,
         textbook_attention,
@@ -131,7 +123,7 @@ def _judge(student: Callable[..., Any], *arguments: Tensor, where: str = "") -> 
     )
 
 
-def check_score_bytes(student: Callable[..., Any], seed: int = 0) -> None:
+def check_score_bytes(student: Student, seed: int = 0) -> None:
     """Exercise 1-2: bytes of the score matrices S and P."""
     rng = random.Random(seed)
     cases = [(1, 1, 1024, 4), (3, 12, 2048, 2), (1, 32, 65_536, 2)]
@@ -141,7 +133,7 @@ def check_score_bytes(student: Callable[..., Any], seed: int = 0) -> None:
     passed("bytes of S and P", seed)
 
 
-def check_largest_length(student: Callable[..., Any], seed: int = 0) -> None:
+def check_largest_length(student: Student, seed: int = 0) -> None:
     """Exercise 1-2: the longest sequence whose S and P fit into a memory."""
     rng = random.Random(seed)
     cases = [(8 * 2**30, 1, 12, 2), (2**34, 4, 32, 4), (1000, 1, 1, 4)]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
 
 
@@ -267,7 +268,7 @@ def judge(
 
 
 def judge_call(
-    student: Callable[..., Any],
+    student: Student,
     solution: Any,
     mistakes: Iterable[Mistake],
     arguments: Sequence[Any],
@@ -367,7 +368,7 @@ def _first(marked: Tensor) -> tuple[int, ...]:
 
 
 def judge_numbers(
-    student: Callable[..., Any],
+    student: Student,
     cases: Sequence[Mapping[str, Any] | tuple[Any, ...]],
     solution: Callable[..., Any],
     mistakes: Iterable[Mistake],

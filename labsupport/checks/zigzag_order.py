@@ -12,6 +12,7 @@ from torch import Tensor
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
+    Student,
     call,
     equal,
     explain,
@@ -89,7 +90,7 @@ The shards were joined along the batch. The sequence is dimension 1.
 """)
 
 
-def check_zigzag_chunks(student: Callable[..., Any], seed: int = 0) -> None:
+def check_zigzag_chunks(student: Student, seed: int = 0) -> None:
     """Exercise 3-5 (a): an early chunk and a late one, so that all ranks have equal work."""
     for world in (4, 3, 8, 2, 5 + seed % 7, 1):
         cases = [(rank, world) for rank in range(world)]
@@ -105,7 +106,7 @@ def check_zigzag_chunks(student: Callable[..., Any], seed: int = 0) -> None:
     passed("each rank holds an early chunk and a late one", seed)
 
 
-def check_zigzag_positions(student: Callable[..., Any], seed: int = 0) -> None:
+def check_zigzag_positions(student: Student, seed: int = 0) -> None:
     """Exercise 3-5 (b): the positions of a rank's tokens in the whole sequence."""
     for seqlen, world in ((24, 3), (64, 4), (6 * (2 + seed % 5), 1), (4096, 8), (12, 2)):
         # The last rank first: on rank 0 several mistakes look alike.
@@ -118,7 +119,7 @@ def check_zigzag_positions(student: Callable[..., Any], seed: int = 0) -> None:
     passed("positions in the whole sequence", seed)
 
 
-def check_unzigzag(student: Callable[..., Any], seed: int = 0) -> None:
+def check_unzigzag(student: Student, seed: int = 0) -> None:
     """Exercise 3-5 (c): the shards of all ranks as one sequence, in order."""
     rng = torch.Generator().manual_seed(seed)
     # Of the first, batch and ranks are the same number; the last are labels.
@@ -132,7 +133,7 @@ def check_unzigzag(student: Callable[..., Any], seed: int = 0) -> None:
 
 
 def _judge(
-    student: Callable[..., Any],
+    student: Student,
     arguments: tuple[Any, ...],
     right: Tensor,
     solution: Callable[..., Tensor],
