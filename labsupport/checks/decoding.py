@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -108,7 +110,7 @@ def check_visible_decoding(student: Student, seed: int = 0) -> None:
 
 
 def _judge(student: Student, seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> None:
-    arguments = (seqlen_q, seqlen_k) if valid is None else (seqlen_q, seqlen_k, valid)
+    arguments: Any = (seqlen_q, seqlen_k) if valid is None else (seqlen_q, seqlen_k, valid)
     where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
     given, right = tensor(call(student, *arguments), where), visible(*arguments)
     if given.dtype != torch.bool:

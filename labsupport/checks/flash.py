@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,7 +244,7 @@ def check_backward_memory(student: Student) -> None:
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
     dout = torch.ones_like(inputs[0])
 
-    def arguments(is_causal: bool) -> Sequence[Tensor]:
+    def arguments(is_causal: bool) -> Any:
         return dout, *inputs, *flash_forward(*inputs, is_causal, 32, 32)
 
     exact = flash_backward(*arguments(False), False, 32, 32)[2]
@@ -267,7 +268,7 @@ EDGES = ((30, 30, True), (29, 37, False), (21, 45, True), (45, 21, True))
 
 def _judge_memory(
     student: Student,
-    inputs: Callable[[bool], Sequence[Tensor]],
+    inputs: Callable[[bool], Sequence[Any]],
     names: Sequence[str],
     judged: str,
     exact: Tensor,

@@ -87,7 +87,7 @@ grouped heads as they are; repeat nothing.
 
 def check_registered_values(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: called directly: layout, scaling, causality, grouped heads."""
-    for n_q, n_k, kv_heads, of_module, options in (
+    cases: Any = (
         (6, 6, 4, False, {}),
         (6, 6, 4, True, {}),
         (6, 6, 4, True, {"is_causal": None}),
@@ -97,7 +97,8 @@ def check_registered_values(student: Student, seed: int = 0) -> None:
         (1, 8, 1, True, {}),
         (6, 6, 4, True, {"is_causal": False}),
         (6, 6, 4, False, {"is_causal": True}),
-    ):
+    )
+    for n_q, n_k, kv_heads, of_module, options in cases:
         arguments = (_module(of_module), *_inputs(n_q, n_k, kv_heads, seed), None)
         shown = "".join(f", {key}={value}" for key, value in options.items())
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, heads 4, kv_heads {kv_heads}, "
