@@ -33,8 +33,6 @@ The part that attention does not touch is missing: it takes 1 - share, as before
     1 - share + ->
 That is the limit for an infinite speed-up; attention still takes share / speedup.
     + share / speedup ->
-The untouched part is 1 - share of the time, not all of it.
-    1 - share + -> 1 +
 The two parts are swapped: share is what gets faster.
     1 - share + share / speedup -> share + (1 - share) / speedup
 """)
@@ -69,8 +67,6 @@ K and V are projected to kv_heads * head_dim columns, not to heads * head_dim.
     2 * kv_heads -> 2 * heads
 The causal mask hides half of the pairs: half of attention's FLOPs are left.
     (2 if causal else 1) -> 1
-Half of attention's FLOPs only with causal=True, which is the default.
-    (2 if causal else 1) -> 2
 A gated MLP has three matrices: gate, up and down.
     3 * hidden -> 2 * hidden
 The output layer (lm_head, hidden x vocab) is missing.
@@ -85,10 +81,6 @@ The projections of q, k, v and o are missing.
     (projections + mlp) -> mlp
 q and o are hidden x (heads * head_dim), which is not hidden x hidden in every model.
     (2 * heads + 2 * kv_heads) * head_dim -> 2 * (hidden + kv_heads * head_dim)
-That is the share of the rest; attention's is 1 minus that.
-    return attention -> return rest
-That is in percent; return a fraction from 0 to 1.
-    return attention -> return 100 * attention
 """)
 
 

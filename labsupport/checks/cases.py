@@ -54,19 +54,19 @@ def export_cases(
     """Record checks of a solution for `check_cases`; `torch.save` stores the record.
 
     Returns:
-        asked: arguments and options of each call; right: its results; said: (diagnosis, results) of
-        each mistake. A call that raises has None as result.
+        calls: arguments and options of each call; right: its results; mistakes: the diagnosis and
+        the results of each mistake. A call that raises has None as result.
     """
-    asked: list[tuple[Any, Any]] = []
+    calls: list[tuple[Any, Any]] = []
 
     def student(*args: Any, **options: Any) -> Any:
         with contextlib.suppress(TypeError):  # a generator cannot be stored
-            asked.append(copy.deepcopy((args, options)))
+            calls.append(copy.deepcopy((args, options)))
         return solution(*args, **options)
 
     def answers(function: Callable[..., Any]) -> list[Any]:
-        found: list[Any] = [None] * len(asked)
-        for i, (args, options) in enumerate(copy.deepcopy(asked)):
+        found: list[Any] = [None] * len(calls)
+        for i, (args, options) in enumerate(copy.deepcopy(calls)):
             with contextlib.suppress(Exception):
                 found[i] = function(*args, **options)
         return found
@@ -74,8 +74,8 @@ def export_cases(
     with contextlib.redirect_stdout(io.StringIO()):
         for check in checks:
             check(student, seed=seed)
-    said = [(mistake.say, answers(mutant(solution, mistake.edit))) for mistake in mistakes]
-    return {"asked": asked, "right": answers(solution), "said": said}
+    wrong = [(mistake.say, answers(mutant(solution, mistake.edit))) for mistake in mistakes]
+    return {"calls": calls, "right": answers(solution), "mistakes": wrong}
 
 
 def check_cases(student: Student, cases: dict[str, Any]) -> None:
@@ -84,13 +84,13 @@ def check_cases(student: Student, cases: dict[str, Any]) -> None:
     Raises:
         CheckFailed: a result is wrong; names the mistake that explains all of them.
     """
-    given = [call(student, *args, **options) for args, options in copy.deepcopy(cases["asked"])]
+    given = [call(student, *args, **options) for args, options in copy.deepcopy(cases["calls"])]
     if all(map(_alike, given, cases["right"])):
         passed(f"{len(given)} stored cases")
         return
-    said = (say for say, wrong in cases["said"] if all(map(_alike, given, wrong)))
+    known = (say for say, wrong in cases["mistakes"] if all(map(_alike, given, wrong)))
     first = list(map(_alike, given, cases["right"])).index(False)
-    raise CheckFailed(next(said, f"the result of stored case {first} is wrong."))
+    raise CheckFailed(next(known, f"the result of stored case {first} is wrong."))
 
 
 def stored_source(name: str) -> str:

@@ -52,9 +52,9 @@ def choose(table: pd.DataFrame, *, memory_bytes: int, dtype: str) -> str | None:
 
 def choice(rows: list[Row], memory_bytes: int, dtype: str) -> str | None:
     """Choose as `choose` does, from a table in rows, which is quicker."""
-    asked = [row for row in rows if row["dtype"] == dtype]
-    measured = {row["backend"] for row in asked if row["source"] == "measured"}
-    known = [row for row in asked if row["source"] == "measured" or row["backend"] not in measured]
+    same = [row for row in rows if row["dtype"] == dtype]
+    measured = {row["backend"] for row in same if row["source"] == "measured"}
+    known = [row for row in same if row["source"] == "measured" or row["backend"] not in measured]
     able = [row for row in known if row["status"] == "ok"]
     left = [row for row in able if row["peak_memory_bytes"] <= memory_bytes]
     if not left:
@@ -95,7 +95,7 @@ TIE_MISTAKES = mistakes(r"""
 Times up to 5% above the fastest are a tie, where less memory wins. You take the fastest.
     min(tied, key=_memory) -> min(tied, key=_ms)
 The 5% count from the fastest of the rows that are left; you also ask rows that may not run.
-    min(map(_ms, left)) -> min(map(_ms, _timed(asked)))
+    min(map(_ms, left)) -> min(map(_ms, _timed(same)))
     min(tied, -> min(tied or left,
 The 5% count from the fastest time, not from one row to the next.
     return min -> for row in sorted(left, key=_ms):\n        _chain(tied, row)\n    return min
@@ -113,8 +113,8 @@ A prediction overrules a measurement: it is the other way round.
     "measured" -> "predicted"
 A backend that failed when it was measured, or did not fit, comes back by its prediction. Drop
 predictions of measured backends first, then the rows that may not run.
-    measured = -> asked = [row for row in asked if row["status"] == "ok"]\n    measured =
-    measured = -> asked = [row for row in asked if _memory(row) <= memory_bytes]\n    measured =
+    measured = -> same = [row for row in same if row["status"] == "ok"]\n    measured =
+    measured = -> same = [row for row in same if _memory(row) <= memory_bytes]\n    measured =
 """)
 
 

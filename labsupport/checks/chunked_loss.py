@@ -72,8 +72,6 @@ Ignored tokens count in the sum, as if their label were 0. Their loss must be 0.
 A label of -100 was used as an index, which counts from the end. Hide these tokens first.
     [:, 0] * kept -> [:, 0]
     labels.masked_fill(~counted, 0) -> labels.where(counted, len(weight) + IGNORED)
-The sign is wrong: the loss is minus the log of a probability.
-    total -= -> total +=
 It is minus the label's logit; the logsumexp over the vocabulary is missing.
     torch.log_softmax(hidden[part] @ weight.T, dim=-1) -> hidden[part] @ weight.T
 """)
@@ -98,9 +96,6 @@ Each chunk overwrites the one before. Every token adds to the weight's gradient:
     grad_weight += -> grad_weight =
 If every token is ignored, divide by 1: count.clamp(min=1). The gradients are 0 then.
     .clamp(min=1) ->
-It is all zeros: is it ever written?
-    log_p.exp() -> 0 * log_p
-    -torch.ones_like -> 0 * torch.ones_like
 """)
 
 

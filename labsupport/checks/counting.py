@@ -48,8 +48,6 @@ One matrix of N^2 is not read: the softmax reads S, the second product P.
     (square + passes -> (passes
 One matrix of N^2 is not written: the first product writes S, the softmax P.
     square + square -> square
-O is missing from what is written.
-    square + matrix\\n -> square\\n
 That is in bytes; count elements.
     return read, written -> return 4 * read, 4 * written
 The two values are swapped: return read, written.
@@ -88,8 +86,6 @@ You divide by the other block: K and V pass once for each block of *queries* (se
 and O once for each block of *keys* (seqlen / block_k).
     rows, cols -> cols, rows
     2 * block_q) -> 2 * block_k)
-With queries outside, a block of Q stays: it is read once, not for each tile.
-    matrix + tiles * 2 * cols -> tiles * (rows + 2 * cols)
 With queries outside, L is missing from what is written: one number a row.
     matrix + seqlen -> matrix
 With queries outside, O stays in fast memory: it is written once.
@@ -111,15 +107,11 @@ CAUSAL_MISTAKES = mistakes("""
     if causal -> if False
 More than half of the tiles have a visible pair: those on the diagonal do, too.
     tiles = sum( -> tiles = tiles / 2 + 0 * sum(
-The tiles on the diagonal are missing: a part of their pairs is visible, so they move.
-    math.ceil(end / block_k) -> (end - block_q) // block_k
 T (T + 1) / 2 holds for square tiles only. A block of queries sees keys up to its *last* row:
 ceil((r + 1) * block_q / block_k) blocks, for r = 0, 1, ...
     math.ceil(end / block_k) -> end // block_q
 A block of keys passes whole even if one key is visible: round up.
     math.ceil(end / block_k) -> end // block_k
-You count visible pairs. A block of keys passes whole: count tiles.
-    tiles = sum( -> tiles = seqlen * (seqlen + 1) / 2 / block_q / block_k + 0 * sum(
 """)
 
 

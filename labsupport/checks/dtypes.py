@@ -60,8 +60,6 @@ The sign does not matter: look at abs().
     finite.abs() -> finite
 That is always bfloat16: where all magnitudes fit, float16 has three more bits.
     return torch.float16 -> return torch.bfloat16
-That is always float16, but q, k or v may be bfloat16 or hold larger numbers.
-    return torch.bfloat16 -> return torch.float16
 The scores need not fit, since the kernel keeps them in float32: only the inputs themselves count.
     for x in (q, k, v): -> for x in (q, k, v, q.float().flatten(1) @ k.float().flatten(1).mT):
 """)

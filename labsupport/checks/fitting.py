@@ -64,12 +64,8 @@ start_ms is the shortest time measured. That call did some work, too: fit both n
     float(start_ms) -> float(ms.min())
 The two values are swapped: return start_ms, tflops.
     float(start_ms), float(1 / slope) -> float(1 / slope), float(start_ms)
-The second value is the slope, a time for work. The rate is 1 over it.
-    1 / slope -> slope
 The rate is in FLOP/s: divide by 1e12.
     1 / slope -> 1e12 / slope
-start_ms is in seconds.
-    float(start_ms) -> float(start_ms) / 1e3
 """)
 
 
@@ -83,8 +79,6 @@ start_ms is missing.
     start_ms + ->
 A millisecond has 1e-3 s, a TFLOP 1e12 FLOPs: flops / tflops / 1e9 is in ms.
     start_ms + flops / tflops / 1e9 -> (start_ms + flops / tflops / 1e9) / 1e3
-The work's time is in seconds, start_ms in ms.
-    / 1e9 -> / 1e12
 Divide by the rate.
     flops / tflops -> flops * tflops
 """)
@@ -109,8 +103,6 @@ Divide by the measured time, not by the predicted one.
     / measured) -> / predicted)
 Errors of both signs cancel: take absolute values before the mean. (It is the bias.)
     .abs() ->
-That is the largest error; return the mean.
-    .mean() -> .max()
 That is in ms: divide each error by the measured time.
     .abs() / measured -> .abs()
 You divide the sum of the errors by the sum of the times: the longest calls decide alone. Divide

@@ -83,8 +83,6 @@ keys up to i + seqlen_k - seqlen_q.
     query + seqlen_k - seqlen_q -> query
 The causal mask hides the query's own position too.
     key > query -> key >= query
-The causal mask is inverted: it shows the future and hides the past.
-    key > query -> key <= query
 The last, shorter block of keys is left out: loop to seqlen_k.
     range(0, seqlen_k, block_k) -> range(0, seqlen_k // block_k * block_k, block_k)
 A query without any key gives NaN: its m stays -inf, and -inf - (-inf) is NaN. Subtract 0 while m
@@ -158,8 +156,6 @@ Each block overwrites the contribution of the one before: it must be added up (+
 A query that sees no key gives NaN: its lse is -inf, and exp(s - lse) is exp(-inf + inf). Replace
 such an lse by +inf, so that its P is 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf) -> pass
-It is all zeros: is it ever written?
-    += -> += 0 *
 """)
 
 

@@ -66,8 +66,6 @@ def attention_cost(
 FLOP_MISTAKES = mistakes("""
 A multiply-add counts as 2 FLOPs: 2 * head_dim for each visible pair and product.
     10 if backward else 4 -> 5 if backward else 2
-The forward pass has two products, Q K^T and P V: 4 * head_dim for each visible pair.
-    else 4) -> else 2)
 Every query head computes its own scores: count heads, not kv_heads.
     batch * heads * pairs -> batch * kv_heads * pairs
 `causal` is ignored: hidden pairs are not computed.
@@ -75,8 +73,6 @@ Every query head computes its own scores: count heads, not kv_heads.
 The mask hides fewer than half of the pairs. The diagonal is visible, N (N + 1) / 2 of N^2 are left,
 and with fewer queries than keys every query also sees all the keys before the queries.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs /= 2
-The diagonal is visible: N (N + 1) / 2 pairs are left of N^2, not N^2 / 2.
-    pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs -= seqlen_q**2 / 2
 That mask is aligned top-left. The queries are the last tokens (bottom-right): query i sees
 seqlen_k - seqlen_q + i + 1 keys.
     pairs -= seqlen_q * (seqlen_q - 1) // 2 -> pairs = seqlen_q * (seqlen_q + 1) // 2
@@ -110,8 +106,6 @@ A causal mask hides pairs, but no key from every query: all of K and V still has
     * kv_heads * head_dim -> * kv_heads * head_dim / (2 if causal else 1)
 `backward` is ignored: that pass reads O, dO and writes dQ, dK, dV too.
     if backward else 2 -> if False else 2
-In the backward dO is missing, the incoming gradient, or O, which rowsum(dO * O) needs.
-    4 * q -> 3 * q
 In the backward pass the results are missing: dQ, dK and dV are written.
     4 * q + 2 * k + 2 * k -> 3 * q + 2 * k
 With backward=True the backward pass alone is meant: the forward is not in it.
@@ -135,8 +129,6 @@ That is the shorter of the two times. Both must be over: take the longer one.
     max(arithmetic, memory) -> min(arithmetic, memory)
 The time for the bytes is ignored: it is the longer one sometimes.
     max(arithmetic, memory) -> arithmetic
-That is in seconds; return milliseconds.
-    max(arithmetic, memory) -> max(arithmetic, memory) / 1e3
 """)
 
 

@@ -63,8 +63,6 @@ The old m comes back: return m_new, the maximum under which l and acc were scale
 exp is used for exp2, or a second factor log2(e): the scores carry that factor already, so that
 exp2(scores - m) is the softmax's exponential.
     tl.exp2( -> tl.exp(
-P is computed with exp, alpha with exp2: scores carry the factor log2(e), so use exp2.
-    tl.exp2(scores -> tl.exp(scores
 The maximum is never subtracted, and exp2(scores) overflows: P is exp2(scores - m_new).
     scores - shift[:, None] -> scores
     l * alpha -> l

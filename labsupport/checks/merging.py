@@ -57,8 +57,6 @@ The weights do not add up to 1: exp(lse - m) and exp(part_lse - m) must be divid
     both.masked_fill(both == -torch.inf, 0.0) -> torch.maximum(lse, part_lse).nan_to_num(neginf=0)
 The weights are swapped: exp(lse) belongs to out, exp(part_lse) to part.
     weight, part_weight = -> part_weight, weight =
-out comes back as it was: part is not in it.
-    weight[..., None] * out + part_weight[..., None] * part -> out + 0
 Where nothing was seen, -inf - (-inf) is NaN: subtract 0 there.
     both.masked_fill(both == -torch.inf, 0.0) -> both
 exp(1000) overflows and exp(-1000) is 0: subtract the larger log-sum-exp first, whichever it is.
@@ -69,8 +67,6 @@ The two log-sum-exps are added. Use torch.logaddexp: log(exp(lse) + exp(part_lse
     part, both -> part, lse + part_lse
 It is the larger of the two: add log(exp(lse - m) + exp(part_lse - m)) to it.
     part, both -> part, torch.maximum(lse, part_lse)
-The maximum is missing: m + log(exp(lse - m) + exp(part_lse - m)).
-    part, both -> part, both - torch.maximum(lse, part_lse)
 It is in base 2: use torch.log and torch.exp, the natural ones.
     part, both -> part, both / LN_2
 The running lse comes back as it was: it has to grow with every part.

@@ -64,16 +64,12 @@ Every head has its own scores: heads * seqlen**2 in each layer.
     heads * seqlen**2 -> seqlen**2
 stores_scores is ignored: the probabilities are missing.
     if stores_scores -> if False
-The block keeps one matrix a head, the probabilities; not the scores before the softmax.
-    mlp + scores -> mlp + 2 * scores
 In attention's backward, the gradients of the probabilities and the scores are missing.
     + 2 * scores ->
 In attention's backward, the block's two MLP tensors are gone: - 2 * seqlen * mlp_width.
     scores - mlp -> scores
 You added up the moments. They follow one another: take the largest.
     max( -> sum(
-The MLP stores two tensors of seqlen * mlp_width, before and after GELU.
-    width + mlp + scores -> width + mlp // 2 + scores
 The MLP's stored tensors are missing: 2 * seqlen * mlp_width in each block.
     width + mlp + scores -> width + scores
 q, k and v are missing: 3 * seqlen * width in each block.
@@ -93,8 +89,6 @@ The logits are missing: at the moment of the loss they are there.
     min(loss_chunk, seqlen) * vocab + ->
 Without loss_chunk the log-softmax meets two gradients: three tensors, not one.
     3 * seqlen * vocab -> seqlen * vocab
-The chunked loss has one tensor of logits, changed in place; three without loss_chunk.
-    = min(loss_chunk -> = 3 * min(loss_chunk
 `loss_chunk` is ignored: with it, only that many tokens have logits together.
     loss_chunk is None -> True
 loss_chunk may be larger than seqlen: take min(loss_chunk, seqlen).

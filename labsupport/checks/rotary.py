@@ -49,14 +49,10 @@ The exponent lacks its minus sign: frequencies fall, base ** (-2i / head_dim).
 The values in `positions` are ignored: you count 0, 1, 2, ... instead. A shard of a sequence starts
 somewhere else.
     positions[:, None] -> torch.arange(len(positions))[:, None]
-There is a factor of 2 pi too much: angles are position * frequency, in radians.
-    * frequencies -> * frequencies * 2 * torch.pi
 cos and sin are swapped: return cos first.
     angles.cos().float(), angles.sin() -> angles.sin().float(), angles.cos()
 The angles were computed in bfloat16, which cannot count beyond 256. Use float32 or float64.
     positions[: -> positions.bfloat16().double()[:
-The angles were computed in bfloat16, which has 8 bits. Use float32 or float64.
-    positions[:, None] * frequencies -> positions.bfloat16()[:, None] * frequencies.bfloat16()
 """)
 
 

@@ -44,8 +44,6 @@ The last, shorter block is left out.
     scores.split -> scores[..., : scores.shape[-1] // block_size * block_size].split
 m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_new).
     l * (m - shift).exp() -> l
-It is the sum of the last block alone.
-    l * (m - shift).exp() + ->
 Each block was summed under its own maximum, and the sums were added.
     l * (m - shift).exp() -> l
     shift[..., None] -> block.amax(-1, True).nan_to_num(neginf=0)

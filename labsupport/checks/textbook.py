@@ -31,8 +31,6 @@ The scores are divided by head_dim; it must be its square root.
     math.sqrt(q.shape[-1]) -> q.shape[-1]
 The softmax runs over the queries. Each query's weights over the keys must sum to 1: dim=-1.
     softmax(scores, dim=-1) -> softmax(scores, dim=-2)
-The softmax is missing: these are the bare scores.
-    torch.softmax(scores, dim=-1) -> scores
 The mask is ignored.
     if mask is not None -> if False
 The mask is inverted: True means that a query MAY look.
@@ -66,8 +64,6 @@ Every sequence of the batch has its own matrices: multiply by batch.
     batch * ->
 S and P have seqlen x seqlen entries: the length counts twice.
     **2 * -> *
-That is in MiB; return bytes.
-    return 2 -> return 2 / 2**20
 """)
 
 

@@ -36,8 +36,6 @@ Those are neighbours, a contiguous shard: the work is as unequal as before.
     rank, 2 * world - 1 - rank -> 2 * rank, 2 * rank + 1
 The second chunk is one too far: rank 0 has the last one, number 2 * world - 1.
     2 * world - 1 - rank -> 2 * world - rank
-The second chunk is counted from the end of the first half. There are 2 * world chunks.
-    2 * world - 1 -> world - 1
 The chunks are right, but in the other order: the early one comes first.
     rank, 2 * world - 1 - rank -> 2 * world - 1 - rank, rank
 The number of a chunk is an int. If you divide, use //: / makes a float, even of whole numbers.
@@ -63,8 +61,6 @@ The second chunk is rank + world; it is 2 * world - 1 - rank.
     in chunks -> in (rank, rank + world)
 The late chunk comes first; the early one should.
     in chunks -> in chunks[::-1]
-Those are the numbers of the chunks. Chunk c starts at position c * size.
-    torch.arange(c * size, (c + 1) * size) -> torch.full((size,), c)
 """)
 
 
@@ -83,8 +79,6 @@ You applied the order of the shards again. To undo it, index by order.argsort().
 The early halves are right. The late ones come in the order of the ranks, but rank 0 has the LAST
 chunk: they go from the last rank to the first.
     *reversed(late) -> *late
-The late half is reversed token by token. Reverse the order of its chunks only.
-    *reversed(late) -> torch.cat(late, 1).flip(1)
 The shards were joined along the batch. The sequence is dimension 1.
     [*early, *reversed(late)], dim=1 -> shards
 """)
