@@ -123,7 +123,7 @@ def _measured(case: Case) -> list[dict[str, Any]]:
 
 
 def not_measured(table: pd.DataFrame, *columns: str) -> list[str]:
-    """A line for each reason why rows of a table were not measured, by these columns."""
+    """Return a line for each reason why rows of a table were not measured, by these columns."""
     others = table[table.status != "ok"].groupby([*columns, "status", "reason"], sort=False)
     return [": ".join(map(str, key)) + f" ({len(group)})" for key, group in others]
 
@@ -137,22 +137,22 @@ def check_triton(options: argparse.Namespace) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, without line breaks."""
+    """Return the message of an error, without line breaks."""
     return " ".join(str(error).split())
 
 
 def names(text: str) -> list[str]:
-    """'a,b' as ['a', 'b'], for argparse."""
+    """Return 'a,b' as ['a', 'b'], for argparse."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(text: str) -> list[int]:
-    """'1,2' as [1, 2], for argparse."""
+    """Return '1,2' as [1, 2], for argparse."""
     return [int(part) for part in names(text)]
 
 
 def lengths(text: str) -> list[int]:
-    """'2K,512' as [2048, 512], for argparse."""
+    """Return '2K,512' as [2048, 512], for argparse."""
     return [parse_tokens(part) for part in names(text)]
 
 

@@ -15,8 +15,8 @@ be published. Sealing keeps honest people from reading an answer by accident, an
 are safe from it only in so far as a submission is graded without those modules, and as the room is
 supervised.
 
-A check cannot do without its answer, because it draws inputs and compares with what is right for
-them. Stored cases (`labsupport.checks.cases`) need none, but always have the same inputs.
+A check draws inputs and compares with the right results for them, so it needs the answer. Where
+fixed inputs are enough, stored cases take its place (`labsupport.checks.cases.STORED`).
 """
 
 import ast
@@ -28,6 +28,7 @@ from grader import exam_files, left_out
 from grader.answers import ANSWERS, CHECKS_AS_THEY_ARE, Answer
 from grader.left_out import seal
 from labsupport import paths
+from labsupport.checks import cases
 from labsupport.course.editions import ReleaseError, make_edition, solved_notebooks
 
 _KEPT_DECORATORS = ("staticmethod", "classmethod", "property", "dataclass", "triton.jit")
@@ -192,7 +193,9 @@ def exam_package(for_grading: bool) -> Iterator[tuple[str, str]]:
         elif path.startswith("checks/") and path.split("/")[1] not in CHECKS_AS_THEY_ARE:
             if for_grading:
                 continue
-            source = sealed(source, path, "that it checks")
+            name = path.split("/")[1].removesuffix(".py")
+            stored = name in cases.STORED
+            source = cases.stored_source(name) if stored else sealed(source, path, "that it checks")
         elif path == "checks/__init__.py" and for_grading:
             source = _NO_CHECKS
         yield f"labsupport/{path}", source

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tests.shell import program
+
 # Everywhere the lab is meant to run.
 PYTHONS = ("3.11", "3.12", "3.13")
 SYSTEMS = ("linux", "darwin")
@@ -37,11 +39,8 @@ def disagreements(pyproject, constraints, environment):
         if requirement.name == project["name"]:
             continue
         for python, system in product(PYTHONS, SYSTEMS):
-            here = {
-                "python_version": python,
-                "python_full_version": f"{python}.5",
-                "sys_platform": system,
-            }
+            here = {"python_version": python, "python_full_version": f"{python}.5"}
+            here["sys_platform"] = system
             if requirement.marker and not requirement.marker.evaluate(here):
                 continue
             versions = [
@@ -93,17 +92,13 @@ def test_pyproject_constraints_and_conda_environment_agree(files):
         (0, '"torch>=2.11"', '"torch>=2.14"'),
         (0, '"rich>=', '"einops>=0.8",\n    "rich>='),
         (0, 'requires-python = ">=3.11"', 'requires-python = ">=3.12"'),
-        (0, '"torch==2.13.0"', '"torch==2.13.1"'),
         (1, "torch==2.13.0", "torch==2.12.0"),
         (1, "torch==2.13.0", "torch==2.13.0+cpu"),
         (1, "triton==3.7.1 ; sys_platform == 'linux'", ""),
         (1, "\nnumpy==", "\nnumpy>="),
-        (1, "\njupyterlab==", "\n# jupyterlab=="),
         (1, "\nruff==", "\nruff==0.1.0 ; python_version < '3.12'\nruff=="),
         (2, "torch==2.13.0", "torch==2.12.0"),
-        (2, "-c constraints.txt", "numpy"),
         (2, "[notebook,dev]", "[notebook]"),
-        (2, "python>=3.11,<3.14", "python>=3.10,<3.14"),
         (2, "python>=3.11,<3.14", "python>=3.11,<3.13"),
     ],
 )
@@ -147,13 +142,6 @@ def checkout(project, tmp_path):
     return copy
 
 
-def interpreter(folder, name, body):
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-
-
 def set_up(checkout, path=None, **environment):
     """Run setup.sh with nothing of ours in the environment; `path` comes first on the PATH."""
     tools = "/usr/bin:/bin"
@@ -187,7 +175,7 @@ def ready_venv(checkout, torch="cpu"):
 def test_an_old_python_is_named_and_the_way_to_a_newer_one_is_shown(checkout, tmp_path):
     bin_folder = tmp_path / "bin"
     for name in ("python3", "python3.13", "python3.12", "python3.11", "python"):
-        interpreter(bin_folder, name, "echo 3.9")
+        program(bin_folder / name, "echo 3.9")
     done = set_up(checkout, bin_folder)
     assert done.returncode == 1
     assert "needs Python 3.11 or newer; found: python3 is 3.9;" in done.stderr
@@ -197,7 +185,7 @@ def test_an_old_python_is_named_and_the_way_to_a_newer_one_is_shown(checkout, tm
 
 
 def test_a_python_named_by_the_user_is_the_only_one_tried(checkout, tmp_path):
-    interpreter(tmp_path / "my bin", "python3.10", "echo 3.10")
+    program(tmp_path / "my bin" / "python3.10", "echo 3.10")
     done = set_up(checkout, PYTHON=str(tmp_path / "my bin" / "python3.10"))
     assert "python3.10 is 3.10; " not in done.stdout
     assert f"{tmp_path}/my bin/python3.10 is 3.10;" in done.stderr
@@ -205,7 +193,7 @@ def test_a_python_named_by_the_user_is_the_only_one_tried(checkout, tmp_path):
 
 def test_a_missing_venv_module_names_the_debian_package(checkout, tmp_path):
     # Says it is Python 3.12 and fails at `import ensurepip, venv`, as Debian's does.
-    interpreter(tmp_path / "bin", "python3", 'case "$2" in *ensurepip*) exit 1;; esac; echo 3.12')
+    program(tmp_path / "bin" / "python3", 'case "$2" in *ensurepip*) exit 1;; esac; echo 3.12')
     done = set_up(checkout, tmp_path / "bin")
     assert done.returncode == 1
     assert "sudo apt install python3.12-venv" in done.stderr
@@ -219,7 +207,7 @@ def test_an_unknown_build_of_pytorch_is_refused(checkout):
 
 def test_an_environment_that_is_ready_is_used_at_once(checkout):
     ready_venv(checkout)
-    for choice in ({}, {"TORCH": "cpu"}):
+    for choice in ({}, {"TORCH": "cpu"}, {"PYTHON": sys.executable}):
         done = set_up(checkout, **choice)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -271,23 +259,17 @@ OTHER = f"{sys.version_info.major}.{13 if sys.version_info.minor != 13 else 12}"
 
 def test_another_python_than_that_of_the_environment_starts_it_over(checkout, tmp_path):
     venv = ready_venv(checkout)
-    interpreter(tmp_path / "bin", "other", f"echo {OTHER}")
+    program(tmp_path / "bin" / "other", f"echo {OTHER}")
     done = set_up(checkout, PYTHON=str(tmp_path / "bin" / "other"))
     assert "starting .venv over" in done.stdout
     assert f"Python {OTHER}, PyTorch for cpu" in done.stdout
     assert not (venv / "bin").exists()
 
 
-def test_the_python_of_the_environment_may_be_named(checkout):
-    ready_venv(checkout)
-    done = set_up(checkout, PYTHON=sys.executable)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize("name", ["no-such-python", "old"])
 def test_a_python_that_will_not_do_leaves_the_environment_alone(checkout, tmp_path, name):
     venv = ready_venv(checkout)
-    interpreter(tmp_path / "bin", "old", "echo 3.9")
+    program(tmp_path / "bin" / "old", "echo 3.9")
     done = set_up(checkout, tmp_path / "bin", PYTHON=name)
     assert done.returncode == 1
     assert "needs Python 3.11 or newer" in done.stderr
@@ -298,7 +280,7 @@ def test_an_environment_that_stays_is_named_by_its_own_python(checkout, tmp_path
     ready_venv(checkout)
     with (checkout / "constraints.txt").open("a") as file:
         file.write("# newer\n")
-    interpreter(tmp_path / "bin", "python3", f"echo {OTHER}")
+    program(tmp_path / "bin" / "python3", f"echo {OTHER}")
     done = set_up(checkout, tmp_path / "bin")  # it stops where it looks for pip
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert f"Python {version}, PyTorch for cpu" in done.stdout
@@ -315,17 +297,7 @@ def make(*arguments, cwd):
 
 def test_make_alone_lists_every_command(project):
     listed = set(re.findall(r"^make ([\w-]+)", make(cwd=project).stdout, re.MULTILINE))
-    assert {
-        "lab",
-        "fetch",
-        "test",
-        "test-all",
-        "benchmark",
-        "notebooks",
-        "format",
-        "update",
-        "clean",
-    } <= listed
+    assert {"lab", "fetch", "test", "test-all", "notebooks", "format", "update", "clean"} <= listed
 
 
 def test_make_test_runs_every_check(project):
@@ -348,7 +320,7 @@ def test_make_test_runs_every_check(project):
 def offline_python(tmp_path):
     """Stands in for .venv's Python: says what it is asked to run, and can fetch nothing."""
     fetch = '*"labsupport.cli fetch"*) echo "labsupport: no network" >&2; exit 1'
-    interpreter(tmp_path / "bin", "python", f'echo "ran $*"; case "$*" in {fetch};; esac')
+    program(tmp_path / "bin" / "python", f'echo "ran $*"; case "$*" in {fetch};; esac')
     return tmp_path / "bin" / "python"
 
 
@@ -369,7 +341,7 @@ def test_another_environment_is_asked_for_an_extra_and_left_as_it_is(
     shutil.copy(project / "scripts/extra.sh", checkout / "scripts/extra.sh")
     ready_venv(checkout)  # of no concern
     answer = "exit 0" if there else 'echo "ModuleNotFoundError" >&2; exit 1'
-    interpreter(tmp_path / "bin", "python", f'case "$*" in -c*) {answer};; esac; echo "ran $*"')
+    program(tmp_path / "bin" / "python", f'case "$*" in -c*) {answer};; esac; echo "ran $*"')
     python = tmp_path / "bin" / "python"
     done = make("--silent", command, f"PY={python}", cwd=checkout)
     if there:
@@ -392,18 +364,12 @@ def test_the_packages_asked_for_are_those_of_the_extra(project):
     assert asked == {imported.get(name, name.replace("-", "_")) for name in names}
 
 
-@pytest.mark.parametrize("command", ["test", "test-all", "notebooks", "fetch"])
+@pytest.mark.parametrize("command", ["test", "fetch"])
 def test_what_needs_the_models_stops_without_them(checkout, offline_python, command):
     done = make(command, f"PY={offline_python}", cwd=checkout)
     assert done.returncode != 0
     assert "labsupport: no network" in done.stderr
     assert done.stdout.count("ran ") == 1
-
-
-def test_new_pins_can_be_resolved_where_the_old_ones_cannot_be_installed(checkout):
-    """A bound in pyproject.toml that excludes a pin would stop scripts/setup.sh."""
-    assert "setup.sh" not in make("-n", "constraints", cwd=checkout).stdout
-    assert "setup.sh" not in make("-n", "update", cwd=checkout).stdout
 
 
 @pytest.mark.parametrize(
@@ -412,7 +378,7 @@ def test_new_pins_can_be_resolved_where_the_old_ones_cannot_be_installed(checkou
 )
 def test_make_constraints_takes_the_python_that_is_there(checkout, given, there, used):
     if there:
-        interpreter(checkout / ".venv" / "bin", "python", "")
+        program(checkout / ".venv" / "bin" / "python", "")
     plan = make("-n", "constraints", *filter(None, [given]), cwd=checkout).stdout
     assert plan.split() == ["scripts/constraints.sh", *filter(None, [used])]
 
@@ -449,7 +415,7 @@ def test_continuous_integration_runs_what_it_is_asked_for(
 ):
     (tmp_path / ".ci").mkdir()
     shutil.copy(project / ".ci" / "run", tmp_path / ".ci" / "run")
-    interpreter(tmp_path / "bin", "make", f'echo "$1 $2" >> calls; [ "$1" != "{failing}" ]')
+    program(tmp_path / "bin" / "make", f'echo "$1 $2" >> calls; [ "$1" != "{failing}" ]')
     done = subprocess.run(
         ["/bin/bash", ".ci/run", *arguments],
         cwd=tmp_path,
@@ -466,7 +432,7 @@ def test_continuous_integration_runs_what_it_is_asked_for(
 def test_what_make_test_was_given_does_not_reach_what_the_tests_call(tmp_path, project):
     """They call make too: `make lab`, for one, would hand pytest's options to JupyterLab."""
     says = 'echo "ARGS=$ARGS MAKEFLAGS=$MAKEFLAGS"'
-    interpreter(tmp_path, "python", says)
+    program(tmp_path / "python", says)
     given = [f"PY={tmp_path / 'python'}", "ARGS=--last-failed"]
     done = make("--silent", "notebook-tests", *given, cwd=project)
     assert done.stdout == "ARGS= MAKEFLAGS=\n", done.stderr

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from scripts import versions
+from tests.shell import program
 
 ROW = dict.fromkeys(versions.COLUMNS, "") | {
     "python": "3.11.7",
@@ -106,16 +107,14 @@ def broken(): raise OSError
 
 
 @pytest.mark.parametrize(
-    ("two", "more", "counts"),
+    ("two", "more", "counts", "workers"),
     [
-        ("True", "", ["2", "0", "1"]),
-        ("False", "", ["1", "1", "1"]),
-        ("True", "def test_four(broken): pass", ["2", "1", "1"]),
-        ("True", "syntax error", None),
+        ("False", "def test_four(broken): pass", ["1", "2", "1"], "0"),
+        ("True", "", ["2", "0", "1"], "2"),
+        ("True", "syntax error", None, "0"),
     ],
-    ids=["passed", "failed", "error", "not collected"],
+    ids=["failed, error", "passed", "not collected"],
 )
-@pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_of_pytest_is_recorded_with_its_counts(project, tmp_path, two, more, counts, workers):
     (tmp_path / "test_it.py").write_text(TESTS.format(two=two, more=more))
     record = tmp_path / "versions.csv"
@@ -133,12 +132,6 @@ def test_a_run_of_pytest_is_recorded_with_its_counts(project, tmp_path, two, mor
 
 
 # --- scripts/versions.sh ----------------------------------------------------------------------
-
-
-def program(path, body):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture

@@ -1,33 +1,16 @@
 """Checks of the exercises, which name the likely mistake.
 
 Each check takes the student's function, calls it on its own inputs and prints one `[ok]` line,
-or raises `CheckFailed` with a diagnosis. `seed` draws other inputs.
+or raises `CheckFailed` with a diagnosis. `seed` draws other inputs. An exercise's file holds its
+reference solution, its mistakes as edits of that solution with their diagnoses, and its checks:
 
-    textbook   exercises 1-1 and 1-2
-    softmax    exercise 1-3
-    flash      exercises 1-4 and 1-5
-    dtypes     exercise 1-6
-    layout     exercise 2-1
-    registered exercise 2-2, with small_models to put a function into
-    decoding   exercise 2-3
-    amdahl     exercise 2-4
-    policies   exercise 2-5
-    rotary     exercise 3-1
-    chunked_loss exercise 3-2
-    planning   exercise 3-3
-    merging    exercise 3-4
-    zigzag_order exercise 3-5
-    intensity  exercise 4-1
-    counting   exercise 4-2
-    kernel     exercise 4-3: the update of a Triton kernel
-    fitting    exercise 4-4
-    choosing   exercise 4-5
-    verdict    judges results, and finds the mistake by running edits of the reference solution
-    counting_numbers  the same for returned numbers instead of tensors
-    cases      stores what checks ask, with the results of the solution and of each mistake
+    1-1, 1-2 textbook    1-3 softmax       1-4, 1-5 flash    1-6 dtypes
+    2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
+    3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
+    4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
 
-An exercise's file holds its reference solution, its mistakes as edits of that solution with the
-sentence that names each, and its checks.
+`verdict` judges results and finds the mistake. `cases` stores the inputs of checks with the results
+of the solution and of each mistake.
 """
 
 from labsupport.checks.amdahl import (

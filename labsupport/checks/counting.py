@@ -1,7 +1,7 @@
 """Exercise 4-2: elements that pass between slow and fast memory, counted by hand.
 
-One head of N queries and N keys, forward; blocks divide N. All counts are in elements. What
-`labsupport.analysis.traffic.count` sees while the algorithms run is the reference.
+One head of N queries and N keys, forward; blocks divide N. All counts are in elements.
+`labsupport.analysis.traffic.count` sees the same while the algorithms run.
 
     textbook_traffic(seqlen, head_dim, block_q) -> (read, written)
 
@@ -22,20 +22,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
+from labsupport.checks.verdict import Student, judge_numbers, mistakes, passed
 
-from labsupport.analysis.traffic import count
-from labsupport.checks.counting_numbers import compare, numbers
-from labsupport.checks.verdict import CheckFailed, Mistake, call, passed
-
-VERSIONS = {"queries": "version2", "keys": "version1"}
+ORDERS = ("queries", "keys")
 NAMES = ("read", "written")
-COUNTED = 128  # lengths up to this one are really run
-
-Problem = dict[str, Any]
 
 
 def textbook_traffic(seqlen: int, head_dim: int, block_q: int) -> tuple[int, int]:
@@ -44,6 +35,24 @@ def textbook_traffic(seqlen: int, head_dim: int, block_q: int) -> tuple[int, int
     read = (matrix + passes * matrix) + square + (square + passes * matrix)
     written = square + square + matrix
     return read, written
+
+
+TEXTBOOK_MISTAKES = mistakes("""
+K passes for *each* block of rows of Q, seqlen / block_q times; so does V.
+    seqlen // block_q -> 1
+K and V both pass for each block of rows; one of them passes once in your count.
+    (square + passes * matrix) -> (square + matrix)
+S and P are missing: one kernel writes them to slow memory, the next one reads them.
+    seqlen**2 -> 0
+One matrix of N^2 is not read: the softmax reads S, the second product P.
+    (square + passes -> (passes
+One matrix of N^2 is not written: the first product writes S, the softmax P.
+    square + square -> square
+That is in bytes; count elements.
+    return read, written -> return 4 * read, 4 * written
+The two values are swapped: return read, written.
+    return read, written -> return written, read
+""")
 
 
 def tiled_traffic(
@@ -63,228 +72,76 @@ def tiled_traffic(
     return read, written
 
 
-_ANY_MISTAKES = (
-    Mistake(("read, written\n", "4 * read, 4 * written\n"), "That is in bytes; count elements."),
-    Mistake(
-        ("read, written\n", "written, read\n"), "The two values are swapped: return read, written."
-    ),
-)
-TEXTBOOK_MISTAKES = (
-    Mistake(
-        ("seqlen // block_q", "1"),
-        "K passes for *each* block of rows of Q, seqlen / block_q times; so does V.",
-    ),
-    Mistake(
-        ("(square + passes * matrix)", "(square + matrix)"),
-        "K and V both pass for each block of rows; one of them passes once in your count.",
-    ),
-    Mistake(
-        ("seqlen // block_q", "seqlen"),
-        "K and V pass once for each *block* of rows, seqlen / block_q times, not for each row.",
-    ),
-    Mistake(
-        ("seqlen // block_q", "seqlen * block_q"),
-        "There are seqlen / block_q blocks: divide, do not multiply.",
-    ),
-    Mistake(
-        ("seqlen**2", "0"),
-        "S and P are missing: one kernel writes them to slow memory, the next one reads them.",
-    ),
-    Mistake(
-        ("(square + passes", "(passes"),
-        "One matrix of N^2 is not read: the softmax reads S, the second product P.",
-    ),
-    Mistake(
-        ("square + square", "square"),
-        "One matrix of N^2 is not written: the first product writes S, the softmax P.",
-    ),
-    Mistake(("square + matrix", "square"), "O is missing from what is written."),
-    Mistake(("(matrix + passes", "(passes"), "Q is missing from what is read."),
-    *_ANY_MISTAKES,
-    Mistake(
-        ("read, written\n", "(read + written,) * 2\n"),
-        "That is the sum of both. Return what is read and what is written, apart.",
-    ),
-)
-TILED_MISTAKES = (
-    Mistake(
-        ('"queries"', '"keys"'),
-        "The two loop orders are exchanged: with outside='queries' a block of Q stays, with "
-        "outside='keys' a block of K and V.",
-    ),
-    Mistake(
-        ('outside == "queries"', "True"),
-        "`outside` is ignored: you count queries outside in either order.",
-    ),
-    Mistake(
-        ('outside == "queries"', "False"),
-        "`outside` is ignored: you count keys outside in either order.",
-    ),
-    Mistake(
-        ("tiles * 2 * cols", "tiles * cols", "2 * matrix", "matrix"),
-        "K *and* V pass: 2 * block_k * head_dim for a block of keys.",
-    ),
-    Mistake(
-        ("tiles * 2 * cols", "2 * matrix"),
-        "With queries outside, K and V pass for *each* block of queries: seqlen / block_q times.",
-    ),
-    Mistake(
-        ("rows, cols", "cols, rows", "2 * block_q)", "2 * block_k)"),
-        "K and V pass once for each block of *queries* (seqlen / block_q), and Q, O once for each "
-        "block of *keys* (seqlen / block_k): you divide by the other block.",
-    ),
-    Mistake(
-        ("matrix + tiles * 2 * cols", "tiles * (rows + 2 * cols)"),
-        "With queries outside, a block of Q stays: it is read once, not for each tile.",
-    ),
-    Mistake(
-        ("matrix + seqlen", "matrix"),
-        "With queries outside, L is missing from what is written: one number a row.",
-    ),
-    Mistake(("matrix + seqlen", "2 * matrix"), "L has one number a row, not head_dim."),
-    Mistake(
-        ("matrix + seqlen", "tiles * rows + seqlen"),
-        "With queries outside, O stays in fast memory: it is written once.",
-    ),
-    Mistake(
-        (" + 2 * block_q", "", " + 2 * seqlen", ""),
-        "With keys outside, m and l are fetched and written back together with O.",
-    ),
-    Mistake(
-        ("(matrix + 2 * seqlen) +", ""),
-        "With keys outside, O, m and l begin with zeros (or -inf) that are written.",
-    ),
-    Mistake(
-        ("(2 * rows", "(rows"),
-        "With keys outside, O has to be read again for each tile, not only written.",
-    ),
-    Mistake(
-        ("tiles * (rows + 2 * block_q)", "matrix + 2 * seqlen"),
-        "With keys outside, O, m and l are written back for each tile: the next block of keys "
-        "needs the rows of all queries.",
-    ),
-    Mistake(
-        ("2 * matrix + tiles * (2 * rows", "3 * matrix + tiles * (rows"),
-        "With keys outside, Q is read for each block of keys: it does not stay.",
-    ),
-    Mistake(
-        (
-            "return",
-            "read, written = (x + tiles * block_q * block_k for x in (read, written))\n    return",
-        ),
-        "S never leaves fast memory: it must not be counted.",
-    ),
-    *_ANY_MISTAKES,
-)
-_TILES = "sum(math.ceil(end / block_k) for end in range(block_q, seqlen + 1, block_q))"
-CAUSAL_MISTAKES = (
-    Mistake(
-        ("if causal", "if False"), "`causal` is ignored: a tile without a visible pair is skipped."
-    ),
-    Mistake(
-        (_TILES, "tiles / 2"),
-        "More than half of the tiles have a visible pair: those on the diagonal do, too.",
-    ),
-    Mistake(
-        ("math.ceil(end / block_k)", "(end - block_q) // block_k"),
-        "The tiles on the diagonal are missing: a part of their pairs is visible, so they move.",
-    ),
-    Mistake(
-        (_TILES, "(seqlen // block_q) * (seqlen // block_q + 1) / 2"),
-        "T (T + 1) / 2 holds for square tiles. A block of queries sees keys up to its *last* row: "
-        "ceil((r + 1) * block_q / block_k) blocks, for r = 0, 1, ...",
-    ),
-    Mistake(
-        ("math.ceil(end / block_k)", "(end - block_q) // block_k + 1"),
-        "You go by each block's first row. Its last row sees the most keys: round up.",
-    ),
-    Mistake(
-        ("math.ceil(end / block_k)", "end // block_k"),
-        "A block of keys of which one key is visible passes whole: round up.",
-    ),
-    Mistake(
-        (_TILES, "seqlen * (seqlen + 1) / 2 / block_q / block_k"),
-        "You count visible pairs. A block of keys passes whole: count tiles.",
-    ),
-    Mistake(
-        ("tiles * (rows", "(seqlen // block_q) * (seqlen // block_k) * (rows"),
-        "Skipped tiles save what would be written, too.",
-    ),
-    *TILED_MISTAKES,
-)
+TILED_MISTAKES = mistakes("""
+The loop orders are exchanged: outside='queries' keeps a block of Q, outside='keys' one of K and V.
+    "queries" -> "keys"
+`outside` is ignored: you count queries outside in either order.
+    outside == "queries" -> True
+K *and* V pass: 2 * block_k * head_dim for a block of keys.
+    tiles * 2 * cols -> tiles * cols
+    2 * matrix -> matrix
+With queries outside, K and V pass for *each* block of queries: seqlen / block_q times.
+    tiles * 2 * cols -> 2 * matrix
+You divide by the other block: K and V pass once for each block of *queries* (seqlen / block_q), Q
+and O once for each block of *keys* (seqlen / block_k).
+    rows, cols -> cols, rows
+    2 * block_q) -> 2 * block_k)
+With queries outside, L is missing from what is written: one number a row.
+    matrix + seqlen -> matrix
+With queries outside, O stays in fast memory: it is written once.
+    matrix + seqlen -> tiles * rows + seqlen
+With keys outside, m and l are read and written together with O.
+    + 2 * block_q ->
+    + 2 * seqlen ->
+With keys outside, O, m and l begin with zeros (or -inf) that are written.
+    (matrix + 2 * seqlen) + ->
+With keys outside, O, m and l are written for each tile: the next block of keys needs them.
+    tiles * (rows + 2 * block_q) -> matrix + 2 * seqlen
+That is in bytes; count elements.
+    return read, written -> return 4 * read, 4 * written
+The two values are swapped: return read, written.
+    return read, written -> return written, read
+""")
+CAUSAL_MISTAKES = mistakes("""
+`causal` is ignored: a tile without a visible pair is skipped.
+    if causal -> if False
+More than half of the tiles have a visible pair: those on the diagonal do, too.
+    tiles = sum( -> tiles = tiles / 2 + 0 * sum(
+T (T + 1) / 2 holds for square tiles only. A block of queries sees keys up to its *last* row:
+ceil((r + 1) * block_q / block_k) blocks, for r = 0, 1, ...
+    math.ceil(end / block_k) -> end // block_q
+A block of keys passes whole even if one key is visible: round up.
+    math.ceil(end / block_k) -> end // block_k
+""")
 
 
-def check_textbook_traffic(student: Callable[..., Any], seed: int = 0) -> None:
+def check_textbook_traffic(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (a): what three kernels move."""
-    cases = [
-        {name: case[name] for name in ("seqlen", "head_dim", "block_q")} for case in _sizes(seed)
-    ]
-    _judge(student, cases, textbook_traffic, TEXTBOOK_MISTAKES)
+    cases = [{key: case[key] for key in ("seqlen", "head_dim", "block_q")} for case in _sizes(seed)]
+    judge_numbers(student, cases, textbook_traffic, TEXTBOOK_MISTAKES, NAMES)
     passed("what the textbook's three kernels move", seed)
 
 
-def check_tiled_traffic(student: Callable[..., Any], seed: int = 0) -> None:
+def check_tiled_traffic(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (b): what two loop orders move, without a mask."""
-    cases = [{**case, "outside": order} for case in _sizes(seed) for order in VERSIONS]
-    _judge(student, cases, tiled_traffic, TILED_MISTAKES)
+    cases = [{**case, "outside": order} for case in _sizes(seed) for order in ORDERS]
+    judge_numbers(student, cases, tiled_traffic, TILED_MISTAKES, NAMES)
     passed("what the two loop orders move", seed)
 
 
-def check_tiled_causal(student: Callable[..., Any], seed: int = 0) -> None:
+def check_tiled_causal(student: Student, seed: int = 0) -> None:
     """Exercise 4-2 (c): what is left of it under a causal mask."""
-    cases = [
-        {**case, "outside": order, "causal": True} for case in _sizes(seed) for order in VERSIONS
-    ]
-    _judge(student, cases, tiled_traffic, CAUSAL_MISTAKES)
+    cases = [{**case, "outside": o, "causal": True} for case in _sizes(seed) for o in ORDERS]
+    judge_numbers(student, cases, tiled_traffic, CAUSAL_MISTAKES + TILED_MISTAKES, NAMES)
     passed("what the two loop orders move under a causal mask", seed)
 
 
-def _judge(
-    student: Callable[..., Any],
-    cases: Sequence[Problem],
-    solution: Callable[..., tuple[int, int]],
-    mistakes: Sequence[Mistake],
-) -> None:
-    given = [numbers(call(student, **case), NAMES) for case in cases]
-    wrong = compare(given, solution, mistakes, lambda f: [f(**case) for case in cases])
-    if wrong is None:
-        return
-    i, said = wrong
-    case, right = cases[i], solution(**cases[i])
-    sizes = ", ".join(f"{name} {value}" for name, value in case.items())
-    off = " and ".join(name for j, name in enumerate(NAMES) if given[i][j] != right[j])
-    truth = f"{off} {'are' if 'and' in off else 'is'} off: {_counted(case)}"
-    raise CheckFailed(
-        f"for {sizes} you return {given[i][0]:,.0f} read and {given[i][1]:,.0f} written. "
-        f"{said or truth}"
-    )
-
-
-def _counted(case: Problem) -> str:
-    """Return what a memory that counts sees of the case, tensor by tensor; small cases are run."""
-    algorithm = VERSIONS[case["outside"]] if "outside" in case else "standard"
-    n, d = min(case["seqlen"], COUNTED), case["head_dim"]
-    q, k, v = torch.randn(3, n, d, generator=torch.Generator().manual_seed(0)).double()
-    block_q, block_k = (min(case.get(name, n), n) for name in ("block_q", "block_k"))
-    causal = case.get("causal", False)
-    run = count(algorithm, q, k, v, causal=causal, block_q=block_q, block_k=block_k)
-    at = "" if n == case["seqlen"] else f"with seqlen {n}, "
-    return (
-        f"{at}a memory that counts sees {_listed(run.read)} read, {_listed(run.written)} written."
-    )
-
-
-def _listed(moved: dict[str, int]) -> str:
-    return ", ".join(f"{name} {elements:,}" for name, elements in moved.items())
-
-
-def _sizes(seed: int) -> list[Problem]:
-    """Blocks of queries larger and smaller than blocks of keys; the first ones can be run."""
-    draw = random.Random(seed)
+def _sizes(seed: int) -> list[dict[str, int]]:
+    """Return blocks of queries larger and smaller than blocks of keys."""
+    rng = random.Random(seed)
     listed = [(64, 8, 16, 8), (96, 4, 8, 24), (2048, 128, 128, 64)]
     for _ in range(3):
-        unit, a, b = draw.choice([8, 16]), draw.choice([2, 4, 6]), draw.choice([3, 5, 7])
-        listed.append((unit * a * b * 4, draw.choice([24, 48, 64]), unit * a, unit * b))
-    return [
-        dict(zip(("seqlen", "head_dim", "block_q", "block_k"), one, strict=True)) for one in listed
-    ]
+        unit, a, b = rng.choice([8, 16]), rng.choice([2, 4, 6]), rng.choice([3, 5, 7])
+        listed.append((unit * a * b * 4, rng.choice([24, 48, 64]), unit * a, unit * b))
+    names = ("seqlen", "head_dim", "block_q", "block_k")
+    return [dict(zip(names, sizes, strict=True)) for sizes in listed]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.kernels import mode
-from labsupport.checks.verdict import CheckFailed, Mistake, judge, passed, results
+from labsupport.checks.verdict import CheckFailed, draw, judge, mistakes, passed, results, short
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 Inputs = tuple[Tensor, Tensor, Tensor]
 
-# What `update` needs of Triton's language, on tensors: its source is the student's, word for word.
+# Triton's language on tensors, as far as `update` uses it.
 tl = SimpleNamespace(
     maximum=torch.maximum,
     max=torch.amax,
@@ -47,83 +47,47 @@ def update(
     return m_new, l, acc
 
 
-_ACC, _L = ("acc * alpha[:, None]", "acc"), ("l * alpha", "l")
-_SUBTRACTED = "scores - shift[:, None]"
-MISTAKES = (
-    Mistake(
-        (*_L, *_ACC),
-        "Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new).",
-    ),
-    Mistake(
-        _L, "acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too."
-    ),
-    Mistake(
-        _ACC,
-        "m and l are right, but acc is not rescaled when the maximum rises: multiply each row of "
-        "it by exp2(m - m_new), that is alpha[:, None], before you add P V.",
-    ),
-    Mistake(
-        ("tl.maximum(m, tl.max(scores, 1))", "tl.max(scores, 1)"),
-        "m is the maximum of the last tile only: keep the larger one of the old m and of the "
-        "tile's maximum, tl.maximum(m, tl.max(scores, 1)).",
-    ),
-    Mistake(
-        ("return m_new", "return m"),
-        "The old m comes back: return m_new, the maximum under which l and acc were scaled.",
-    ),
-    Mistake(
-        ("tl.exp2(", "tl.exp("),
-        "exp is used for exp2: the scores carry the factor log2(e), so that exp2(scores - m) is "
-        "the softmax's exponential. (A second factor log2(e) does the same damage.)",
-    ),
-    Mistake(
-        ("tl.exp2(scores", "tl.exp(scores"),
-        "P is computed with exp, alpha with exp2: scores carry the factor log2(e), so use exp2.",
-    ),
-    Mistake(
-        ("tl.exp2(m", "tl.exp(m"),
-        "alpha is computed with exp, P with exp2: scores carry the factor log2(e), so use exp2.",
-    ),
-    Mistake(
-        (_SUBTRACTED, "scores", *_L, *_ACC),
-        "The maximum is never subtracted, and exp2(scores) overflows: P is exp2(scores - m_new).",
-    ),
-    Mistake(
-        (_SUBTRACTED, "scores"),
-        "l and acc are rescaled, but P is exp2(scores) without the maximum: exp2(scores - m_new).",
-    ),
-    Mistake(
-        (_SUBTRACTED, "scores - m[:, None]"),
-        "P is computed under the old maximum, which is -inf at first: subtract m_new.",
-    ),
-    Mistake(
-        ("m - shift)", "shift - m)"),
-        "Everything is NaN from the first tile on, as with alpha = exp2(m_new - m), where m is "
-        "-inf. What was summed under a smaller maximum has to shrink: alpha = exp2(m - m_new).",
-    ),
-    Mistake(
-        ("    return", "    acc = acc / l[:, None]\n    return"),
-        "acc is divided by l in every step: the kernel divides once, after the last tile.",
-    ),
-    Mistake(
-        (" + tl.sum(p, 1)", ""),
-        "l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).",
-    ),
-    Mistake(
-        ('tl.where(m_new == -float("inf"), 0.0, m_new)', "m_new"),
-        "A row whose keys are all hidden gives NaN: its m is still -inf, and -inf - (-inf) is NaN. "
-        "Subtract 0 where m_new is -inf.",
-    ),
-)
+MISTAKES = mistakes(r"""
+Neither l nor acc is rescaled when the maximum rises: multiply both by exp2(m - m_new).
+    l * alpha -> l
+    acc * alpha[:, None] -> acc
+acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) too.
+    l * alpha -> l
+m and l are right, but acc is not rescaled when the maximum rises: multiply each row of it by
+exp2(m - m_new), that is alpha[:, None], before you add P V.
+    acc * alpha[:, None] -> acc
+m is the maximum of the last tile only: tl.maximum(m, tl.max(scores, 1)) keeps the larger one.
+    tl.maximum(m, tl.max(scores, 1)) -> tl.max(scores, 1)
+The old m comes back: return m_new, the maximum under which l and acc were scaled.
+    return m_new -> return m
+exp is used for exp2, or a second factor log2(e): the scores carry that factor already, so that
+exp2(scores - m) is the softmax's exponential.
+    tl.exp2( -> tl.exp(
+The maximum is never subtracted, and exp2(scores) overflows: P is exp2(scores - m_new).
+    scores - shift[:, None] -> scores
+    l * alpha -> l
+    acc * alpha[:, None] -> acc
+l and acc are rescaled, but P is exp2(scores) without the maximum: exp2(scores - m_new).
+    scores - shift[:, None] -> scores
+P is computed under the old maximum, which is -inf at first: subtract m_new.
+    scores - shift[:, None] -> scores - m[:, None]
+Everything is NaN from the first tile on, as with alpha = exp2(m_new - m), where m is -inf: a sum
+under a smaller maximum has to shrink, alpha = exp2(m - m_new).
+    m - shift) -> shift - m)
+l is rescaled, but the tile's own sum is not added to it: tl.sum(p, 1).
+    + tl.sum(p, 1) ->
+A row whose keys are all hidden gives NaN: its m is still -inf, and -inf - (-inf) is NaN. Subtract 0
+where m_new is -inf.
+    tl.where(m_new == -float("inf"), 0.0, m_new) -> m_new
+m of a row that has seen no key must stay -inf: replace -inf only in the subtraction.
+    return m_new -> return shift
+""")
 WIDENED = (
     "v is widened to float32 for the product: that leaves the fast path of the tensor cores, which "
     "take both factors in 16 bits. Round P instead: p.to(v.dtype)."
 )
-ROUNDED_SUM = (
-    "l is only as exact as {dtype}: add up P in float32, and round it for the product with v alone."
-)
-NARROW_ACC = (
-    "acc overflows: it is kept or added up in v's dtype. Keep it in float32; tl.dot(p, v, acc) "
+NARROW = (
+    "acc overflows: it is added up in v's dtype. Keep it in float32; tl.dot(p, v, acc) "
     "accumulates there."
 )
 
@@ -133,9 +97,10 @@ def check_update_values(student: Any, seed: int = 0) -> None:
 
     Args:
         student: a `@triton.jit` function, as `attention_with_update` takes it.
-        seed: draws other inputs."""
+        seed: draws other inputs.
+    """
     _judge(student, _rising(32, 80, seed))
-    passed("m, l and the output agree with the oracle", seed)
+    passed("m, l and the output agree with the reference in float64", seed)
 
 
 def check_update_extremes(student: Any, seed: int = 0) -> None:
@@ -148,12 +113,12 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
         "scores around -1000": (-1000, -999, -998, -1001),
         "scores that rise from -2000 to 2000": (-2000, 0, 1000, 2000),
     }.items():
-        out, _, l = _run(student, inputs := _of_scores(scores), softmax_scale=1 / LOG2_E)
+        inputs = _of_scores(scores)
+        out, _, l = _run(student, inputs, softmax_scale=1 / LOG2_E)
         if not (out.isfinite().all() and l.isfinite().all()) or (l == 0).any():
             raise CheckFailed(
                 f"With {what} the result is inf, NaN or 0 / 0: subtract the maximum inside of "
-                "exp2, as exp2(scores - m_new). exp2(scores) / exp2(m_new) is the same only on "
-                "paper."
+                "exp2, as exp2(scores - m_new). exp2(scores) / exp2(m_new) overflows."
             )
         _judge(student, inputs, f"(with {what}) ", softmax_scale=1 / LOG2_E)
     passed("no overflow, no NaN, and rows without a key keep m = -inf, l = 0", seed)
@@ -163,9 +128,8 @@ def check_update_dtype(student: Any) -> None:
     """Rounding to v's dtype for the product alone; float16 and float32 inputs."""
     out, _, _ = _run(student, *_two_levels(0, 2.0**12))
     if not out.isfinite().all():
-        raise CheckFailed(NARROW_ACC)
-    # 2^-26 is no float16, and rounds to 0.
-    out, _, _ = _run(student, *_two_levels(26, 2.0**14))
+        raise CheckFailed(NARROW)
+    out, _, _ = _run(student, *_two_levels(26, 2.0**14))  # 2^-26 rounds to 0 in float16
     if out.any():
         raise CheckFailed(WIDENED)
     # Half way between two float16 numbers, or nearly: all of these P are rounded down.
@@ -199,19 +163,15 @@ def _judge(
         # On some inputs a mistake does no harm: there it explains nothing.
         if _agree(given, wrong, near) and not _agree(wrong, expected, near):
             raise CheckFailed(f"{where}{say}")
-    _, m, l = given
-    empty = expected[1] == -torch.inf
-    if (m[empty] > -torch.inf).any():
+    dtype, rough = inputs[2].dtype, (1e-4, 4e-3 * _size(expected[2]))
+    m_and_l = given[1:], expected[1:]
+    if dtype != torch.float32 and _agree(*m_and_l, rough) and not _agree(*m_and_l, limits[1:]):
         raise CheckFailed(
-            f"{where}m of a row that has seen no key must stay -inf, but is "
-            f"{m[empty].max().item():g}: replace -inf only in what you subtract."
+            f"{where}l is only as exact as {short(dtype)}: add up P in float32, and round it for "
+            "the product with v alone."
         )
-    rough = 1e-4, 4e-3 * _size(expected[2])
-    in_half = inputs[2].dtype != torch.float32 and _agree((m, l), expected[1:], rough)
-    if in_half and not _agree((l,), expected[2:], limits[2:]):
-        raise CheckFailed(where + ROUNDED_SUM.format(dtype=str(inputs[2].dtype)[6:]))
-    for index, name in ((1, "m"), (2, "l"), (0, "out")):
-        judge(where + name, given[index], expected[index], allowed=limits[index])
+    for i, name in ((1, "m"), (2, "l"), (0, "out")):
+        judge(where + name, given[i], expected[i], allowed=limits[i])
 
 
 def _agree(results: Sequence[Tensor], expected: Sequence[Tensor], limits: Sequence[float]) -> bool:
@@ -222,61 +182,55 @@ def _agree(results: Sequence[Tensor], expected: Sequence[Tensor], limits: Sequen
 
 
 def _size(x: Tensor) -> float:
-    finite = x[x.isfinite()].abs()
-    return float(finite.max()) if len(finite) else 0.0
+    return float(x.abs().nan_to_num(0, 0, 0).max())
 
 
-def _run(student: Any, inputs: Inputs, softmax_scale: float | None = None, *, causal: bool = False):
-    """Out, m and l of the kernel with the student's update, on the CPU.
+def _run(
+    student: Any, inputs: Inputs, softmax_scale: float | None = None, *, causal: bool = False
+) -> tuple[Tensor, ...]:
+    """Return out, m and l of the kernel with the student's update, on the CPU.
 
     Raises:
         CheckFailed: it is no kernel function, not written yet, or does not run.
     """
     name = getattr(student, "__name__", "your update")
-    # A kernel function in another process brings its own way to run, and says what it is.
-    elsewhere = getattr(student, "run_update", None)
-    if elsewhere is None:
+    # A kernel function in another process has its own `run_update` and `stub`.
+    run, stub = getattr(student, "run_update", None), getattr(student, "stub", False)
+    if run is None:
         if (reason := mode.missing()) is not None:
             raise CheckFailed(f"kernels cannot run here: {reason}")
+        from labsupport.attention.kernels.template import run_update
+
         function = getattr(student, "fn", None)
         if function is None:
             raise CheckFailed(
                 f"{name} is no kernel function: put @triton.jit on the line above it."
             )
+        run = partial(run_update, student)
         stub = "raise NotImplementedError" in inspect.getsource(function)
-    else:
-        stub = student.stub
     if stub:
         raise CheckFailed(f"{name} is not written yet: replace `raise NotImplementedError`.")
     options = {"causal": causal, "softmax_scale": softmax_scale}
     try:
-        if elsewhere is None:
-            from labsupport.attention.kernels.template import run_update
-
-            run = partial(run_update, student)
-        else:
-            run = elsewhere
-        results = run(*inputs, block_q=BLOCK, block_k=BLOCK, **options)
+        return tuple(run(*inputs, block_q=BLOCK, block_k=BLOCK, **options))
     except Exception as error:
         raise CheckFailed(_explained(name, error, inputs[2].dtype)) from error
-    return tuple(results)
 
 
 def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
-    first = error
-    while first.__cause__ is not None:  # the others only say where
-        first = first.__cause__
-    said = (str(first).strip().splitlines() or [""])[-1]  # a compiler's error begins with the code
-    if "same dtype" in said:
+    while error.__cause__ is not None:  # the others only give the place
+        error = error.__cause__
+    text = (str(error).strip().splitlines() or [""])[-1]  # a compiler's error begins with the code
+    if "same dtype" in text:
         return (
-            f"tl.dot wants both factors in one dtype. v has the inputs' dtype, {str(dtype)[6:]} "
+            f"tl.dot wants both factors in one dtype. v has the inputs' dtype, {short(dtype)} "
             "here; P was computed in float32: round it, p.to(v.dtype)."
         )
-    if "unpack" in said or "index out of range" in said:
-        return f"{name} must return three values, m, l and acc ({said})."
-    if "Loop-carried variable acc" in said:
-        return NARROW_ACC
-    return f"{name} does not run. {type(first).__name__}: {said}"
+    if "unpack" in text or "index out of range" in text:
+        return f"{name} must return three values, m, l and acc ({text})."
+    if "Loop-carried variable acc" in text:
+        return NARROW
+    return f"{name} does not run. {type(error).__name__}: {text}"
 
 
 def _reference(
@@ -288,27 +242,22 @@ def _reference(
     scale = LOG2_E * (softmax_scale or 1 / math.sqrt(q.shape[-1]))
     scores = q.double() @ k.double().mT * scale
     if causal:
-        hidden = torch.ones(n_q, n_k).tril(n_k - n_q) == 0
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(torch.ones(n_q, n_k).tril(n_k - n_q) == 0, -torch.inf)
     m, l, acc = scores.new_full((n_q,), -torch.inf), scores.new_zeros(n_q), q.double() * 0
     for cols in torch.arange(n_k).split(BLOCK):
         m, l, acc = update(m, l, acc, scores[:, cols], v[cols])
     return acc / torch.where(l == 0, 1.0, l)[:, None], m, l
 
 
-# --- inputs ---------------------------------------------------------------------------------------
-
-
 def _rising(n_q: int, n_k: int, seed: int, dtype: torch.dtype = torch.float16) -> Inputs:
-    """Random rows; later keys score higher, so that the maximum rises from tile to tile."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(n, HEAD_DIM, generator=generator) for n in (n_q, n_k, n_k))
+    """Return random rows; later keys score higher, so that the maximum rises."""
+    q, k, v = (draw(n, HEAD_DIM, seed=seed + i) for i, n in enumerate((n_q, n_k, n_k), 10))
     k = k + torch.linspace(0, 0.5, n_k)[:, None] * q.mean(dim=0).sign()
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _of_scores(scores: Sequence[int]) -> Inputs:
-    """Rows whose base-2 scores, with softmax_scale = 1 / log2(e), are these, one a tile."""
+    """Return rows with these base-2 scores, one a tile, for softmax_scale = 1 / log2(e)."""
     q = torch.zeros(BLOCK, HEAD_DIM, dtype=torch.float16)
     q[:, 0] = 1
     k = torch.zeros(len(scores) * BLOCK, HEAD_DIM, dtype=torch.float16)
@@ -318,9 +267,8 @@ def _of_scores(scores: Sequence[int]) -> Inputs:
 
 
 def _two_levels(drop: float, value: float) -> tuple[Inputs, float]:
-    """One key with score 0 and V = 0; all others `drop` lower in base 2, and V = `value`."""
+    """Return one key with score 0 and V = 0; all others `drop` lower in base 2, V = `value`."""
     q, k, v = _of_scores((-1, -1, -1, -1))
     k[0], v[:] = 0, value
     v[0] = 0
-    # With drop = 0 all scores are equal.
-    return (q, k, v), drop / LOG2_E or 1e-30
+    return (q, k, v), drop / LOG2_E or 1e-30  # with drop = 0 all scores are equal

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
-from labsupport.checks.small_models import decode, small_models, use_attention
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results
+from labsupport.attention import oracle_attention, standard_attention
+from labsupport.checks.verdict import (
+    CheckFailed,
+    Student,
+    call,
+    draw,
+    judge,
+    judge_call,
+    kind,
+    mistakes,
+    passed,
+    results,
+)
 from labsupport.profiling.memory import LargestTensor
+
+NAME = "labsupport_check"
 
 
 def flash_attention(
@@ -42,61 +56,38 @@ def lab_attention(
     return flash_attention(q, k, v, causal=causal, softmax_scale=scaling), None
 
 
-_INPUTS = "(x.transpose(1, 2) for x in (query, key, value))"
-_CALL = "flash_attention(q, k, v, causal=causal, softmax_scale=scaling)"
-MISTAKES = (
-    Mistake(
-        ('kwargs.get("is_causal")', "None"),
-        "The argument is_causal overrules module.is_causal unless it is None.",
-    ),
-    Mistake(
-        ("softmax_scale=scaling", "softmax_scale=None"),
-        "`scaling` is ignored: pass it on as softmax_scale.",
-    ),
-    Mistake(
-        ("causal=causal", "causal=True"),
-        "It is causal where the model is not, such as in BERT: ask module.is_causal.",
-    ),
-    Mistake(
-        ("causal=causal", "causal=False"),
-        "The future is visible: module.is_causal is True here, so pass causal=True.",
-    ),
-    Mistake(
-        (
-            _CALL,
-            "torch.nn.functional.scaled_dot_product_attention(query, key, value, "
-            "is_causal=causal, scale=scaling, enable_gqa=True).transpose(1, 2)",
-        ),
-        "The causal mask is aligned top-left. With a cache there are more keys than queries, and "
-        "the queries are the last tokens: bottom-right, as flash_attention(causal=True) does it.",
-    ),
-    Mistake(
-        (_INPUTS, "(query, key, value)", _CALL, _CALL + ".transpose(1, 2)"),
-        "Each token attends across heads: Transformers gives (batch, heads, seqlen, head_dim), "
-        "flash_attention takes (batch, seqlen, heads, head_dim). Transpose q, k and v.",
-    ),
-    Mistake(
-        (_INPUTS, "(x.reshape(len(x), x.shape[2], x.shape[1], -1) for x in (query, key, value))"),
-        "q, k and v were brought to the right shape by view or reshape, which mixes heads and "
-        "positions: swap the dimensions with transpose(1, 2).",
-    ),
-    Mistake(("(q, k, v,", "(q, v, k,"), "key and value are swapped."),
-    Mistake(
-        (
-            "    return flash",
-            "    group = q.shape[2] // k.shape[2]\n"
-            "    k, v = k.repeat(1, 1, group, 1), v.repeat(1, 1, group, 1)\n"
-            "    return flash",
-        ),
-        "Key heads are shared in the wrong order: consecutive query heads share one. "
-        "flash_attention takes grouped heads as they are; repeat nothing.",
-    ),
-)
+MISTAKES = mistakes(r"""
+The argument is_causal overrules module.is_causal unless it is None.
+    kwargs.get("is_causal") -> None
+`scaling` is ignored: pass it on as softmax_scale.
+    softmax_scale=scaling -> softmax_scale=None
+It is causal where the model is not, such as in BERT: ask module.is_causal.
+    causal=causal -> causal=True
+The future is visible: module.is_causal is True here, so pass causal=True.
+    causal=causal -> causal=False
+The causal mask is aligned top-left. With a cache there are more keys than queries, and the queries
+are the last tokens: bottom-right, as flash_attention(causal=True) does it.
+    flash_attention(q, k, v, causal=causal -> torch.nn.functional.scaled_dot_product_attention(query
+    query, softmax_scale=scaling) -> query, key, value, is_causal=causal, scale=scaling)
+    scale=scaling) -> scale=scaling, enable_gqa=True).transpose(1, 2)
+Each token attends across heads: Transformers gives (batch, heads, seqlen, head_dim), but
+flash_attention takes (batch, seqlen, heads, head_dim). Transpose q, k and v.
+    (x.transpose(1, 2) for x in (query, key, value)) -> (query, key, value)
+    softmax_scale=scaling) -> softmax_scale=scaling).transpose(1, 2)
+view or reshape mixes heads and positions: swap the dimensions of q, k and v with transpose(1, 2).
+    = (x.transpose(1, 2) -> = (x.reshape(len(x), x.shape[2], x.shape[1], -1)
+key and value are swapped.
+    (q, k, v, -> (q, v, k,
+Key heads are shared in the wrong order: consecutive query heads share one. flash_attention takes
+grouped heads as they are; repeat nothing.
+    q, k, v = -> n = query.shape[1] // key.shape[1]\n    q, k, v =
+    (query, key, value)) -> (query, key.repeat(1, n, 1, 1), value.repeat(1, n, 1, 1)))
+""")
 
 
-def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_registered_values(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: called directly: layout, scaling, causality, grouped heads."""
-    for n_q, n_k, kv_heads, of_module, options in (
+    cases: Any = (
         (6, 6, 4, False, {}),
         (6, 6, 4, True, {}),
         (6, 6, 4, True, {"is_causal": None}),
@@ -106,32 +97,27 @@ def check_registered_values(student: Callable[..., Any], seed: int = 0) -> None:
         (1, 8, 1, True, {}),
         (6, 6, 4, True, {"is_causal": False}),
         (6, 6, 4, False, {"is_causal": True}),
-    ):
-        inputs = _inputs(n_q, n_k, kv_heads, seed)
-        module = _module(of_module)
-        given = (module, *inputs, None)
-        out = _output(call(student, *given, **options), given, options)
-        q, k, v = (x.double() for x in inputs)
-        exact = lab_attention(module, q, k, v, None, **options)[0]
-        textbook = lab_attention(*given, **options)[0]
-        said = ", ".join(f"{k}={v}" for k, v in options.items())
-        judge(
-            f"(seqlen_q {n_q}, seqlen_k {n_k}, heads 4, kv_heads {kv_heads}, "
-            f"module.is_causal {of_module}{', ' * bool(said)}{said}) out",
-            out,
-            exact,
-            allowed=compare_with_oracle(textbook, textbook, exact).allowed,
-            mistakes=results(
-                lab_attention,
-                MISTAKES,
-                lambda f, given=given, options=options: f(*given, **options)[0],
-            ),
-            dtype=inputs[0].dtype,
+    )
+    for n_q, n_k, kv_heads, of_module, options in cases:
+        arguments = (_module(of_module), *_inputs(n_q, n_k, kv_heads, seed), None)
+        shown = "".join(f", {key}={value}" for key, value in options.items())
+        where = f"(seqlen_q {n_q}, seqlen_k {n_k}, heads 4, kv_heads {kv_heads}, "
+        where += f"module.is_causal {of_module}{shown}) "
+        judge_call(
+            student,
+            lab_attention,
+            MISTAKES,
+            arguments,
+            ("out",),
+            where=where,
+            dtype=torch.float32,
+            adapt=lambda function: partial(_output, function),
+            **options,
         )
     passed("layout, scaling, causality and grouped heads are right", seed)
 
 
-def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
+def check_registered_models(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: registered with Transformers, in a GPT-2, a Llama and a BERT of random weights.
 
     Raises:
@@ -139,162 +125,108 @@ def check_registered_models(student: Callable[..., Any], seed: int = 0) -> None:
     """
 
     def checked(*given: Any, **options: Any) -> Any:
-        return _output(call(student, *given, **options), given, options), None
+        return _output(student, *given, **options), None
 
     for name, model in small_models(seed).items():
-        for use, run in (("one pass", _logits), ("in pieces, with a cache", decode)):
-            if name == "BERT" and run is decode:
-                continue
-            expected = run(model, "eager")
+        for pieces in ((10,), (5, 4, 1)) if name != "BERT" else ((10,),):
             judge(
-                f"({name}, {use}) what the model returns",
-                run(model, checked),
-                expected,
+                f"({name}, {'tokens in pieces, with a cache' if len(pieces) > 1 else 'one pass'}) "
+                "the model's result",
+                decode(model, checked, pieces),
+                decode(model, "eager", pieces),
                 allowed=1e-5,
                 mistakes=results(
-                    lab_attention, MISTAKES, lambda f, run=run, model=model: run(model, f)
+                    lab_attention, MISTAKES, lambda f, m=model, p=pieces: decode(m, f, p)
                 ),
             )
     passed("GPT-2, Llama and BERT return the same as with eager attention, cache included", seed)
 
 
-def check_registered_memory(student: Callable[..., Any]) -> None:
+def check_registered_memory(student: Student) -> None:
     """Exercise 2-2: FlashAttention runs, not the textbook, and shared keys are not repeated.
 
     Raises:
-        CheckFailed: naming the shape of the largest tensor and the operator that made it; or the
+        CheckFailed: names the shape of the largest tensor and the operator that made it; or the
             output where nothing is masked is wrong: a stub that computes nothing cannot pass.
     """
     for n_q, kv_heads, is_causal in ((512, 4, True), (512, 4, False), (4, 1, False)):
         q, k, v = _inputs(n_q, 512, kv_heads, seed=0)
         given = (_module(is_causal), q, k, v, None)
         with LargestTensor() as largest:
-            result = call(student, *given)
-        if largest.numel <= max(q.numel(), k.numel()):
-            out = _output(result, given, {})
-            if n_q == 512 and not is_causal:
-                judge(
-                    "(no mask; memory counts where the result is right) out",
-                    out,
-                    lab_attention(*given)[0],
-                    allowed=1e-3,
-                )
-            continue
-        what = (
-            f"a tensor of shape {largest.shape} was created (by {largest.op}) for q "
-            f"{tuple(q.shape)} and k {tuple(k.shape)}: "
-        )
-        if kv_heads < q.shape[1] and largest.numel == k.numel() * q.shape[1]:
+            out = _output(student, *given)
+        if largest.numel > max(q.numel(), k.numel()):
+            repeated = kv_heads < 4 and largest.numel == k.numel() * 4
             raise CheckFailed(
-                f"{what}k or v was repeated to {q.shape[1]} heads. flash_attention takes grouped "
-                "heads as they are."
+                f"a tensor of shape {largest.shape} was created (by {largest.op}) for q "
+                f"{tuple(q.shape)} and k {tuple(k.shape)}: "
+                + (
+                    "k or v was repeated to 4 heads. flash_attention takes grouped heads."
+                    if repeated
+                    else "that is a matrix of scores, or a mask. This is textbook attention; call "
+                    "flash_attention."
+                )
             )
-        raise CheckFailed(
-            f"{what}that is a matrix of scores, or a mask. This is textbook attention; call "
-            "flash_attention."
-        )
+        if not is_causal:
+            where = "(no mask; memory counts where the result is right) out"
+            judge(where, out, lab_attention(*given)[0], allowed=1e-3)
     passed("no matrix of scores, and no repeated keys")
 
 
-def check_registered_refusals(student: Callable[..., Any], seed: int = 0) -> None:
-    """Exercise 2-2: what it cannot do, a mask or dropout, is refused and not left out.
+def check_registered_refusals(student: Student, seed: int = 0) -> None:
+    """Exercise 2-2: a mask or dropout, which it cannot do, is refused and not left out.
 
     Raises:
         CheckFailed: it returned a result, or stumbled instead of refusing.
     """
-    q, k, v = _inputs(6, 6, 2, seed)
-    module = _module(is_causal=True)
-    given = (module, q, k, v, None)
-    plain = _output(call(student, *given, dropout=0.0), given, {})
+    given = (_module(is_causal=True), *_inputs(6, 6, 2, seed))
+    _output(student, *given, None, dropout=0.0)
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     mask[1, :, :, :2] = False  # the second text begins with two tokens of padding
-    refused, out = _try_refusal(student, "a mask", module, q, k, v, mask)
-    if not refused:
-        ignored = isinstance(out, Tensor) and torch.equal(out, plain)
-        effect = (
-            "Your function ignores it: every token would look at the padding, and the model's "
-            "answer would be wrong without a word."
-            if ignored
-            else "flash_attention has no such argument: did another function compute this?"
-        )
+    for what, attention_mask, options, effect in (
+        ("attention_mask holds padding", mask, {}, "every token would look at the padding"),
+        ("dropout is 0.1", None, {"dropout": 0.1}, "flash_attention here has no dropout"),
+    ):
+        name = what.split()[0]
+        try:
+            student(*given, attention_mask, **options)
+        except (ValueError, NotImplementedError):
+            continue
+        except Exception as error:
+            raise CheckFailed(
+                f"{what}, and your function fails by accident ({type(error).__name__}: {error}): "
+                "raise a ValueError that says what it cannot do."
+            ) from error
         raise CheckFailed(
-            f"attention_mask holds padding, and a result came back. {effect} "
-            "Raise a ValueError when attention_mask is not None."
-        )
-    refused, _ = _try_refusal(student, "dropout", *given, dropout=0.1)
-    if not refused:
-        raise CheckFailed(
-            "dropout is 0.1, and a result came back without it: flash_attention here has no "
-            "dropout. Raise a ValueError when dropout is not 0."
+            f"{what}, and a result came back, although {effect}. Raise a ValueError if {name} is "
+            "given, instead of ignoring it."
         )
     passed("a mask and dropout are refused, not ignored", seed)
 
 
-def _try_refusal(
-    student: Callable[..., Any], what: str, *args: Any, **options: Any
-) -> tuple[bool, Any]:
-    """Return whether a call was refused, and if not, its result."""
-    try:
-        result = student(*args, **options)
-    except (ValueError, NotImplementedError):
-        return True, None
-    except Exception as error:
+def _output(function: Callable[..., Any], *given: Any, **options: Any) -> Tensor:
+    """Return out of (out, None); refuse anything that has another form."""
+    result = call(function, *given, **options)
+    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    if not pair or result[1] is not None:
         raise CheckFailed(
-            f"with {what} your function fails by accident ({type(error).__name__}: {error}): raise "
-            "a ValueError that says what it cannot do."
-        ) from error
-    return False, result[0] if isinstance(result, tuple) and result else result
-
-
-def _output(result: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """Return the output out of (out, None); name anything that has another form."""
-    if isinstance(result, Tensor):
-        raise CheckFailed(
-            "you return one tensor; Transformers expects two values: return out, None. (The second "
-            "would be the weights, which FlashAttention never stores.)"
+            f"return out, None: two values, not {kind(result)}. The second one is for the weights, "
+            "which FlashAttention never stores."
         )
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
-        raise CheckFailed("return two values: out, None.")
-    if result[1] is not None:
+    batch, heads, n_q, d = given[1].shape
+    if result[0].shape != (batch, n_q, heads, d):
         raise CheckFailed(
-            "the second value is for the attention weights, and FlashAttention stores none: return "
-            "out, None."
+            f"out has shape {tuple(result[0].shape)}, but (batch, seqlen_q, heads, head_dim) = "
+            f"{(batch, n_q, heads, d)} was expected: transpose q, k and v before flash_attention, "
+            "and do not transpose its result back."
         )
-    query, out = given[1], result[0]
-    batch, heads, n_q, d = query.shape
-    if out.shape == (batch, n_q, heads, d):
-        return out
-    if out.shape == query.shape:
-        numbers = lab_attention(*given, **options)[0].transpose(1, 2)
-        raise CheckFailed(
-            f"out has shape {tuple(out.shape)}, Transformers' layout. "
-            + (
-                "Its numbers are right: do not transpose it back, the model goes on with "
-                "(batch, seqlen_q, heads, head_dim)."
-                if torch.allclose(out, numbers, atol=1e-4)
-                else "flash_attention takes and returns (batch, seqlen, heads, head_dim): "
-                "transpose q, k and v before."
-            )
-        )
-    raise CheckFailed(
-        f"out has shape {tuple(out.shape)}, but (batch, seqlen_q, heads, head_dim) = "
-        f"{(batch, n_q, heads, d)} was expected."
-    )
-
-
-def _logits(model: Any, attention: Callable[..., Any] | str) -> Tensor:
-    """Return the logits of a model for one batch without padding, in one pass."""
-    ids = torch.arange(14).view(2, 7) * 5 % 31
-    with use_attention(model, attention), torch.no_grad():
-        return model(ids)[0]
+    return result[0]
 
 
 def _inputs(n_q: int, n_k: int, kv_heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query (2, 4, n_q, 16), key and value (2, kv_heads, n_k, 16), as a model gives them."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return query (2, 4, n_q, 16), key and value (2, kv_heads, n_k, 16), as a model gives them."""
+    shapes = ((n_q, 4), (n_k, kv_heads), (n_k, kv_heads))
     q, k, v = (
-        torch.randn(2, n, h * 16, generator=generator).view(2, n, h, 16).transpose(1, 2)
-        for n, h in ((n_q, 4), (n_k, kv_heads), (n_k, kv_heads))
+        draw(2, n, heads, 16, seed=seed + i).transpose(1, 2) for i, (n, heads) in enumerate(shapes)
     )
     return q, k, v
 
@@ -304,3 +236,88 @@ def _module(is_causal: bool) -> nn.Module:
     module: Any = nn.Module()
     module.is_causal, module.layer_idx = is_causal, 0
     return module.eval()
+
+
+# --- small models ---------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def small_models(seed: int = 0) -> dict[str, Any]:
+    """Return a GPT-2, a Llama with grouped heads and a BERT; in float64, with 31 tokens.
+
+    GPT-2 scales the scores of its second layer by half as much as usual, so that a function that
+    ignores `scaling` shows.
+    """
+    import transformers as hf
+
+    shared: dict[str, Any] = {
+        "vocab_size": 31,
+        "initializer_range": 0.3,  # large enough that attention matters
+        "attn_implementation": "eager",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = hf.GPT2Config(**shared, **ends, scale_attn_by_inverse_layer_idx=True)
+    llama = hf.LlamaConfig(**shared, intermediate_size=48, num_key_value_heads=2)
+    bert = hf.BertConfig(**shared, intermediate_size=48)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        models: dict[str, Any] = {
+            "GPT-2": hf.GPT2LMHeadModel(gpt2),
+            "Llama": hf.LlamaForCausalLM(llama),
+            "BERT": hf.BertModel(bert),
+        }
+    return {name: model.double().eval() for name, model in models.items()}
+
+
+def decode(
+    model: Any, attention: Callable[..., Any] | str, pieces: tuple[int, ...] = (5, 4, 1)
+) -> Tensor:
+    """Return the results for ten tokens, (2, 10, width): in pieces, with a key/value cache."""
+    ids = torch.arange(20).view(2, 10) * 7 % 31
+    options: dict[str, Any] = {"use_cache": True} if len(pieces) > 1 else {}
+    found = []
+    with use_attention(model, attention), torch.no_grad():
+        for piece in ids.split(pieces, dim=1):
+            output = model(piece, **options)
+            found.append(output[0])
+            if options:
+                options["past_key_values"] = output.past_key_values
+    return torch.cat(found, dim=1)
+
+
+@contextmanager
+def use_attention(model: Any, attention: Callable[..., Any] | str) -> Iterator[None]:
+    """Let a model compute with an attention function, or one that Transformers knows by name.
+
+    The function gets a mask only where there is padding. Without padding it gets None, and
+    causality is its own business.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = attention if isinstance(attention, str) else NAME
+    if not isinstance(attention, str):
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, _padding_only)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _padding_only(**arguments: Any) -> Tensor | None:
+    """Return the mask of a layer, or None where it is only bottom-right causal, or all True."""
+    from transformers.masking_utils import sdpa_mask
+
+    skips: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = sdpa_mask(**{**arguments, **skips})
+    if mask is None:
+        return None
+    n_q, n_k = mask.shape[-2:]
+    causal = torch.ones(n_q, n_k, dtype=torch.bool, device=mask.device).tril(n_k - n_q)
+    return None if mask.all() or torch.equal(mask, causal.expand_as(mask)) else mask

@@ -11,12 +11,15 @@ from torch import Tensor
 from labsupport.attention.rotary import apply_rotary_emb
 from labsupport.checks.verdict import (
     CheckFailed,
-    Mistake,
+    Student,
     call,
+    draw,
+    equal,
     explain,
-    judge,
+    judge_call,
+    mistakes,
     passed,
-    results,
+    tensor,
     unpack,
 )
 
@@ -34,6 +37,25 @@ def rotary_angles(
     return angles.cos().float(), angles.sin().float()
 
 
+ANGLE_MISTAKES = mistakes("""
+The exponent is -i / head_dim; it is -2i / head_dim, so that it runs from 0 to almost -1.
+    -exponents / -> -exponents / 2 /
+The exponent is -2i / (head_dim / 2); it is -2i / head_dim. Divide by the whole head_dim.
+    / head_dim) -> / (head_dim // 2))
+The exponent lacks its minus sign: frequencies fall, base ** (-2i / head_dim).
+    (-exponents -> (exponents
+`base` is ignored: you always take 10,000.
+    base ** -> 10_000 **
+The values in `positions` are ignored: you count 0, 1, 2, ... instead. A shard of a sequence starts
+somewhere else.
+    positions[:, None] -> torch.arange(len(positions))[:, None]
+cos and sin are swapped: return cos first.
+    angles.cos().float(), angles.sin() -> angles.sin().float(), angles.cos()
+The angles were computed in bfloat16, which cannot count beyond 256. Use float32 or float64.
+    positions[: -> positions.bfloat16().double()[:
+""")
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn x (batch, seqlen, heads, head_dim) by its angles; pairs are half a head apart."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
@@ -42,191 +64,71 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+TURN_MISTAKES = mistakes(r"""
+Your pairs are neighbours, (2i, 2i + 1), the other convention. Here dimension i is paired with
+i + head_dim // 2.
+    .chunk(2, dim=-1) -> .unflatten(-1, (-1, 2)).unbind(-1)
+    torch.cat(turned, dim=-1) -> torch.stack(turned, dim=-1).flatten(-2)
+The pairs are right, but the result interleaves them: join the halves with torch.cat.
+    torch.cat(turned, dim=-1) -> torch.stack(turned, dim=-1).flatten(-2)
+It turns the other way round, by -angle: x' = x cos - y sin and y' = y cos + x sin.
+    cos - second -> cos + second
+    cos + first -> cos - first
+A minus is missing: x' = x cos - y sin. With two plus signs it is no rotation.
+    cos - second -> cos + second
+Only the cosines are used: each number of a pair also needs the other's sine.
+    - second * sin ->
+    + first * sin ->
+cos and sin have swapped places: x' = x cos - y sin.
+    cos[:, None, :], sin[:, None, :] -> sin[:, None, :], cos[:, None, :]
+y' was computed from the new x': the first half was overwritten too early.
+    turned = ( -> first = first * cos - second * sin\n    turned = (
+    (first * cos - second * sin -> (first
+The angles run along the heads. cos[:, None, :], of shape (seqlen, 1, head_dim // 2), puts them
+along seqlen.
+    cos[:, None, :], sin[:, None, :] -> cos, sin
+""")
+
+
 def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
     """Move the rows of a query or key projection from neighbours to halves."""
     pairs = weight.unflatten(0, (heads, -1, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-ANGLE_MISTAKES = (
-    Mistake(
-        ("-exponents /", "-exponents / 2 /"),
-        "The exponent is -i / head_dim; it is -2i / head_dim, so that it runs from 0 to almost -1.",
-    ),
-    Mistake(
-        ("/ head_dim)", "/ (head_dim // 2))"),
-        "The exponent is -2i / (head_dim / 2); it is -2i / head_dim. Divide by the whole head_dim.",
-    ),
-    Mistake(
-        ("-exponents / head_dim", "-torch.linspace(0, 1, head_dim // 2, dtype=torch.float64)"),
-        "The exponent ends at -1 exactly: it is -2i / head_dim, from 0 to almost -1.",
-    ),
-    Mistake(
-        ("(-exponents", "(exponents"),
-        "The exponent lacks its minus sign: frequencies fall, base ** (-2i / head_dim).",
-    ),
-    Mistake(
-        ("/ head_dim)", "/ head_dim).flip(0)"),
-        "The order is reversed: pair 0 turns fastest, by 1 radian a token.",
-    ),
-    Mistake(("base **", "10_000 **"), "`base` is ignored: you always take 10,000."),
-    Mistake(
-        ("positions[:, None]", "(positions[:, None] + 1)"),
-        "Positions start at 1; use them as they are given, and they start at 0.",
-    ),
-    Mistake(
-        ("positions[:, None]", "torch.arange(len(positions))[:, None]"),
-        "The values in `positions` are ignored: you count 0, 1, 2, ... instead. A shard of a "
-        "sequence starts somewhere else.",
-    ),
-    Mistake(
-        ("* frequencies", "* frequencies * 2 * torch.pi"),
-        "There is a factor of 2 pi too much: angles are position * frequency, in radians.",
-    ),
-    Mistake(
-        ("* frequencies", "* frequencies * torch.pi / 180"),
-        "The angles were converted from degrees; they are radians already.",
-    ),
-    Mistake(
-        ("angles.cos().float(), angles.sin()", "angles.sin().float(), angles.cos()"),
-        "cos and sin are swapped: return cos first.",
-    ),
-    Mistake(
-        ("* frequencies", "* -frequencies"),
-        "The sign of the angle is wrong: it is + position * frequency.",
-    ),
-    Mistake(
-        ("positions[:", "positions.bfloat16().double()[:"),
-        "Positions were rounded to bfloat16, which counts to 256 only. Use float32 or float64.",
-    ),
-    Mistake(
-        ("positions[:", "positions.half().double()[:"),
-        "Positions were rounded to float16, which counts to 2,048. Use float32 or float64.",
-    ),
-    Mistake(
-        (
-            "positions[:, None] * frequencies",
-            "(positions.bfloat16()[:, None] * frequencies.bfloat16()).double()",
-        ),
-        "The angles were computed in bfloat16, which cannot count beyond 256. Use float32.",
-    ),
-)
-_TABLES, _JOINED = "cos[:, None, :], sin[:, None, :]", "torch.cat(turned, dim=-1)"
-_INTERLEAVED = "torch.stack(turned, dim=-1).flatten(-2)"
-TURN_MISTAKES = (
-    Mistake(
-        (".chunk(2, dim=-1)", ".unflatten(-1, (-1, 2)).unbind(-1)", _JOINED, _INTERLEAVED),
-        "Your pairs are neighbours, (2i, 2i + 1), the other convention. Here dimension i is paired "
-        "with i + head_dim // 2.",
-    ),
-    Mistake(
-        (_JOINED, _INTERLEAVED),
-        "The pairs are right, but the result interleaves them: join the halves with torch.cat.",
-    ),
-    Mistake(
-        ("cos - second", "cos + second", "cos + first", "cos - first"),
-        "It turns the other way round, by -angle: the minus belongs to the first number of a pair, "
-        "x' = x cos - y sin and y' = y cos + x sin.",
-    ),
-    Mistake(
-        ("cos - second", "cos + second"),
-        "A minus is missing: x' = x cos - y sin. With two plus signs it is no rotation.",
-    ),
-    Mistake(("cos + first", "cos - first"), "There is a minus too many: y' = y cos + x sin."),
-    Mistake(
-        (" - second * sin", "", " + first * sin", ""),
-        "Only the cosines are used: each number of a pair also needs the other's sine.",
-    ),
-    Mistake(
-        (_TABLES, "sin[:, None, :], cos[:, None, :]"),
-        "cos and sin have swapped places: x' = x cos - y sin.",
-    ),
-    Mistake(
-        (
-            *("    turned =", "    first = first * cos - second * sin\n    turned ="),
-            *("(first * cos - second * sin", "(first"),
-        ),
-        "y' was computed from the new x': the first half was overwritten too early.",
-    ),
-    Mistake(
-        ("second * cos + first * sin", "second"),
-        "The second half is left as it was; it is turned too: y' = y cos + x sin.",
-    ),
-    Mistake(
-        ("(turned,", "(turned[::-1],"), "The two halves of the result are swapped: x' comes first."
-    ),
-    Mistake(
-        (_TABLES, "cos, sin"),
-        "The angles run along the heads, so each head is turned by another one. Give cos and sin a "
-        "dimension for the heads: cos[:, None, :], of shape (seqlen, 1, head_dim // 2).",
-    ),
-    Mistake(
-        (_TABLES, "cos[:, None, None], sin[:, None, None]"),
-        "The angles run along the batch. cos[:, None, :], of shape (seqlen, 1, head_dim // 2), "
-        "puts them along seqlen.",
-    ),
-    Mistake(
-        ("    return", "    return x.shape[-1] ** -0.5 *"),
-        "It is divided by sqrt(head_dim). A rotation keeps lengths; attention scales later.",
-    ),
-)
-ROW_MISTAKES = (
-    Mistake(
-        ("(heads, -1, 2)", "(heads, 2, -1)"),
-        "This is the way back: it makes neighbours of halves. Rows 0, 2, 4, ... of a head come "
-        "first, then rows 1, 3, 5, ...",
-    ),
-    Mistake(
-        ("(heads, -1, 2)", "(1, -1, 2)"),
-        "The even rows of ALL heads come first, so the heads are mixed up. Permute within each "
-        "head: unflatten the rows into (heads, head_dim // 2, 2).",
-    ),
-    Mistake(("pairs.transpose(1, 2).reshape(weight.shape)", "weight"), "Nothing has moved."),
-    Mistake(
-        ("weight.unflatten", "weight.T.unflatten", "(weight.shape)", "(weight.T.shape).T"),
-        "The columns were permuted. The rows make the numbers of a head; columns read x.",
-    ),
-    Mistake(
-        ("transpose(1, 2)", "transpose(1, 2).flip(1)"),
-        "The second numbers of the pairs come first. They belong into the second half.",
-    ),
-    Mistake(
-        ("transpose(1, 2)", "permute(2, 1, 0, 3)"),
-        "The heads are not the outermost: rows are head after head.",
-    ),
-)
+ROW_MISTAKES = mistakes("""
+This is the way back: it makes neighbours of halves. Rows 0, 2, 4, ... of a head come first.
+    (heads, -1, 2) -> (heads, 2, -1)
+The even rows of ALL heads come first, so the heads are mixed up: permute within each head.
+    (heads, -1, 2) -> (1, -1, 2)
+Nothing has moved.
+    pairs.transpose(1, 2).reshape(weight.shape) -> weight
+The columns were permuted. The rows make the numbers of a head; columns read x.
+    weight.unflatten -> weight.T.unflatten
+    (weight.shape) -> (weight.T.shape).T
+""")
 
 
-def check_rope_angles(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_angles(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (a): cosines and sines of each position and pair."""
-    for positions, head_dim, base in (
+    for positions, *arguments in (
         (torch.arange(40), 16, 10_000.0),
         (torch.arange(5, 30 + seed % 7), 8, 500_000.0),
         (torch.tensor([7, 3, 3, 200 + seed]), 64, 10_000.0),
+        (torch.arange(12), 8),
     ):
-        where = f"(head_dim {head_dim}, base {base:,.0f}) "
-        _judge_angles(call(student, positions, head_dim, base), positions, head_dim, base, where)
-    positions = torch.arange(12)
-    _judge_angles(call(student, positions, 8), positions, 8, 10_000.0, "(base not given: 10,000) ")
+        _judge_angles(student, positions, *arguments)
     passed("cosines and sines of each position and pair are right", seed)
 
 
-def check_rope_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_values(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (b): each pair (i, i + head_dim // 2) turned by its angle, in float32."""
     # Where batch, seqlen and heads are the same number, angles along the wrong one raise no error.
-    for batch, seqlen, heads, head_dim in ((4, 4, 4, 8), (2, 9, 3, 16), (1, 6, 1, 2)):
-        x = _draw(batch, seqlen, heads, head_dim, seed=seed)
-        cos, sin = rotary_angles(torch.arange(3, 3 + seqlen), head_dim)
-        result = _tensor(call(student, x, cos, sin))
-        exact = (x.double(), cos.double(), sin.double())
-        judge(
-            f"(batch {batch}, seqlen {seqlen}, heads {heads}, head_dim {head_dim}) the result",
-            result,
-            apply_rope(*exact),
-            allowed=1e-5,
-            dtype=x.dtype,
-            mistakes=results(apply_rope, TURN_MISTAKES, lambda f, exact=exact: f(*exact)),
-        )
+    for shape in ((4, 4, 4, 8), (2, 9, 3, 16), (1, 6, 1, 2)):
+        x = draw(*shape, seed=seed)
+        tables = rotary_angles(torch.arange(3, 3 + shape[1]), shape[-1])
+        where, arguments = f"(x of shape {shape}) the ", (x, *tables)
+        judge_call(student, apply_rope, TURN_MISTAKES, arguments, ("result",), where=where)
     _judge_half(student, torch.arange(3, 19), seed)
     passed("each pair is turned by its angle, and the dtype stays", seed)
 
@@ -235,15 +137,17 @@ def check_rope_positions(
     angles: Callable[..., Any], apply: Callable[..., Any], seed: int = 0
 ) -> None:
     """Exercise 3-1 (a, b): scores know distances only; shards; positions far from the beginning."""
-    q, k = (_draw(1, 12, 2, 16, seed=seed + i) for i in (1, 2))
+    q, k = (draw(1, 12, 2, 16, seed=seed + i) for i in (1, 2))
+
+    def turn(x: Tensor, first: int, end: int) -> Tensor:
+        cos, sin = unpack(call(angles, torch.arange(first, end), 16), ANGLE_NAMES)
+        return tensor(call(apply, x, cos, sin)).double()
 
     def scores(first: int) -> Tensor:
-        cos, sin = unpack(call(angles, torch.arange(first, first + 12), 16), ANGLE_NAMES)
-        a, b = (_tensor(call(apply, x, cos, sin)).double() for x in (q, k))
-        return torch.einsum("bihd,bjhd->bhij", a, b)
+        return _scores(turn(q, first, first + 12), turn(k, first, first + 12))
 
     near = scores(0)
-    if torch.allclose(near, torch.einsum("bihd,bjhd->bhij", q.double(), k.double()), atol=1e-4):
+    if torch.allclose(near, _scores(q.double(), k.double()), atol=1e-4):
         raise CheckFailed("the scores do not depend on positions at all: nothing is turned.")
     # Below 256 even bfloat16 counts right: rounded positions are another mistake, named below.
     moved = scores(200)
@@ -253,88 +157,72 @@ def check_rope_positions(
             "rotations, the score of query t and key u depends on t - u alone: is each pair "
             "really turned, x' = x cos - y sin and y' = y cos + x sin?"
         )
-    if torch.allclose(near, moved, rtol=0.0, atol=1e-12):
-        raise CheckFailed(
-            "angles for positions 200 ... 211 equal those of 0 ... 11: the values in "
-            "`positions` are ignored. A shard of a sequence starts somewhere else."
-        )
-    cos, sin = unpack(call(angles, torch.arange(12), 16), ANGLE_NAMES)
-    whole = _tensor(call(apply, q, cos, sin))
-    cos, sin = unpack(call(angles, torch.arange(6, 12), 16), ANGLE_NAMES)
-    shard = _tensor(call(apply, q[:, 6:], cos, sin))
-    if not torch.allclose(whole[:, 6:], shard, rtol=0.0, atol=1e-5):
+    shard = turn(q[:, 6:], 6, 12)
+    if equal(near, moved) or not torch.allclose(turn(q, 0, 12)[:, 6:], shard, rtol=0.0, atol=1e-5):
         raise CheckFailed(
             "the second half of a sequence, with positions 6 ... 11, is not turned as it is within "
-            "the whole sequence. Angles must come from `positions` alone."
+            "the whole sequence. Angles must come from the values in `positions` alone."
         )
     far = torch.arange(FAR, FAR + 16)
-    _judge_angles(call(angles, far, 16), far, 16, 10_000.0, f"(positions from {FAR:,}) ")
+    _judge_angles(angles, far, 16)
     _judge_half(apply, far, seed)
     passed("scores depend on distances only, in shards and at position 100,000 too", seed)
 
 
-def check_rope_conventions(student: Callable[..., Any], seed: int = 0) -> None:
+def check_rope_conventions(student: Student, seed: int = 0) -> None:
     """Exercise 3-1 (c): the scores of the permuted weights, in halves, are the old ones."""
     for heads, head_dim, width in ((1, 8, 12), (3, 8, 24), (2, 16, 20)):
         where = f"(heads {heads}, head_dim {head_dim}, width {width}) "
-        w_q, w_k = (_draw(heads * head_dim, width, seed=seed + i) for i in (0, 1))
-        new_q, new_k = (_tensor(call(student, w, heads)) for w in (w_q, w_k))
-        if new_q.shape != w_q.shape:
+        weights = [draw(heads * head_dim, width, seed=seed + i) for i in (0, 1)]
+        new = [tensor(call(student, weight, heads)) for weight in weights]
+        if new[0].shape != weights[0].shape:
             raise CheckFailed(
-                f"{where}the result has shape {tuple(new_q.shape)}, but the weight's, "
-                f"{tuple(w_q.shape)}, was expected."
+                f"{where}the result has shape {tuple(new[0].shape)}, but the weight's, "
+                f"{tuple(weights[0].shape)}, was expected."
             )
-        x = _draw(1, 10, width, seed=seed + 2)
+        x = draw(1, 10, width, seed=seed + 2)
         cos, sin = rotary_angles(torch.arange(10), head_dim)
-        old = _scores(x, w_q, w_k, heads, cos, sin, interleaved=True)
-        new = _scores(x, new_q, new_k, heads, cos, sin, interleaved=False)
-        if torch.allclose(old, new, rtol=1e-4, atol=1e-3):
+        before, after = (
+            _scores(
+                *(
+                    apply_rotary_emb((x @ w.T).unflatten(-1, (heads, -1)), cos, sin, **options)
+                    for w in pair
+                )
+            )
+            for pair, options in ((weights, {"interleaved": True}), (new, {}))
+        )
+        if torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             continue
-        said = (
-            explain(new_q, pairs_to_halves, ROW_MISTAKES, lambda f, w=w_q, h=heads: f(w, h))
-            or "Row 2i of a head must become its row i, and row 2i + 1 its row i + head_dim // 2."
-        )
-        raise CheckFailed(
-            f"{where}the scores are not those of the old weights under the old convention. {said}"
-        )
+        say = explain(new[0], pairs_to_halves, ROW_MISTAKES, lambda f, a=(weights[0], heads): f(*a))
+        say = say or "Row 2i of a head must become row i, and row 2i + 1 row i + head_dim // 2."
+        raise CheckFailed(f"{where}the scores are not those of the old weights. {say}")
     passed("the permuted weights give the same scores under the other convention", seed)
 
 
-def _judge_angles(given: Any, positions: Tensor, head_dim: int, base: float, where: str) -> None:
-    values = unpack(given, ANGLE_NAMES)
-    expected = rotary_angles(positions, head_dim, base)
+def _judge_angles(student: Student, positions: Tensor, *arguments: Any) -> None:
     # An angle of t radians is rounded by about t * 2**-23 when it is made in float32.
     allowed = 1e-6 + 2e-7 * float(positions.max())
-    for index, name in enumerate(ANGLE_NAMES):
-        if values[index].shape == (len(positions), head_dim):
-            raise CheckFailed(
-                f"{where}{name} has head_dim columns; there are head_dim // 2 pairs, and each has "
-                "one angle: (seqlen, head_dim // 2)."
-            )
-        if values[index].dtype in (torch.bfloat16, torch.float16):
-            raise CheckFailed(f"{where}{name} is {values[index].dtype}. {ANGLE_MISTAKES[-1].say}")
-        judge(
-            where + name,
-            values[index],
-            expected[index],
-            allowed=allowed,
-            dtype=torch.float32,
-            mistakes=results(
-                rotary_angles, ANGLE_MISTAKES, lambda f, i=index: f(positions, head_dim, base)[i]
-            ),
-        )
+    base = f"{arguments[1]:,.0f}" if len(arguments) > 1 else "not given: 10,000"
+    where = f"(positions from {positions[0]:,}, head_dim {arguments[0]}, base {base}) "
+    judge_call(
+        student,
+        rotary_angles,
+        ANGLE_MISTAKES,
+        (positions, *arguments),
+        ANGLE_NAMES,
+        where=where,
+        allowed=allowed,
+        dtype=torch.float32,
+    )
 
 
-def _judge_half(student: Callable[..., Any], positions: Tensor, seed: int) -> None:
-    """A bfloat16 input: computed in float32, and rounded once."""
-    x = _draw(2, len(positions), 2, 16, seed=seed + 3).bfloat16()
+def _judge_half(student: Student, positions: Tensor, seed: int) -> None:
+    """Judge a bfloat16 input: computed in float32, and rounded once."""
+    x = draw(2, len(positions), 2, 16, seed=seed + 3).bfloat16()
     cos, sin = rotary_angles(positions, 16)
-    result = _tensor(call(student, x, cos, sin))
+    result = tensor(call(student, x, cos, sin))
     if result.dtype != x.dtype:
-        raise CheckFailed(
-            f"x is bfloat16, but the result is {result.dtype}: cast it back, .to(x.dtype). "
-            "(float32 cosines turn the product into float32.)"
-        )
+        raise CheckFailed(f"x is bfloat16, the result {result.dtype}: cast it back, .to(x.dtype).")
     exact = apply_rope(x.double(), cos.double(), sin.double())
     # bfloat16 has 8 significant bits: one rounding moves a number by 2**-8 of itself at most.
     if ((result.double() - exact).abs() > exact.abs() * 2**-8 + 1e-5).any():
@@ -344,21 +232,5 @@ def _judge_half(student: Callable[..., Any], positions: Tensor, seed: int) -> No
         )
 
 
-def _scores(
-    x: Tensor, w_q: Tensor, w_k: Tensor, heads: int, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> Tensor:
-    q, k = (
-        apply_rotary_emb((x @ w.T).unflatten(-1, (heads, -1)), cos, sin, interleaved=interleaved)
-        for w in (w_q, w_k)
-    )
+def _scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihd,bjhd->bhij", q, k)
-
-
-def _tensor(value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise CheckFailed(f"return one tensor, not {type(value).__name__}.")
-    return value
-
-
-def _draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

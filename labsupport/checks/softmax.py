@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labsupport.checks.verdict import CheckFailed, Mistake, call, judge, passed, results, unpack
+from labsupport.checks.verdict import (
+    CheckFailed,
+    Student,
+    call,
+    draw,
+    judge,
+    judge_call,
+    mistakes,
+    passed,
+    unpack,
+)
 
 NAMES = ("m", "l")
 
@@ -26,91 +35,61 @@ def running_max_and_sum(scores: Tensor, block_size: int) -> tuple[Tensor, Tensor
     return m, l
 
 
-MAXIMUM_MISTAKES = (
-    Mistake(
-        ("torch.maximum(m, block.amax(-1))", "block.amax(-1)"),
-        "It is the maximum of the last block alone.",
-    ),
-    Mistake(
-        ("torch.maximum(m, block.amax(-1))", "torch.where(m == -torch.inf, block.amax(-1), m)"),
-        "It is the maximum of the first block alone.",
-    ),
-    Mistake(
-        ("-torch.inf, dtype", "0.0, dtype"),
-        "m starts at 0, which is wrong when all scores are negative: start at -inf.",
-    ),
-    Mistake(
-        ("scores.split", "scores[..., : scores.shape[-1] // block_size * block_size].split"),
-        "The last, shorter block is left out.",
-    ),
-)
-SUM_MISTAKES = (
-    Mistake(
-        ("l * (m - shift).exp()", "l"),
-        "m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_new).",
-    ),
-    Mistake(
-        ("(m - shift).exp()", "(shift - m).exp().where(m > -torch.inf, 1.0)"),
-        "l is rescaled by exp(m_new - m); the old sum must shrink: exp(m - m_new).",
-    ),
-    Mistake(("l * (m - shift).exp() +", ""), "It is the sum of the last block alone."),
-    Mistake(
-        (
-            "l * (m - shift).exp()",
-            "l",
-            "shift[..., None]",
-            "block.amax(-1, True).nan_to_num(neginf=0)",
-        ),
-        "Each block was summed under its own maximum, and the sums were added.",
-    ),
-    Mistake(
-        ("l * (m - shift).exp()", "l", " - shift[..., None]", ""),
-        "The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.",
-    ),
-)
+MISTAKES = mistakes("""
+It is the maximum of the last block alone.
+    torch.maximum(m, block.amax(-1)) -> block.amax(-1)
+m starts at 0, which is wrong when all scores are negative: start at -inf.
+    -torch.inf, dtype -> 0.0, dtype
+The last, shorter block is left out.
+    scores.split -> scores[..., : scores.shape[-1] // block_size * block_size].split
+m is right, but l is not rescaled when m rises: multiply the old l by exp(m - m_new).
+    l * (m - shift).exp() -> l
+Each block was summed under its own maximum, and the sums were added.
+    l * (m - shift).exp() -> l
+    shift[..., None] -> block.amax(-1, True).nan_to_num(neginf=0)
+A row that is -inf throughout keeps m = -inf and l = 0, but exp(-inf - (-inf)) is NaN: subtract 0
+while m is -inf.
+    m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
+The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.
+    l * (m - shift).exp() -> l
+    - shift[..., None] ->
+""")
 
 
-def check_running_values(student: Callable[..., Any], seed: int = 0) -> None:
+def check_running_values(student: Student, seed: int = 0) -> None:
     """Exercise 1-3: m and l of random rows, for blocks that do and do not divide the length."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(3, 4, 40, generator=generator) * 3
+    scores = draw(3, 4, 40, seed=seed) * 3
     scores[..., -1] += 4  # a later block holds a larger score than the first one
     for block in (8, 40, 16, 1):
         _judge(student, scores, block)
     passed("m and l agree with the whole row, whatever the block size", seed)
 
 
-def check_running_extremes(student: Callable[..., Any], seed: int = 0) -> None:
+def check_running_extremes(student: Student, seed: int = 0) -> None:
     """Exercise 1-3: scores whose exp overflows, blocks that are all hidden, and empty rows."""
     hidden = torch.full((2,), -torch.inf)
-    draw = torch.Generator().manual_seed(seed)
-    few = torch.randint(64, (2,), generator=draw) / 16  # exact in float32 near 1000, too
-    high = 1000 + torch.randint(64, (4,), generator=draw) / 16
+    rng = torch.Generator().manual_seed(seed)
+    few = torch.randint(64, (2,), generator=rng) / 16  # exact in float32 near 1000, too
+    high = 1000 + torch.randint(64, (4,), generator=rng) / 16
     for what, scores in {
         "scores of 1000 (exp overflows unless the maximum is subtracted first)": high,
         "a first block that is hidden throughout (-inf)": torch.cat([hidden, few]),
         "a last block that is hidden throughout (-inf)": torch.cat([few, hidden]),
         "scores far below zero": -high,
+        "a row that is -inf throughout": torch.full((4,), -torch.inf),
     }.items():
         _judge(student, scores[None], 2, f"With {what}: ")
-    m, l = unpack(call(student, torch.full((2, 4), -torch.inf), 2), NAMES)
-    if l.isnan().any() or not (l == 0).all() or not (m == -torch.inf).all():
-        raise CheckFailed(
-            f"a row that is -inf throughout must keep m = -inf and l = 0, but m = {m.tolist()} and "
-            f"l = {l.tolist()} came back: exp(-inf - (-inf)) is NaN. "
-            "Subtract 0 while m is still -inf."
-        )
     passed("no overflow, no NaN, and an empty row keeps m = -inf, l = 0", seed)
 
 
-def check_running_streams(student: Callable[..., Any]) -> None:
+def check_running_streams(student: Student) -> None:
     """Exercise 1-3: one block at a time, and each block once.
 
     Raises:
-        CheckFailed: something was computed over a longer row, or all maxima before a sum;
-            or what came back is no maximum and sum: who computes nothing streams, too.
+        CheckFailed: something was computed over a longer row, all maxima came before a sum, or the
+            result is no maximum and sum.
     """
-    scores = torch.randn(2, 60, generator=torch.Generator().manual_seed(3))
+    scores = draw(2, 60, seed=3)
     with _Watch() as seen:
         result = call(student, scores, 10)
     require_maximum(result, scores)
@@ -122,34 +101,18 @@ def check_running_streams(student: Callable[..., Any]) -> None:
     if seen.maxima_before_exp > 1:
         raise CheckFailed(
             f"the maxima of {seen.maxima_before_exp} blocks were taken before the first exp: that "
-            "reads the scores twice. Update l as soon as a block arrives, and rescale it when m "
-            "rises."
+            "reads the scores twice. Update l with each block, and rescale it when m rises."
         )
     passed("one block at a time, and each block once")
 
 
-def _judge(student: Callable[..., Any], scores: Tensor, block: int, context: str = "") -> None:
-    m, l = unpack(call(student, scores, block), NAMES)
-    exact = scores.double()
-    m_right = exact.amax(-1)
-    l_right = (exact - m_right[..., None]).exp().sum(-1)
-    for index, (result, right, allowed, mistakes) in enumerate(
-        (
-            (m, m_right, 0.0, MAXIMUM_MISTAKES),
-            (l, l_right, 1e-5 * float(l_right.max()), SUM_MISTAKES),
-        )
-    ):
-        judge(
-            context + NAMES[index],
-            result,
-            right,
-            allowed=allowed,
-            mistakes=results(running_max_and_sum, mistakes, lambda f, i=index: f(exact, block)[i]),
-        )
+def _judge(student: Student, scores: Tensor, block: int, where: str = "") -> None:
+    arguments = (scores, block)
+    judge_call(student, running_max_and_sum, MISTAKES, arguments, NAMES, where=where)
 
 
 def require_maximum(result: Any, scores: Tensor) -> None:
-    """Refuse a result that the rows were not read for: m must be their maximum, l positive.
+    """Refuse a result without a look at the rows: m must be their maximum, l positive.
 
     Raises:
         CheckFailed: it is something else.
@@ -161,7 +124,7 @@ def require_maximum(result: Any, scores: Tensor) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Watches what reads along the last dimension: how long, and in which order."""
+    """A watch on operators that read along the last dimension: length and order."""
 
     MAXIMA = ("amax", "max", "cummax", "sort", "topk")
     OTHERS = (

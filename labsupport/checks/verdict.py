@@ -1,36 +1,39 @@
 """Judge a student's result, and name the likely mistake.
 
-A typical mistake is an edit of the reference solution (`Mistake`). When a result is wrong, the
-edited solutions (`mutant`) run on the same inputs; the one with the same result gives the
-diagnosis. To teach a check a new mistake, add one entry to its table: the tests use it too.
+A typical mistake is an edit of the reference solution: an entry in an exercise's table
+(`mistakes`). When a result is wrong, the edited solutions (`mutant`) run on the same inputs, and
+the one with the same result gives the diagnosis. To name a new mistake, add one entry: the tests
+use it too.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+import math
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
 
 
 class CheckFailed(AssertionError):
-    """A check found a mistake; the message says which one, as far as it can tell."""
+    """A check found a mistake; the message names it where possible."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone in a notebook: the traceback through the checks helps nobody.
-
-        In lines that fit into a window: JupyterLab breaks longer ones in the middle of a word.
-        """
+        """Show only the message in a notebook, in lines that fit into its window."""
         return [
             line
             for paragraph in f"Check failed: {self}".split("\n")
@@ -38,17 +41,32 @@ class CheckFailed(AssertionError):
         ]
 
 
+# --- mistakes -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Mistake:
-    """A typical mistake.
-
-    Attributes:
-        edit: of the reference solution's source: old text, new text, and so on in turns.
-        say: the diagnosis.
-    """
+    """An edit of the reference solution (old text, new text, and so on), and its diagnosis."""
 
     edit: tuple[str, ...]
     say: str
+
+
+def mistakes(table: str) -> tuple[Mistake, ...]:
+    r"""Return the entries of a table of mistakes: each a diagnosis, then its edits, indented.
+
+        The mask is ignored.
+            if mask is not None -> if False
+
+    An edit replaces a text of the solution wherever it occurs. `\n` is a line break; nothing after
+    the arrow deletes the text.
+    """
+    entries = []
+    for say, edits in re.findall(r"((?:^\S.*\n)+)((?:^ +.*\n)+)", table, re.MULTILINE):
+        parts = [part for line in edits.splitlines() for part in re.split(" ->(?: |$)", line)]
+        edit = tuple(part.strip().replace(r"\n", "\n") for part in parts)
+        entries.append(Mistake(edit, " ".join(say.split())))
+    return tuple(entries)
 
 
 @cache
@@ -78,11 +96,9 @@ def _source(solution: Any) -> str:
 
 
 def results(
-    solution: Any,  # a function or a class
-    mistakes: Iterable[Mistake],
-    run: Callable[[Any], Any],
+    solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each mistake's diagnosis with what `run` makes of the mutant, unless that raises."""
+    """Yield each mistake's diagnosis with the result of `run(mutant)`, unless that raises."""
     for mistake in mistakes:
         wrong = mutant(solution, mistake.edit)
         with suppress(Exception):
@@ -96,7 +112,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def explain(
     given: Any,
-    solution: Any,  # a function or a class
+    solution: Any,
     mistakes: Iterable[Mistake],
     run: Callable[[Any], Any],
     same: Callable[[Any, Any], bool] = equal,
@@ -105,19 +121,22 @@ def explain(
     return next((say for say, wrong in results(solution, mistakes, run) if same(given, wrong)), "")
 
 
+# --- a student's function -------------------------------------------------------------------------
+
+
 def passed(what: str, seed: int = 0) -> None:
-    """Tell the student that a check passed; a seed other than 0 drew other inputs."""
+    """Print that a check passed; a seed other than 0 drew other inputs."""
     print(f"[ok] {what}{' (other inputs)' if seed else ''}")
 
 
 def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a student's function; whatever keeps it from being judged becomes a clear failure.
+    """Call a student's function.
 
     Raises:
         CheckFailed: the function is still a stub, raises, returns None, or changes its arguments.
     """
     name = getattr(function, "__name__", "your function")
-    before = [arg.clone() if isinstance(arg, Tensor) else None for arg in args]
+    before = [[leaf.clone() for leaf in _leaves(arg)] for arg in args]
     try:
         result = function(*args, **options)
     except NotImplementedError:
@@ -127,42 +146,87 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except CheckFailed:
         raise
     except Exception as error:
+        shown = [f"a list of {len(x)}" if isinstance(x, list) else readable(x) for x in args]
+        shown += [f"{key}={readable(value)}" for key, value in options.items()]
         raise CheckFailed(
-            f"{name} raised {type(error).__name__}: {error}\n"
-            f"It was called with {_describe(args, options)}."
+            f"{name} raised {type(error).__name__}: {error}\nIt was called with {', '.join(shown)}."
         ) from error
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
-    for position, (arg, old) in enumerate(zip(args, before, strict=True), start=1):
-        if old is not None and not _same(arg, old):
-            raise CheckFailed(
-                f"{name} changed its argument number {position} in place (with `*=`, `+=` or a "
-                "name that ends in `_`): its caller still needs it. Compute a new tensor instead."
-            )
+    for position, (arg, clones) in enumerate(zip(args, before, strict=True), start=1):
+        for leaf, clone in zip(_leaves(arg), clones, strict=True):
+            if not equal(leaf.nan_to_num(), clone.nan_to_num()):
+                raise CheckFailed(
+                    f"{name} changed its argument number {position} in place (by `*=`, `+=` or a "
+                    "name that ends in `_`), but its caller still needs it. Compute a new tensor."
+                )
     return result
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+def _leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, list | tuple):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def kind(value: Any) -> str:
+    """Return the type of a value in words, with dtype and shape where it has one."""
+    name = type(value).__name__
+    if isinstance(value, Tensor):
+        name = f"{short(value.dtype)} tensor"
+    shape = getattr(value, "shape", None)
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    return f"{article} {name}{f' of shape {tuple(shape)}' if shape else ''}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def values(result: Any, names: Sequence[str]) -> tuple[Any, ...]:
+    """Check that a student returned as many values as names; raise CheckFailed otherwise."""
+    wanted = f"return {len(names)} values ({', '.join(names)})"
+    if not isinstance(result, tuple | list):
+        raise CheckFailed(f"{wanted}, not {kind(result)}.")
+    if len(result) != len(names):
+        raise CheckFailed(f"{wanted}, not {len(result)}.")
+    return tuple(result)
 
 
 def unpack(result: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Check that a student returned as many tensors as `names` says.
+    """Check that a student returned as many tensors as names; raise CheckFailed otherwise."""
+    found = values(result, names)
+    return tuple(tensor(value, name) for value, name in zip(found, names, strict=True))
 
-    Raises:
-        CheckFailed: it is not a tuple of that length, or holds something that is no tensor.
+
+def tensor(value: Any, name: str = "the result") -> Tensor:
+    """Check that a student returned one tensor; raise CheckFailed otherwise."""
+    if not isinstance(value, Tensor):
+        raise CheckFailed(f"{name} must be one tensor, not {kind(value)}.")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """Check that a student returned a number that is not NaN; raise CheckFailed otherwise.
+
+    A tensor or array with a single number counts as one.
     """
-    wanted = ", ".join(names)
-    if isinstance(result, Tensor) or not isinstance(result, tuple | list):
-        raise CheckFailed(
-            f"return {len(names)} values ({wanted}), not one {type(result).__name__}."
-        )
-    if len(result) != len(names):
-        raise CheckFailed(f"return {len(names)} values ({wanted}), not {len(result)}.")
-    for name, value in zip(names, result, strict=True):
-        if not isinstance(value, Tensor):
-            raise CheckFailed(f"{name} must be a tensor, not {type(value).__name__}.")
-    return tuple(result)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise CheckFailed(f"{name} must be a number, not {kind(value)}.")
+    if math.isnan(value):
+        raise CheckFailed(f"{name} is NaN: did a row without a measurement get in, or 0 / 0?")
+    return value if isinstance(value, int) else float(value)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return random normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def judge(
@@ -174,14 +238,14 @@ def judge(
     mistakes: Iterable[tuple[str, Tensor]] = (),
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Compare a result with what is expected, and name the mistake if it is wrong.
+    """Compare a result with the expected one, and name the mistake if it is wrong.
 
     Args:
-        name: what the student calls it.
+        name: of the result, for the message.
         result, expected: tensors; `expected` in float64 as a rule.
         allowed: largest absolute error that still passes.
         mistakes: diagnoses with the wrong results that they explain (`results`), in this order.
-        dtype: the dtype the result must have, if that is part of the exercise.
+        dtype: the dtype that the result must have, if any.
 
     Raises:
         CheckFailed: wrong shape, dtype or values.
@@ -195,46 +259,90 @@ def judge(
     result, expected = result.detach().double(), expected.detach().double()
     if _close(result, expected, allowed):
         return
-
-    def like(result: Tensor, wrong: Tensor) -> bool:
+    near = max(allowed, 1e-4)
+    for say, wrong in mistakes:
         wrong = wrong.detach().double()
-        return wrong.shape == result.shape and _close(
-            result, wrong, max(allowed, 1e-4), relative=1e-4
-        )
-
-    said = next((say for say, wrong in mistakes if like(result, wrong)), "")
-    raise CheckFailed(f"{name} is wrong. {said or _where(result, expected, allowed)}")
+        if wrong.shape == result.shape and _close(result, wrong, near, relative=1e-4):
+            raise CheckFailed(f"{name} is wrong. {say}")
+    raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}")
 
 
-def a_few_steps(expected: Tensor, *dtypes: torch.dtype) -> float:
-    """Return what rounding alone may do to a result of few entries.
+def judge_call(
+    student: Student,
+    solution: Any,
+    mistakes: Iterable[Mistake],
+    arguments: Sequence[Any],
+    names: Sequence[str],
+    *,
+    judged: Sequence[str] = (),
+    where: str = "",
+    allowed: float | None = None,
+    factor: float = 2.0,
+    dtype: torch.dtype | None = None,
+    adapt: Callable[[Any], Callable[..., Any]] = lambda function: function,
+    **options: Any,
+) -> None:
+    """Call a student's function, and judge its tensors by the reference in float64.
 
-    flash-attn's rule takes the textbook's largest error as the yardstick, among thousands of
-    entries. Among a few dozen it is now and then a fraction of one rounding, by luck, and twice
-    that would refuse right work.
+    By default an error may be `factor` times (for gradients 3 times) that of the reference in the
+    inputs' own dtype, plus 1e-5, as in flash-attn's tests; or three roundings, since among few
+    entries the reference's error can be tiny by luck.
 
     Args:
-        expected: the exact result.
-        dtypes: in which it was computed and returned.
+        student, solution, mistakes: the function, the reference, and its typical edits.
+        arguments, options: of the call.
+        names: of the returned tensors; one name stands for a tensor that is returned alone.
+        judged: names of those to judge, in this order; all by default.
+        where: begins the message, for example "(causal) ".
+        allowed: largest absolute error.
+        dtype: the dtype that the tensors must have, if any.
+        adapt: makes the student's work, the reference and each mutant callable.
 
-    Returns:
-        three steps of the coarsest dtype, at the largest magnitude.
+    Raises:
+        CheckFailed: see `call`, `unpack` and `judge`.
     """
-    return 3 * max(torch.finfo(one).eps for one in dtypes) * float(expected.abs().max())
+
+    def run(function: Any, arguments: Any) -> tuple[Tensor, ...]:
+        result = call(adapt(function), *arguments, **options)
+        return unpack(result, names) if len(names) > 1 else (tensor(result, names[0]),)
+
+    given, exact = run(student, arguments), exactly(arguments)
+    right, rounded = run(solution, exact), run(solution, arguments)
+    for name in judged or names:
+        i = names.index(name)
+        wrong = results(solution, mistakes, lambda f, i=i: run(f, exact)[i])
+        limit = _tolerance(rounded[i], right[i], factor) if allowed is None else allowed
+        judge(where + name, given[i], right[i], allowed=limit, mistakes=wrong, dtype=dtype)
+
+
+def exactly(value: Any) -> Any:
+    """Return a tensor in float64, if it holds floating-point numbers; also those of a list."""
+    if isinstance(value, list | tuple):
+        return [exactly(one) for one in value]
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _tolerance(rounded: Tensor, right: Tensor, factor: float) -> float:
+    finite = right.isfinite() & rounded.isfinite()
+    if not finite.any():
+        return 1e-5
+    error = float((rounded.double() - right)[finite].abs().max())
+    steps = 3 * torch.finfo(rounded.dtype).eps * float(right[finite].abs().max())
+    return max(factor * error + 1e-5, steps)
 
 
 def _close(a: Tensor, b: Tensor, allowed: float, relative: float = 0.0) -> bool:
-    same_places = torch.equal(a.isfinite(), b.isfinite()) and torch.equal(a.isnan(), b.isnan())
-    finite = a.isfinite() & b.isfinite()
-    infinities = torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num())
+    finite = b.isfinite()
+    if not torch.equal(a[~finite].nan_to_num(nan=0.5), b[~finite].nan_to_num(nan=0.5)):
+        return False
     if not finite.any():
-        return same_places and infinities
+        return True
     limit = allowed + relative * float(b[finite].abs().max())
-    return same_places and infinities and float((a - b)[finite].abs().max()) <= limit
+    return float((a - b)[finite].abs().max()) <= limit
 
 
-def _where(result: Tensor, expected: Tensor, allowed: float) -> str:
-    """Say where a result goes wrong: NaN first, then infinities, then the first wrong row."""
+def _location(result: Tensor, expected: Tensor, allowed: float) -> str:
+    """Say where a result goes wrong: NaN first, then infinities, then the first wrong entry."""
     if (nan := result.isnan() & ~expected.isnan()).any():
         return (
             f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
@@ -244,23 +352,79 @@ def _where(result: Tensor, expected: Tensor, allowed: float) -> str:
         return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."
     error = (result - expected).abs().nan_to_num(torch.inf)
     wrong = error > allowed
+    first = _first(wrong)
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} entries are wrong, "
-        f"the first at index {_first(wrong)}: "
-        f"{result[_first(wrong)].item():.4g} instead of {expected[_first(wrong)].item():.4g}. "
+        f"{int(wrong.sum())} of {wrong.numel()} entries are wrong, the first at index {first}: "
+        f"{result[first].item():.4g} instead of {expected[first].item():.4g}. "
         f"Maximum error {error.max().item():.2g}, allowed {allowed:.2g}."
     )
 
 
-def _first(where: Tensor) -> tuple[int, ...]:
-    return tuple(where.nonzero()[0].tolist())
+def _first(marked: Tensor) -> tuple[int, ...]:
+    return tuple(marked.nonzero()[0].tolist())
 
 
-def _describe(args: tuple[Any, ...], options: dict[str, Any]) -> str:
-    def one(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"a {str(value.dtype).removeprefix('torch.')} tensor {tuple(value.shape)}"
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def judge_numbers(
+    student: Student,
+    cases: Sequence[Mapping[str, Any] | tuple[Any, ...]],
+    solution: Callable[..., Any],
+    mistakes: Iterable[Mistake],
+    names: Sequence[str],
+    judged: Sequence[str] | None = None,
+    *,
+    close: float = 1e-9,
+) -> None:
+    """Judge the numbers that a student's function returns; a mistake must explain every case.
+
+    Args:
+        student, solution, mistakes: the function, the reference, and its typical edits.
+        cases: options or arguments of the calls.
+        names: of the returned values; one name stands for a number that is returned alone.
+        judged: names of those to judge; all by default.
+        close: relative error that passes.
+
+    Raises:
+        CheckFailed: another kind of result, or a wrong one.
+    """
+    kept = names if judged is None else judged
+
+    def pick(result: Any) -> tuple[float, ...]:
+        found = (result,) if len(names) == 1 else values(result, names)
+        pairs = zip(names, found, strict=True)
+        return tuple(number(value, name) for name, value in pairs if name in kept)
+
+    def same(a: Sequence[tuple[float, ...]], b: Sequence[tuple[float, ...]]) -> bool:
+        return all(
+            math.isclose(x, y, rel_tol=close, abs_tol=1e-12)
+            for one, other in zip(a, b, strict=True)
+            for x, y in zip(one, other, strict=True)
+        )
+
+    def show(numbers: tuple[float, ...]) -> str:
+        pairs = zip(kept, numbers, strict=True)
+        return ", ".join(f"{name} {readable(value)}" for name, value in pairs)
+
+    asked = [(case, {}) if isinstance(case, tuple) else ((), case) for case in cases]
+
+    def run(function: Callable[..., Any]) -> list[tuple[float, ...]]:
+        return [pick(function(*args, **options)) for args, options in asked]
+
+    given = run(partial(call, student))
+    for (args, options), ours, theirs in zip(asked, run(solution), given, strict=True):
+        if not same([ours], [theirs]):
+            say = explain(given, solution, mistakes, run, same) or f"Right is {show(ours)}."
+            arguments = inspect.signature(solution).bind(*args, **options).arguments
+            sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
+            raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")
+
+
+def readable(value: Any) -> str:
+    """Return a number with thousands separated or with four digits; a tensor in words."""
+    if getattr(value, "shape", ()):
+        return kind(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
         return repr(value)
-
-    parts = [one(value) for value in args] + [f"{k}={one(v)}" for k, v in options.items()]
-    return ", ".join(parts)
+    return f"{value:,.0f}" if value == value // 1 else f"{value:.4g}"

@@ -13,10 +13,10 @@ def yours_or_ours(
     ours: Callable[..., Any],
     *checks: Callable[[Callable[..., Any]], None],
 ) -> Callable[..., Any]:
-    """The student's function if it passes all `checks`, otherwise the lab's; says which.
+    """Return the student's function if it passes all `checks`, otherwise the lab's; say which.
 
-    So a notebook goes on after an exercise that is not solved yet, and measures the student's own
-    code as soon as it is right.
+    With it a notebook goes on after an unsolved exercise, and measures the student's own code as
+    soon as it is right.
     """
     name = getattr(yours, "__name__", "your function")
     try:
@@ -31,7 +31,7 @@ def yours_or_ours(
 
 
 def compare_prediction(what: str, predicted: float | None, measured: float, unit: str = "") -> None:
-    """Print a prediction beside the measurement, and by what factor they differ.
+    """Print a prediction beside the measurement, and the factor between them.
 
     Args:
         what: the predicted quantity.
@@ -50,5 +50,5 @@ def compare_prediction(what: str, predicted: float | None, measured: float, unit
 
 
 def _short(number: float) -> str:
-    """Three digits, and no powers of ten for numbers that one can read."""
+    """Return three digits, without powers of ten for readable numbers."""
     return f"{number:,.0f}" if 1000 <= number < 1e7 else f"{number:.3g}"

@@ -4,12 +4,25 @@ import math
 from functools import cache
 
 import jupytext
+import numpy as np
 import pytest
 import torch
 
 from labsupport import checks
+from labsupport.attention import attention, flash_attention
 from labsupport.checks.verdict import mutant
 from labsupport.paths import notebooks_dir
+from labsupport.precision import FlashAttentionConfig
+
+KNOWN = {
+    "torch": torch,
+    "math": math,
+    "np": np,
+    "F": torch.nn.functional,
+    "attention": attention,
+    "flash_attention": flash_attention,
+    "FlashAttentionConfig": FlashAttentionConfig,
+}
 
 
 @cache
@@ -22,23 +35,18 @@ def solution_source(notebook: str, grade_id: str) -> str:
     raise LookupError(f"{path.name} has no cell {grade_id}")
 
 
-def function(source: str, name: str, **imported):
-    """Run `source`, where `imported` is known, and return the function `name` that it defines."""
-    namespace = {"torch": torch, "math": math, **imported}
+def function(source: str, name: str, *edit: str):
+    """Return the function `name` of this source, edited: old text, new text, and so on."""
+    for old, new in zip(edit[::2], edit[1::2], strict=True):
+        assert old in source, f"the solution no longer contains {old!r}"
+        source = source.replace(old, new)
+    namespace = dict(KNOWN)
     exec(source, namespace)
     return namespace[name]
 
 
-def broken(source: str, name: str, *changes: tuple[str, str], **imported):
-    """The function with each (old, new) replaced; fails when an old text is not there."""
-    for old, new in changes:
-        assert old in source, f"the solution no longer contains {old!r}"
-        source = source.replace(old, new)
-    return function(source, name, **imported)
-
-
 def diagnosis(check, *student, **options):
-    """What a check that must fail, or the first of several, says of the student's function."""
+    """Return what a check that must fail, or the first of several, says."""
     with pytest.raises(checks.CheckFailed) as caught:
         for one in check if isinstance(check, tuple | list) else (check,):
             one(*student, **options)

@@ -13,7 +13,7 @@ FORWARD = (checks.check_forward_values, checks.check_forward_edges)
 MASKS = (checks.check_visible_positions, checks.check_visible_padding)
 BYTES = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
 EXERCISES = {
-    "1-4": (FORWARD, flash.flash_forward, flash.LSE_MISTAKES, "my_flash_forward"),
+    "1-4": (FORWARD, flash.flash_forward, flash.FORWARD_MISTAKES, "my_flash_forward"),
     "2-3": (MASKS, decoding.visible, decoding.MISTAKES, "visible"),
     "3-3": (BYTES, planning.held_bytes, planning.MISTAKES, "kept_bytes"),
     "3-4": ((checks.check_merge_all,), merging.merge_all, merging.ALL_MISTAKES, "merge_all"),

@@ -305,7 +305,7 @@ from labsupport.checks import chunked_loss, softmax
 from labsupport.checks.verdict import mutant
 
 for check, solution, mistake in (
-    (checks.check_running_values, softmax.running_max_and_sum, softmax.SUM_MISTAKES[0]),
+    (checks.check_running_values, softmax.running_max_and_sum, softmax.MISTAKES[0]),
     (checks.check_loss_values, chunked_loss.ChunkedLoss, chunked_loss.LOSS_MISTAKES[0]),
 ):
     try:

@@ -1,0 +1,191 @@
+"""Each check passes the notebook's solution, and names each mistake of its table, and others."""
+
+import pytest
+
+from labsupport import checks
+from labsupport.checks import (
+    amdahl,
+    choosing,
+    chunked_loss,
+    counting,
+    decoding,
+    dtypes,
+    fitting,
+    flash,
+    intensity,
+    layout,
+    merging,
+    planning,
+    registered,
+    rotary,
+    softmax,
+    textbook,
+    zigzag_order,
+)
+from tests.checks.solutions import diagnosis, each, function, solution_source
+
+TEXTBOOK = (
+    checks.check_textbook_values,
+    checks.check_textbook_mask,
+    checks.check_textbook_empty_rows,
+)
+RUNNING = (checks.check_running_values, checks.check_running_extremes)
+FORWARD = (checks.check_forward_values, checks.check_forward_lse, checks.check_forward_edges)
+BACKWARD = (checks.check_backward_values, checks.check_backward_edges)
+DTYPES = (checks.check_half_dtype_values, checks.check_half_dtype_edges)
+VISIBLE = (checks.check_visible_positions, checks.check_visible_padding)
+MERGE = (checks.check_merge_values, checks.check_merge_edges)
+BYTES = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
+POLICY = (checks.check_policy_devices, checks.check_policy_range, checks.check_policy_memory)
+OWN = (checks.check_registered_values, checks.check_registered_models)
+COST = (checks.check_cost_flops, checks.check_cost_bytes)
+TILED = (checks.check_tiled_traffic, checks.check_tiled_causal)
+CHOICE = (checks.check_choice_limits, checks.check_choice_ties, checks.check_choice_sources)
+
+# grade_id, the solution's functions, and the checks of each that draw inputs
+SOLVED = {
+    "ex-1-1-textbook-attention": {"textbook_attention": TEXTBOOK},
+    "ex-1-2-score-memory": {
+        "score_bytes": (checks.check_score_bytes,),
+        "longest_that_fits": (checks.check_largest_length,),
+    },
+    "ex-1-3-online-softmax": {"running_max_and_sum": RUNNING},
+    "ex-1-4-tiled-forward": {"my_flash_forward": FORWARD},
+    "ex-1-5-backward": {"my_flash_backward": BACKWARD},
+    "ex-1-6-half-precision": {
+        "half_dtype": DTYPES,
+        "half_attention": (checks.check_half_attention,),
+    },
+    "ex-2-1-layout": {
+        "split_heads": (checks.check_split_heads,),
+        "to_flash_layout": (checks.check_flash_layout,),
+        "split_qkv": (checks.check_split_qkv,),
+    },
+    "ex-2-2-own-attention": {"lab_attention": (*OWN, checks.check_registered_refusals)},
+    "ex-2-3-decoding-mask": {"visible": (*VISIBLE, checks.check_visible_decoding)},
+    "ex-2-4-amdahl": {
+        "amdahl": (checks.check_amdahl,),
+        "attention_flop_share": (checks.check_attention_share,),
+    },
+    "ex-2-5-policy": {"my_policy": POLICY},
+    "ex-3-1-rotary": {
+        "rotary_angles": (checks.check_rope_angles,),
+        "apply_rope": (checks.check_rope_values,),
+        "pairs_to_halves": (checks.check_rope_conventions,),
+    },
+    "ex-3-2-chunked-loss": {"ChunkedLoss": (checks.check_loss_values, checks.check_loss_gradients)},
+    "ex-3-3-kept-bytes": {"kept_bytes": BYTES},
+    "ex-3-4-merge": {"merge": MERGE, "merge_all": (checks.check_merge_all,)},
+    "ex-3-5-zigzag": {
+        "zigzag_chunks": (checks.check_zigzag_chunks,),
+        "zigzag_positions": (checks.check_zigzag_positions,),
+        "unzigzag": (checks.check_unzigzag,),
+    },
+    "ex-4-1-cost": {"attention_cost": COST, "roof": (checks.check_roof,)},
+    "ex-4-2-traffic": {
+        "textbook_traffic": (checks.check_textbook_traffic,),
+        "tiled_traffic": TILED,
+    },
+    "ex-4-4-predict": {
+        "fit_time": (checks.check_fit,),
+        "predict_time": (checks.check_predict,),
+        "held_out_error": (checks.check_held_out,),
+    },
+    "ex-4-5-choose": {"choose": CHOICE},
+}
+FUNCTIONS = [(cell, name, some) for cell, names in SOLVED.items() for name, some in names.items()]
+WITHOUT_SEED = {
+    "ex-1-3-online-softmax": (checks.check_running_streams,),
+    "ex-1-4-tiled-forward": (checks.check_forward_memory,),
+    "ex-1-5-backward": (checks.check_backward_memory,),
+    "ex-2-2-own-attention": (checks.check_registered_memory,),
+    "ex-3-2-chunked-loss": (checks.check_loss_memory,),
+}
+
+
+@pytest.mark.parametrize(
+    ("cell", "name", "some"), FUNCTIONS, ids=[name for _, name, _ in FUNCTIONS]
+)
+def test_the_notebooks_solution_passes_with_any_seed(cell, name, some, capfd):
+    student = function(solution_source(f"0{cell[3]}", cell), name)
+    for check in some:
+        check(student)
+        check(student, seed=5)
+    for check in WITHOUT_SEED.get(cell, ()):
+        check(student)
+    printed, warned = capfd.readouterr()
+    assert printed.count("[ok]") == 2 * len(some) + len(WITHOUT_SEED.get(cell, ()))
+    assert warned == ""
+
+
+@pytest.mark.parametrize(("name", "some"), [(name, some) for _, name, some in FUNCTIONS])
+def test_a_stub_is_called_one(name, some):
+    kind = "class ChunkedLoss(torch.autograd.Function):\n    @staticmethod\n    def forward"
+    head = kind if name == "ChunkedLoss" else f"def {name}"
+    stub = function(f"{head}(*args, **options): raise NotImplementedError", name)
+    for check in some:
+        assert f"{name} is not written yet" in diagnosis(check, stub)
+
+
+def choose_by_rows(choice):
+    return lambda table, **limits: choice(table.to_dict("records"), *limits.values())
+
+
+def limits(choice):
+    checks.check_choice_limits(choose_by_rows(choice))
+
+
+def ties(choice):
+    checks.check_choice_ties(choose_by_rows(choice))
+
+
+def sources(choice):
+    checks.check_choice_sources(choose_by_rows(choice))
+
+
+def far_away(angles):
+    checks.check_rope_positions(angles, rotary.apply_rope)
+
+
+@each(
+    (TEXTBOOK, textbook.textbook_attention, textbook.MISTAKES),
+    (checks.check_score_bytes, textbook.score_bytes, textbook.BYTE_MISTAKES),
+    (checks.check_largest_length, textbook.longest_that_fits, textbook.LENGTH_MISTAKES),
+    (RUNNING, softmax.running_max_and_sum, softmax.MISTAKES),
+    (FORWARD, flash.flash_forward, flash.FORWARD_MISTAKES),
+    (BACKWARD, flash.flash_backward, flash.BACKWARD_MISTAKES),
+    (DTYPES, dtypes.half_dtype, dtypes.DTYPE_MISTAKES),
+    (checks.check_split_heads, layout.split_heads, layout.HEAD_MISTAKES),
+    (checks.check_flash_layout, layout.to_flash_layout, layout.FLASH_MISTAKES),
+    (checks.check_split_qkv, layout.split_qkv, layout.QKV_MISTAKES),
+    (checks.check_registered_values, registered.lab_attention, registered.MISTAKES),
+    (checks.check_registered_models, registered.lab_attention, registered.MISTAKES[1:]),
+    (VISIBLE, decoding.visible, decoding.MISTAKES),
+    (checks.check_amdahl, amdahl.overall_speedup, amdahl.SPEEDUP_MISTAKES),
+    (checks.check_attention_share, amdahl.flop_share, amdahl.SHARE_MISTAKES),
+    ((checks.check_rope_angles, far_away), rotary.rotary_angles, rotary.ANGLE_MISTAKES),
+    (checks.check_rope_values, rotary.apply_rope, rotary.TURN_MISTAKES),
+    (checks.check_rope_conventions, rotary.pairs_to_halves, rotary.ROW_MISTAKES),
+    (checks.check_loss_values, chunked_loss.ChunkedLoss, chunked_loss.LOSS_MISTAKES),
+    (checks.check_loss_gradients, chunked_loss.ChunkedLoss, chunked_loss.GRADIENT_MISTAKES),
+    (BYTES, planning.held_bytes, planning.MISTAKES),
+    (MERGE, merging.merge, merging.MERGE_MISTAKES),
+    (checks.check_merge_all, merging.merge_all, merging.ALL_MISTAKES),
+    (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, zigzag_order.CHUNK_MISTAKES),
+    (checks.check_zigzag_positions, zigzag_order.zigzag_positions, zigzag_order.POSITION_MISTAKES),
+    (checks.check_unzigzag, zigzag_order.unzigzag, zigzag_order.INVERSE_MISTAKES),
+    (checks.check_cost_flops, intensity.attention_cost, intensity.FLOP_MISTAKES),
+    (checks.check_cost_bytes, intensity.attention_cost, intensity.BYTE_MISTAKES),
+    (checks.check_roof, intensity.roof, intensity.ROOF_MISTAKES),
+    (checks.check_textbook_traffic, counting.textbook_traffic, counting.TEXTBOOK_MISTAKES),
+    (checks.check_tiled_traffic, counting.tiled_traffic, counting.TILED_MISTAKES),
+    (checks.check_tiled_causal, counting.tiled_traffic, counting.CAUSAL_MISTAKES),
+    (checks.check_fit, fitting.fit_time, fitting.FIT_MISTAKES),
+    (checks.check_predict, fitting.predict_time, fitting.PREDICT_MISTAKES),
+    (checks.check_held_out, fitting.held_out_error, fitting.TEST_MISTAKES),
+    (limits, choosing.choice, choosing.LIMIT_MISTAKES),
+    (ties, choosing.choice, choosing.TIE_MISTAKES),
+    (sources, choosing.choice, choosing.SOURCE_MISTAKES),
+)
+def test_each_mistake_gets_its_own_diagnosis(check, student, said):
+    assert said in diagnosis(check, student)

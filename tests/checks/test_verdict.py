@@ -1,0 +1,200 @@
+"""Judging and naming mistakes; and the references themselves, against the lab's measurements."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from labsupport import checks
+from labsupport.analysis.roofline import case_of
+from labsupport.analysis.traffic import count
+from labsupport.checks import choosing, counting, fitting, intensity, textbook, verdict
+from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
+from labsupport.profiling import measure_peak_memory
+from labsupport.profiling.cases import Case
+from labsupport.profiling.runs import load_run
+from labsupport.profiling.work import flops_of, passes_of
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions
+from tests.checks.solutions import diagnosis, function, solution_source
+
+
+def test_a_table_of_mistakes_is_read_entry_by_entry():
+    table = r"""
+One line.
+    a -> b
+Two lines, joined by
+a space; two edits.
+    c + d ->
+    e -> f\n    g
+"""
+    expected = (
+        Mistake(("a", "b"), "One line."),
+        Mistake(("c + d", "", "e", "f\n    g"), "Two lines, joined by a space; two edits."),
+    )
+    assert mistakes(table) == expected
+
+
+def test_an_edit_of_a_text_that_is_not_there_is_an_error():
+    with pytest.raises(LookupError, match="does not contain 'sum'"):
+        mutant(textbook.score_bytes, ("sum", ""))
+
+
+def test_a_message_says_where_a_result_goes_wrong():
+    right, nan, inf = torch.zeros(2, 3), torch.nan, torch.inf
+    for wrong, said in (
+        (torch.zeros(2), r"x has shape \(2,\), but \(2, 3\) was expected"),
+        (torch.zeros(2, 3).half(), "x has dtype torch.float16"),
+        (torch.tensor([[0, 0, nan], [nan, 0, 0]]), r"2 NaN, the first at index \(0, 2\)"),
+        (torch.tensor([[0, 0, 0], [0, inf, 0]]), r"1 infinities, the first at index \(1, 1\)"),
+        (torch.tensor([[0, 2, 0], [0, 0, -3.0]]), r"2 of 6 .* index \(0, 1\): 2 .* error 3,"),
+    ):
+        with pytest.raises(checks.CheckFailed, match=said):
+            judge("x", wrong, right, allowed=0.1, dtype=torch.float32)
+    judge("x", torch.full((2,), inf), torch.full((2,), inf), allowed=0.1)
+    judge("x", right + 0.09, right, allowed=0.1)
+    with pytest.raises(checks.CheckFailed):
+        judge("x", torch.full((2,), -inf), torch.full((2,), inf), allowed=0.1)
+
+
+def test_a_call_that_fails_is_named():
+    def adds(a, b):
+        return a + b
+
+    said = diagnosis(verdict.call, adds, torch.ones(2), "text")
+    assert "adds raised TypeError" in said
+    assert "It was called with a float32 tensor of shape (2,), 'text'." in said
+    assert "is a `return` missing?" in diagnosis(verdict.call, lambda: None)
+    parts = [(torch.ones(1),)]
+    assert "number 1 in place" in diagnosis(verdict.call, lambda x: x[0][0].add_(1), parts)
+
+
+def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
+    reason = "\n".join([" ".join(["seventeen"] * 30), "It was called with two tensors."])
+    shown = checks.CheckFailed(reason)._render_traceback_()
+    assert max(map(len, shown)) <= 100
+    assert " ".join(shown).split() == f"Check failed: {reason}".split()
+    assert shown[-1] == "It was called with two tensors."
+
+
+def test_a_students_function_is_used_only_when_it_passes(capsys):
+    good = function(solution_source("01", "ex-1-1-textbook-attention"), "textbook_attention")
+    bad = mutant(textbook.textbook_attention, textbook.MISTAKES[0].edit)
+    ours, check = object(), checks.check_textbook_values
+    assert checks.yours_or_ours(good, ours, check) is good
+    assert checks.yours_or_ours(bad, ours, check) is ours
+    said = capsys.readouterr().out
+    assert "Using your textbook_attention" in said
+    assert "does not pass its checks yet" in said
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "said"),
+    [
+        (10, 10.0, "(close)"),
+        (100, 10.0, "factor of 10.0"),
+        (None, 10.0, "no prediction"),
+        (2000, 2784.6, "you predicted 2,000 ms, measured 2,785 ms"),
+    ],
+)
+def test_predictions_are_compared_with_measurements(predicted, measured, said, capsys):
+    checks.compare_prediction("Time", predicted, measured, "ms")
+    assert said in capsys.readouterr().out
+
+
+# --- the references -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("outside", "version"), [("queries", "version2"), ("keys", "version1")])
+def test_counted_traffic_is_what_a_memory_that_counts_sees(outside, version, causal):
+    for case in counting._sizes(0)[:2]:
+        n, d = case["seqlen"], case["head_dim"]
+        q = torch.randn(n, d, dtype=torch.float64)
+        blocks = {"block_q": case["block_q"], "block_k": case["block_k"]}
+        run = count(version, q, q, q, causal=causal, **blocks)
+        seen = sum(run.read.values()), sum(run.written.values())
+        assert checks.tiled_traffic(**case, outside=outside, causal=causal) == seen
+        run = count("standard", q, q, q, **blocks)
+        seen = sum(run.read.values()), sum(run.written.values())
+        assert checks.textbook_traffic(n, d, case["block_q"]) == seen
+
+
+def test_the_cost_is_counted_as_in_the_labs_measurements():
+    for shape in intensity._shapes(3):
+        options = {**shape, "dtype": str(shape["dtype"]).removeprefix("torch.")}
+        options["seqlen"], options["kv_seqlen"] = options.pop("seqlen_q"), options.pop("seqlen_k")
+        backward = options.pop("backward")
+        one = passes_of(Case(backend="", direction="forward+backward", **options))[backward]
+        assert checks.attention_cost(**shape) == (one.flops, one.bytes)
+
+
+def test_the_fit_is_the_minimum_of_the_relative_errors():
+    flops, ms = fitting._measured(np.random.default_rng(0), rows=12, noise=0.1)
+    start, rate = checks.fit_time(flops, ms)
+
+    def loss(start, rate):
+        return np.square(checks.predict_time(flops, start, rate) / ms - 1).sum()
+
+    for by in (0.99, 1.01):
+        assert loss(start, rate) < min(loss(start * by, rate), loss(start, rate * by))
+
+
+def test_two_numbers_predict_recorded_times_on_an_h200():
+    """Lengths that calibrated nothing, of forward passes without a mask: within a tenth."""
+    run = load_run("attention-h200")
+    table = run[(run.backend == "fa4") & (run.direction == "forward") & ~run.causal].copy()
+    table["flops"] = [flops_of(case_of(row)) for row in table.to_dict("records")]
+    table["held_out"] = ~table.seqlen.isin([512, 4096, 16_384])
+    start, rate, error = checks.held_out_error(table)
+    assert 0 < start < 0.1
+    assert 300 < rate < 990
+    assert error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "vocab", "stores_scores", "checkpoint", "chunk"),
+    [
+        (1024, 257, False, True, 128),
+        (512, 257, True, False, 128),
+        (512, 257, True, True, 128),
+        (512, 8000, False, False, None),
+        (512, 8000, False, True, 600),
+    ],
+)
+def test_planned_bytes_come_within_a_tenth_of_a_measured_step(
+    seqlen, vocab, stores_scores, checkpoint, chunk
+):
+    shape = {"width": 128, "layers": 3, "heads": 4}
+    backend = "standard" if stores_scores else "sdpa_flash"
+    savings = MemoryOptions(attention=backend, checkpoint=checkpoint, loss_chunk=chunk)
+    model = Decoder(DecoderConfig(vocab_size=vocab, **shape), savings)
+    for parameter in model.parameters():  # the rules count none of the weights' gradients
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(vocab, (1, seqlen), generator=torch.Generator().manual_seed(0))
+    measured = measure_peak_memory(lambda: model(tokens, tokens).backward(), device="cpu")
+    options = {"stores_scores": stores_scores, "checkpoint": checkpoint, "loss_chunk": chunk}
+    predicted = checks.held_bytes(seqlen, **shape, mlp_width=512, vocab=vocab, **options)
+    assert predicted == pytest.approx(measured.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tables_of_times_tell_all_mistakes_apart(seed):
+    for kinds, some in (
+        ({}, choosing.LIMIT_MISTAKES),
+        ({"close": True}, choosing.TIE_MISTAKES + choosing.LIMIT_MISTAKES),
+        ({"sources": True}, choosing.SOURCE_MISTAKES + choosing.LIMIT_MISTAKES),
+    ):
+        workloads = choosing.tables(seed, **kinds)
+        choices = [choosing.choice, *(mutant(choosing.choice, one.edit) for one in some)]
+        answers = {tuple(choice(*one) for one in workloads) for choice in choices}
+        assert len(answers) == len(some) + 1
+
+
+def test_no_table_of_times_hangs_on_rounding():
+    """Times of rows that may run are never within a thousandth of the 5%."""
+    rng = random.Random(0)
+    for _ in range(200):
+        rows, _, dtype = choosing._workload(rng, True, False)
+        times = [row["ms"] for row in rows if row["dtype"] == dtype]
+        assert not any(1.049 < a / b < 1.051 for a in times for b in times)
