@@ -26,7 +26,7 @@ from benchmarks.turns import in_turns
 from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import forward
-from labsupport.attention.kernels.config import Geometry, Tiling, override, tiling
+from labsupport.attention.kernels.config import Geometry, KernelConfig, override, tiling
 from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     return run(cases, device, seed=0, interpreted=mode.interpreted())
 
 
-def version1_tiling(plan: Tiling) -> Tiling:
+def version1_tiling(plan: KernelConfig) -> KernelConfig:
     """The tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
-    return Tiling(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
+    return KernelConfig(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
 
 
 def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict
     small = version1_tiling(plan)
     geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
 
-    def second(tiles: Tiling) -> tuple[torch.Tensor, torch.Tensor]:
+    def second(tiles: KernelConfig) -> tuple[torch.Tensor, torch.Tensor]:
         with override(forward=tiles):
             return forward(q, k, v, geometry, hopper=False)
 

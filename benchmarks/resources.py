@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.runner import Case, numbers, run, some_of
-from labsupport.attention.kernels.config import Tiling, padded, tiling
+from labsupport.attention.kernels.config import KernelConfig, padded, tiling
 from labsupport.attention.kernels.mode import VARIABLE
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def compile_report(
     precision: str = "ieee",
     hopper: bool = False,
     search: bool = False,
-    tilings: Sequence[Tiling] | None = None,
+    tilings: Sequence[KernelConfig] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Compile kernels and count what they need; no GPU is used. One to three seconds a row.
@@ -159,7 +159,7 @@ def compile_report(
         return run(cases, torch.device("cpu"), progress=progress)
 
 
-def neighbours(plan: Tiling) -> list[Tiling]:
+def neighbours(plan: KernelConfig) -> list[KernelConfig]:
     """The tilings that differ from `plan` in one number, by one step."""
     steps = [
         *(replace(plan, block_q=n) for n in (plan.block_q // 2, plan.block_q * 2)),

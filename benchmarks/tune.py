@@ -32,7 +32,7 @@ from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.config import (
     HOPPER,
     Geometry,
-    Tiling,
+    KernelConfig,
     decode_tiling,
     override,
     padded,
@@ -62,7 +62,7 @@ GRIDS: dict[str, tuple[Sequence[tuple[int, int, int]], Sequence[int]]] = {
     ),
     "decode": ([(16, k, w) for k in (32, 64, 128) for w in (4, 8)], (2, 3, 4)),
 }  # fmt: skip
-Plans = dict[str, Tiling]
+Plans = dict[str, KernelConfig]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +136,7 @@ def shapes_for(direction: str, head_dim: int, dtype: str) -> list[Shape]:
     ]
 
 
-def current(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiling:
+def current(kernel: str, head_dim: int, dtype: torch.dtype) -> KernelConfig:
     """What the tables say now, on a GPU."""
     if kernel == "decode":
         return decode_tiling(4, head_dim, dtype)
@@ -145,14 +145,14 @@ def current(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiling:
     return tiling(kernel, head_dim, dtype, False, hopper=hopper)
 
 
-def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[Tiling]:
+def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[KernelConfig]:
     """Tilings worth a try: the current one first, then `GRIDS`, halved for float32."""
     wide = 2 if max(64, padded(head_dim)) > 128 else 1
     plans = [current(kernel, head_dim, dtype)]
     for (q, k, warps), stages in itertools.product(*GRIDS[kernel]):
         if dtype == torch.float32:  # twice the room, and no tensor cores
             q, k, stages = max(16, q // 2), max(16, k // 2), max(1, stages - 1)
-        plans.append(Tiling(q, max(16, k // wide), warps, stages))
+        plans.append(KernelConfig(q, max(16, k // wide), warps, stages))
     return list(dict.fromkeys(plans))
 
 
@@ -191,7 +191,7 @@ def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], 
 
 def tune_kernel(
     kernel: str,
-    plans: Sequence[Tiling],
+    plans: Sequence[KernelConfig],
     shapes: Sequence[Shape],
     device: torch.device,
     fixed: Plans | None = None,
@@ -219,15 +219,15 @@ def tune_kernel(
 
 
 def compile_in_parallel(
-    kernel: str, plans: Sequence[Tiling], fixed: Plans, shapes: Sequence[Shape]
-) -> dict[Tiling, str]:
+    kernel: str, plans: Sequence[KernelConfig], fixed: Plans, shapes: Sequence[Shape]
+) -> dict[KernelConfig, str]:
     """Run each plan once on each shape in other processes, which fills Triton's cache.
 
     Returns:
         why plans failed there.
     """
     count = max(1, min(len(plans), (os.cpu_count() or 2) - 2, 12))
-    failed: dict[Tiling, str] = {}
+    failed: dict[KernelConfig, str] = {}
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         jobs = {plan: pool.submit(_try, fixed | {kernel: plan}, shapes) for plan in plans}
         for plan, job in jobs.items():
@@ -258,11 +258,11 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"score": means, "worst": ratios.max()}).sort_values("score").reset_index()
 
 
-def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> Tiling:
+def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> KernelConfig:
     """The plan with the lowest score."""
     import pandas as pd
 
-    return Tiling(*map(int, scores(pd.DataFrame(rows)).iloc[0][PLAN]))
+    return KernelConfig(*map(int, scores(pd.DataFrame(rows)).iloc[0][PLAN]))
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
@@ -278,14 +278,14 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     return "\n".join([*lines, "", *chosen])
 
 
-def format_scores(table: pd.DataFrame, now: Tiling, most: int) -> str:
+def format_scores(table: pd.DataFrame, now: KernelConfig, most: int) -> str:
     """The best plans with their times on each shape, the current one marked, and those left out."""
     ranked, ran = scores(table), table[table.status == "ok"]
     labels = ran.seqlen.astype(int).astype(str) + ran.causal.map({True: " causal", False: ""})
     labels = ran.batch.astype(int).astype(str) + " x " + labels
     times = ran.assign(shape=labels).pivot(index=PLAN, columns="shape", values="median_ms")
     shown = ranked.merge(times[list(dict.fromkeys(labels))].reset_index(), on=PLAN)
-    plans = [Tiling(*values) for values in shown[PLAN].itertuples(index=False)]
+    plans = [KernelConfig(*values) for values in shown[PLAN].itertuples(index=False)]
     shown.insert(0, "", ["now" if plan == now else "" for plan in plans])
     shown = shown[(shown.index < most) | (shown[""] == "now")]
     left_out = table[table.status == "left out"]
@@ -297,4 +297,4 @@ def format_scores(table: pd.DataFrame, now: Tiling, most: int) -> str:
 
 
 def _text(plan: Any) -> str:
-    return f"Tiling({plan.block_q}, {plan.block_k}, {plan.warps}, {plan.stages})"
+    return f"KernelConfig({plan.block_q}, {plan.block_k}, {plan.warps}, {plan.stages})"

@@ -76,10 +76,12 @@ _NO_CHECKS = '''"""The checks are not here: the grader checks what is handed in,
 from typing import Any
 
 from labsupport.checks.verdict import CheckFailed
-from labsupport.checks.yours import compare_prediction, yours_or_ours
+from labsupport.checks.yours import compare_prediction, solution_or_reference
 from labsupport.left_out import LeftOutFunction
 
-__all__ = ["CheckFailed", "compare_prediction", "yours_or_ours"]
+__all__ = ["CheckFailed", "compare_prediction", "solution_or_reference", "yours_or_ours"]
+
+yours_or_ours = solution_or_reference  # its name in older copies of the notebooks
 
 
 def __getattr__(name: str) -> Any:

@@ -221,7 +221,7 @@ import pandas as pd
 from labsupport.attention import standard_attention
 from labsupport.profiling import measure_peak_memory
 
-own_attention = checks.yours_or_ours(
+own_attention = checks.solution_or_reference(
     textbook_attention, standard_attention, checks.check_textbook_values
 )
 
@@ -671,13 +671,13 @@ checks.check_backward_memory(my_flash_backward)
 # %%
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 
-forward = checks.yours_or_ours(
+forward = checks.solution_or_reference(
     my_flash_forward,
     lambda q, k, v, c, bq, bk: flash_attention_forward(q, k, v, c, block_q=bq, block_k=bk),
     checks.check_forward_values,
     checks.check_forward_edges,
 )
-backward = checks.yours_or_ours(
+backward = checks.solution_or_reference(
     my_flash_backward,
     lambda *args: flash_attention_backward(*args[:7], block_q=args[7], block_k=args[8]),
     checks.check_backward_values,

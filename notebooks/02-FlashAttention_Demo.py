@@ -267,7 +267,9 @@ predicted_difference = None  # your guess, a number
 # %%
 from labsupport.models.integration.functions import backend_function
 
-own = checks.yours_or_ours(lab_attention, backend_function("flash"), checks.check_registered_values)
+own = checks.solution_or_reference(
+    lab_attention, backend_function("flash"), checks.check_registered_values
+)
 logits = {}
 for name in ("eager", models.register_attention("mine", own)):
     model.set_attn_implementation(name)
@@ -740,8 +742,8 @@ checks.check_attention_share(attention_flop_share, seed=42)
 # an attention that does *nothing*, and see what is left.
 
 # %%
-own_amdahl = checks.yours_or_ours(amdahl, checks.overall_speedup, checks.check_amdahl)
-own_share = checks.yours_or_ours(
+own_amdahl = checks.solution_or_reference(amdahl, checks.overall_speedup, checks.check_amdahl)
+own_share = checks.solution_or_reference(
     attention_flop_share, checks.flop_share, checks.check_attention_share
 )
 

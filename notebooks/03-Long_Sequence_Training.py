@@ -186,7 +186,7 @@ checks.check_rope_conventions(pairs_to_halves, seed=14)
 # which turns halves. First as they are; then with rows where llama2.c keeps them; then moved back by your `pairs_to_halves`:
 
 # %%
-own_rows = checks.yours_or_ours(
+own_rows = checks.solution_or_reference(
     pairs_to_halves,
     lambda weight, heads: permute_rotary_rows(weight, heads, to_interleaved=False),
     checks.check_rope_conventions,
@@ -387,7 +387,7 @@ def loss_memory(loss):
 hidden = torch.randn(2048, 128, device=device, requires_grad=True)
 weight = torch.randn(50_257, 128, device=device, requires_grad=True)
 labels = torch.randint(50_257, (2048,), device=device)
-own_loss = checks.yours_or_ours(
+own_loss = checks.solution_or_reference(
     ChunkedLoss,
     lambda h, w, y, chunk: training.chunked_cross_entropy(h, w, y, chunk=chunk),
     checks.check_loss_values,
@@ -505,7 +505,7 @@ checks.check_kept_loss(kept_bytes, seed=33)
 # work in other steps):
 
 # %%
-own_kept = checks.yours_or_ours(
+own_kept = checks.solution_or_reference(
     kept_bytes,
     checks.held_bytes,
     checks.check_kept_blocks,
@@ -1115,7 +1115,7 @@ checks.check_merge_all(merge_all, seed=43)
 # `(rank - step) % W` from a list. Which of them a query may see follows from the *positions* of both, wherever they are held.
 
 # %%
-own_merge = checks.yours_or_ours(
+own_merge = checks.solution_or_reference(
     merge, merge_attention, checks.check_merge_values, checks.check_merge_edges
 )
 
@@ -1285,12 +1285,12 @@ checks.check_unzigzag(unzigzag, seed=53)
 # The ring by hand again, with your order. It needs no change: what is visible follows from positions.
 
 # %%
-own_positions = checks.yours_or_ours(
+own_positions = checks.solution_or_reference(
     zigzag_positions,
     lambda seqlen, rank, world: positions_of(seqlen // world, rank, world, zigzag=True),
     checks.check_zigzag_positions,
 )
-own_unzigzag = checks.yours_or_ours(
+own_unzigzag = checks.solution_or_reference(
     unzigzag, lambda shards: unshard_sequence(shards, zigzag=True), checks.check_unzigzag
 )
 

@@ -307,10 +307,10 @@ checks.check_roof(roof, seed=13)
 predicted_memory_bound = None  # your guess: how many of the eight
 
 # %%
-own_cost = checks.yours_or_ours(
+own_cost = checks.solution_or_reference(
     attention_cost, checks.attention_cost, checks.check_cost_flops, checks.check_cost_bytes
 )
-own_roof = checks.yours_or_ours(roof, checks.roof, checks.check_roof)
+own_roof = checks.solution_or_reference(roof, checks.roof, checks.check_roof)
 #            batch, N_q,  N_k,    heads, kv_heads, d;  causal, backward
 forms = {
     "prefill": ((4, 8192, 8192, 32, 32, 128), False, False),
@@ -574,10 +574,10 @@ checks.check_tiled_causal(tiled_traffic, seed=23)
 # and counts whatever is loaded or stored. Your formula beside it:
 
 # %%
-own_textbook = checks.yours_or_ours(
+own_textbook = checks.solution_or_reference(
     textbook_traffic, checks.textbook_traffic, checks.check_textbook_traffic
 )
-own_tiled = checks.yours_or_ours(
+own_tiled = checks.solution_or_reference(
     tiled_traffic, checks.tiled_traffic, checks.check_tiled_traffic, checks.check_tiled_causal
 )
 
@@ -828,7 +828,7 @@ from labsupport.attention.kernels import mode
 if (reason := mode.missing()) is None:
     from labsupport.attention.kernels.template import attention_with_update, softmax_update
 
-    own_update = checks.yours_or_ours(
+    own_update = checks.solution_or_reference(
         update, softmax_update, checks.check_update_values, checks.check_update_extremes
     )
     n = 4096 if gpu else 96
@@ -1098,7 +1098,9 @@ predicted_error = None  # your guess, in percent
 from labsupport.analysis.predictor.evaluate import with_predictions
 from labsupport.analysis.predictor.split import SPLITS, case_of
 
-own_held_out = checks.yours_or_ours(held_out_error, checks.held_out_error, checks.check_held_out)
+own_held_out = checks.solution_or_reference(
+    held_out_error, checks.held_out_error, checks.check_held_out
+)
 
 
 def prepared(run):
@@ -1347,7 +1349,7 @@ def options(seqlen):
     return pd.concat([measured[columns], pd.DataFrame(rows, columns=columns)], ignore_index=True)
 
 
-own_choose = checks.yours_or_ours(
+own_choose = checks.solution_or_reference(
     choose, checks.choose, checks.check_choice_limits, checks.check_choice_sources
 )
 

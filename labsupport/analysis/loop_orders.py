@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from labsupport.attention.kernels.config import Tiling
+from labsupport.attention.kernels.config import KernelConfig
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LoopShape:
     dtype: str = "bfloat16"
 
 
-def rewritten_bytes(shape: LoopShape, plan: Tiling) -> int:
+def rewritten_bytes(shape: LoopShape, plan: KernelConfig) -> int:
     """Bytes of O, m and l (float32) that version 1 reads and writes, once for each pair of blocks.
 
     Theory: N / Bc passes over (head_dim + 2) numbers a row; a causal mask spares nearly half.

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
 from labsupport.attention.kernels import mode
-from labsupport.attention.masks import Band, alibi_bias
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.masks import AttentionMask, alibi_bias
+from labsupport.attention.reference import masked_attention
 from labsupport.attention.registry import AttentionCall
 
 Result = tuple[Tensor, Tensor | None]
@@ -39,7 +39,7 @@ def run_standard(call: AttentionCall) -> Result:
     """Run the textbook attention of `reference`."""
     q, k, v, slopes = call.math_layout()
     options = call.options | {"alibi_slopes": slopes, "return_lse": call.return_lse}
-    return _from_math_layout(*banded_attention(q, k, v, **options))
+    return _from_math_layout(*masked_attention(q, k, v, **options))
 
 
 def run_flash_torch(call: AttentionCall) -> Result:
@@ -322,7 +322,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def _block_mask(band: Band, device: torch.device) -> Any:
+def _block_mask(band: AttentionMask, device: torch.device) -> Any:
     """FlexAttention's list of visible tiles; cached, because a new one compiles the kernel anew."""
     from torch.nn.attention.flex_attention import create_block_mask
 

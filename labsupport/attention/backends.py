@@ -37,7 +37,7 @@ from labsupport.attention.inputs import (
     check_packed_layout,
     check_window,
 )
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 from labsupport.attention.registry import (
     AttentionCall,
     AttentionOptions,
@@ -176,7 +176,7 @@ class _Plan:
     """
 
     backend: Backend
-    band: Band | None
+    band: AttentionMask | None
     empty: int
     report: CallReport
 

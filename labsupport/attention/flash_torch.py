@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labsupport.attention.inputs import check_math_layout
-from labsupport.attention.masks import Band, alibi_bias
+from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
 # Entries of one tile over all heads, and the largest block_q and block_k. Large tiles hide the cost
@@ -107,7 +107,7 @@ def flash_attention_forward(
     Source: FlashAttention-2, algorithm 1.
     """
     check_math_layout(q, k, v)
-    band = Band.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
+    band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
     block_q, block_k = _block_sizes(q, k, block_q, block_k)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     acc = _accumulation_dtype(q)
@@ -155,7 +155,7 @@ def flash_attention_backward(
 
     Source: FlashAttention-2, algorithm 2.
     """
-    band = Band.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
+    band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)
     block_q, block_k = _block_sizes(q, k, block_q, block_k)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     acc = _accumulation_dtype(q)
@@ -248,7 +248,7 @@ class _Scratch:
 
 
 def _hide(
-    s_ij: Tensor, rows: slice, cols: slice, band: Band, alibi_slopes: Tensor | None
+    s_ij: Tensor, rows: slice, cols: slice, band: AttentionMask, alibi_slopes: Tensor | None
 ) -> Tensor:
     """Bias and mask one tile of scaled scores, in place."""
     if alibi_slopes is not None:

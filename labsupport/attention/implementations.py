@@ -198,7 +198,7 @@ BACKENDS: tuple[Backend, ...] = (
         io_aware=False,
         limits=Limits(dtypes={"*": FLOAT_DTYPES}),
         run=adapters.run_standard,
-        kernel=lambda call: "labsupport.attention.reference.banded_attention",
+        kernel=lambda call: "labsupport.attention.reference.masked_attention",
     ),
 )
 

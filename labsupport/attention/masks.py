@@ -29,7 +29,7 @@ from labsupport.attention.inputs import check_window
 
 
 @dataclass(frozen=True)
-class Band:
+class AttentionMask:
     """The visible (query, key) pairs of a `seqlen_q` by `seqlen_k` score matrix."""
 
     seqlen_q: int
@@ -45,7 +45,7 @@ class Band:
         *,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-    ) -> Band:
+    ) -> AttentionMask:
         """Build the band of flash-attn's options `causal` and `window_size`.
 
         Raises:

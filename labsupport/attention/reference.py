@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.inputs import check_mask, check_math_layout
-from labsupport.attention.masks import Band, alibi_bias
+from labsupport.attention.masks import AttentionMask, alibi_bias
 
 
 def standard_attention(
@@ -52,11 +52,11 @@ def standard_attention(
     """
     check_math_layout(q, k, v)
     check_mask(mask)
-    band = Band.of(q.shape[-2], k.shape[-2], causal=causal)
+    band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal)
     return _attention(q, k, v, mask, band, softmax_scale, None)[:2]
 
 
-def banded_attention(
+def masked_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,7 +72,7 @@ def banded_attention(
     The reference in the inputs' own dtype for windows and ALiBi, and the backend `standard`.
     """
     check_math_layout(q, k, v)
-    band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
+    band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
     output, _, scores = _attention(q, k, v, None, band, softmax_scale, alibi_slopes)
     return output, _log_sum_exp(scores) if return_lse else None
 
@@ -99,7 +99,7 @@ def oracle_attention(
     """
     check_math_layout(q, k, v)
     check_mask(mask)
-    band = Band.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
+    band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     slopes = None if alibi_slopes is None else alibi_slopes.double()
@@ -114,7 +114,7 @@ def _attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    band: Band,
+    band: AttentionMask,
     softmax_scale: float | None,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -96,10 +96,10 @@ class AttentionCall:
         return torch.is_grad_enabled() and wanted
 
     @cached_property
-    def band(self) -> Band:
+    def band(self) -> AttentionMask:
         """The visible pairs of a call that is not packed."""
         lengths = self.q.shape[1], self.k.shape[1]
-        return Band.of(*lengths, causal=self.causal, window_size=self.window_size)
+        return AttentionMask.of(*lengths, causal=self.causal, window_size=self.window_size)
 
     @property
     def windowed(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def yours_or_ours(
+def solution_or_reference(
     yours: Callable[..., Any],
     ours: Callable[..., Any],
     *checks: Callable[[Callable[..., Any]], None],

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labsupport.attention.accuracy import compare_with_oracle
-from labsupport.attention.reference import banded_attention, oracle_attention
+from labsupport.attention.reference import masked_attention, oracle_attention
 from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import (
@@ -216,7 +216,7 @@ def check(
         for count in (heads, kv_heads, kv_heads, heads)
     )
     oracle = _one_device(oracle_attention, [x.double() for x in whole], dout)
-    textbook = _one_device(banded_attention, whole, dout)
+    textbook = _one_device(masked_attention, whole, dout)
     q, k, v = whole
     call = AttentionCall(q.clone().requires_grad_(), k, v, causal=True, return_lse=True)
     for kernel in table.KERNELS:

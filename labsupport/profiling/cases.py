@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 DIRECTIONS = ("forward", "forward+backward")
@@ -62,7 +62,7 @@ class Case:
 
     def flops(self) -> float:
         """FLOPs of the case by the rule above."""
-        pairs = Band.of(self.seqlen, self.kv_seqlen, causal=self.causal).visible_pairs()
+        pairs = AttentionMask.of(self.seqlen, self.kv_seqlen, causal=self.causal).visible_pairs()
         forward = 4 * self.batch * self.heads * self.head_dim * pairs
         return forward * (3.5 if self.direction == "forward+backward" else 1)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 from labsupport.profiling.cases import Case
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -36,7 +36,9 @@ def passes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> list[Pass
     Args:
         window_size: (left, right) neighbours that a query sees, -1 for no limit.
     """
-    band = Band.of(case.seqlen, case.kv_seqlen, causal=case.causal, window_size=window_size)
+    band = AttentionMask.of(
+        case.seqlen, case.kv_seqlen, causal=case.causal, window_size=window_size
+    )
     pairs = case.batch * case.heads * band.visible_pairs()
     first, last = band.keys_seen(0, case.seqlen)
     row = case.head_dim * ITEMSIZE[case.dtype]

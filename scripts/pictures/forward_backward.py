@@ -3,7 +3,7 @@
 import _draw as d
 from matplotlib.patches import Rectangle
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 from labsupport.plotting.explorer import TILE_COLOURS
 from labsupport.profiling import load_run
 from labsupport.profiling.cases import Case
@@ -59,9 +59,9 @@ def loop_order(panels):
 def tiles_visited(panels):
     """Causal, causal with unequal lengths, causal with a window."""
     bands = {
-        "causal, 64 × 64": Band.of(64, 64, causal=True),
-        "causal, 40 queries, 64 keys": Band.of(40, 64, causal=True),
-        "causal, window of 16 keys": Band.of(64, 64, causal=True, window_size=(15, 0)),
+        "causal, 64 × 64": AttentionMask.of(64, 64, causal=True),
+        "causal, 40 queries, 64 keys": AttentionMask.of(40, 64, causal=True),
+        "causal, window of 16 keys": AttentionMask.of(64, 64, causal=True, window_size=(15, 0)),
     }
     for axes, (text, band) in zip(panels, bands.items(), strict=True):
         counts = dict.fromkeys(TILE_COLOURS, 0)

@@ -30,7 +30,7 @@ from labsupport.attention import (
     oracle_attention,
     standard_attention,
 )
-from labsupport.attention.kernels.config import Tiling
+from labsupport.attention.kernels.config import KernelConfig
 
 RUNS = [("forward", name) for name in FORWARD] + [("backward", name) for name in BACKWARD]
 
@@ -213,10 +213,12 @@ def test_the_command_prints_the_table_the_exponents_and_a_csv(capsys, tmp_path):
 
 def test_version_one_moves_each_row_of_o_m_and_l_once_for_each_block_of_keys_that_it_sees():
     shape = LoopShape(batch=2, heads=3, seqlen=256, head_dim=64, causal=False)
-    assert rewritten_bytes(shape, Tiling(64, 64, 4, 1)) == 4 * 6 * 256 * (64 + 2) * 4 * 2
+    assert rewritten_bytes(shape, KernelConfig(64, 64, 4, 1)) == 4 * 6 * 256 * (64 + 2) * 4 * 2
     causal = LoopShape(batch=1, heads=1, seqlen=256, head_dim=62, causal=True)
     # Four blocks of keys, seen by 256, 192, 128 and 64 rows.
-    assert rewritten_bytes(causal, Tiling(64, 64, 4, 1)) == (256 + 192 + 128 + 64) * 64 * 4 * 2
+    assert (
+        rewritten_bytes(causal, KernelConfig(64, 64, 4, 1)) == (256 + 192 + 128 + 64) * 64 * 4 * 2
+    )
     assert written_bytes(shape) == 6 * 256 * (64 * 2 + 4)  # version 2 writes O and L once
 
 

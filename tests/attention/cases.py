@@ -9,7 +9,7 @@ import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
 from labsupport.attention.kernels import mode
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 
 # flash-attn's own grid, cut short: odd lengths, some below and some above a tile, one query or key.
 LENGTHS = [
@@ -71,7 +71,7 @@ def assert_obeys_error_rule(
     `math_layout` brings the inputs to (..., seqlen, head_dim) for textbook and oracle; `back`
     brings their output to the layout of `function`'s.
     """
-    textbook_out = back(banded_attention(*math_layout(*inputs), **options)[0])
+    textbook_out = back(masked_attention(*math_layout(*inputs), **options)[0])
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
     oracle_out = back(oracle_attention(*math_layout(*exact_inputs), **options)[0])
     out = function(*inputs)

@@ -21,7 +21,7 @@ from labsupport.attention import (
 from labsupport.attention.backends import BACKENDS
 from labsupport.attention.backends import _choose as choose
 from labsupport.attention.implementations import by_name, shape_comes_back
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from labsupport.attention.registry import AttentionCall
 from labsupport.precision.cast_hooks import KernelDtype
 from tests.attention.cases import (
@@ -107,7 +107,7 @@ def test_log_sum_exps_follow_one_convention(name, shape, options, dtype, device)
     skip_unless_it_runs(name, inputs, return_lse=True, **options)
     _, lse = attention(*inputs, backend=name, return_lse=True, **options)
     _, expected = oracle_attention(*to_math_layout(*inputs), **options)
-    _, textbook = banded_attention(*to_math_layout(*inputs), **options, return_lse=True)
+    _, textbook = masked_attention(*to_math_layout(*inputs), **options, return_lse=True)
     assert lse.dtype == torch.float32
     assert lse.shape == expected.shape
     empty = expected == -torch.inf

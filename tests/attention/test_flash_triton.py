@@ -21,7 +21,7 @@ from labsupport.attention import (
     oracle_attention,
 )
 from labsupport.attention.kernels import mode
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from tests.attention.cases import (
     assert_obeys_error_rule,
     compiled_elsewhere,
@@ -283,7 +283,7 @@ def test_version_one_computes_the_same_in_its_own_order(lengths, causal, dtype):
     )
     out, lse = forward_version1(q, k, v, causal=causal)
     exact, exact_lse = oracle_attention(*to_math_layout(q, k, v), causal=causal)
-    textbook, _ = banded_attention(*to_math_layout(q, k, v), causal=causal)
+    textbook, _ = masked_attention(*to_math_layout(q, k, v), causal=causal)
     assert compare_with_oracle(out.transpose(1, 2).to(dtype), textbook, exact).ok
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     assert (lse - exact_lse).nan_to_num(0).abs().max() < 1e-5

@@ -9,7 +9,7 @@ from labsupport.attention import (
     compare_with_oracle,
     oracle_attention,
 )
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from tests.attention.cases import DEVICES, make_model_qkv, to_math_layout
 
 
@@ -32,7 +32,7 @@ def test_flex_attention_obeys_the_error_rule(options, device):
     out = attention(*inputs, backend="flex", **options)
     math = to_math_layout(*inputs)
     oracle, oracle_lse = oracle_attention(*math, **options)
-    textbook, _ = banded_attention(*math, **options)
+    textbook, _ = masked_attention(*math, **options)
     report = compare_with_oracle(out.transpose(1, 2), textbook, oracle)
     assert report.ok, report
     if device == "cuda":

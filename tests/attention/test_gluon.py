@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from tests.attention.cases import compiled_elsewhere
 
 if sys.platform != "linux":
@@ -71,7 +71,7 @@ def assert_right(out, lse, q, k, v, **options):
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     oracle, oracle_lse = oracle_attention(q, k, v, **options)
-    textbook, _ = banded_attention(q, k, v, **options)
+    textbook, _ = masked_attention(q, k, v, **options)
     report = compare_with_oracle(out.transpose(1, 2), textbook, oracle)
     assert report.ok, report
     torch.testing.assert_close(lse.double(), oracle_lse.double(), atol=2e-3, rtol=0)

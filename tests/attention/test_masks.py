@@ -2,10 +2,10 @@ import itertools
 
 import torch
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 
 BANDS = [
-    Band.of(n_q, n_k, causal=causal, window_size=window)
+    AttentionMask.of(n_q, n_k, causal=causal, window_size=window)
     for (n_q, n_k), causal, window in itertools.product(
         [(1, 1), (5, 5), (3, 7), (7, 3), (1, 9), (9, 1)],
         [False, True],
@@ -67,14 +67,14 @@ def test_skipped_tiles_are_empty_and_unmasked_tiles_are_full():
 
 
 def test_causal_mask_is_bottom_right_when_keys_outnumber_queries():
-    visible = Band.of(2, 5, causal=True).full_mask()
+    visible = AttentionMask.of(2, 5, causal=True).full_mask()
     assert visible.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
 def test_causal_mask_leaves_leading_queries_empty_when_queries_outnumber_keys():
-    visible = Band.of(5, 2, causal=True).full_mask()
+    visible = AttentionMask.of(5, 2, causal=True).full_mask()
     assert visible.int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
 
 
 def test_causal_wins_over_a_window_that_looks_right():
-    assert Band.of(4, 4, causal=True, window_size=(2, 3)).right == 0
+    assert AttentionMask.of(4, 4, causal=True, window_size=(2, 3)).right == 0

@@ -15,7 +15,7 @@ from labsupport.attention import (
 )
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.config import RESIDENT, choose_splits, decode_tiling
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from tests.attention.cases import compiled_elsewhere, make_model_qkv, to_math_layout
 
 if sys.platform != "linux":
@@ -51,7 +51,7 @@ def by_sequence(function, q, k, v, lengths, slopes, options):
 
 
 def textbook(*qkv, **options):
-    return banded_attention(*qkv, return_lse=True, **options)
+    return masked_attention(*qkv, return_lse=True, **options)
 
 
 def assert_obeys_error_rule(

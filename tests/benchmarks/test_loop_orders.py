@@ -7,7 +7,7 @@ from benchmarks import loop_orders
 from benchmarks.__main__ import main, parser_of
 from benchmarks.loop_orders import version1_tiling
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import Tiling, tiling
+from labsupport.attention.kernels.config import KernelConfig, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 SMALL = ["--tokens", "128", "--head-dim", "16", "--max-seconds", "0.01"]
@@ -20,7 +20,7 @@ def two_shapes(monkeypatch):
 
 def test_same_tiles_are_those_that_version_one_takes():
     plan = tiling("forward", 64, torch.bfloat16, interpreted=False)
-    assert version1_tiling(plan) == Tiling(64, 64, plan.warps, 1)
+    assert version1_tiling(plan) == KernelConfig(64, 64, plan.warps, 1)
 
 
 @runs_kernels

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.resources import LIMITS, compile_report, neighbours, show
-from labsupport.attention.kernels.config import Tiling
+from labsupport.attention.kernels.config import KernelConfig
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 BF16 = [torch.bfloat16]
@@ -51,7 +51,7 @@ def test_true_float32_stays_off_the_tensor_cores_and_tf32_does_not():
 
 @needs_triton
 def test_tiles_too_large_for_their_warps_are_seen_to_spill():
-    narrow, wide = Tiling(128, 64, 4, 3), Tiling(128, 64, 8, 3)
+    narrow, wide = KernelConfig(128, 64, 4, 3), KernelConfig(128, 64, 8, 3)
     table = compile_report(
         capabilities=[90], head_dims=[128], dtypes=BF16, kernels=["forward"], tilings=[narrow, wide]
     )
@@ -65,7 +65,7 @@ def test_tiles_too_large_for_their_warps_are_seen_to_spill():
 def test_what_the_compiler_cannot_do_is_reported_beside_what_it_can():
     table = compile_report(
         capabilities=[80], head_dims=[64], dtypes=BF16, kernels=["forward"],
-        tilings=[Tiling(64, 48, 4, 1), Tiling(64, 64, 4, 1)],
+        tilings=[KernelConfig(64, 48, 4, 1), KernelConfig(64, 64, 4, 1)],
     )  # fmt: skip
     assert list(table["status"]) == ["failed", "ok"]
     assert list(table["registers"].isna()) == [True, False]
@@ -89,12 +89,12 @@ def test_programs_on_a_multiprocessor(registers, shared_kib, warps, programs, wh
 
 
 def test_neighbours_differ_in_one_number():
-    plan = Tiling(64, 16, 8, 1)
+    plan = KernelConfig(64, 16, 8, 1)
     around = neighbours(plan)
-    assert Tiling(128, 16, 8, 1) in around
-    assert Tiling(64, 32, 8, 1) in around
-    assert Tiling(64, 16, 4, 1) in around
-    assert Tiling(64, 16, 8, 2) in around
+    assert KernelConfig(128, 16, 8, 1) in around
+    assert KernelConfig(64, 32, 8, 1) in around
+    assert KernelConfig(64, 16, 4, 1) in around
+    assert KernelConfig(64, 16, 8, 2) in around
     assert all(min(t.block_q, t.block_k) >= 16 and t.stages >= 1 for t in around)
     for t in around:
         assert sum(a != b for a, b in zip(vars(t).values(), vars(plan).values(), strict=True)) == 1

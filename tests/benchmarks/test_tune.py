@@ -22,12 +22,12 @@ from benchmarks.tune import (
     tune_kernel,
 )
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import Tiling, decode_tiling, override, tiling
+from labsupport.attention.kernels.config import KernelConfig, decode_tiling, override, tiling
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
 interpreted = pytest.mark.skipif(not mode.interpreted(), reason="the kernels are compiled here")
 DTYPE = torch.float32 if mode.interpreted() else torch.bfloat16
-SMALL, LARGE = Tiling(16, 16, 4, 1), Tiling(32, 32, 4, 1)
+SMALL, LARGE = KernelConfig(16, 16, 4, 1), KernelConfig(32, 32, 4, 1)
 
 
 def small(direction, causal=True):
@@ -99,7 +99,7 @@ def test_a_call_with_other_tilings_computes_the_same(direction):
 
 @runs_kernels
 def test_a_plan_that_fails_in_another_process_is_named():
-    broken = Tiling(16, 24, 4, 1)  # no power of two
+    broken = KernelConfig(16, 24, 4, 1)  # no power of two
     reasons = compile_in_parallel("forward", [SMALL, broken], {}, [small("forward")])
     assert list(reasons) == [broken]
     assert "power of 2" in reasons[broken]
@@ -118,13 +118,13 @@ def test_the_score_is_the_mean_ratio_to_the_fastest_of_each_shape():
 
 
 def test_the_current_plan_is_marked_and_shown_however_slow_it_is():
-    table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), Tiling(64, 64, 4, 1): (3.0, 3.0)})
-    left_out = vars(Tiling(8, 8, 8, 8)) | {"status": "left out", "reason": "too small"}
+    table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), KernelConfig(64, 64, 4, 1): (3.0, 3.0)})
+    left_out = vars(KernelConfig(8, 8, 8, 8)) | {"status": "left out", "reason": "too small"}
     table = pd.concat([table, pd.DataFrame([left_out])])
-    text = format_scores(table, Tiling(64, 64, 4, 1), most=1)
+    text = format_scores(table, KernelConfig(64, 64, 4, 1), most=1)
     assert len([line for line in text.splitlines() if " 4 " in line]) == 2
     assert "now" in text
-    assert "Tiling(8, 8, 8, 8)  too small" in text
+    assert "KernelConfig(8, 8, 8, 8)  too small" in text
 
 
 @runs_kernels

@@ -81,8 +81,8 @@ def test_a_students_function_is_used_only_when_it_passes(capsys):
     good = function(solution_source("01", "ex-1-1-textbook-attention"), "textbook_attention")
     bad = mutant(textbook.textbook_attention, textbook.MISTAKES[0].edit)
     ours, check = object(), checks.check_textbook_values
-    assert checks.yours_or_ours(good, ours, check) is good
-    assert checks.yours_or_ours(bad, ours, check) is ours
+    assert checks.solution_or_reference(good, ours, check) is good
+    assert checks.solution_or_reference(bad, ours, check) is ours
     said = capsys.readouterr().out
     assert "Using your textbook_attention" in said
     assert "does not pass its checks yet" in said

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from labsupport.attention import compare_with_oracle
 from labsupport.attention.accuracy import relative_error
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
-from labsupport.attention.reference import banded_attention, oracle_attention
+from labsupport.attention.reference import masked_attention, oracle_attention
 from labsupport.distributed.minimal_ring import minimal_ring_attention
 from labsupport.distributed.ring import gather_sequence, ring_attention, shard_sequence
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
@@ -30,7 +30,7 @@ def assert_like_one_device(
     dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     got, reports = distributed(workers, ranks, inputs, dout, function, kernel=kernel, **options)
     assert {report["kernel"] for report in reports} == {kernel}
-    textbook = expected(banded_attention, inputs, dout, return_lse=True, **options)
+    textbook = expected(masked_attention, inputs, dout, return_lse=True, **options)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     oracle = expected(oracle_attention, exact_inputs, dout, **options)
     for name, *triple in zip(("out", "lse", "dq", "dk", "dv"), got, textbook, oracle, strict=True):
@@ -190,7 +190,7 @@ def attend_in_an_odd_group(rank, group, q, k, v):
 def test_a_group_need_not_begin_with_rank_0(workers):
     inputs = [x.detach() for x in make_model_qkv(1, 6, 6, 2, 1, 8)]
     first, second, third, fourth = workers.run(attend_in_an_odd_group, *inputs)
-    wanted = banded_attention(*to_math_layout(*inputs), causal=True)[0].transpose(1, 2)
+    wanted = masked_attention(*to_math_layout(*inputs), causal=True)[0].transpose(1, 2)
     torch.testing.assert_close(second, wanted)
     torch.testing.assert_close(fourth, wanted)
     assert first[0] == third[0] == "RuntimeError"

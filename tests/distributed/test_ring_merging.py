@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from labsupport.attention.online_softmax import merge_attention
-from labsupport.attention.reference import banded_attention
+from labsupport.attention.reference import masked_attention
 from labsupport.distributed.ring.merge_kernel import launch_add, launch_merge
 from labsupport.distributed.ring.merging import (
     add_into,
@@ -83,13 +83,13 @@ def test_a_part_is_added_in_float32_to_the_rows_that_it_is_about(dtype, merge, a
 
 def test_pieces_in_any_order_are_attention_over_all_keys():
     q, k, v = (draw(1, 2, 12, 8, seed=seed) for seed in range(3))
-    wanted, wanted_lse = banded_attention(q, k, v, causal=True, return_lse=True)
+    wanted, wanted_lse = masked_attention(q, k, v, causal=True, return_lse=True)
     like = q.transpose(1, 2)
     half, late = slice(0, 6), slice(6, 12)
     result = None
     # A block beside the diagonal, and the two on it.
     for rows, cols, causal in ((late, half, False), (half, half, True), (late, late, True)):
-        part, lse = banded_attention(
+        part, lse = masked_attention(
             q[:, :, rows], k[:, :, cols], v[:, :, cols], causal=causal, return_lse=True
         )
         assert lse is not None

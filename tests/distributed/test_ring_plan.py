@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labsupport.attention import AttentionInputError
-from labsupport.attention.masks import Band, alibi_bias
+from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.distributed.ring import Plan, positions_of, shard_sequence, unshard_sequence
 from labsupport.distributed.ring.blocks import visible_pairs
 
@@ -16,7 +16,7 @@ SIDES = [None, 0, 1, 3, 4, 6, 11]
 def kernels_view(pair):
     """Where a kernel sees a pair of a pair, and the bias that it adds for the slope 1."""
     rows, cols = (part.stop - part.start for part in (pair.rows, pair.cols))
-    visible = Band.of(rows, cols, window_size=pair.window).full_mask()
+    visible = AttentionMask.of(rows, cols, window_size=pair.window).full_mask()
     bias = alibi_bias(torch.tensor(1.0), slice(0, rows), slice(0, cols), cols - rows)
     if visible is None:
         visible = torch.ones(rows, cols, dtype=torch.bool)
@@ -80,7 +80,7 @@ def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
             for pair in plan.table[rank][owner]:
                 rows, cols = places[rank][pair.rows], places[owner][pair.cols]
                 seen[rows[:, None], cols[None, :]] += kernels_view(pair)[0]
-        mask = Band(total, total, plan.left, plan.right).full_mask()
+        mask = AttentionMask(total, total, plan.left, plan.right).full_mask()
         mask = torch.ones(total, total, dtype=torch.bool) if mask is None else mask
         assert torch.equal(seen, mask.long()), plan
 

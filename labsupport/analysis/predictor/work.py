@@ -27,7 +27,7 @@ import heapq
 from dataclasses import dataclass
 
 from labsupport.analysis.predictor.device import Device
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 from labsupport.profiling.cases import Case
 from labsupport.profiling.work import ITEMSIZE
 
@@ -133,7 +133,7 @@ def _count(case: Case, device_kind: str, units: int) -> _Counts:
             score_passes=area * passes,
             mask_passes=area * mask_passes * case.causal,
         )
-    band = Band.of(case.seqlen, case.kv_seqlen, causal=case.causal)
+    band = AttentionMask.of(case.seqlen, case.kv_seqlen, causal=case.causal)
     by_query, area, hidden = [], 0, 0
     for top in range(0, case.seqlen, block_q):
         rows = min(block_q, case.seqlen - top)

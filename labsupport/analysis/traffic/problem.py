@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic.memory import FastMemory, Slow
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Sizes:
         return self.head_dim**-0.5
 
     @property
-    def band(self) -> Band:
+    def band(self) -> AttentionMask:
         """Keys that each query sees."""
-        return Band.of(self.seqlen_q, self.seqlen_k, causal=self.causal)
+        return AttentionMask.of(self.seqlen_q, self.seqlen_k, causal=self.causal)
 
     @property
     def divisible(self) -> bool:

@@ -39,7 +39,7 @@ from labsupport.attention.kernels.common import (
     strides,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, Tiling, padded, tiling
+from labsupport.attention.kernels.config import Geometry, KernelConfig, padded, tiling
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -288,7 +288,7 @@ def launch(
         "cu_q": geometry.cu_seqlens_q, "cu_k": geometry.cu_seqlens_k,
     }  # fmt: skip
 
-    def run(kernel: Any, config: Tiling, blocks: tuple[int, int], **outputs: Tensor) -> None:
+    def run(kernel: Any, config: KernelConfig, blocks: tuple[int, int], **outputs: Tensor) -> None:
         def rest() -> tuple[int, Arguments]:
             named = {name.lower(): x for name, x in outputs.items()}
             return blocks[1], {

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from labsupport.attention.kernels.config import Geometry, Tiling, padded
+from labsupport.attention.kernels.config import Geometry, KernelConfig, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
 
@@ -184,7 +184,7 @@ def sizes(q: Tensor, k: Tensor, geometry: Geometry) -> dict[str, int]:
     }  # fmt: skip
 
 
-def others(q: Tensor, geometry: Geometry, config: Tiling) -> Arguments:
+def others(q: Tensor, geometry: Geometry, config: KernelConfig) -> Arguments:
     """Return the stride of ALiBi's slopes, and the constants of a kernel."""
     slopes = geometry.slopes
     return {
@@ -196,7 +196,7 @@ def others(q: Tensor, geometry: Geometry, config: Tiling) -> Arguments:
     }  # fmt: skip
 
 
-def constants(config: Tiling) -> Arguments:
+def constants(config: KernelConfig) -> Arguments:
     """Return a configuration as a kernel takes it."""
     return {
         "BLOCK_Q": config.block_q, "BLOCK_K": config.block_k,

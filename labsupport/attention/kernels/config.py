@@ -68,7 +68,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class KernelConfig:
     """What a kernel is compiled for."""
 
     block_q: int
@@ -78,30 +78,54 @@ class Tiling:
 
 
 # Interpreted, a program costs some milliseconds of Python whatever its size.
-INTERPRETED = Tiling(64, 64, 4, 1)
+INTERPRETED = KernelConfig(64, 64, 4, 1)
 
 # kernel -> padded head_dim, for float16 and bfloat16. "keys" is `_bwd_dkdv`, "queries" `_bwd_dq`.
-HALF: dict[str, dict[int, Tiling]] = {
-    "forward": {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3), 256: Tiling(64, 32, 8, 2)},
-    "keys": {64: Tiling(32, 64, 4, 3), 128: Tiling(32, 64, 4, 3), 256: Tiling(32, 32, 8, 1)},
-    "queries": {64: Tiling(64, 32, 4, 3), 128: Tiling(64, 32, 4, 3), 256: Tiling(64, 16, 8, 2)},
+HALF: dict[str, dict[int, KernelConfig]] = {
+    "forward": {
+        64: KernelConfig(128, 64, 8, 3),
+        128: KernelConfig(128, 64, 8, 3),
+        256: KernelConfig(64, 32, 8, 2),
+    },
+    "keys": {
+        64: KernelConfig(32, 64, 4, 3),
+        128: KernelConfig(32, 64, 4, 3),
+        256: KernelConfig(32, 32, 8, 1),
+    },
+    "queries": {
+        64: KernelConfig(64, 32, 4, 3),
+        128: KernelConfig(64, 32, 4, 3),
+        256: KernelConfig(64, 16, 8, 2),
+    },
 }
 # The same for the kernels for Hopper.
-HOPPER: dict[str, dict[int, Tiling]] = {
-    "forward": {64: Tiling(64, 64, 4, 3), 128: Tiling(64, 64, 4, 3)},
-    "keys": {64: Tiling(64, 64, 4, 3), 128: Tiling(64, 64, 4, 2)},
-    "queries": {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 3)},
+HOPPER: dict[str, dict[int, KernelConfig]] = {
+    "forward": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 3)},
+    "keys": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2)},
+    "queries": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3)},
 }
 # Their forward for head_dim 64 from so many keys on: wide tiles pay once there are several of them.
-MANY_KEYS, HOPPER_MANY_KEYS = 1024, Tiling(64, 128, 4, 2)
+MANY_KEYS, HOPPER_MANY_KEYS = 1024, KernelConfig(64, 128, 4, 2)
 # float32 without TF32 does not use the tensor cores, and each number takes twice the room.
-SINGLE: dict[str, dict[int, Tiling]] = {
-    "forward": {64: Tiling(64, 32, 8, 1), 128: Tiling(32, 32, 8, 1), 256: Tiling(16, 16, 4, 1)},
-    "keys": {64: Tiling(32, 32, 8, 1), 128: Tiling(32, 16, 8, 1), 256: Tiling(16, 16, 8, 1)},
-    "queries": {64: Tiling(32, 32, 8, 1), 128: Tiling(32, 32, 8, 2), 256: Tiling(16, 16, 8, 1)},
+SINGLE: dict[str, dict[int, KernelConfig]] = {
+    "forward": {
+        64: KernelConfig(64, 32, 8, 1),
+        128: KernelConfig(32, 32, 8, 1),
+        256: KernelConfig(16, 16, 4, 1),
+    },
+    "keys": {
+        64: KernelConfig(32, 32, 8, 1),
+        128: KernelConfig(32, 16, 8, 1),
+        256: KernelConfig(16, 16, 8, 1),
+    },
+    "queries": {
+        64: KernelConfig(32, 32, 8, 1),
+        128: KernelConfig(32, 32, 8, 2),
+        256: KernelConfig(16, 16, 8, 1),
+    },
 }
 
-_overridden: dict[str, Tiling] = {}
+_overridden: dict[str, KernelConfig] = {}
 
 
 def tiling(
@@ -112,7 +136,7 @@ def tiling(
     *,
     hopper: bool = False,
     keys: int = 0,
-) -> Tiling:
+) -> KernelConfig:
     """Return the configuration of "forward", "keys" or "queries" for one head_dim and dtype.
 
     Args:
@@ -130,7 +154,7 @@ def tiling(
     return table[kernel][max(64, padded(head_dim))]
 
 
-def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> KernelConfig:
     """Return the configuration of `decode.py` for `rows` = seqlen_q x group.
 
     Keys: as many as make K and V 32 KiB; with one tile in use and the next on its way, 64 KiB.
@@ -142,9 +166,11 @@ def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     width = max(64, padded(head_dim))
     block_k = 2**14 // dtype.itemsize // width
     if dtype == torch.float32:
-        return Tiling(16, block_k, warps=8, stages=3)
+        return KernelConfig(16, block_k, warps=8, stages=3)
     most = min(64, 2**13 // width)
-    return Tiling(min(most, max(16, 1 << (rows - 1).bit_length())), block_k, warps=4, stages=3)
+    return KernelConfig(
+        min(most, max(16, 1 << (rows - 1).bit_length())), block_k, warps=4, stages=3
+    )
 
 
 # Programs of `decode_tiling` that fit on one multiprocessor: two on Hopper. On A100, whose shared
@@ -174,13 +200,13 @@ def choose_splits(tiles: int, programs: int, multiprocessors: int) -> int:
 
 
 @contextmanager
-def override(**tilings: Tiling) -> Iterator[None]:
+def override(**tilings: KernelConfig) -> Iterator[None]:
     """Use other configurations while this is active, for whatever head_dim: to measure them.
 
     Args:
         tilings: by kernel: forward, keys, queries, decode.
 
-    >>> with override(forward=Tiling(64, 64, 4, 2)):
+    >>> with override(forward=KernelConfig(64, 64, 4, 2)):
     ...     tiling("forward", 128, torch.bfloat16, interpreted=False).warps
     4
     """

@@ -36,7 +36,7 @@ from labsupport.attention.kernels.common import (
     sizes,
     tile_ranges,
 )
-from labsupport.attention.kernels.config import Geometry, Tiling, tiling
+from labsupport.attention.kernels.config import Geometry, KernelConfig, tiling
 from labsupport.attention.kernels.forward import epilogue, softmax_update
 
 
@@ -217,7 +217,7 @@ def launch_backward(
     launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
 
     def run(
-        kernel: Any, config: Tiling, blocks: tuple[int, int], *outputs: dict[str, Tensor]
+        kernel: Any, config: KernelConfig, blocks: tuple[int, int], *outputs: dict[str, Tensor]
     ) -> None:
         of_queries, of_keys = outputs
         tensors = _describe(config, {"Q": q, "dO": dout, **of_queries}, {"K": k, "V": v, **of_keys})
@@ -233,7 +233,7 @@ def launch_backward(
 
 def _run(
     kernel: Any, tensors: dict[str, Any], q: Tensor, k: Tensor, geometry: Geometry,
-    config: Tiling, blocks: tuple[int, int], scale: float, **more: int,
+    config: KernelConfig, blocks: tuple[int, int], scale: float, **more: int,
 ) -> None:  # fmt: skip
     def rest() -> tuple[int, Arguments]:
         return blocks[1], {
@@ -245,7 +245,7 @@ def _run(
 
 
 def _describe(
-    config: Tiling, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
+    config: KernelConfig, of_queries: dict[str, Tensor], of_keys: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Return descriptors in tiles of queries, then of keys."""
     return {

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from labsupport.attention.masks import Band
+from labsupport.attention.masks import AttentionMask
 
 UNLIMITED = (-1, -1)
 CAUSAL = (-1, 0)
@@ -60,7 +60,7 @@ class BlockPair:
     def pairs(self) -> int:
         """Number of visible (query, key) pairs."""
         rows, cols = (part.stop - part.start for part in (self.rows, self.cols))
-        return Band.of(rows, cols, window_size=self.window).visible_pairs()
+        return AttentionMask.of(rows, cols, window_size=self.window).visible_pairs()
 
     def moved(self, rows: int, cols: int) -> BlockPair:
         """Return the same pair, that many rows and columns further on."""
