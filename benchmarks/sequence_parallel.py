@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
-    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.fits.STRATEGIES`,
+    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.STRATEGIES`,
     whose savings and autocast apply. limit: bytes of each device, as text; None: all it has.
     """
 

@@ -114,12 +114,12 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
         # The others wait for this rank: its launcher ends them.
         message = out_of_memory(error, run).removeprefix("labsupport: ")
         raise torch.OutOfMemoryError(message) from None
-    peaks = all_gather_object([max((row.peak_bytes for row in taken), default=0)], place)
+    peaks = all_gather_object(max((row.peak_bytes for row in taken), default=0))
     if place.rank == 0:
         calls: Any = all_ring_calls() or last_call()
         typer.echo(summary(done.history, place.device, calls if taken else None))
         if taken:
-            memory, listed = done.memory, ", ".join(map(format_bytes, peaks[:, 0].tolist()))
+            memory, listed = done.memory, ", ".join(map(format_bytes, peaks))
             typer.echo(
                 f"each rank  peak {listed}\n"
                 f"rank 0     {format_bytes(memory.parameters)} of parameters, "

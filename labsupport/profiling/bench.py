@@ -157,8 +157,8 @@ def judge_table(
         if share > IMPOSSIBLE:
             bound = None
         advice = what_next(own, ms, share, bound.by if bound else "", best, sms)
-        figures = (bound.ms, share) if bound else (math.nan, math.nan)
-        rows.append((*figures, verdict(share), advice))
+        limit, reached = (bound.ms, share) if bound else (math.nan, math.nan)
+        rows.append((limit, reached, verdict(share), advice))
     names = ["bound_ms", "of_ceiling", "verdict", "next"]
     return table.assign(**dict(zip(names, zip(*rows, strict=True), strict=True)))
 

@@ -89,8 +89,8 @@ def train_with_ddp(
         model: the same on each rank but for its weights, which become rank 0's. In float32 (or
             float64); it is moved to this rank's device, and `model(**batch)` returns the mean loss
             over the labels that are not -100.
-        batches: step -> THIS rank's micro-batches, at most `settings.gradient_accumulation_steps`, for each rank
-            and step as many as it likes, none too. `share_of` deals out one stream.
+        batches: step -> THIS rank's micro-batches, at most `settings.gradient_accumulation_steps`,
+            for each rank and step as many as it likes, none too. `share_of` deals out one stream.
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
         bucket_mib: the size of a bucket of gradients.

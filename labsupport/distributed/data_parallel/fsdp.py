@@ -146,8 +146,8 @@ def train_with_fsdp(
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
         sync_every: reduce-scatter after each micro-batch: gradients stay sharded, more is sent.
-        options: folder, fresh, run_config, on_step and progress, as for `run_steps`. A run under DDP
-            and one under FSDP can go on from each other's checkpoints.
+        options: folder, fresh, run_config, on_step and progress, as for `run_steps`. Runs under DDP
+            and FSDP can go on from each other's checkpoints.
 
     Returns:
         The run; `memory` is what this rank holds.

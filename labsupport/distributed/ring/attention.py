@@ -174,7 +174,7 @@ def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """`ring_attention` of zigzag shards, causal unless told otherwise."""
-    options = {"layout": "zigzag", "causal": True} | options
+    options = {"layout": "zigzag", "causal": True, **options}
     return ring_attention(q, k, v, **options)
 
 
