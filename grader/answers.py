@@ -44,6 +44,7 @@ ANSWERS: tuple[Answer, ...] = (
         needed=("with_update_kernel", "attention_with_update", "run_update"),
     ),
     Answer("distributed/ring/merge_kernel.py", "3-4"),
+    Answer("distributed/minimal_ring.py", "3-4"),
     # Sealed: models, lessons, measurements and checks run on them.
     Answer(
         "attention/online_softmax.py",
@@ -75,10 +76,8 @@ ANSWERS: tuple[Answer, ...] = (
     ),
     Answer("models/integration/masks.py", "2-3", sealed=True),
     Answer("models/llama2c.py", "3-1", sealed=True),
-    Answer("training/saving/cross_entropy.py", "3-2", sealed=True),
-    Answer("training/planner/kept.py", "3-3", sealed=True),
-    Answer("training/planner/moments.py", "3-3", sealed=True),
-    Answer("training/planner/shape.py", "3-3", sealed=True),
+    Answer("training/memory.py", "3-2", sealed=True),
+    Answer("training/planner/formulas.py", "3-3", sealed=True),
     Answer("distributed/ring/merging.py", "3-4", sealed=True),
     Answer("distributed/ring/zigzag.py", "3-5", sealed=True),
 )
