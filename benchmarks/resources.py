@@ -270,7 +270,7 @@ def source_of(
 
     Args:
         constants: values of constants; names that the kernel does not have are ignored.
-        element: Triton's name for the dtype of the inputs, "bf16" say.
+        element: the dtype of the inputs, as Triton abbreviates it.
         types: of other parameters.
     """
     from triton.compiler import ASTSource
