@@ -93,7 +93,7 @@ def count(
         block_q, block_k = block_q or chosen[0], block_k or chosen[1]
     block_q, block_k = min(block_q, len(q)), min(block_k, len(k))
     sizes = Sizes(len(q), len(k), q.shape[-1], block_q, block_k, causal)
-    head = Head(sizes, q, k, v, dout)
+    head = Head(sizes, q.double(), k.double(), v.double(), None if dout is None else dout.double())
     chip, results = FastMemory(capacity), (head.out,)
     with torch.no_grad():
         forward = _FORWARDS.get(algorithm, flash.forward_version2)
