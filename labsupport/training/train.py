@@ -1,4 +1,4 @@
-"""The training loop, from batches to `optimizer.backward(loss)` to a checkpoint, to be read top to bottom.
+"""The training loop, top to bottom: batches, the loss, `optimizer.backward(loss)`, a checkpoint.
 
 Step k of a run depends on nothing but the weights, the optimizer's state, the random numbers, and
 k: batches and learning rate are functions of k. So a run that was killed, and goes on from its last
