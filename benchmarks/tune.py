@@ -137,7 +137,7 @@ def shapes_for(direction: str, head_dim: int, dtype: str) -> list[Shape]:
 
 
 def current(kernel: str, head_dim: int, dtype: torch.dtype) -> KernelConfig:
-    """What the tables say now, on a GPU."""
+    """The tables' answer of today, on a GPU."""
     if kernel == "decode":
         return decode_tiling(4, head_dim, dtype)
     here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

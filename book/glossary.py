@@ -54,7 +54,7 @@ class Term:
         return "term-" + re.sub(r"[^a-z0-9]+", "-", first.lower()).strip("-")
 
     def words(self) -> Iterator[str]:
-        """What may stand in a text for the entry.
+        """The words that may stand in a text for the entry.
 
         "HBM, SRAM" are two; "Grouped-query heads (MHA, MQA, GQA)" four; "RoPE (rotary positions)"
         two. Inside a sentence a name begins with a small letter, unless it is an abbreviation.

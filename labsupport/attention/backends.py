@@ -353,7 +353,7 @@ def last_call() -> CallReport | None:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether one backend can run a call here, and every reason if it cannot."""
+    """The answer whether one backend can run a call here, with every reason if it cannot."""
 
     name: str
     runs: bool

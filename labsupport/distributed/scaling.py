@@ -1,4 +1,4 @@
-"""How well several devices can do, predicted: ring attention and DDP, from compute and links.
+"""Predictions for several devices: ring attention and DDP, from compute and links.
 
 Nothing here is measured. A prediction takes what one device needs alone and what a link carries,
 and follows the schedule. What it leaves out (starting kernels, links that share a switch, clocks

@@ -1,4 +1,4 @@
-"""How to need less memory at a time, and a limit that makes sure of it.
+"""Ways to need less memory at a time, and a limit that makes sure of it.
 
 The loss in chunks. For N tokens and a vocabulary of V the logits are the largest tensor of a
 training step. The loss of a token needs that token's logits alone, and so does its gradient:

@@ -1,4 +1,4 @@
-"""What the kernels share: which tiles of the score matrix are visible, and which entries of a tile.
+"""Parts that the kernels share: the visible tiles of the score matrix, and the entries of a tile.
 
 Query i and key j meet when  i + offset - left <= j <= i + offset + right,  offset = N_k - N_q, as
 in `masks.py`. LEFT and RIGHT say at compile time whether there is such a limit; a causal mask is

@@ -69,7 +69,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     block_q: int
     block_k: int

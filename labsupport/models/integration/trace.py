@@ -1,4 +1,4 @@
-"""Which attention really ran, layer by layer: counted where it ran, and logged once.
+"""The attention that really ran, layer by layer: counted where it ran, and logged once.
 
     INFO labsupport.models: Using FlashAttention for layer 3 (sdpa_flash)
 
