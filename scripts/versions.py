@@ -35,7 +35,7 @@ COMMIT = pytest.StashKey[str]()
 
 
 def key(row: Row) -> tuple[str, ...]:
-    """What a later run replaces a row by: Python's minor version, public versions, tests."""
+    """The key by which a later run replaces a row: Python's minor version, versions, tests."""
     python = ".".join(row["python"].split(".")[:2])
     return (python, *(row[name].split("+")[0] for name in PACKAGES), row["tests"])
 

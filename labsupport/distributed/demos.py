@@ -248,7 +248,7 @@ def _spans(info: RankInfo, layout: str, seqlen: int, repeats: int = 6) -> Rows:
 
 
 def _profiled(run: Callable[[], Any]) -> dict[str, Spans]:
-    """When operators computed, and when messages were under way, in seconds."""
+    """The times of operators and of messages under way, in seconds."""
     with torch.profiler.profile(acc_events=True) as profiler:
         run()
     spans: dict[str, Spans] = {"compute": [], "message": []}

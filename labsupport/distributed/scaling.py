@@ -184,7 +184,7 @@ def _messages(plan: Plan, kv_bytes: int, gradient_bytes: int) -> list[dict[tuple
 
 
 def _end(work: list[list[float]], times: list[dict[tuple[int, int], float]]) -> float:
-    """When the last rank is done: `work` by [rank][step], `times` of messages by step."""
+    """The time of the last rank: `work` by [rank][step], `times` of messages by step."""
     begin = [0.0] * len(work)
     for step, messages in enumerate(times):
         ends = [

@@ -94,7 +94,7 @@ def test_a_command_shows_the_traceback_of_a_rank_in_lines(capfd):
 
 
 def run_nodes(backend, each, arguments, project):
-    """What two nodes print, and their exit codes; nothing of them is left."""
+    """Return what two nodes print, and their exit codes; nothing of them is left."""
     # What an outer run has set would be taken for this one's.
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     loopback = "lo0" if sys.platform == "darwin" else "lo"

@@ -14,7 +14,7 @@ SIDES = [None, 0, 1, 3, 4, 6, 11]
 
 
 def kernels_view(pair):
-    """Where a kernel sees a pair of a pair, and the bias that it adds for the slope 1."""
+    """The pairs that a kernel sees in a block pair, and the bias that it adds for slope 1."""
     rows, cols = (part.stop - part.start for part in (pair.rows, pair.cols))
     visible = AttentionMask.of(rows, cols, window_size=pair.window).full_mask()
     bias = alibi_bias(torch.tensor(1.0), slice(0, rows), slice(0, cols), cols - rows)

@@ -25,7 +25,7 @@ from labsupport.models.sources.packages import DownloadError, Package, fetch_pac
 
 
 def described(path, registry, name, *files):
-    """What the lab knows of a package's file."""
+    """A package's file, as the lab knows it."""
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     return Package(registry, name, "1.0.0", path.stat().st_size, sha256, files, "MIT")
 

@@ -1,4 +1,4 @@
-"""What ran is counted where it ran, and no matrix of N x N was made."""
+"""Counts of what ran, where it ran; no matrix of N x N was made."""
 
 import copy
 import gc

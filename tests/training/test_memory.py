@@ -359,7 +359,7 @@ torch.set_num_threads(2)
 
 
 def run(code: str) -> str:
-    """What a fresh process prints. A process that is killed or hangs is a failure."""
+    """Return what a fresh process prints. A process that is killed or hangs is a failure."""
     result = subprocess.run(
         [sys.executable, "-c", BEGIN + code],
         capture_output=True,

@@ -299,22 +299,22 @@ class Step:
 
     @property
     def cpu(self) -> bool:
-        """Whether the device is a CPU."""
+        """True if the device is a CPU."""
         return self.device == "cpu"
 
     @property
     def low(self) -> bool:
-        """Whether matrix products are in 16 bits, by autocast."""
+        """True if matrix products are in 16 bits, by autocast."""
         return self.autocast is not None
 
     @property
     def textbook(self) -> bool:
-        """Whether S and P are stored."""
+        """True if S and P are stored."""
         return self.savings.attention == "standard"
 
     @property
     def chunked_mlp(self) -> bool:
-        """Whether the MLP is cut: not if the sequence is no longer than a chunk."""
+        """True if the MLP is cut: not if the sequence is no longer than a chunk."""
         return self.savings.mlp_chunk is not None and self.savings.mlp_chunk < self.seqlen
 
     @cached_property

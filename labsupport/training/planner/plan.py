@@ -26,7 +26,7 @@ Optimizer = Literal["auto", "loop", "foreach", "fused"]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What exists at each phase of a training step.
+    """The tensors that exist at each phase of a training step.
 
     moments: the parts of each phase, by its name, in the order of time.
     limit: bytes that may be used, or None.
@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the limit; True without one."""
+        """True if the peak is within the limit, or there is none."""
         return self.limit is None or self.peak_bytes <= self.limit
 
     def frame(self) -> pd.DataFrame:

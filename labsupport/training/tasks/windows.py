@@ -1,4 +1,4 @@
-"""How much better a model predicts a passage when it sees more of the text before it.
+"""The gain in predicting a passage when a model sees more of the text before it.
 
     ... text ... [ first time ] ... text ... ... ... [ the passage ]
                                      |<--- window -->|<-- target -->|
