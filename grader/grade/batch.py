@@ -1,28 +1,30 @@
 """Grading a folder of submissions, several at a time, so that nothing is lost when interrupted."""
 
+import concurrent.futures
 import contextlib
+import ctypes
+import functools
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
 
-from grader.grade.confinement import (
-    confinement_here,
-    new_folder,
-    remove_folder,
-    remove_stale,
-)
 from grader.grade.journal import NAME, Journal, read_results
-from grader.grade.one import grade_one
-from grader.grade.package import FOLDER_VARIABLE, write_kernel_package
+from grader.grade.one import KilledError, grade_one, not_run
+from grader.grade.package import shared_package
 from grader.grade.pristine import pristine_notebooks
-from grader.grade.results import SubmissionResult
+from grader.grade.results import Flag, SubmissionResult
+from grader.grade.sandbox import confinement_missing
 from grader.grade.settings import Settings
 from grader.grade.submissions import Refused, Submission, find_submissions
-from grader.grade.workers import grade_all
 from labsupport.course.files import write_new
 
+_PR_SET_PDEATHSIG, _LOCK_S = 1, 5.0
 _Key = tuple[str, str, str, str]
 
 
@@ -96,30 +98,54 @@ def _graded(new: list[Submission | Refused], settings: Settings) -> Iterator[Sub
     submissions = [one for one in new if isinstance(one, Submission)]
     if submissions:
         # Before anything is graded: if nothing can be run here, that is no submission's fault.
-        confinement_here(settings)
+        confinement_missing(settings.unconfined)
     for one in new:
         if isinstance(one, Refused):
             yield grade_one(one, settings)
-    if submissions:
-        remove_stale()
-        with _package(), contextlib.closing(grade_all(submissions, settings)) as results:
-            yield from results
+    with shared_package() if submissions else contextlib.nullcontext():
+        # A worker that dies takes the pool with it. What it held, and what the system killed while
+        # others ran, is graded once more, one at a time.
+        for alone in (settings.jobs == 1, True):
+            left = []
+            with _pool(replace(settings, jobs=1) if alone else settings) as pool:
+                grade = functools.partial(grade_one, settings=settings, alone=alone)
+                futures = {pool.submit(grade, one): one for one in submissions}
+                try:
+                    for future in concurrent.futures.as_completed(futures):
+                        if isinstance(future.exception(), BrokenProcessPool | KilledError):
+                            left.append(futures[future])
+                        else:
+                            yield future.result()
+                finally:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in list((pool._processes or {}).values()):
+                        process.kill()
+            submissions = left
+    for one in submissions:
+        # No points and no blame: an instructor has to look.
+        why = "the process that graded it ended"
+        flags = (*one.flags, Flag("", "not graded", f"Grade it by hand: {why}."))
+        yield not_run(one, pristine_notebooks(settings.notebooks), why, reason="", flags=flags)
 
 
-@contextlib.contextmanager
-def _package() -> Iterator[None]:
-    """One copy of the package for all kernels of this batch."""
-    before = os.environ.get(FOLDER_VARIABLE)
-    folder = new_folder()
-    try:
-        write_kernel_package(folder)
-        os.environ[FOLDER_VARIABLE] = str(folder)
-        yield
-    finally:
-        os.environ.pop(FOLDER_VARIABLE, None)
-        if before is not None:
-            os.environ[FOLDER_VARIABLE] = before
-        remove_folder(folder)
+def _pool(settings: Settings) -> concurrent.futures.ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    # PyTorch reads it when it is imported, before any code of ours could set it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    return concurrent.futures.ProcessPoolExecutor(
+        settings.jobs, context, initializer=_begin_work, initargs=(os.getpid(), settings.threads)
+    )
+
+
+def _begin_work(parent: int, threads: int) -> None:
+    # Control-C reaches the whole terminal; the parent decides what it means. It takes us with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    import torch
+
+    torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -130,7 +156,7 @@ def _alone(out: Path) -> Iterator[None]:
     try:
         # A grader that was killed a moment ago may be still about to start a program, which holds
         # the lock until it has started.
-        lock.acquire(timeout=5)
+        lock.acquire(timeout=_LOCK_S)
     except filelock.Timeout:
         raise RuntimeError(f"another grader is at work in {out}") from None
     try:

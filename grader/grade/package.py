@@ -1,44 +1,55 @@
-"""The package that a student's kernel imports: a copy without the answers, made once."""
+"""The package that a sandbox imports: a copy without the answers, made once for a batch."""
 
 import atexit
 import compileall
-import functools
+import contextlib
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from grader.grade.confinement import new_folder
+import grader
 
-# Set by a batch for its workers, so that the copy is made once for all of them.
-FOLDER_VARIABLE = "LABSUPPORT_GRADING_PACKAGE"
-
-
-@functools.cache
-def kernel_package() -> Path:
-    """The folder to put on the kernel's path. It can be read by every user."""
-    given = os.environ.get(FOLDER_VARIABLE)
-    if given and Path(given, "labsupport").is_dir():
-        return Path(given)
-    folder = new_folder()
-    owner = os.getpid()
-
-    def remove() -> None:
-        # A fork of this process ends too, and must leave the folder to us.
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    write_kernel_package(folder)
-    return folder
+_VARIABLE = "LABSUPPORT_GRADING_PACKAGE"
+# The grader's own files that run in the student's process.
+_KERNEL_SIDE = (
+    "__init__.py",
+    *(
+        f"remote/{name}.py"
+        for name in ["__init__", "kernel", "programs", "refuse", "values", "worker"]
+    ),
+)
 
 
-def write_kernel_package(folder: Path) -> None:
-    """Write the copy, compiled, so that no kernel spends its time on that."""
+@contextlib.contextmanager
+def shared_package() -> Iterator[Path]:
+    """Make the copy, for this process and the workers that it starts; remove it at the end."""
     from grader.exam import write_package
 
-    write_package(folder)
-    compileall.compile_dir(folder, quiet=2, workers=1)
-    for path, _, files in os.walk(folder):
-        os.chmod(path, 0o755)
-        for name in files:
-            os.chmod(os.path.join(path, name), 0o644)
+    if _VARIABLE in os.environ:
+        yield Path(os.environ[_VARIABLE])
+        return
+    with tempfile.TemporaryDirectory(prefix="labsupport-grade-") as name:
+        folder = Path(name).resolve()
+        write_package(folder)
+        (folder / "grader" / "remote").mkdir(parents=True)
+        for path in _KERNEL_SIDE:
+            shutil.copy(Path(grader.__file__).parent / path, folder / "grader" / path)
+        # Compiled, so that no sandbox spends its time on that.
+        compileall.compile_dir(folder, quiet=2, workers=1)
+        folder.chmod(0o755)
+        os.environ[_VARIABLE] = str(folder)
+        try:
+            yield folder
+        finally:
+            del os.environ[_VARIABLE]
+
+
+def kernel_package() -> Path:
+    """Return the folder to put on the sandbox's path; without a batch it stays until the end."""
+    if _VARIABLE not in os.environ:
+        stack = contextlib.ExitStack()
+        atexit.register(stack.close)
+        return stack.enter_context(shared_package())
+    return Path(os.environ[_VARIABLE])

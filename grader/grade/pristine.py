@@ -77,20 +77,12 @@ class Pristine:
 def _read(path: Path, modified: int) -> Pristine:
     import nbformat
 
-    notebook = nbformat.read(path, as_version=4)
     cells = []
-    for cell in notebook.cells:
-        meta = cell.metadata.get("nbgrader", {})
-        cells.append(
-            PristineCell(
-                kind=cell.cell_type,
-                source=cell.source,
-                grade_id=str(meta.get("grade_id", "")),
-                solution=bool(meta.get("solution")),
-                grade=bool(meta.get("grade")),
-                points=float(meta.get("points", 0) or 0),
-            )
-        )
+    for cell in nbformat.read(path, as_version=4).cells:
+        role = cell.metadata.get("nbgrader", {})
+        name, points = str(role.get("grade_id", "")), float(role.get("points", 0) or 0)
+        solution, grade = bool(role.get("solution")), bool(role.get("grade"))
+        cells.append(PristineCell(cell.cell_type, cell.source, name, solution, grade, points))
     return Pristine(path.stem, tuple(cells))
 
 

@@ -1,13 +1,8 @@
-"""Reading a notebook file that may be anything, in bounded time and memory."""
+"""Reading a notebook that may be anything, in bounded time and memory."""
 
-import hashlib
 import json
-import os
 import re
-import stat
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 20 * 2**20
@@ -22,7 +17,7 @@ class UnreadableError(ValueError):
 
 
 def printable(text: str) -> str:
-    """A text that a terminal only shows, and that can be written into a file.
+    """Return a text that a terminal only shows, and that can be written into a file.
 
     Halves of surrogate pairs become `\\ud...` in letters, control characters question marks.
     """
@@ -45,70 +40,18 @@ class Cell:
     grade_id: str = ""
 
 
-@dataclass(frozen=True)
-class RawFile:
-    """A file's bytes, its SHA-256 and its time."""
-
-    data: bytes
-    digest: str
-    modified: datetime
-
-
-def read_bytes(path: Path) -> RawFile:
-    """Read a plain file of at most MAX_BYTES; never through a symbolic link, never from a pipe.
-
-    Raises:
-        UnreadableError: it is too large, or not a plain file.
-        OSError: it cannot be read.
-    """
-    try:
-        # A pipe without a writer would have us wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if path.is_symlink():
-            raise UnreadableError("it is a symbolic link") from error
-        raise
-    with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise UnreadableError("it is not a plain file")
-        if info.st_size > MAX_BYTES:
-            raise UnreadableError(
-                f"it has {info.st_size / 2**20:.0f} MiB, and {MAX_BYTES // 2**20} are allowed: "
-                "clear the outputs and hand it in again"
-            )
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise UnreadableError(f"it grew beyond {MAX_BYTES // 2**20} MiB while it was read")
-    digest = hashlib.sha256(data).hexdigest()
-    return RawFile(data, digest, datetime.fromtimestamp(info.st_mtime).astimezone())
-
-
 def parse(data: bytes) -> tuple[tuple[Cell, ...], str]:
-    """The cells of a notebook file, and the student edition that it came from ("" if unknown).
+    """Return the cells of a notebook file, and the student edition it came from ("" if unknown).
 
     Raises:
         UnreadableError: it is no notebook.
     """
-    if not data.strip():
-        raise UnreadableError("the file is empty")
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UnreadableError("it is not UTF-8, which notebooks are written in") from error
-    try:
-        content = json.loads(text)
-    except RecursionError as error:
-        raise UnreadableError("its JSON is nested too deeply") from error
-    except ValueError as error:
+        content = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         said = " ".join(str(error).split())[:120]
         raise UnreadableError(f"it is not valid JSON: {said}") from error
-    if not isinstance(content, dict):
-        raise UnreadableError("it is JSON, but not a notebook")
-    version = content.get("nbformat")
-    if isinstance(version, int) and 1 <= version <= 3:
-        content = _upgrade(text)
-    elif version != 4:
+    if (version := _inside(content, "nbformat")) != 4:
         raise UnreadableError(f"it says notebook format {str(version)[:20]}; the lab's is 4")
     cells = content.get("cells")
     if not isinstance(cells, list):
@@ -121,17 +64,6 @@ def parse(data: bytes) -> tuple[tuple[Cell, ...], str]:
     edition = _inside(content, "metadata", "labsupport", "edition")
     known = isinstance(edition, str) and _EDITION.fullmatch(edition)
     return kept, str(edition) if known else ""
-
-
-def _upgrade(text: str) -> dict[str, Any]:
-    import nbformat
-
-    try:
-        upgraded = nbformat.reads(text, as_version=4)
-        return json.loads(json.dumps(upgraded))
-    except Exception as error:  # nbformat's converters expect notebooks, and fail in many ways
-        said = " ".join(str(error).split())[:120]
-        raise UnreadableError(f"it is of an old format that cannot be upgraded: {said}") from error
 
 
 def _inside(value: Any, *keys: str) -> Any:

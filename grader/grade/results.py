@@ -9,8 +9,6 @@ from typing import Any
 # Of a check: it passed; it found a mistake; the exercise is still a stub; its solution cell is not
 # there; the student's process died; it took too long; the submission was not run.
 CHECK_STATUSES = ("passed", "failed", "not written", "missing", "died", "timeout", "not run")
-# Of a submission: it was run; it could not be read or was not allowed to be.
-STATUSES = ("graded", "refused")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,8 @@ class CheckResult:
         status: one of CHECK_STATUSES.
         message: the diagnosis, or what happened; plain text.
         seconds: how long it took.
+        given: points that an instructor gave instead, or None.
+        remark: the instructor's, for the student.
     """
 
     grade_id: str
@@ -32,10 +32,14 @@ class CheckResult:
     status: str
     message: str = ""
     seconds: float = 0.0
+    given: float | None = None
+    remark: str = ""
 
     @property
     def earned(self) -> float:
-        """All points or none."""
+        """All points or none, or what an instructor gave."""
+        if self.given is not None:
+            return self.given
         return self.points if self.status == "passed" else 0.0
 
 
@@ -64,7 +68,7 @@ class SubmissionResult:
         path: of the file, relative to the folder of submissions.
         digest: SHA-256 of the file, so that a later version is graded anew.
         edition: which student edition it came from, if it says so.
-        status: one of STATUSES; "refused" has no checks run, and `reason` says why.
+        status: "graded", or "refused" with no checks run, and `reason` says why.
         checks: every check cell of the instructor's notebook, in its order.
         flags: for manual review.
         seconds: the whole time.

@@ -1,262 +1,238 @@
-"""One run of an assembled notebook by nbval, confined and watched."""
+"""A sandbox for one submission: bubblewrap around the program that runs its cells.
 
+Inside, there are Python and its packages, read-only, an empty folder in memory, and nothing else:
+no network, no other processes, no home, no /etc beyond what programs need to start. The program
+can start threads, but no other program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
 import os
-import select
 import signal
+import site
 import socket
-import struct
 import subprocess
 import sys
-import threading
+import sysconfig
+import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from grader.grade import processes
-from grader.grade.confinement import (
-    JAIL,
-    confinement_here,
-    prepare_folder,
-    remove_folder,
-    write_plan,
-)
+import psutil
+
+from grader.grade.limits import limits
+from grader.grade.plan import Step
 from grader.grade.settings import Settings
+from grader.remote import programs
+from grader.remote.session import Session
+from grader.remote.values import FrameError, receive, unpack
 
-NOTEBOOK = "submission.ipynb"
-WATCH_INTERVAL_S = 0.1
-START_TIMEOUT_S = 90.0
-_LOG_BYTES = 20_000
-# `python -m pytest`, but nbformat's schema checker would build a grammar of web addresses first,
-# which takes longer than all the rest of the start. It does without it where it is not installed.
-_PYTEST = "import sys; sys.modules['rfc3987_syntax'] = None; import pytest; sys.exit(pytest.main())"
-
-
-class NotStarted(RuntimeError):
-    """The kernel did not come up: the machine's fault, since nothing of the student's has run."""
+START_TIMEOUT_S, GRACE_S = 90.0, 5.0
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
+_ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
+_SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
 
 
 class NotServing(RuntimeError):
-    """The notebook ended, or took too long, before its last cell asked for work."""
+    """The sandbox ended, or took too long, before it was ready.
+
+    Attributes:
+        status: "died" or "timeout".
+    """
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
+@functools.cache
+def wall_missing() -> str:
+    """Say why submissions cannot be walled in on this machine; "" if they can."""
+    try:
+        subprocess.run([*_wall(), "/bin/true"], capture_output=True, check=True, text=True)
+    except subprocess.CalledProcessError as error:
+        return f"bubblewrap does not work here: {' '.join(error.stderr.split())[:200]}"
+    except OSError:
+        return "bubblewrap is not installed"
+    return ""
+
+
+@functools.cache
+def _programs_forbidden() -> bool:
+    command = [sys.executable, "-I", "-S", str(programs.__file__)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def confinement_missing(unconfined: bool) -> tuple[str, ...]:
+    """Say what submissions are not kept from on this machine: a sentence each.
+
+    Raises:
+        RuntimeError: there is no wall at all, and `unconfined` is False.
+    """
+    missing = []
+    if why := wall_missing():
+        if not unconfined:
+            raise RuntimeError(
+                f"submissions would run as you: {why}. Install it (apt install bubblewrap), or "
+                "grade trusted submissions only, with --unconfined."
+            )
+        missing.append(f"for trusted submissions only: they run as you, because {why}")
+    if not _programs_forbidden():
+        missing.append("submissions can start programs: there is no seccomp filter here")
+    with limits(2**30) as here:
+        return tuple(filter(None, [*missing, here.missing]))
+
+
 class Sandbox:
-    """A running notebook; leaving the `with` block ends it, and everything that it started.
+    """A running submission; leaving the `with` block ends it, and everything that it started.
 
     Attributes:
-        reason: why the watchdog ended it; "" if it did not.
-        peak_memory_bytes: of all its processes together, sampled.
+        step: the cell that runs, as the program says; None if it says nothing.
+        first_error: of its cells, as it says; only to be shown.
+        killed: whether somebody else ended it: as a rule the system, for lack of memory.
+        peak_memory_bytes: of all its processes together; 0 where the system doesn't say.
     """
 
-    def __init__(self, exercises: int, package: Path, settings: Settings) -> None:
-        """Prepare a run.
-
-        Args:
-            exercises: how many times the notebook will ask for work, each time at a socket of its
-                own (`sockets`), after it said at another one (`started`) that it begins.
-            package: the folder that holds the `labsupport` that it imports.
-            settings: limits.
-        """
-        self.settings, self._package = settings, package
-        self.reason, self.peak_memory_bytes = "", 0
-        self.confinement = confinement_here(settings)
-        self.folder = prepare_folder()
-        self._process: subprocess.Popen[bytes] | None = None
-        self.started = str(self.folder / "given" / "started.sock")
-        self.sockets = [str(self.folder / "given" / f"{n}.sock") for n in range(exercises)]
-        self._listeners: list[socket.socket] = []
-        self._known: dict[int, int] = {}
-        self._kernel: int | None = None
-        self._over = threading.Event()
-        self._log = bytearray()
-        self._threads: list[threading.Thread] = []
+    def __init__(self, package: Path, settings: Settings) -> None:
+        self.settings, self.package = settings, package
+        self.step: int | None = None
+        self.first_error, self.killed, self.peak_memory_bytes = "", False, 0
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        """Prepare the limits."""
+        settings = self.settings
+        self._limits = self._stack.enter_context(limits(settings.memory_bytes, settings.threads))
         return self
 
-    def start(self, text: str) -> float:
-        """Start the notebook, and wait until its kernel is about to run the student's cells.
-
-        Args:
-            text: the assembled notebook, a file's text.
-
-        Returns:
-            the seconds that took.
+    def run(self, steps: list[Step], timeout_s: float) -> Session:
+        """Run the cells of a submission, and return a session for calls of what they defined.
 
         Raises:
-            NotStarted: it took too long, or ended before.
+            NotServing: they took longer than `timeout_s`, or the program ended.
         """
-        begun = time.monotonic()
-        notebook = self.folder / "given" / NOTEBOOK
-        notebook.write_text(text, encoding="utf-8")
-        for path in (self.started, *self.sockets):
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listeners.append(listener)
-            listener.bind(path)
-            os.chmod(path, 0o666)
-            listener.listen(4)
-        run = self.folder / "run"
-        limit = str(self.settings.notebook_timeout_s * 2)
-        command = [sys.executable, "-c", _PYTEST, "--nbval-lax", "--nbval-current-env"]
-        command += ["-p", "nbval.plugin", "-p", "no:cacheprovider", "-c", os.devnull]
-        command += ["--noconftest", f"--rootdir={run}", "-q", "--tb=line", "--color=no"]
-        command += [f"--nbval-cell-timeout={limit}", str(run / NOTEBOOK)]
-        if self.confinement.uid is not None and not self.confinement.namespaces:
-            run.mkdir()
-            os.chown(run, self.confinement.uid, self.confinement.uid)
-        plan = write_plan(
-            self.folder, command, notebook, self._package, self.settings, self.confinement
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(JAIL), str(plan)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for work in (self._watch, self._read_log):
-            thread = threading.Thread(target=work, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        end, limit = time.monotonic() + timeout_s, START_TIMEOUT_S
+        connection = self._start(steps)
         try:
-            self._accept(self._listeners[0], START_TIMEOUT_S).close()
-        except NotServing as problem:
-            raise NotStarted(f"the kernel did not start: {problem}") from None
-        return time.monotonic() - begun
+            while True:
+                deadline = min(end, time.monotonic() + limit)
+                match unpack(receive(connection, limit=0, deadline=deadline)):
+                    case {"step": int(number)}:
+                        self.step, limit = number, self.settings.cell_timeout_s + GRACE_S
+                    case {"first_error": str(text)}:
+                        self.first_error, self.step = text, None
+                        return Session(connection, self._pid(), self.settings.cell_timeout_s)
+                    case _:
+                        raise FrameError("a report that is none")
+        except TimeoutError:
+            raise NotServing("timeout", "its cells took too long") from None
+        except (EOFError, OSError, FrameError):
+            raise NotServing("died", self.why_died()) from None
 
-    def connect(self, index: int, timeout_s: float) -> socket.socket:
-        """Wait until the notebook asks for work.
+    def _start(self, steps: list[Step]) -> socket.socket:
+        plan = {
+            "cell_timeout_s": self.settings.cell_timeout_s,
+            # Experiments of the student's must not use up the time that the exercises need.
+            "own_cells_s": self.settings.notebook_timeout_s / 3,
+            "steps": [dataclasses.asdict(step) for step in steps],
+        }
+        folder = tempfile.TemporaryDirectory(prefix="labsupport-run-", ignore_cleanup_errors=True)
+        ours, theirs = socket.socketpair()
+        self._stack.enter_context(folder)
+        self._stack.enter_context(ours)
+        with theirs:
+            wall = [] if wall_missing() else _wall(self.package, self.settings.network)
+            program = [sys.executable, "-P", "-m", "grader.remote.kernel", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [*self._limits.command, *wall, *program],
+                cwd=folder.name,
+                env=_environment(self.package, self.settings, "/tmp" if wall else folder.name),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+                text=True,
+            )
+        self._stack.callback(self._end)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            json.dump(plan, stdin)
+        return ours
 
-        Args:
-            index: which socket.
-            timeout_s: for the cells before it.
+    def _pid(self) -> int:
+        """The student's process: the last of a line of parents that each have one child."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        return children[-1].pid if children else self._process.pid
 
-        Raises:
-            NotServing: with `status` "died" or "timeout".
-        """
-        return self._accept(self._listeners[1 + index], timeout_s)
-
-    def _accept(self, listener: socket.socket, timeout_s: float) -> socket.socket:
-        assert self._process is not None
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            if select.select([listener], [], [], 0.05)[0]:
-                connection, _ = listener.accept()
-                if self._is_ours(connection):
-                    return connection
-                connection.close()
-            if self.reason or self._process.poll() is not None:
-                self._process.wait()
-                raise NotServing("died", self.reason or "its process ended before it was asked")
-        raise NotServing("timeout", "its cells took too long")
-
-    def _is_ours(self, connection: socket.socket) -> bool:
-        """Whether it is from a process of this run, not from another submission's."""
-        assert self._process is not None
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid: int = struct.unpack("iII", credentials)[0]
-        return pid in processes.descendants(self._process.pid)
-
-    @property
-    def log(self) -> str:
-        """The end of what pytest printed. It may hold anything that the student wrote."""
-        return self._log.decode("utf-8", "replace")
-
-    def settle(self) -> str:
-        """After a connection broke: give the watchdog a moment to say whether it was the cause."""
-        assert self._process is not None
-        end = time.monotonic() + 3 * WATCH_INTERVAL_S
-        while not self.reason and time.monotonic() < end:
-            time.sleep(0.02)
-        return self.reason
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._end()
-        finally:
-            self._over.set()
-            for listener in self._listeners:
-                listener.close()
-            for thread in self._threads:
-                thread.join(timeout=5)
-            remove_folder(self.folder)
+    def why_died(self) -> str:
+        """Say what ended the program."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=2)
+        self.killed = self._process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        if self.killed:
+            most = f"{self.settings.memory_bytes / 2**30:.1f} GiB"
+            return f"its process was killed, as happens to one that uses more than {most} of memory"
+        return "its process ended"
 
     def _end(self) -> None:
-        """End the jail, which ends the rest, and make sure."""
-        process = self._process
-        if process is None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            processes.kill_below(process.pid)
-            process.kill()
-            process.wait()
-        # Only where a submission killed the jail itself is anything left here.
-        processes.kill_known(self._known)
-        if process.stdout is not None and not self._threads:
-            process.stdout.close()
+        self.peak_memory_bytes = self._limits.peak_bytes()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-    def _watch(self) -> None:
-        process, settings = self._process, self.settings
-        assert process is not None
-        started, round_ = time.monotonic(), 0
-        while not self._over.wait(WATCH_INTERVAL_S):
-            living = processes.descendants(process.pid)
-            for pid in living:
-                if pid not in self._known and (begun := processes.start_time(pid)) is not None:
-                    self._known[pid] = begun
-            if self._kernel is None:
-                self._kernel = next((pid for pid in living if _is_kernel(pid)), None)
-            used = sum(living.values())
-            self.peak_memory_bytes = max(self.peak_memory_bytes, used)
-            round_ += 1
-            if used > settings.memory_bytes:
-                reason = f"it used more than {settings.memory_bytes / 2**30:.1f} GiB of memory"
-            # The jail, its first process, pytest and the kernel are not the student's.
-            elif len(living) > settings.processes + 4:
-                reason = f"it started more than {settings.processes} processes"
-            elif self._kernel is not None and self._kernel not in living:
-                # nbval would wait for its answer until the last second.
-                reason = "its process ended"
-            elif time.monotonic() - started > START_TIMEOUT_S + settings.notebook_timeout_s:
-                reason = f"it ran longer than {settings.notebook_timeout_s:g} s"
-            elif (
-                not self.confinement.namespaces
-                and round_ % 5 == 0
-                and processes.folder_bytes(str(self.folder), settings.folder_bytes)
-                > settings.folder_bytes
-            ):
-                reason = f"it wrote more than {settings.folder_bytes / 2**20:.0f} MiB"
-            else:
-                continue
-            self.reason = reason
-            process.send_signal(signal.SIGTERM)
-            return
-
-    def _read_log(self) -> None:
-        """Drain the pipe, so that nobody waits for us, and keep its end only."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            while chunk := os.read(stream.fileno(), 65536):
-                self._log += chunk
-                if len(self._log) > 2 * _LOG_BYTES:
-                    del self._log[:-_LOG_BYTES]
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
-def _is_kernel(pid: int) -> bool:
-    try:
-        return b"ipykernel" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def _wall(package: Path | None = None, network: bool = False) -> list[str]:
+    """bubblewrap and its options."""
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    command += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "lab"]
+    command += ["--share-net"] if network else []
+    # Read-only: what a process writes into /proc/self/clear_refs would hide its memory.
+    command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/proc", "--remount-ro", "/dev"]
+    command += ["--size", str(_SPACE), "--tmpfs", "/tmp"]
+    places = [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *_python_folders()]
+    for path in [*places, str(package)] if package else places:
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            command += ["--ro-bind", path, path]
+    return [*command, "--chdir", "/tmp", "--remount-ro", "/"]
+
+
+@functools.cache
+def _python_folders() -> tuple[str, ...]:
+    """Folders of the interpreter and its packages, also those that symbolic links point to."""
+    found = [sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()]
+    found += [str(Path(sys.executable).resolve().parent.parent)]
+    folders = sorted({path for path in found if os.path.isdir(path)})
+    return tuple(p for p in folders if not any(p.startswith(f"{q}/") for q in (*folders, *_SYSTEM)))
+
+
+def _environment(package: Path, settings: Settings, home: str) -> dict[str, str]:
+    """Nothing of the instructor's own: tokens and passwords stand in environments."""
+    threads = str(settings.threads)
+    env = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
+        "HOME": home,
+        "PYTHONPATH": str(package),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LANG": "C.UTF-8",
+        "MPLBACKEND": "agg",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # Grading is the same on every machine: on the CPU, Triton interpreted, nothing compiled.
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    kept = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+    return env | {name: os.environ[name] for name in kept if name in os.environ}

@@ -1,4 +1,4 @@
-"""How submissions are graded: limits, what is allowed, and when work was due."""
+"""Settings of grading: limits, permissions, and when work was due."""
 
 import os
 from dataclasses import dataclass
@@ -8,14 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Settings:
-    """What an instructor can choose.
+    """An instructor's choices.
 
     Attributes:
         cell_timeout_s: for one cell of the student's, and for one check.
-        notebook_timeout_s: for a whole notebook; twice that if exercises have to be run apart.
-        memory_bytes: of all of a submission's processes together (resident).
-        processes: how many of them there may be, threads not counted.
-        folder_bytes: how much a submission may write.
+        notebook_timeout_s: for a whole notebook.
+        memory_bytes: of all of a submission's processes together.
         network: whether submissions may use the network. They are kept from it where the system
             lets us; where it does not, every result carries a flag that says so.
         jobs: submissions graded at the same time.
@@ -24,7 +22,6 @@ class Settings:
         seed: inputs are drawn anew in each run if None; a number repeats a run.
         notebooks: the folder of the solved notebooks; the lab's own if None.
         only: the beginning of a notebook's name ("01"): others are passed over.
-        unprivileged: where we are root, run submissions as a user who owns nothing.
         unconfined: grade even where submissions would run as ourselves and nothing keeps them from
             our files and processes; otherwise we refuse.
     """
@@ -32,8 +29,6 @@ class Settings:
     cell_timeout_s: float = 60.0
     notebook_timeout_s: float = 300.0
     memory_bytes: int = 4 * 2**30
-    processes: int = 16
-    folder_bytes: int = 256 * 2**20
     network: bool = False
     jobs: int = max(1, (os.cpu_count() or 1) // 2)
     threads: int = 1
@@ -41,5 +36,4 @@ class Settings:
     seed: int | None = None
     notebooks: Path | None = None
     only: str | None = None
-    unprivileged: bool = True
     unconfined: bool = False

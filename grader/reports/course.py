@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grader.grade.results import CheckResult, Flag, SubmissionResult
+from grader.grade.tables import ClassList
 from grader.reports.questions import Question, questions_in
 
 # The message of these says what a student did; that of the others, that nothing was there.
@@ -20,13 +20,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?(\d+(\.\d+)?(e[+-]?\d+)?|nan|inf)(?![\w])", r
 
 @dataclass(frozen=True)
 class Mistake:
-    """A diagnosis that several students got.
-
-    Attributes:
-        exercise: where.
-        message: one of them, as it was said to a student.
-        students: to how many.
-    """
+    """A diagnosis, as it was said to one of the students who got it, and their number."""
 
     exercise: str
     message: str
@@ -40,37 +34,44 @@ class Course:
     Attributes:
         results: one for each student and notebook, by student, then notebook.
         questions: the exercises of each notebook that somebody handed in.
+        class_list: who should have handed in, None if nobody said.
     """
 
     results: tuple[SubmissionResult, ...]
     questions: Mapping[str, tuple[Question, ...]]
+    class_list: ClassList | None = None
 
     @staticmethod
-    def of(results: Sequence[SubmissionResult], notebooks: Path) -> Course:
-        """Order results, and find out what was asked.
-
-        Args:
-            results: as `write_reports` takes them.
-            notebooks: the folder of the instructor's notebooks.
-        """
+    def of(
+        results: Sequence[SubmissionResult],
+        notebooks: Path,
+        class_list: ClassList | None = None,
+    ) -> Course:
+        """Order results as `write_reports` takes them, and find out what was asked."""
         # A file that was refused may not tell which notebook it is: then each counts by itself.
         latest = {(r.student, r.notebook, "" if r.notebook else r.path): r for r in results}
-        ordered = sorted(latest.values(), key=lambda r: (*_by_name(r.student), r.notebook, r.path))
-        set_there, questions = questions_in(notebooks), {}
-        for name in sorted({r.notebook for r in ordered if r.notebook}):
-            found = set_there.get(name, [])
-            own = [r for r in ordered if r.notebook == name]
-            questions[name] = (*found, *_questions_beside(found, own))
-        return Course(tuple(ordered), questions)
+        known = [_known(result, class_list) for result in latest.values()]
+        ordered = sorted(known, key=lambda r: (*_by_name(r.student), r.notebook, r.path))
+        asked, names = questions_in(notebooks), sorted({r.notebook for r in ordered if r.notebook})
+        questions = {name: tuple(asked.get(name, ())) for name in names}
+        return Course(tuple(ordered), questions, class_list)
 
     @property
     def students(self) -> list[str]:
-        """Their identifiers, sorted."""
+        """Identifiers of everybody who handed in, sorted."""
         return sorted({r.student for r in self.results}, key=_by_name)
 
     @property
+    def missing(self) -> list[str]:
+        """Identifiers of those in the class who handed in nothing, sorted."""
+        if self.class_list is None:
+            return []
+        there = {self.class_list.find(student) for student in self.students}
+        return sorted(set(self.class_list.rows) - there, key=_by_name)
+
+    @property
     def exercises(self) -> list[Question]:
-        """Of all notebooks, in order."""
+        """The questions of all notebooks, in order."""
         return [question for name in self.questions for question in self.questions[name]]
 
     @property
@@ -79,43 +80,42 @@ class Course:
         return sum(question.total for question in self.exercises)
 
     def of_student(self, student: str) -> list[SubmissionResult]:
-        """A student's notebooks in order."""
+        """Return a student's notebooks in order."""
         return [r for r in self.results if r.student == student]
 
     def out_of_notebook(self, name: str) -> float:
-        """All points of one notebook."""
+        """Return all points of one notebook."""
         return sum(question.total for question in self.questions.get(name, ()))
 
     def graded(self, name: str) -> list[SubmissionResult]:
-        """The submissions of one notebook that were run."""
+        """Return the submissions of one notebook that were run."""
         return [r for r in self.results if r.notebook == name and r.status == "graded"]
 
     def mistakes(self, name: str) -> list[Mistake]:
-        """The diagnoses of one notebook, the commonest first, each counted once a student.
+        """Return the diagnoses of one notebook, the commonest first, each counted once a student.
 
-        Inputs are drawn anew for each run, so diagnoses that differ only in their numbers count
-        as the same.
+        Diagnoses that differ only in their numbers count as the same: inputs are drawn anew.
         """
-        counted: Counter[tuple[str, str]] = Counter()
-        wording: dict[tuple[str, str], Counter[str]] = {}
+        said_to: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.graded(name):
-            seen: dict[tuple[str, str], str] = {}
             for check in result.checks:
                 said = check.message.strip().split("\n")[0] or f"({check.status})"
                 if check.status in _MISTAKES:
-                    seen.setdefault((check.exercise, _NUMBER.sub("#", said)), said)
-            for key, said in seen.items():
-                counted[key] += 1
-                wording.setdefault(key, Counter())[said] += 1
-        order = sorted(counted, key=lambda key: (-counted[key], key))
-        return [
-            Mistake(key[0], max(sorted(wording[key]), key=wording[key].__getitem__), counted[key])
-            for key in order
-        ]
+                    key = check.exercise, _NUMBER.sub("#", said)
+                    said_to.setdefault(key, {}).setdefault(result.student, said)
+        order = sorted(said_to.items(), key=lambda item: (-len(item[1]), item[0]))
+        return [Mistake(exercise, min(to.values()), len(to)) for (exercise, _), to in order]
+
+
+def _known(result: SubmissionResult, class_list: ClassList | None) -> SubmissionResult:
+    if class_list is None or class_list.find(result.student) is not None:
+        return result
+    flag = Flag("", "unknown student", "The class list does not hold this student.")
+    return replace(result, flags=(flag, *result.flags))
 
 
 def flags_to_look_at(result: SubmissionResult) -> list[Flag]:
-    """The flags that are about this submission."""
+    """Return the flags that are about this submission."""
     return [flag for flag in result.flags if flag.kind != OF_THE_MACHINE]
 
 
@@ -125,24 +125,10 @@ def _by_name(student: str) -> tuple[str, str]:
 
 
 def checks_of(result: SubmissionResult, exercise: str) -> Iterator[CheckResult]:
-    """The checks of one exercise in a submission."""
+    """Return the checks of one exercise in a submission."""
     return (check for check in result.checks if check.exercise == exercise)
 
 
 def earned(result: SubmissionResult, exercise: str) -> float:
-    """The points of one exercise in a submission; 0 where it was not run."""
+    """Return the points of one exercise in a submission; 0 where it was not run."""
     return sum(check.earned for check in checks_of(result, exercise))
-
-
-def _questions_beside(
-    found: Sequence[Question], results: Sequence[SubmissionResult]
-) -> Iterator[Question]:
-    """Exercises that results speak of and no notebook sets: it is not there, or has changed."""
-    known = {question.exercise for question in found}
-    checks: dict[str, dict[str, float]] = {}
-    for result in results:
-        for check in result.checks:
-            if check.exercise not in known:
-                checks.setdefault(check.exercise, {}).setdefault(check.grade_id, check.points)
-    for exercise, points in checks.items():
-        yield Question(exercise, exercise, points=points)

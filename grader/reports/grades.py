@@ -14,64 +14,53 @@ from grader.reports.rendering import plain, points
 # What spreadsheet programs take for a formula: at the beginning of a value, and behind whatever
 # some of them take for the end of one (a comma here is a semicolon in other countries' settings).
 _FORMULA = re.compile(r"(^|[;,\t\r\n])(?=[\s\"]*[=+\-@＝＋－＠])")
-MIB = 2**20
 
 
 def guarded(text: str) -> str:
-    """A text that no spreadsheet program computes: an apostrophe stands before `=`, `+`, `-`, `@`.
+    """Return a text that no spreadsheet program computes: an apostrophe before `=`, `+`, `-`, `@`.
 
     Texts that look like no formula, such as every ordinary identifier, stay as they are.
     """
     return _FORMULA.sub(r"\1'", plain(text))
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, guard: bool = True) -> str:
+    """Write a CSV file; `guard` keeps spreadsheet programs from computing any of it."""
+    made = guarded if guard else plain
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([guarded(name) for name in header])
-    writer.writerows([guarded(value) for value in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(
+        [made(v) for v in row] for row in [header, *rows]
+    )
     return text.getvalue()
 
 
-def kinds_of_flags(result: SubmissionResult) -> str:
-    """Which flags a submission has, each kind once: "late; library call"."""
-    return "; ".join(dict.fromkeys(flag.kind for flag in result.flags))
-
-
 def grades_csv(course: Course) -> str:
-    """A row for each student and notebook; a column of points for each exercise.
-
-    The columns of other notebooks' exercises are empty. A refused submission has 0 points.
-    """
-    exercises = [question.exercise for question in course.exercises]
+    """Write a row for each student and notebook. A refused submission has 0 points."""
     header = [
-        *("student", "notebook", "points", "out_of", "late", "flags", "status", "reason"),
-        *("seconds", "peak_memory_mib", "edition", "file", *exercises),
+        *("student", "notebook", "points", "out_of", "flags", "status", "reason"),
+        *("seconds", "peak_memory_mib", "edition", "file"),
     ]
 
     def row(result: SubmissionResult) -> list[str]:
-        own = {question.exercise for question in course.questions.get(result.notebook, ())}
         return [
             result.student,
             result.notebook,
             points(result.earned),
             points(course.out_of_notebook(result.notebook)),
-            "yes" if any(flag.kind == "late" for flag in result.flags) else "",
-            kinds_of_flags(result),
+            "; ".join(dict.fromkeys(flag.kind for flag in result.flags)),
             result.status,
             result.reason,
             f"{result.seconds:.1f}",
-            f"{result.peak_memory_bytes / MIB:.0f}",
+            f"{result.peak_memory_bytes / 2**20:.0f}",
             result.edition,
             result.path,
-            *(points(earned(result, name)) if name in own else "" for name in exercises),
         ]
 
-    return _table(header, map(row, course.results))
+    return table(header, map(row, course.results))
 
 
 def points_csv(course: Course) -> str:
-    """A row for each student: points of each notebook, of all together, and of each exercise.
+    """Write a row for each student: points of each notebook, all together, and each exercise.
 
     A notebook that a student did not hand in is empty, and counts as 0 in the total.
     """
@@ -88,4 +77,4 @@ def points_csv(course: Course) -> str:
             *(points(earned(own[nb], name)) if nb in own else "" for nb, name in exercises),
         ]
 
-    return _table(header, map(row, course.students))
+    return table(header, map(row, [*course.students, *course.missing]))

@@ -1,4 +1,4 @@
-"""The class at a glance: points by exercise, the commonest mistakes, times, what needs a look."""
+"""The class at a glance: points, what needs a look, the commonest mistakes."""
 
 from __future__ import annotations
 
@@ -8,56 +8,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grader.grade.results import SubmissionResult
-from grader.reports.course import (
-    OF_THE_MACHINE,
-    Course,
-    checks_of,
-    earned,
-    flags_to_look_at,
-)
-from grader.reports.page import short_name
+from grader.reports.cells import Texts, cells_of, equal_solutions
+from grader.reports.course import OF_THE_MACHINE, Course, checks_of, earned, flags_to_look_at
 from grader.reports.questions import Question
 from grader.reports.rendering import render
 
 MISTAKES_SHOWN = 12
-SLOWEST_SHOWN = 5
-# Of the statuses, what the table of checks shows apart; the rest is counted together.
-_APART = ("passed", "failed", "not written")
 
 
 def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[str, Any]:
     reached = [earned(result, question.exercise) for result in graded]
-    checks = []
-    for check, worth in question.points.items():
-        statuses = Counter(
-            given.status
-            for result in graded
-            for given in checks_of(result, question.exercise)
-            if given.grade_id == check
-        )
-        checks.append(
-            {
-                "name": short_name(check, question.exercise),
-                "asks": question.asks.get(check, ""),
-                "points": worth,
-                "counts": [statuses[status] for status in _APART],
-                "others": statuses.total() - sum(statuses[status] for status in _APART),
-            }
-        )
+    given = [check for result in graded for check in checks_of(result, question.exercise)]
+    counts = Counter((check.grade_id, check.status) for check in given)
     return {
         "question": question,
         "mean": statistics.fmean(reached) if reached else 0.0,
         "all": sum(points >= question.total for points in reached),
         "none": sum(points == 0 for points in reached),
-        "checks": checks,
+        "counts": {
+            check: [counts[check, status] for status in ("passed", "failed", "not written")]
+            for check in question.points
+        },
     }
 
 
 def _notebook(course: Course, name: str) -> dict[str, Any]:
     graded = course.graded(name)
     reached = [result.earned for result in graded]
-    seconds = [result.seconds for result in graded]
-    titles = {question.exercise: question.title for question in course.questions[name]}
     mistakes = course.mistakes(name)
     return {
         "name": name,
@@ -65,11 +42,7 @@ def _notebook(course: Course, name: str) -> dict[str, Any]:
         "graded": graded,
         "mean": statistics.fmean(reached) if reached else 0.0,
         "median": statistics.median(reached) if reached else 0.0,
-        "median_seconds": statistics.median(seconds) if seconds else 0.0,
-        "peak": max((result.peak_memory_bytes for result in graded), default=0),
-        "slowest": sorted(graded, key=lambda r: -r.seconds)[:SLOWEST_SHOWN],
         "exercises": [_exercise(question, graded) for question in course.questions[name]],
-        "titles": titles,
         "mistakes": mistakes[:MISTAKES_SHOWN],
         "rarer": len(mistakes[MISTAKES_SHOWN:]),
     }
@@ -81,25 +54,42 @@ def _student(course: Course, student: str) -> dict[str, Any]:
         "name": student,
         "notebooks": [own.get(name) for name in course.questions],
         "earned": sum(result.earned for result in own.values()),
-        "flags": sum(len(flags_to_look_at(result)) for result in own.values()),
+        "flags": sorted({flag.kind for r in own.values() for flag in flags_to_look_at(r)}),
     }
 
 
-def overview_page(course: Course, pages: Mapping[str, str]) -> str:
-    """The overview of the class, as HTML.
+def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
+    """Group the flags by kind: a row for each student and text, with the cells it is about."""
+    kinds: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for result in course.results:
+        for flag in flags_to_look_at(result):
+            row = {"student": result.student, "text": flag.text, "where": [], "cells": []}
+            row = kinds.setdefault(flag.kind, {}).setdefault((result.student, flag.text), row)
+            row["where"].append(flag.grade_id or result.notebook or result.path)
+            row["cells"] += cells_of(flag, result, texts)
+    return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
+
+
+def overview_page(course: Course, pages: Mapping[str, str], texts: Texts | None = None) -> str:
+    """Make the overview of the class, as HTML.
 
     Args:
         course: the results.
         pages: where each student's page lies, for the links.
+        texts: the cells of the submissions.
     """
+    everybody = [_student(course, student) for student in course.students]
     return render(
         "overview.html",
         course=course,
         pages=pages,
         notebooks=[_notebook(course, name) for name in course.questions],
-        students=[_student(course, student) for student in course.students],
+        students=everybody,
         refused=[result for result in course.results if result.status == "refused"],
-        flagged=[(r, flags) for r in course.results if (flags := flags_to_look_at(r))],
+        flagged=sum(bool(student["flags"]) for student in everybody),
+        flags=_flags(course, texts or {}),
+        equal=equal_solutions(course.results, texts or {}),
+        titles={question.exercise: question.title for question in course.exercises},
         machine=sorted(
             {f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE}
         ),

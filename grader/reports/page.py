@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from grader.grade.results import CheckResult, SubmissionResult
-from grader.reports.course import Course, checks_of, earned, flags_to_look_at
+from grader.reports.course import Course, checks_of, earned
 from grader.reports.questions import Question
 from grader.reports.rendering import render
 
@@ -23,13 +22,11 @@ STATUS_WORDS = {
     "timeout": ("took too long", "bad"),
     "not run": ("not run", "none"),
 }
-_SAFE = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
-# Windows opens a device for these, whatever the ending.
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")
 
 
 def page_names(students: Iterable[str]) -> dict[str, str]:
-    """Where each student's page goes, relative to the reports' folder.
+    """Say where each student's page goes, relative to the reports' folder.
 
     A plain identifier in lower case names its page; of others the plain part does, with a digest
     of the whole, so that no two share a page on any file system, and none leaves the folder.
@@ -37,40 +34,37 @@ def page_names(students: Iterable[str]) -> dict[str, str]:
     names = {}
     for student in students:
         name = student
-        if not _SAFE.fullmatch(name) or ".." in name or _DEVICES.fullmatch(name):
+        if not _PLAIN.fullmatch(name):
             digest = hashlib.sha256(student.encode("utf-8", "surrogatepass")).hexdigest()[:10]
-            word = re.sub(r"[^a-z0-9]+", "-", student.lower())[:40].strip("-")
             # "+" never stands in a plain identifier, so no two students can meet here.
-            name = f"{word}+{digest}"
+            name = f"{re.sub(r'[^a-z0-9]+', '-', student.lower())[:40].strip('-')}+{digest}"
         names[student] = f"students/{name}.html"
     return names
 
 
-def short_name(check: str, exercise: str) -> str:
-    """A check's grade_id without its exercise's: "values"."""
-    return check.removeprefix(f"{exercise}-")
-
-
 def _check(check: CheckResult, question: Question) -> dict[str, Any]:
     words, tone = STATUS_WORDS.get(check.status, (check.status, "none"))
+    if check.given is not None:
+        words, tone = "by your instructor", "good" if check.given >= check.points else "none"
     return {
-        "name": short_name(check.grade_id, question.exercise),
-        "asks": question.asks.get(check.grade_id, ""),
+        "asks": question.asks.get(check.grade_id) or check.grade_id,
         "words": words,
         "tone": tone,
-        "message": "" if check.status == "passed" else check.message,
+        "message": check.remark or ("" if words == "passed" else check.message.strip()),
         "points": check.points,
         "earned": check.earned,
-        "seconds": check.seconds,
     }
 
 
 def _checks(checks: Iterable[CheckResult], question: Question) -> list[dict[str, Any]]:
-    """The checks of an exercise. What all of them say (nothing is written yet) is said once."""
+    """Describe the checks of an exercise; a diagnosis that repeats is said once."""
     shown = [_check(check, question) for check in checks]
-    for earlier, later in reversed(list(itertools.pairwise(shown))):
-        if later["message"] == earlier["message"]:
-            later["message"] = ""
+    said: set[str] = set()
+    for one in shown:
+        if one["message"] in said:
+            one["message"] = "As above." if one["tone"] == "bad" else ""
+        elif one["message"]:
+            said.add(one["message"])
     return shown
 
 
@@ -85,16 +79,27 @@ def _notebook(course: Course, result: SubmissionResult) -> dict[str, Any]:
     ]
     return {
         "result": result,
-        "flags": flags_to_look_at(result),
         "out_of": course.out_of_notebook(result.notebook),
         "exercises": exercises if result.status == "graded" else [],
     }
 
 
-def student_page(course: Course, student: str) -> str:
-    """The page of one student, as HTML.
+def _next(notebooks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Choose what to do next: the first exercise with a mistake, else the first without points."""
+    left = [
+        {"notebook": notebook["result"].notebook, **exercise}
+        for notebook in notebooks
+        for exercise in notebook["exercises"]
+        if exercise["earned"] < exercise["question"].total
+    ]
+    wrong = [one for one in left if any(check["tone"] == "bad" for check in one["checks"])]
+    return next(iter(wrong or left), None)
 
-    It names no other student, and links to no other page.
+
+def student_page(course: Course, student: str) -> str:
+    """Make the page of one student, as HTML.
+
+    It names no other student, and says nothing that is for instructors only.
     """
     own = course.of_student(student)
     notebooks = [_notebook(course, result) for result in own]
@@ -102,6 +107,7 @@ def student_page(course: Course, student: str) -> str:
         "student.html",
         student=student,
         notebooks=notebooks,
+        next=_next(notebooks),
         earned=sum(result.earned for result in own),
         out_of=sum(notebook["out_of"] for notebook in notebooks),
     )

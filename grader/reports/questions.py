@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grader.grade.pristine import Pristine, pristine_notebooks
+from labsupport import paths
 from labsupport.course.editions import ReleaseError
 
 _CARD = re.compile(r"^### (Exercise .+)\n+(.*)", re.MULTILINE)
+_CHAPTER = re.compile(r"\(([\w-]+\.md)[#)]")
 # The docstring of a check repeats which exercise it belongs to.
 _EXERCISE = re.compile(r"^Exercise [\d-]+( \([a-z, ]+\))?: ")
 
@@ -26,6 +29,7 @@ class Question:
         card: the line below it: difficulty, minutes, points; "" if there is none.
         points: each check cell's, by grade_id, in the notebook's order.
         asks: what each check asks for, by grade_id, in one line; "" where nothing says it.
+        chapter: where the theory explains it, such as "02-online-softmax.md", or "".
     """
 
     exercise: str
@@ -33,6 +37,7 @@ class Question:
     card: str = ""
     points: dict[str, float] = field(default_factory=dict)
     asks: dict[str, str] = field(default_factory=dict)
+    chapter: str = ""
 
     @property
     def total(self) -> float:
@@ -41,7 +46,7 @@ class Question:
 
 
 def what_a_check_asks(source: str) -> str:
-    """What the first check that a cell calls says of itself: its docstring's first line, or ""."""
+    """Return the first line of the docstring of the first check that a cell calls, or ""."""
     from labsupport import checks
 
     try:
@@ -56,8 +61,23 @@ def what_a_check_asks(source: str) -> str:
     return ""
 
 
+@functools.cache
+def _chapters() -> dict[str, str]:
+    """The chapter that explains an exercise, such as "1-3", by the table of the three days."""
+    try:
+        text = (paths.project_root() / "theory/three-days.md").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    return {
+        number: link[1]
+        for line in text.split("\n")
+        if (link := _CHAPTER.search(line))
+        for number in re.findall(r"\*\*(\d-\d)\*\*", line)
+    }
+
+
 def questions_of(notebook: Pristine) -> list[Question]:
-    """The exercises of an instructor's notebook, in its order.
+    """Return the exercises of an instructor's notebook, in its order.
 
     Which exercise a check belongs to is the grader's rule; an exercise has the card above its cell.
     """
@@ -70,7 +90,9 @@ def questions_of(notebook: Pristine) -> list[Question]:
             continue
         exercise = notebook.exercise_of(cell.grade_id)
         if exercise not in made:
-            made[exercise] = Question(exercise, title or exercise, card, {}, {})
+            number = "-".join(exercise.split("-")[1:3])
+            chapter = _chapters().get(number, "")
+            made[exercise] = Question(exercise, title or exercise, card, {}, {}, chapter)
             title = card = ""
         if cell.grade:
             made[exercise].points[cell.grade_id] = cell.points
@@ -79,7 +101,7 @@ def questions_of(notebook: Pristine) -> list[Question]:
 
 
 def questions_in(folder: Path) -> dict[str, list[Question]]:
-    """The same of all notebooks of a folder, by name; none where there is no notebook."""
+    """Return the same of all notebooks of a folder, by name; none where there is no notebook."""
     try:
         notebooks = pristine_notebooks(folder)
     except ReleaseError:

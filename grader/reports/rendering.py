@@ -21,11 +21,13 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
 # Terminals' colours, which tracebacks are full of.
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# The text of an exception is the student's own.
+_RAISED = re.compile(r"((?:raised|ended with|does not run\.)\s\w+: .{300}).+", re.DOTALL)
 LONGEST_MESSAGE = 3000
 
 
 def plain(text: str) -> str:
-    """A text that can be written as UTF-8 and shown: colours dropped, control characters marked.
+    """Return a text that can be written as UTF-8 and shown: no colours, no control characters.
 
     Lone surrogates, as names of files can hold them, become `\\udc..` in letters.
     """
@@ -35,30 +37,20 @@ def plain(text: str) -> str:
 
 
 def message(text: str) -> str:
-    """A diagnosis, cut where it no longer helps anybody."""
-    text = plain(text[: LONGEST_MESSAGE + 1].strip())
-    if len(text) <= LONGEST_MESSAGE:
-        return text
-    return f"{text[:LONGEST_MESSAGE]} … (cut here)"
+    """Cut a diagnosis where it no longer helps anybody."""
+    text = _RAISED.sub(r"\1 …", plain(text.strip()))
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
 
 
 def points(value: float) -> str:
-    """Points without needless digits: 3, 2.5."""
+    """Write points without needless digits: 3, 2.5."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def seconds(value: float) -> str:
-    """A time for people: 0.3 s, 45 s, 2 min 5 s."""
-    if value < 9.95:
-        return f"{value:.1f} s"
-    if round(value) < 60:
-        return f"{value:.0f} s"
-    return f"{round(value) // 60} min {round(value) % 60} s"
-
-
-def mib(value: float) -> str:
-    """Bytes for people, in MiB."""
-    return f"{value / 2**20:,.0f} MiB"
+def chapter(file: str) -> str:
+    """Name a chapter by its file: chapter 2 for 02-online-softmax.md."""
+    found = re.match(r"0*(\d+)-", file)
+    return f"chapter {found[1]}" if found else file
 
 
 @functools.cache
@@ -72,12 +64,12 @@ def _environment() -> jinja2.Environment:
         # Whatever a template prints passes through here.
         finalize=lambda value: plain(value) if type(value) is str else value,
     )
-    environment.filters |= {"message": message, "points": points, "seconds": seconds, "mib": mib}
+    environment.filters |= {function.__name__: function for function in (message, points, chapter)}
     return environment
 
 
 def render(template: str, **values: Any) -> str:
-    """A page.
+    """Make a page.
 
     Args:
         template: the file's name in `templates/`.

@@ -2,51 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from grader.grade.results import SubmissionResult
+from grader.grade.tables import read_class, read_table
+from grader.reports.cells import texts_of
 from grader.reports.course import Course
+from grader.reports.exports import exports_of
 from grader.reports.grades import grades_csv, points_csv
 from grader.reports.overview import overview_page
 from grader.reports.page import page_names, student_page
 from labsupport import paths
-from labsupport.course.files import replace
+from labsupport.course import files
+
+OVERRIDES = "overrides.csv"
+
+
+def overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
+    """Put the points and remarks of OUT/overrides.csv in place of those of checks.
+
+    Raises:
+        ValueError: a line names no check of a student's, or its points are no number.
+    """
+    changed, path = list(results), out / OVERRIDES
+    rows = read_table(path, "student", "check", "points", "remark") if path.exists() else []
+    for row in rows:
+        try:
+            given = float(row["points"].replace(",", "."))
+        except ValueError:
+            raise ValueError(f"{path}: no points for {row['student']}: {row['points']!r}") from None
+        for index, result in enumerate(changed):
+            named = [check for check in result.checks if check.grade_id == row["check"]]
+            if result.student == row["student"] and named:
+                new = replace(named[0], given=given, remark=row["remark"])
+                checks = tuple(new if check is named[0] else check for check in result.checks)
+                changed[index] = replace(result, checks=checks)
+                break
+        else:
+            raise ValueError(f"{path}: {row['student']!r} has no result of {row['check']!r}")
+    return changed
 
 
 def write_reports(
-    results: Sequence[SubmissionResult], out: Path, *, notebooks: Path | None = None
+    results: Sequence[SubmissionResult],
+    out: Path,
+    *,
+    notebooks: Path | None = None,
+    students: Path | None = None,
+    submissions: Iterable[object] = (),
 ) -> list[Path]:
-    """Write `grades.csv`, `points.csv`, `overview.html` and `students/*.html`.
+    """Write `overview.html`, `points.csv`, `grades.csv`, `students/*.html` and `return/*`.
 
-    Older reports in the folder are replaced, each in one step, so that a reader never sees half a
-    file. A student's page stands alone: it can be sent to the student without the rest.
+    Older reports in the folder are replaced. A student's page stands alone, to be sent.
 
     Args:
-        results: what grading gave. Where a student handed in a notebook twice, the later in this
-            order counts; the earlier is left out.
-        out: the folder; it is created if need be.
-        notebooks: the folder of the instructor's notebooks, from which the questions' titles are
-            read; the lab's own if None. Without a notebook there, its exercises go by their
-            grade_ids.
+        results: what grading gave; of two for a student and notebook the later counts.
+        out: the folder; it is created if need be. Its `overrides.csv` (student, check, points,
+            remark) changes results, if it is there.
+        notebooks: the folder of the instructor's notebooks; the lab's own if None.
+        students: a list of the class.
+        submissions: what `find_submissions` found, for the texts of cells.
 
     Returns:
         the files, the overview first.
 
     Raises:
+        ValueError: the list of the class or the overrides cannot be understood.
         OSError: a file cannot be written.
     """
-    course = Course.of(results, paths.notebooks_dir() if notebooks is None else notebooks)
+    course = Course.of(
+        overruled(results, out),
+        paths.notebooks_dir() if notebooks is None else notebooks,
+        read_class(students) if students else None,
+    )
     names = page_names(course.students)
-    pages = {
-        out / "overview.html": overview_page(course, names),
+    pages = {student: student_page(course, student) for student in course.students}
+    texts = {
+        out / "overview.html": overview_page(course, names, texts_of(submissions)),
         # Spreadsheet programs take a CSV file for UTF-8 only if it begins with this mark.
         out / "grades.csv": "\ufeff" + grades_csv(course),
         out / "points.csv": "\ufeff" + points_csv(course),
+        **{out / names[student]: page for student, page in pages.items()},
     }
-    for student in course.students:
-        pages[out / names[student]] = student_page(course, student)
     (out / "students").mkdir(parents=True, exist_ok=True)
-    for path, text in pages.items():
-        replace(path, text)
-    return list(pages)
+    for path, text in texts.items():
+        files.replace(path, text)
+    exports = {out / "return" / name: data for name, data in exports_of(course, pages).items()}
+    for path, data in exports.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    return [*texts, *exports]

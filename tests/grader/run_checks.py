@@ -18,7 +18,7 @@ import labsupport
 
 
 def run_notebook(notebook: Path, folder: Path) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     cells = [cell | {"source": "".join(cell["source"])} for cell in cells]
     names: dict[str, object] = {"__name__": "exercises"}

@@ -1,42 +1,66 @@
-"""The exam edition: no answer can be read in it, and its checks still work."""
+"""The hand-out: a project that works, without solutions, and an exam that can still judge."""
 
+import ast
+import copy
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
-from grader import exam, exam_files
-from grader.answers import ANSWERS, Answer
-from grader.left_out import LeftOutError, LeftOutFunction, seal, unseal
+from grader import exam, release
+from grader.exam import ANSWERS, Answer
+from labsupport.checks import cases
+from labsupport.checks.verdict import CheckFailed, mutant
 from labsupport.course.editions import ReleaseError
 from labsupport.paths import notebooks_dir
-from tests.grader.leaks import leaks, secret_lines
 
 NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
-# How the package takes the measured rows of a table. It says nothing of an exercise.
-IDIOMS = {'ran = table[table.status == "ok"]'}
 RUN_CHECKS = Path(__file__).with_name("run_checks.py")
+GIVEN_OUT = {
+    *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml", "pyproject.toml"),
+    *("data", "labsupport", "notebooks", "scripts", "theory"),
+}
+QUICK = ("ex-1-1", "ex-1-2", "ex-1-3")  # the exercises of an exam that is made in a second
 
 
 @pytest.fixture(scope="module")
-def edition(tmp_path_factory):
-    """The exam edition of the whole project."""
-    return exam.write_exam_edition(tmp_path_factory.mktemp("exam") / "lab")
-
-
-@pytest.fixture(scope="module")
-def graded(tmp_path_factory):
-    """The package on which submissions are graded."""
-    folder = tmp_path_factory.mktemp("graded")
-    exam.write_package(folder)
+def quick_notebook(tmp_path_factory):
+    """A folder with a solved notebook of three exercises."""
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    own = [c for c in notebook.cells if grade_id(c).startswith(QUICK) and c.cell_type == "code"]
+    imports = "import math\n\nimport torch\n\nfrom labsupport import checks"
+    about = nbformat.v4.new_markdown_cell("Short. Slower is `flash_torch`. Long.")
+    notebook.cells = [about, nbformat.v4.new_code_cell(imports), *own]
+    folder = tmp_path_factory.mktemp("solved")
+    nbformat.write(notebook, folder / NOTEBOOKS[0].name)
     return folder
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    return release.write_project(tmp_path_factory.mktemp("course") / "lab")
+
+
+@pytest.fixture(scope="module")
+def quick_exam(tmp_path_factory, quick_notebook):
+    return release.write_project(tmp_path_factory.mktemp("exam") / "lab", quick_notebook, exam=True)
+
+
+@pytest.fixture(scope="module")
+def whole_exam(tmp_path_factory):
+    return release.write_project(tmp_path_factory.mktemp("exam") / "lab", exam=True)
+
+
+def grade_id(cell):
+    return cell.metadata.get("nbgrader", {}).get("grade_id", "")
 
 
 def start_in(edition, *arguments):
@@ -61,201 +85,234 @@ def run_in(edition, *arguments):
     return done.stdout
 
 
-def results_of_checks(edition, notebooks, folder):
-    """For each notebook: grade_id -> (what came of the check, the message). One process for all."""
-    first, *lines = run_in(edition, RUN_CHECKS, folder, *notebooks).splitlines()
-    assert first == str(edition / "labsupport" / "__init__.py")
-    found = {notebook: {} for notebook in notebooks}
-    for line in lines:
-        notebook, name, kind, said = json.loads(line)
-        found[Path(notebook)][name] = kind, said
+# --- what is absent -------------------------------------------------------------------------------
+
+
+class Normal(ast.NodeTransformer):
+    """Names numbered in their order; no docstrings, annotations and decorators."""
+
+    def __init__(self):
+        self.names = {}
+
+    def number(self, name):
+        return self.names.setdefault(name, f"n{len(self.names)}")
+
+    def visit_Name(self, node):
+        node.id = self.number(node.id)
+        return node
+
+    def visit_arg(self, node):
+        node.arg, node.annotation = self.number(node.arg), None
+        return node
+
+    def visit_FunctionDef(self, node):
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        node.name, node.returns, node.decorator_list = "f", None, []
+        return self.generic_visit(node)
+
+
+def functions(source):
+    """The syntax trees of all functions that compute something, names normalised."""
+    found = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
+    trees = (ast.dump(Normal().visit(copy.deepcopy(one))) for one in found)
+    return {tree for tree in trees if "Return" in tree}
+
+
+def solution_functions():
+    cells = [c for path in NOTEBOOKS for c in nbformat.read(path, as_version=4).cells]
+    own = [c for c in cells if c.metadata.get("nbgrader", {}).get("solution")]
+    return set().union(*(functions(c.source) for c in own if c.cell_type == "code"))
+
+
+def sources(folder):
+    """Each piece of Python that a project holds: files, cells, programs in Markdown."""
+    for file in folder.rglob("*.py"):
+        yield file, file.read_text(encoding="utf-8")
+    for file in folder.rglob("*.ipynb"):
+        for cell in nbformat.read(file, as_version=4).cells:
+            if cell.cell_type == "code":
+                yield file, cell.source
+    for file in folder.rglob("*.md"):
+        text = file.read_text(encoding="utf-8")
+        for block in re.findall(r"^```python.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            yield file, block
+
+
+def leaks(folder):
+    """The files that hold a solution's function."""
+    solutions, found = solution_functions(), set()
+    assert len(solutions) >= 30
+    for file, source in sources(folder):
+        try:
+            if functions(source) & solutions:
+                found.add(file.relative_to(folder).as_posix())
+        except SyntaxError:
+            assert file.suffix in (".md", ".ipynb"), file  # pseudo-code, or a line of IPython's
     return found
 
 
-@pytest.fixture(scope="module")
-def in_the_exam(edition, tmp_path_factory):
-    """What the checks of the exam edition say: of the solved notebooks, and of the students'."""
-    stubs = [edition / "notebooks" / path.name for path in NOTEBOOKS]
-    return results_of_checks(edition, [*NOTEBOOKS, *stubs], tmp_path_factory.mktemp("cells"))
+def test_a_course_holds_no_solution_but_the_references_of_the_checks(course):
+    assert {str(Path(path).parent) for path in leaks(course)} == {"labsupport/checks"}
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_check_passes_the_solution_without_the_references(in_the_exam, notebook):
-    results = in_the_exam[notebook]
-    assert len(results) >= 15
-    assert {name: r for name, r in results.items() if r[0] != "passed"} == {}
+def test_an_exam_holds_no_solution(quick_exam):
+    assert leaks(quick_exam) == set()
 
 
-@pytest.mark.parametrize("name", [path.name for path in NOTEBOOKS])
-def test_every_check_fails_the_stub_by_saying_that_it_is_one(in_the_exam, edition, name):
-    results = in_the_exam[edition / "notebooks" / name]
-    assert len(results) >= 15
-    for kind, said in results.values():
-        assert kind == "CheckFailed"
-        assert "is not written yet" in said
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_file_of_it_holds_a_line_of_a_solution(edition, notebook):
-    secrets = secret_lines(nbformat.read(notebook, as_version=4)) - IDIOMS
-    assert secrets
-    found = {file: leaks(secrets, file) for file in edition.rglob("*") if file.is_file()}
-    assert {file: lines for file, lines in found.items() if lines} == {}
-
-
-def test_a_line_of_a_solution_in_the_package_would_be_found(edition, tmp_path):
-    secrets = secret_lines(nbformat.read(NOTEBOOKS[0], as_version=4))
-    found = set()
-    for file in (notebooks_dir().parent / "labsupport").rglob("*.py"):
-        found |= set(leaks(secrets, file))
-    assert found, "the package of the full lab holds some line of some solution"
-
-
-@pytest.mark.parametrize("for_grading", [False, True])
-def test_a_copy_of_an_answer_that_an_editor_keeps_is_not_in_it(tmp_path, monkeypatch, for_grading):
-    package = shutil.copytree(notebooks_dir().parent / "labsupport", tmp_path / "labsupport")
-    before = dict(exam.exam_package(for_grading))
-    answer = package / "attention" / "flash_torch.py"
-    for copy in (".ipynb_checkpoints/flash_torch-checkpoint.py", "flash_torch copy.py", ".#old.py"):
-        (answer.parent / copy).parent.mkdir(exist_ok=True)
-        shutil.copy(answer, answer.parent / copy)
-    monkeypatch.setattr(exam.paths, "project_root", lambda: tmp_path)
-    assert dict(exam.exam_package(for_grading)) == before
-
-
-def test_tests_twins_history_and_outputs_are_not_in_it(edition):
-    names = {path.relative_to(edition).parts[0] for path in edition.rglob("*")}
-    assert names == {
-        *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml"),
-        *("pyproject.toml", "data", "labsupport", "notebooks", "scripts", "theory"),
-    }
-    assert [path.name for path in sorted((edition / "notebooks").iterdir())] == [
+def test_tests_twins_grader_and_history_are_not_handed_out(course, quick_exam):
+    assert {path.name for path in course.iterdir()} == GIVEN_OUT | {"capstone"}
+    assert {path.name for path in quick_exam.iterdir()} == GIVEN_OUT
+    assert [path.name for path in sorted((course / "notebooks").iterdir())] == [
         path.name for path in NOTEBOOKS
     ]
-    assert not any("outputs" in cell and cell["outputs"] for cell in cells_of(edition))
+    for path in (course / "notebooks").iterdir():
+        text = path.read_text(encoding="utf-8")
+        assert "BEGIN SOLUTION" not in text
+        assert "HIDDEN TESTS" not in text
+        assert not any(cell.get("outputs") for cell in json.loads(text)["cells"])
 
 
-def test_jupyterlab_looks_there_as_it_does_in_the_lab(edition):
-    used = (edition / "Makefile").read_text(encoding="utf-8")
-    (folder,) = re.findall(r"^LAB_CONFIG = \$\(CURDIR\)/(.+)$", used, re.M)
-    own = notebooks_dir().parent / folder
-    files = [path.relative_to(own) for path in own.rglob("*") if path.is_file()]
-    assert len(files) >= 4
-    for file in files:
-        assert (edition / folder / file).read_bytes() == (own / file).read_bytes()
+def test_a_copy_that_an_editor_keeps_is_not_in_it(tmp_path, monkeypatch):
+    for name in ("labsupport/a.py", "labsupport/.ipynb_checkpoints/a-checkpoint.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(exam.paths, "project_root", lambda: tmp_path)
+    assert [path for path, _ in exam.package_files()] == ["a.py"]
 
 
-def cells_of(edition):
-    for path in (edition / "notebooks").glob("*.ipynb"):
-        yield from json.loads(path.read_text(encoding="utf-8"))["cells"]
+# --- what is there --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["edition", "graded"])
-def test_every_module_can_still_be_imported(which, request):
+def anchors(text):
+    """The anchors of a page's headings."""
+    text = re.sub(r"^(```+).*?^\1[ ]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("which", ["course", "quick_exam"])
+def test_all_links_lead_somewhere(which, request):
     folder = request.getfixturevalue(which)
-    modules = [
-        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
-        for package in ("labsupport", "grader")
-        for path in sorted((folder / package).rglob("*.py"))
-        if path.stem != "__main__"
-    ]
-    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
-    run_in(folder, "-c", code, *modules)
+    for page in (*folder.rglob("*.md"), *folder.rglob("*.ipynb")):
+        text = page.read_text(encoding="utf-8")
+        for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s\\]*)#?([^)\s\\]*)\)", text):
+            target = page.parent / path if path else page
+            if path.endswith(".ipynb") and which == "quick_exam":
+                continue  # of this one there is one notebook
+            assert target.exists(), f"{page.name}: {path}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page}: {anchor}"
 
 
-def test_its_program_says_in_one_line_that_the_grader_is_not_there(edition):
-    done = start_in(edition, "-m", "labsupport.cli", "grade", "x", "--out", "y")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "the package `grader` is not part of this edition" in done.stderr
+def test_the_texts_of_an_exam_name_nothing_that_is_left_out(quick_exam):
+    for page in quick_exam.rglob("*.md"):
+        assert "flash_torch" not in page.read_text(encoding="utf-8"), page
+    notebook = nbformat.read(quick_exam / "notebooks" / NOTEBOOKS[0].name, as_version=4)
+    assert notebook.cells[0].source == "Short. Long."
 
 
-def test_it_can_be_installed_without_the_grader(edition):
-    project = tomllib.loads((edition / "pyproject.toml").read_text(encoding="utf-8"))
+def test_two_commands_of_the_readme_work_in_a_course(course):
+    readme = (course / "README.md").read_text(encoding="utf-8")
+    plan = subprocess.run(["make", "-n", "lab", "PY=python"], cwd=course, capture_output=True)
+    assert plan.returncode == 0
+    assert b"jupyterlab" in plan.stdout
+    assert "make lab" in readme
+    run_in(course, "-m", "labsupport.cli", "start")
+    copies = sorted((course / "work").glob("*.ipynb"))
+    assert [path.name for path in copies] == [path.name for path in NOTEBOOKS]
+    assert ".venv/bin/labsupport progress" in readme
+    assert "0 of " in run_in(course, "-m", "labsupport.cli", "progress")
+
+
+def test_it_can_be_installed_without_the_grader(course):
+    project = tomllib.loads((course / "pyproject.toml").read_text(encoding="utf-8"))
     assert "entry-points" not in project["project"]
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert all((edition / package).is_dir() for package in packages)
-
-
-def test_the_labs_own_flash_attention_is_left_out_and_says_so(edition):
-    said = run_in(
-        edition,
-        "-c",
-        "import torch\n"
-        "from labsupport.attention import attention, available_backends, flash_attention_forward\n"
-        "q = torch.ones(1, 4, 1, 16)\n"
-        "print(attention(q, q, q, causal=True).shape)\n"
-        "for call in (lambda: attention(q, q, q, backend='flash_torch'),\n"
-        "             lambda: flash_attention_forward(q, q, q)):\n"
-        "    try:\n        call()\n    except RuntimeError as error:\n        print(error)\n",
-    )
-    assert said.count("not part of the exam edition") == 2
-    assert said.startswith("torch.Size([1, 4, 1, 16])")
-
-
-WHEN_GRADED = """
-import torch
-from labsupport import attention as lab, checks, distributed
-from labsupport.attention.kernels.template import attention_with_update
-from labsupport.precision import FlashAttentionConfig
-q = torch.ones(4, 16)
-for answer in (lambda: lab.standard_attention(q, q, q), lambda: lab.online_softmax(q),
-               lambda: lab.merge_attention(q, q[:, 0], q, q[:, 0]),
-               lambda: lab.apply_rotary_emb(q, q, q),
-               lambda: distributed.positions_of(4, 0, 2, zigzag=True),
-               lambda: checks.held_bytes(1), lambda: checks.choose(1)):
-    try:
-        answer()
-    except RuntimeError as error:
-        print(type(error).__name__)
-x, y = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
-first = [t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in (x, y, y)]
-mask = torch.ones(5, 9).bool().tril(4)
-right = torch.nn.functional.scaled_dot_product_attention(*first, attn_mask=mask)
-for function in (lab.attention, lab.flash_attention):
-    torch.testing.assert_close(function(x, y, y, causal=True), right.transpose(1, 2))
-print(lab.attention(*[x.half()] * 3).dtype, FlashAttentionConfig.bfloat16().residual)
-"""
-
-
-def test_where_a_submission_is_graded_answers_cannot_be_called_and_what_solutions_need_can(graded):
-    said = run_in(graded, "-c", WHEN_GRADED).split()
-    assert said == ["LeftOutError"] * 7 + ["torch.float16", "torch.bfloat16"]
-
-
-def test_solutions_run_where_a_submission_is_graded_and_no_check_does(graded, tmp_path):
-    for results in results_of_checks(graded, NOTEBOOKS, tmp_path).values():
-        assert {kind for kind, _ in results.values()} == {"LeftOutError"}
-
-
-def test_what_is_handed_out_is_the_same_each_time():
-    assert list(exam.exam_package(False)) == list(exam.exam_package(False))
+    assert all((course / package).is_dir() for package in packages)
 
 
 def test_a_folder_that_holds_something_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ReleaseError, match="not an empty folder"):
-        exam.write_exam_edition(tmp_path)
+        release.write_project(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_an_answer_that_is_not_there_any_more_is_named(monkeypatch):
-    monkeypatch.setattr(exam, "ANSWERS", (*ANSWERS, Answer("attention/gone.py", "9-9")))
-    with pytest.raises(ValueError, match=r"not there: attention/gone\.py"):
-        list(exam.exam_package(False))
+def test_the_command_says_what_it_wrote(quick_notebook, tmp_path):
+    from labsupport.cli import app
+
+    command = ["release", "--to", str(tmp_path / "lab"), "--notebooks", str(quick_notebook)]
+    said = CliRunner().invoke(app, command)
+    assert said.stdout == f"written: {tmp_path / 'lab'}, for `make lab` there\n"
 
 
-def test_a_needed_name_that_is_not_there_any_more_is_named(monkeypatch):
-    wrong = Answer("attention/rotary.py", "3-1", needed=("no_such_function",))
-    monkeypatch.setattr(exam, "ANSWERS", (wrong,))
-    with pytest.raises(ValueError, match="has no no_such_function any more"):
-        list(exam.exam_package(False))
+def test_a_solution_that_does_not_pass_stops_the_release(quick_notebook, tmp_path):
+    text = next(quick_notebook.iterdir()).read_text(encoding="utf-8")
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "01.ipynb").write_text(text.replace("return 2 * batch", "return batch"))
+    with pytest.raises(ReleaseError, match=r"ex-1-2-score-memory-bytes.*CheckFailed"):
+        release.write_project(tmp_path / "exam", tmp_path / "wrong", exam=True)
+    assert not (tmp_path / "exam").exists()
 
+
+# --- stored cases ---------------------------------------------------------------------------------
+
+
+def stored(edition, monkeypatch):
+    """A function to the edition's check of this name, in this process."""
+    monkeypatch.setattr(cases, "FILE", edition / "labsupport" / "checks" / cases.FILE.name)
+    return lambda name: cases.stored(getattr(import_module("labsupport.checks"), name))
+
+
+@pytest.mark.parametrize("table", ["MISTAKES", "BYTE_MISTAKES", "LENGTH_MISTAKES"])
+def test_stored_cases_name_each_mistake(quick_exam, monkeypatch, table):
+    from labsupport.checks import textbook
+
+    of, names = {
+        "MISTAKES": (
+            textbook.textbook_attention,
+            ("check_textbook_values", "check_textbook_mask", "check_textbook_empty_rows"),
+        ),
+        "BYTE_MISTAKES": (textbook.score_bytes, ("check_score_bytes",)),
+        "LENGTH_MISTAKES": (textbook.longest_that_fits, ("check_largest_length",)),
+    }[table]
+    check = stored(quick_exam, monkeypatch)
+    for name in names:
+        check(name)(of)
+    for mistake in getattr(textbook, table):
+        with pytest.raises(CheckFailed) as failed:
+            for name in names:
+                check(name)(mutant(of, mistake.edit))
+        assert mistake.say in str(failed.value)
+
+
+def test_an_unknown_mistake_is_located(quick_exam, monkeypatch):
+    check = stored(quick_exam, monkeypatch)
+    wrong = lambda q, k, v: (v.new_zeros(2, 3, 5, 16), v.new_zeros(2, 3, 5, 7))  # noqa: E731
+    with pytest.raises(CheckFailed, match="entries are wrong, the first at index"):
+        check("check_textbook_values")(wrong)
+
+
+@pytest.mark.parametrize(
+    "value", [(1, [2.5, None]), float("inf"), "text", ([(True, "a")],)], ids=repr
+)
+def test_what_is_stored_comes_back(value, tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "FILE", tmp_path / "cases.safetensors")
+    cases.save_cases({"check": [value]}, cases.FILE)
+    assert cases.stored_tape("check") == [value]
+
+
+# --- the package ----------------------------------------------------------------------------------
 
 SOURCE = '''"""How to square."""
 
 from __future__ import annotations
+
+MISTAKES = mistakes("""
+Not squared.
+    x * x -> x
+""")
 
 
 def square(x: float) -> float:
@@ -274,6 +331,10 @@ class Squares:
 
 def shape() -> str:
     return "square"
+
+
+def check_square(student, seed=0):
+    """Squared."""
 '''
 
 
@@ -281,71 +342,148 @@ def test_what_is_emptied_keeps_names_and_needed_functions_and_loses_the_rest():
     text = exam.empty(SOURCE, "squares", Answer("squares.py", "1-1", needed=("shape",)))
     assert "x * x" not in text
     assert "trick" not in text
-    module = {}
-    door = "from labsupport.left_out import left_out"
-    exec(text.replace(door, "from grader.left_out import left_out"), module)
-    assert module["shape"]() == "square"
-    assert module["Squares"].side == 3
-    for call in (lambda: module["square"](2.0), module["Squares"]().area):
-        with pytest.raises(LeftOutError, match="answers exercise 1-1"):
-            call()
+    assert "side = 3" in text
+    assert "def square(x: float) -> float:\n    left_out('squares.square', '1-1')" in text
+    assert "return 'square'" in text
 
 
-def test_what_is_sealed_works_and_does_not_show_its_text():
-    text = seal(SOURCE)
-    assert "square" not in text
-    module = {}
-    exec(unseal(text, "squares.py"), module)
-    assert module["square"](3.0) == 9.0
+def test_checks_lose_their_references_and_mistakes_and_read_stored_results():
+    answer = Answer("checks/squares.py", "1-1", gone=("square", "Squares"))
+    text = exam.empty(SOURCE, "checks.squares", answer)
+    assert "x * x" not in text
+    assert "MISTAKES = ()" in text
+    assert "return 'square'" in text
+    assert "@stored\ndef check_square" in text
 
 
-SEALED_CHECKS = """
-from labsupport import checks
-from labsupport.checks import chunked_loss, softmax
-from labsupport.checks.verdict import mutant
-
-for check, solution, mistake in (
-    (checks.check_running_values, softmax.running_max_and_sum, softmax.MISTAKES[0]),
-    (checks.check_loss_values, chunked_loss.ChunkedLoss, chunked_loss.LOSS_MISTAKES[0]),
-):
-    try:
-        check(mutant(solution, mistake.edit))
-    except checks.CheckFailed as failure:
-        assert mistake.say in str(failure), failure
-    else:
-        raise AssertionError(f"{check.__name__} passed")
-"""
-
-
-def test_sealed_checks_name_mistakes_too(edition):
-    assert run_in(edition, "-c", SEALED_CHECKS) == ""
-
-
-def test_a_function_that_is_left_out_can_be_passed_on_and_not_called():
-    ours = LeftOutFunction("checks.choose", "4-5")
-    assert ours.__name__ == "checks.choose"
-    with pytest.raises(LeftOutError, match="4-5"):
-        ours(1, 2)
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ((*ANSWERS, Answer("attention/gone.py", "9-9")), r"not there: attention/gone\.py"),
+        ((Answer("attention/rotary.py", "3-1", ("no_such",)),), "has no no_such any more"),
+    ],
+)
+def test_an_answer_that_is_not_there_any_more_is_named(monkeypatch, answers, said):
+    monkeypatch.setattr(exam, "ANSWERS", answers)
+    with pytest.raises(ValueError, match=said):
+        list(exam.exam_package())
 
 
 def test_a_chapter_keeps_its_prose_and_commands_and_loses_its_programs():
     chapter = "A\n\n```python\nx * x\n```\n\n```text\n9\n```\n\nB\n\n```bash\nmake lab\n```\n"
-    text = exam_files.without_code(chapter)
+    text = release.without_code(chapter)
     assert "x * x" not in text
     assert "9" not in text
     assert text.count("not part of the exam edition") == 1
     assert "```bash\nmake lab\n```" in text
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_lab_gives_working_copies_of_the_edition(edition, tmp_path):
-    copy = shutil.copytree(edition, tmp_path / "lab")
-    plan = subprocess.run(["make", "-n", "lab", "PY=python"], cwd=copy, capture_output=True)
-    assert plan.returncode == 0
-    assert b"jupyterlab" in plan.stdout
-    assert subprocess.run(["make"], cwd=copy, capture_output=True).returncode == 0
-    run_in(copy, "-m", "labsupport.cli", "start")
-    copies = sorted((copy / "work").glob("*.ipynb"))
-    assert [path.name for path in copies] == [path.name for path in NOTEBOOKS]
-    assert "YOUR CODE HERE" in copies[0].read_text(encoding="utf-8")
-    assert "0 of " in run_in(copy, "-m", "labsupport.cli", "progress")
+# --- slow: the whole exam, and the package for grading --------------------------------------------
+
+
+def results_of_checks(edition, notebooks, folder):
+    """For each notebook: grade_id -> (what came of the check, the message). One process for all."""
+    first, *lines = run_in(edition, RUN_CHECKS, folder, *notebooks).splitlines()
+    assert first == str(edition / "labsupport" / "__init__.py")
+    found = {notebook: {} for notebook in notebooks}
+    for line in lines:
+        notebook, name, kind, said = json.loads(line)
+        found[Path(notebook)][name] = kind, said
+    return found
+
+
+@pytest.mark.slow
+def test_in_the_exam_solutions_pass_and_stubs_are_called_stubs(whole_exam, tmp_path):
+    assert leaks(whole_exam) == set()
+    stubs = [whole_exam / "notebooks" / path.name for path in NOTEBOOKS]
+    found = results_of_checks(whole_exam, [*NOTEBOOKS, *stubs], tmp_path)
+    for solved, stub in zip(NOTEBOOKS, stubs, strict=True):
+        assert len(found[solved]) >= 15
+        assert {n: r for n, r in found[solved].items() if r[0] != "passed"} == {}
+        assert {kind for kind, _ in found[stub].values()} == {"CheckFailed"}
+        assert all("is not written yet" in said for _, said in found[stub].values())
+
+
+# One line of each solution, wrong, and the words by which the check names that.
+WRONG = {
+    "01": {
+        "ex-1-1": ("/ math.sqrt(q.shape[-1])", "", "not divided by sqrt(head_dim)"),
+        "ex-1-2": ("return 2 * batch", "return batch", "That is one matrix"),
+    },
+    "03": {"ex-3-5": ("2 * world - 1 - rank", "rank + world", "chunk r + world")},
+    "04": {"ex-4-1": ("* dtype.itemsize", "* 4", "you always count 4 bytes")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", WRONG)
+def test_in_the_exam_a_mistake_gets_its_name(whole_exam, tmp_path, number):
+    (path,) = (path for path in NOTEBOOKS if path.name.startswith(number))
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        for exercise, (right, wrong, _) in WRONG[number].items():
+            if grade_id(cell).startswith(exercise) and cell.metadata.nbgrader.solution:
+                assert right in cell.source
+                cell.source = cell.source.replace(right, wrong)
+    nbformat.write(notebook, tmp_path / path.name)
+    found = results_of_checks(whole_exam, [tmp_path / path.name], tmp_path / "cells")
+    for exercise, (_, _, words) in WRONG[number].items():
+        said = [text for name, (_, text) in found[tmp_path / path.name].items() if exercise in name]
+        assert any(words in text for text in said), said
+
+
+@pytest.mark.slow
+def test_every_module_can_still_be_imported(tmp_path):
+    exam.write_package(tmp_path)
+    modules = [
+        ".".join(path.relative_to(tmp_path).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((tmp_path / "labsupport").rglob("*.py"))
+        if path.stem != "__main__"
+    ]
+    code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)"
+    run_in(tmp_path, "-c", code, *modules)
+
+
+WHEN_GRADED = """
+import torch
+from labsupport import attention as lab, checks, distributed
+from labsupport.attention.kernels.template import attention_with_update
+from labsupport.precision import FlashAttentionConfig
+q = torch.ones(4, 16)
+for answer in (lambda: lab.standard_attention(q, q, q), lambda: lab.online_softmax(q),
+               lambda: lab.merge_attention(q, q[:, 0], q, q[:, 0]),
+               lambda: lab.apply_rotary_emb(q, q, q),
+               lambda: lab.attention(q[None, :, None], q[None, :, None], q[None, :, None],
+                                     backend="flash_torch"),
+               lambda: distributed.positions_of(4, 0, 2, zigzag=True),
+               lambda: checks.overall_speedup(1, 1),
+               lambda: checks.choose(1, memory_bytes=1, dtype="")):
+    try:
+        answer()
+    except RuntimeError as error:
+        print("not part of the exam edition" in str(error))
+x, y = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
+first = [t.transpose(1, 2).repeat_interleave(4 // t.shape[2], 1) for t in (x, y, y)]
+mask = torch.ones(5, 9).bool().tril(4)
+right = torch.nn.functional.scaled_dot_product_attention(*first, attn_mask=mask)
+for function in (lab.attention, lab.flash_attention):
+    torch.testing.assert_close(function(x, y, y, causal=True), right.transpose(1, 2))
+print(lab.attention(*[x.half()] * 3).dtype, FlashAttentionConfig.bfloat16().residual)
+"""
+
+
+@pytest.mark.slow
+def test_where_a_submission_is_graded_answers_cannot_be_called_and_what_solutions_need_can(
+    tmp_path,
+):
+    exam.write_package(tmp_path)
+    said = run_in(tmp_path, "-c", WHEN_GRADED).split()
+    assert said == ["True"] * 8 + ["torch.float16", "torch.bfloat16"]
+
+
+@pytest.mark.slow
+def test_a_program_of_an_edition_says_in_one_line_that_the_grader_is_not_there(course):
+    done = start_in(course, "-m", "labsupport.cli", "grade", "x", "--out", "y")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "the package `grader` is not part of this edition" in done.stderr

@@ -4,40 +4,21 @@ A real course in a temporary folder: `nbgrader generate_assignment` makes the st
 the solved notebook, and `nbgrader autograde` grades what students made of it.
 """
 
+import re
+import subprocess
+import sys
+
 import nbformat
 import pytest
 
 from benchmarks.grading import NAME, Course, solutions_of
+from grader.exam import exercises_of
 from grader.grade.one import grade_one
 from grader.grade.settings import Settings
 from grader.grade.submissions import read_submission
 from labsupport import paths
 from labsupport.course.editions import make_edition
 
-# A small notebook: three exercises with quick checks, and what they import.
-TEXTBOOK, MEMORY, SOFTMAX = (
-    "ex-1-1-textbook-attention",
-    "ex-1-2-score-memory",
-    "ex-1-3-online-softmax",
-)
-IMPORTS = "import math\n\nimport torch\n\nfrom labsupport import checks"
-
-NAN_IN_EMPTY_ROWS = '''def textbook_attention(q, k, v, mask=None):
-    """Attention with the whole score matrix in memory; returns (output, weights)."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    weights = torch.softmax(scores, dim=-1)
-    return weights @ v, weights'''
-ONE_OF_TWO = '''def score_bytes(batch, heads, seqlen, bytes_per_element):
-    """Bytes of S and P together."""
-    return 2 * batch * heads * seqlen**2 * bytes_per_element
-
-
-def longest_that_fits(memory, batch, heads, bytes_per_element):
-    """Longest sequence whose S and P fit into `memory` bytes."""
-    # YOUR CODE HERE
-    raise NotImplementedError'''
 NO_COLON = "def running_max_and_sum(scores, block_size)\n    return scores, block_size"
 
 
@@ -71,91 +52,95 @@ class GradedCourse(Course):
             }
 
 
-def filled(notebook, answers):
-    """A student's copy with some solution cells filled in."""
+def exercises(number, *names):
+    """A solved notebook's imports, solutions and checks; of these exercises, or of all."""
+    (path,) = paths.notebooks_dir().glob(f"{number}*.ipynb")
+    notebook = nbformat.read(path, as_version=4)
+    _, imports = next(exercises_of(path))
+    own = [c for c in notebook.cells if c.cell_type == "code" and role(c)]
+    own = [c for c in own if role(c).grade_id.startswith(names or "")]
+    notebook.cells = [nbformat.v4.new_code_cell(imports), *own]
+    return notebook
+
+
+def untouched(notebook, answers):
+    """The notebook that was handed out, untouched."""
+
+
+def written_below(notebook, answers):
+    """The given cells as they were, and the functions in cells of the student's own below them."""
+    cells = []
     for cell in notebook.cells:
-        if role(cell).get("grade_id") in answers:
-            cell.source = answers[role(cell).grade_id]
-    return nbformat.writes(notebook)
+        answer = answers.get(role(cell).get("grade_id"))
+        cells += [cell, nbformat.v4.new_code_cell(answer)] if answer else [cell]
+    notebook.cells = cells
 
 
-@pytest.fixture(scope="module")
-def small():
-    """Three exercises of notebook 1, as the instructor has them."""
-    whole = nbformat.read(paths.notebooks_dir() / f"{NAME}.ipynb", as_version=4)
-    kept = [
-        c
-        for c in whole.cells
-        if role(c).get("grade_id", "").startswith((TEXTBOOK, MEMORY, SOFTMAX))
-    ]
-    whole.cells = [nbformat.v4.new_code_cell(IMPORTS), *kept]
-    return whole
+def compared(notebook, answers):
+    """A comparison with PyTorch's own attention at the end of each solution cell."""
+    sdpa = "torch.nn.functional.scaled_dot_product_attention"
+    for cell in notebook.cells:
+        if answer := answers.get(role(cell).get("grade_id")):
+            cell.source = f"{answer}\n\nimport torch\n{sdpa}(*torch.ones(3, 1, 1, 2, 4))"
 
 
-@pytest.fixture(scope="module")
-def handed_in(small, tmp_path_factory):
-    """(nbgrader's course, graded; each student's file; the folder of the solved notebook)."""
-    course = GradedCourse(tmp_path_factory.mktemp("course"), nbformat.writes(small))
-    solved = course.folder / "source" / "lab"
-    ours = nbformat.reads(make_edition(solved / f"{NAME}.ipynb").text, as_version=4)
-    partly = {TEXTBOOK: NAN_IN_EMPTY_ROWS, MEMORY: ONE_OF_TWO, SOFTMAX: NO_COLON}
-    files = {
-        "perfect": course.hand_in("perfect", filled(course.released(), solutions_of(small))),
-        # Handed out by `labsupport release`, handed in to nbgrader.
-        "partly": course.hand_in("partly", filled(ours, partly)),
-        "stub": course.hand_in("stub", filled(course.released(), {})),
-    }
+def partly_solved(notebook, answers):
+    """The first exercise is left as it was, and one that isn't Python."""
+    answers = answers | {"ex-1-3-online-softmax": NO_COLON}
+    for cell in notebook.cells:
+        name = role(cell).get("grade_id")
+        if name in list(answers)[1:]:
+            cell.source = answers[name]
+
+
+def same_points(solved, folder, *students):
+    """Grade students' work by both, compare, and return nbgrader's points."""
+    course = GradedCourse(folder, nbformat.writes(solved))
+    files = {}
+    for write in students:
+        copy = course.released()
+        write(copy, solutions_of(solved))
+        files[write.__name__] = course.hand_in(write.__name__, nbformat.writes(copy))
     course.run("autograde", "lab")
-    return course, files, solved
-
-
-def test_nbgraders_student_edition_has_the_cells_of_ours(handed_in):
-    course, _, solved = handed_in
-    ours = nbformat.reads(make_edition(solved / f"{NAME}.ipynb").text, as_version=4)
-    theirs = course.released()
-    assert [c.source for c in theirs.cells] == [c.source for c in ours.cells]
-    assert [role(c).get("checksum") for c in theirs.cells] == [
-        role(c).get("checksum") for c in ours.cells
-    ]
-
-
-def test_nbgrader_gives_a_perfect_submission_all_points(handed_in, small):
-    assert handed_in[0].grades()["perfect"] == points(small)
-
-
-def test_nbgrader_gives_a_partly_right_copy_of_our_edition_the_points_of_what_is_right(
-    handed_in, small
-):
-    right = {f"{TEXTBOOK}-values", f"{TEXTBOOK}-mask", f"{MEMORY}-bytes"}
-    expected = {name: worth if name in right else 0.0 for name, worth in points(small).items()}
-    assert sum(expected.values()) == 5
-    assert handed_in[0].grades()["partly"] == expected
-
-
-def test_nbgrader_gives_untouched_stubs_nothing(handed_in, small):
-    assert handed_in[0].grades()["stub"] == dict.fromkeys(points(small), 0.0)
-
-
-@pytest.mark.parametrize("student", ["perfect", "partly", "stub"])
-def test_labsupport_grade_gives_each_check_the_points_that_nbgrader_gives(handed_in, student):
-    course, files, solved = handed_in
-    submission = read_submission(files[student], student=student, notebooks=solved)
-    result = grade_one(
-        submission, Settings(notebooks=solved, notebook_timeout_s=600, unconfined=True)
-    )
-    assert result.status == "graded", result.reason
-    assert {check.grade_id: check.earned for check in result.checks} == course.grades()[student]
+    theirs, notebooks = course.grades(), folder / "source" / "lab"
+    settings = Settings(notebooks=notebooks, notebook_timeout_s=600, unconfined=True)
+    for student, file in files.items():
+        submission = read_submission(file, student=student, notebooks=notebooks)
+        ours = {check.grade_id: check.earned for check in grade_one(submission, settings).checks}
+        assert ours == theirs[student], student
+    return theirs
 
 
 @pytest.mark.slow
-def test_a_whole_notebook_gets_all_points_from_both(tmp_path):
-    source = paths.notebooks_dir() / f"{NAME}.ipynb"
-    solved = nbformat.read(source, as_version=4)
-    course = GradedCourse(tmp_path, nbformat.writes(solved))
-    path = course.hand_in("ada", filled(course.released(), solutions_of(solved)))
-    course.run("autograde", "lab")
-    assert course.grades()["ada"] == points(solved)
-    result = grade_one(
-        read_submission(path, student="ada"), Settings(notebook_timeout_s=900, unconfined=True)
-    )
-    assert {check.grade_id: check.earned for check in result.checks} == course.grades()["ada"]
+def test_nbgraders_student_edition_has_the_cells_of_ours(tmp_path):
+    course = GradedCourse(tmp_path, nbformat.writes(exercises("01", "ex-1-1", "ex-1-2")))
+    edition = make_edition(tmp_path / "source" / "lab" / f"{NAME}.ipynb").text
+    ours, theirs = nbformat.reads(edition, as_version=4), course.released()
+    for own, other in zip(ours.cells, theirs.cells, strict=True):
+        assert other.source == own.source
+        assert role(other).get("checksum") == role(own).get("checksum")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["01", "02", "03", "04"])
+def test_honest_work_gets_the_same_points_from_both(number, tmp_path):
+    solved = exercises(number)
+    given = same_points(solved, tmp_path, untouched, written_below, compared, partly_solved)
+    assert given["compared"] == given["written_below"] == points(solved)
+    assert 0 < sum(given["partly_solved"].values()) < sum(points(solved).values())
+    assert set(given["untouched"].values()) == {0.0}
+
+
+@pytest.mark.slow
+def test_the_recipe_of_the_guide_works_as_typed(project, tmp_path):
+    guide = (project / "GRADING.md").read_text(encoding="utf-8").split("## With nbgrader\n")[1]
+    recipe = re.findall(r"^```bash\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    for folder in ("notebooks", "nbgrader/submitted/ada/lab"):
+        (tmp_path / folder).mkdir(parents=True)
+        nbformat.write(exercises("01", "ex-1-2"), tmp_path / folder / f"{NAME}.ipynb")
+    home = {"HOME": str(tmp_path), "PYTHONPATH": str(project), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-ec", recipe], cwd=tmp_path, env=home, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    grades = (tmp_path / "nbgrader" / "grades.csv").read_text(encoding="utf-8")
+    assert "ada" in grades

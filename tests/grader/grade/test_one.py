@@ -1,12 +1,9 @@
 """Whole submissions, each in a kernel of its own; the many variants stand in tests/grader."""
 
-import os
-from pathlib import Path
-
+import psutil
 import pytest
 
 from grader.grade.one import grade_one
-from grader.grade.processes import descendants
 from grader.grade.submissions import Refused
 
 GOOD = "def square(x):\n    return x * x"
@@ -16,17 +13,10 @@ GOOD = "def square(x):\n    return x * x"
 def grade(hand_in, settings):
     def graded(*args, **options):
         result = grade_one(hand_in(*args, **options), settings)
-        assert not any(b"ipykernel" in _command(pid) for pid in descendants(os.getpid()))
+        assert not any("kernel" in " ".join(p.cmdline()) for p in psutil.Process().children())
         return result, {check.grade_id: check for check in result.checks}
 
     return graded
-
-
-def _command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def test_right_solutions_get_all_points(grade):
@@ -38,6 +28,7 @@ def test_right_solutions_get_all_points(grade):
     assert result.peak_memory_bytes > 0
 
 
+@pytest.mark.slow
 def test_each_check_is_all_or_nothing_and_hidden_inputs_count(grade):
     _, checks = grade("def square(x):\n    return {3: 9, 5: 25}[x]")
 
@@ -46,6 +37,7 @@ def test_each_check_is_all_or_nothing_and_hidden_inputs_count(grade):
     assert checks["ex-1-2-cube-three"].status == "passed"
 
 
+@pytest.mark.slow
 def test_an_error_while_defining_is_told_and_stays_with_its_exercise(grade):
     _, checks = grade("print(never_defined)\n" + GOOD)
 
@@ -53,6 +45,7 @@ def test_an_error_while_defining_is_told_and_stays_with_its_exercise(grade):
     assert checks["ex-1-2-cube-three"].status == "passed"
 
 
+@pytest.mark.slow
 def test_a_process_that_kills_itself_takes_nothing_from_other_exercises(grade):
     _, checks = grade("import os\ndef square(x):\n    if x == 3: os._exit(0)\n    return x * x")
 
@@ -61,6 +54,7 @@ def test_a_process_that_kills_itself_takes_nothing_from_other_exercises(grade):
     assert checks["ex-1-2-cube-three"].status == "passed"
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_before_it_is_asked_takes_nothing_from_others(grade):
     _, checks = grade(cube="import os\nos._exit(0)")
 
@@ -68,12 +62,34 @@ def test_a_kernel_that_ends_before_it_is_asked_takes_nothing_from_others(grade):
     assert checks["ex-1-2-cube-three"].status == "died"
 
 
-def test_an_exercise_that_was_not_begun_starts_no_kernel(grade):
+@pytest.mark.slow
+def test_an_exercise_that_was_not_begun_says_so(grade):
     result, checks = grade("", None)
 
     assert {check.status for check in checks.values()} == {"not written", "missing"}
     assert result.earned == 0
-    assert result.peak_memory_bytes == 0
+
+
+def test_a_function_in_a_new_cell_counts_though_the_given_one_is_as_it_was(grade):
+    stub = "def square(x):\n    # YOUR CODE HERE\n    raise NotImplementedError"
+    result, _ = grade(stub, after=[GOOD])
+
+    assert result.earned == 5
+
+
+@pytest.mark.slow
+def test_the_last_definition_counts_and_so_does_the_one_that_stood_at_the_check(grade):
+    wrong, right = "def square(x):\n    return 0", GOOD
+    assert grade(wrong, after=[right])[0].earned == 5
+    assert grade(right, after=[wrong])[0].earned == 5
+    assert grade(right, after=["square = [1, 4, 9]"])[0].earned == 5
+
+
+@pytest.mark.slow
+def test_an_import_that_fails_is_told(grade):
+    _, checks = grade("from nothing_like_it import power\ndef square(x):\n    return power(x, 2)")
+
+    assert "No module named 'nothing_like_it'" in checks["ex-1-1-square-five"].message
 
 
 def test_a_refused_file_has_all_points_to_lose_and_says_why(settings):

@@ -34,4 +34,9 @@ def notebooks(tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()
     nbformat.write(notebook, folder / "01-Squares.ipynb")
+    other = [
+        new.new_code_cell("def b(): ...", metadata=role("ex-2-1-b", solution=True)),
+        asks("ex-2-1-b-a", "assert b()", 0.5),
+    ]
+    nbformat.write(new.new_notebook(cells=other), folder / "02-B.ipynb")
     return folder

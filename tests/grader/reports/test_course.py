@@ -3,7 +3,7 @@
 import pytest
 
 from grader.reports.course import Course
-from tests.grader.reports.small_course import ROOT, SQUARE, check, perfect, result
+from tests.grader.reports.small_course import SQUARE, check, perfect, result
 
 
 def mistakes(course):
@@ -79,14 +79,3 @@ def test_a_stub_is_no_mistake_and_a_program_that_died_is_one(notebooks):
         (SQUARE, "(died)", 1),
         (SQUARE, "No answer within 60 s.", 1),
     ]
-
-
-def test_an_exercise_that_the_notebook_does_not_set_is_shown_by_its_grade_id(notebooks):
-    course = Course.of([result("ada", check("values", exercise="ex-9-9-new"))], notebooks)
-    assert [question.title for question in course.exercises][-1] == "ex-9-9-new"
-    assert course.out_of == 5.0
-
-
-def test_without_the_instructors_notebook_the_results_say_what_there_was(tmp_path):
-    course = Course.of([perfect("ada")], tmp_path)
-    assert [(q.exercise, q.total) for q in course.exercises] == [(SQUARE, 3.0), (ROOT, 1.0)]

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from grader.grade.results import CHECK_STATUSES
+from grader.grade.reading import Cell
+from grader.grade.results import CHECK_STATUSES, Flag
+from grader.grade.submissions import Submission
 from grader.reports import rendering, write_reports
+from grader.reports.cells import equal_solutions, texts_of
 from grader.reports.course import Course
 from grader.reports.overview import MISTAKES_SHOWN, overview_page
 from grader.reports.page import STATUS_WORDS, page_names, student_page
-from tests.grader.reports.small_course import ROOT, check, flag, perfect, result
+from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&{{ 7 * 7 }}\x1b[31m\x00\u202e"
 # Elements and attributes that could run something, or fetch something from elsewhere.
@@ -80,7 +83,8 @@ def test_all_links_lead_to_a_place_on_the_page_or_to_another_report(notebooks, t
         places = {f"#{element.get('id')}" for element in page.iter() if element.get("id")}
         for link in page.iter("a"):
             target = link.get("href")
-            assert target in places or (path.parent / re.sub("%2B", "+", target)).is_file(), target
+            there = target in places or target.startswith("http://localhost:8888/lab/tree/")
+            assert there or (path.parent / re.sub("%2B", "+", target)).is_file(), target
 
 
 def test_the_pages_policy_allows_its_own_style_and_nothing_else(notebooks):
@@ -110,23 +114,57 @@ def test_a_students_page_says_what_was_asked_what_came_out_and_which_mistake(not
     for expected in (
         "ada 2 of 4 points",
         "Exercise 1-1 · Squares & <more> ●○○ · 5 minutes · 3 points",
-        "values output and weights without a mask, with leading dimensions. passed 2 / 2 0.5 s",
-        "signs failed 0 / 1 0.5 s square(-1) is negative.",
+        "Next step: Exercise 1-1 · Squares & <more>. Change your solution in 01-Squares and run",
+        "The idea is explained in chapter 1 .",
+        "output and weights without a mask, with leading dimensions. passed 2 / 2",
+        "failed 0 / 1 square(-1) is negative.",
         "Together 2 / 3",
         "Exercise 1-2 · Roots",
         "not written 0 / 1",
-        "library call : It calls math.pow.",
-        "edition 0123abcd · graded in 1 min 1 s, with 5 MiB of memory at most",
     ):
         assert expected in said
-    assert "bob" not in said
+    for others in ("bob", "library call", "math.pow", "MiB", "1 min"):
+        assert others not in said
+
+
+def test_the_next_step_is_a_mistake_before_what_is_not_written(notebooks):
+    def page(*statuses):
+        names = [("values", SQUARE), ("values", ROOT)]
+        checks = [check(n, s, exercise=e) for (n, e), s in zip(names, statuses, strict=True)]
+        return text(tree(student_page(Course.of([result("ada", *checks)], notebooks), "ada")))
+
+    assert "Next step: Exercise 1-1" in page("not written", "not written")
+    assert "Next step: Exercise 1-2" in page("not written", "failed")
+    everything = student_page(Course.of([perfect("ada")], notebooks), "ada")
+    assert "Everything is solved." in everything
+    assert "Next step" not in everything
+
+
+def test_an_instructors_points_and_remark_take_the_place_of_a_checks(notebooks, tmp_path):
+    own = result("ada", check("values", "failed", "Wrong sign.", points=2.0), check("signs"))
+    overrides = tmp_path / "out" / "overrides.csv"
+    overrides.parent.mkdir()
+    overrides.write_text(f"student,check,points,remark\nada,{SQUARE}-values,1.5,Right idea.\n")
+
+    write_reports([own], tmp_path / "out", notebooks=notebooks)
+
+    page = text(tree((tmp_path / "out/students/ada.html").read_text()))
+    assert "by your instructor 1.5 / 2 Right idea." in page
+    assert "2.5 of 4 points" in page
+    assert "ada,2.5" in (tmp_path / "out/points.csv").read_text()
+    assert ",2.5,4," in (tmp_path / "out/grades.csv").read_text()
+    for wrong in (f"eve,{SQUARE}-values,1,", "ada,ex-9-9,1,", f"ada,{SQUARE}-values,all,"):
+        overrides.write_text(f"student,check,points,remark\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"overrides\.csv"):
+            write_reports([own], tmp_path / "out", notebooks=notebooks)
 
 
 def test_a_students_page_holds_all_of_their_notebooks(notebooks):
-    results = [perfect("ada"), perfect("ada", notebook="02-B", path="b.ipynb")]
+    other = check("a", points=0.5, exercise="ex-2-1-b")
+    results = [perfect("ada"), result("ada", other, notebook="02-B")]
     page = tree(student_page(Course.of(results, notebooks), "ada"))
     assert [text(h) for h in page.iter("h2")] == ["01-Squares", "02-B"]
-    assert text(page).count("8 of 8 points") == 1
+    assert text(page).count("4.5 of 4.5 points") == 1
 
 
 def test_a_refused_submission_says_why_and_shows_no_checks(notebooks):
@@ -139,18 +177,22 @@ def test_a_refused_submission_says_why_and_shows_no_checks(notebooks):
     assert not list(page.iter("table"))
 
 
-def test_what_every_check_of_an_exercise_says_is_said_once(notebooks):
-    said = "square is not written yet."
-    checks = [check(name, "not written", said) for name in ("values", "signs")]
-    page = student_page(Course.of([result("ada", *checks)], notebooks), "ada")
-    assert page.count(said) == 1
+def test_what_several_checks_say_is_said_once(notebooks):
+    def page(status):
+        checks = [check(name, status, "The same.") for name in ("values", "signs")]
+        return student_page(Course.of([result("ada", *checks)], notebooks), "ada")
+
+    assert page("not written").count("The same.") == 1
+    assert page("failed").count("The same.") == page("failed").count("As above.") == 1
 
 
-def test_a_giant_message_is_cut(notebooks):
-    giant = check("values", "failed", "x" * 1_000_000)
-    page = student_page(Course.of([result("ada", giant)], notebooks), "ada")
-    assert "(cut here)" in page
-    assert len(page) < 50_000
+def test_a_giant_message_is_cut_and_an_exceptions_own_text_sooner(notebooks):
+    for said in ("x" * 1_000_000, "f raised ValueError: " + "x" * 900):
+        giant = check("values", "failed", said)
+        page = student_page(Course.of([result("ada", giant)], notebooks), "ada")
+        assert " …" in page
+        assert page.count("x" * 301) == 0 or len(said) > 2000
+        assert len(page) < 50_000
 
 
 @pytest.mark.parametrize("status", CHECK_STATUSES)
@@ -158,18 +200,16 @@ def test_every_status_has_words_of_its_own(status):
     assert status in STATUS_WORDS
 
 
-def test_the_overview_shows_points_by_exercise_mistakes_and_times(notebooks):
+def test_the_overview_shows_points_by_exercise_and_mistakes(notebooks):
     wrong = "square(-1) is negative."
     results = [
-        perfect("ada", seconds=4),
+        perfect("ada"),
         *(
             result(
                 name,
                 check("values", points=2.0),
                 check("signs", "failed", wrong),
                 check("values", "not written", exercise=ROOT),
-                seconds=8,
-                peak_memory_bytes=7 * 2**20,
             )
             for name in ("bob", "cy")
         ),
@@ -179,15 +219,13 @@ def test_the_overview_shows_points_by_exercise_mistakes_and_times(notebooks):
     page = tree(overview_page(course, page_names(course.students)))
     said = text(page)
     for expected in (
-        "4 students, 3 submissions graded, 1 refused, 0 with something to look at",
+        "4 students, 3 submissions graded, 1 refused, 0 students with something to look at",
         "3 submissions: on average 2.67 of 4 points, median 2.",
         "Exercise 1-1 · Squares & <more> 2.33 / 3 1 0",
         "Exercise 1-2 · Roots 0.33 / 1 1 2",
         f"2 Exercise 1-1 · Squares & <more> {wrong}",
-        "signs 1 1 2 0 0",
-        "Half of the submissions took at most 8.0 s",
-        "the most memory was 7 MiB",
-        "eve refused 0",
+        f"{SQUARE}-signs 1 1 2 0",
+        "eve 0 refused",
         "It is no JSON. eve/01-Squares.ipynb",
     ):
         assert expected in said, expected
@@ -195,13 +233,66 @@ def test_the_overview_shows_points_by_exercise_mistakes_and_times(notebooks):
     assert fills == [77.8, 33.3]
 
 
-def test_the_overview_lists_every_flag_with_a_link_to_the_students_page(notebooks):
-    course = Course.of([perfect("Ada", flags=(flag("late", "By a day."),))], notebooks)
+def test_the_overview_groups_flags_and_shows_the_cells(notebooks):
+    def flagged(student, *flags):
+        return perfect(student, flags=flags)
+
+    seen = [Flag(name, "odd name", "Names eval.") for name in (SQUARE, ROOT, "")]
+    results = [flagged("Ada", *seen), flagged("bob", flag("late", "By a day."), seen[0])]
+    cells = (
+        Cell("code", "eval('1')", SQUARE),
+        Cell("code", "eval('<b>')"),
+        Cell("code", "evaluate()"),
+    )
+    own = Submission("Ada", "01-Squares", results[0].path, "d" * 64, cells)
+    course = Course.of(results, notebooks)
     names = page_names(course.students)
-    page = tree(overview_page(course, names))
-    (row,) = (row for row in page.iter("tr") if "By a day." in text(row))
-    assert "Ada" in text(row)
+    page = tree(overview_page(course, names, texts_of([own])))
+    kinds = [text(h) for h in page.iter("h3")][:2]
+    assert kinds == ["late (1)", "odd name (2)"]
+    (row,) = (row for row in page.iter("tr") if "Names eval." in text(row) and "Ada" in text(row))
+    assert f"{SQUARE}, {ROOT}, 01-Squares" in text(row)
+    assert [pre.text for pre in row.iter("pre")] == ["eval('1')", "eval('<b>')"]
     assert row.find(".//a").get("href") == names["Ada"].replace("+", "%2B")
+
+
+def test_equal_solutions_are_shown_but_for_layout_names_and_stubs(notebooks):
+    longer = "def square(x):\n    y = [x * i + (x - i) * x for i in range(x)]\n    return sum(y) + "
+    longer += "sum(z for z in y if z > x) - max(y[0], y[1], y[2]) + min(y[3], y[4], y[5]) * x"
+    texts = {
+        "ada": longer,
+        "bob": longer.replace("[x * i", "[ x*i") + "  # mine",
+        "cy": longer.replace("y", "w"),
+        "dan": longer,
+        "eve": "def square(x): return 1",
+        "fay": "def square(x): return 1",
+    }
+    status = {"dan": "not written"}
+    results = [
+        result(name, check("values", status.get(name, "passed"), points=2.0)) for name in texts
+    ]
+    submissions = [
+        Submission(r.student, r.notebook, r.path, r.digest, (Cell("code", source, SQUARE),))
+        for r, source in zip(results, texts.values(), strict=True)
+    ]
+    (equal,) = equal_solutions(results, texts_of(submissions))
+    assert (equal.exercise, equal.students) == (SQUARE, ("ada", "bob"))
+    page = text(tree(overview_page(Course.of(results, notebooks), {n: n for n in texts},
+                                   texts_of(submissions))))  # fmt: skip
+    assert "ada, bob 3 lines" in page
+
+
+def test_who_is_missing_has_a_row_and_who_is_unknown_a_flag(notebooks, tmp_path):
+    (tmp_path / "class.csv").write_text("student\nada\nzoe\n")
+    out = tmp_path / "out"
+    write_reports(
+        [perfect("ada"), perfect("eve")], out, notebooks=notebooks, students=tmp_path / "class.csv"
+    )
+    page = text(tree((out / "overview.html").read_text()))
+    assert "zoe 0 – nothing handed in" in page
+    assert "unknown student (1)" in page
+    assert "\nzoe,,0,4,,\n" in (out / "points.csv").read_text()
+    assert not (out / "return").exists()
 
 
 def test_only_the_commonest_mistakes_are_listed_and_the_rest_is_counted(notebooks):
@@ -311,5 +402,5 @@ def test_what_the_machine_does_not_confine_is_said_once_and_to_the_instructor_on
     course = Course.of(results, notebooks)
     page = overview_page(course, page_names(course.students))
     assert page.count("Submissions may use the network.") == 1
-    assert "1 with something to look at" in page
+    assert "1 student with something to look at" in page
     assert "network" not in student_page(course, "ada")

@@ -9,7 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import nbformat
@@ -23,15 +23,21 @@ EXERCISES = {
     "memory": "ex-1-2-score-memory",
     "softmax": "ex-1-3-online-softmax",
     "tiled": "ex-1-4-tiled-forward",
+    "half": "ex-1-6-half-precision",
 }
-POINTS = {"attention": 4, "memory": 3, "softmax": 4, "tiled": 7}
+POINTS = {"attention": 4, "memory": 3, "softmax": 4, "tiled": 7, "half": 4}
 NOTEBOOKS = {
     "01-Small": ("attention", "memory", "softmax"),
     "02-Tiled": ("tiled",),
     "01-Tiny": ("memory",),
+    "03-Mixed": ("tiled", "half"),
 }
+COURSE = ("01-Small", "02-Tiled", "03-Mixed")
 
-IMPORTS = "import math\n\nimport torch\n\nfrom labsupport import checks"
+IMPORTS = (
+    "import math\n\nimport torch\n\nfrom labsupport import checks\n"
+    "from labsupport.attention import attention"
+)
 # Stands for the lab's long measurements. A grader that ran it would use up every time limit.
 LONG_MEASUREMENT = "import time\n\ntime.sleep(100_000)"
 
@@ -60,7 +66,9 @@ def _solved(exercises: Iterable[str]) -> NotebookNode:
     return new.new_notebook(cells=cells, metadata=copy.deepcopy(_lab().metadata))
 
 
-def write_course(folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled")) -> Path:
+def write_course(
+    folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled", "03-Mixed")
+) -> Path:
     """Write the instructor's notebooks, with solutions and hidden tests."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in notebooks:
@@ -75,7 +83,7 @@ def _edition(name: str, folder: Path) -> str:
 
 @cache
 def solution(exercise: str) -> str:
-    """What a student who solved the exercise has in its cell: the solution, without markers."""
+    """The cell of a student who solved the exercise: the solution, without markers."""
     (cell,) = (c for c in _lab().cells if grade_id(c) == EXERCISES[exercise])
     lines = cell.source.split("\n")
     return "\n".join(line for line in lines if not re.search(r"### (BEGIN|END) ", line))
@@ -93,7 +101,7 @@ class Copy:
         return self.notebook.cells[self.index(exercise, check)]
 
     def index(self, exercise: str, check: str = "") -> int:
-        """Where that cell stands."""
+        """The place of that cell."""
         wanted = EXERCISES[exercise] + (f"-{check}" if check else "")
         return [grade_id(cell) for cell in self.notebook.cells].index(wanted)
 
@@ -143,12 +151,16 @@ class Variant:
         hand_in: writes it into the student's folder.
         file: the name that the notebook gets, where `hand_in` leaves that open.
         why: what it stands for.
+        flagged: whether the points are undeserved, and a flag says so.
+        atmost: whether it may get fewer points.
     """
 
     name: str
     points: dict[str, int]
     hand_in: Callable[[Path, Path], None] = field(repr=False)
     why: str
+    flagged: bool = False
+    atmost: bool = False
 
 
 class Variants(dict[str, Variant]):
@@ -190,3 +202,64 @@ class Variants(dict[str, Variant]):
             return function
 
         return take_up
+
+
+WRONG = "def textbook_attention(q, k, v, mask=None):\n    return v, v\n"
+_ATTENDS = """
+def my_flash_forward(q, k, v, is_causal, block_q, block_k):
+    n, m = q.shape[-2], k.shape[-2]
+    mask = torch.ones(n, m, dtype=torch.bool)
+    if is_causal:
+        mask = mask.tril(m - n)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    lse = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    return attend(q, k, v, attn_mask=mask), lse
+"""
+_OUT = "    out = torch.zeros_like(q)"
+
+
+def read_variants(file: Path) -> dict[str, Variant]:
+    """Read submissions from a text of blocks `--- NAME (WHERE) POINTS: SENTENCE` and code.
+
+    Where the code goes:
+        cell: the first exercise's cell, above a wrong function if it defines none; no points.
+        call: the body of the first exercise's function; no points.
+        beside: above the first exercise's solution.
+        attention, memory, softmax, tiled: it is that exercise's cell.
+        attends: it binds `attend`, with which the tiled forward computes; no points for that.
+        hides: in the solution of the tiled forward.
+    """
+    found = {}
+    head = re.compile(r"^--- (\S+) \((\w+)\)([^:]*): (.*)\n", re.MULTILINE)
+    _, *parts = head.split(file.read_text())
+    for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
+        notebook = "02-Tiled" if where in ("tiled", "attends", "hides") else "01-Small"
+        points = dict.fromkeys(("attention", "tiled"), 0) | {"memory": 3, "softmax": 4}
+        points |= {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
+        found[name] = Variant(
+            name,
+            {one: points[one] for one in NOTEBOOKS[notebook]},
+            partial(_hand_in, notebook, where, code.strip("\n")),
+            why,
+            "flagged" in said,
+            "atmost" in said,
+        )
+    return found
+
+
+def _hand_in(notebook: str, where: str, code: str, student: Path, course: Path) -> None:
+    work = Copy(course, notebook).solve()
+    if where == "call":
+        lines = "\n".join(f"    {line}" for line in code.split("\n"))
+        code = f"def textbook_attention(q, k, v, mask=None):\n{lines}\n"
+    elif where == "cell" and "def textbook_attention" not in code.split("exec(")[0]:
+        code = f"{code}\n\n\n{WRONG}"
+    elif where == "beside":
+        code = f"{code}\n\n\n{solution('attention')}"
+    elif where == "attends":
+        code += _ATTENDS
+    elif where == "hides":
+        code = solution("tiled").replace(_OUT, f"{code}\n{_OUT}")
+    exercise = where if where in EXERCISES else NOTEBOOKS[notebook][0]
+    student.mkdir(parents=True)
+    (student / f"{notebook}.ipynb").write_text(work.write(exercise, code).text())

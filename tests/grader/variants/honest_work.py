@@ -20,29 +20,10 @@ def untouched(work: Copy) -> None:
     """The edition as it was handed out."""
 
 
-@honest(attention=0, memory=0, softmax=0)
-def emptied_cells(work: Copy) -> None:
-    """The stubs were deleted and nothing was written instead."""
-    for exercise in ("attention", "memory", "softmax"):
-        work.write(exercise, "")
-
-
-@honest(memory=0, softmax=0)
-def only_attention(work: Copy) -> None:
-    """One exercise solved, the others still stubs."""
-    work.solve("attention")
-
-
 @honest(attention=0, softmax=0)
 def only_memory(work: Copy) -> None:
     """One exercise solved, in the middle."""
     work.solve("memory")
-
-
-@honest(attention=0, memory=0)
-def only_softmax(work: Copy) -> None:
-    """One exercise solved, the last."""
-    work.solve("softmax")
 
 
 @honest(attention=0)
@@ -58,24 +39,6 @@ def nan_in_empty_rows(work: Copy) -> None:
     work.solve().change("attention", (line, "pass"))
 
 
-@honest(attention=2)
-def mask_ignored(work: Copy) -> None:
-    """Right without a mask only."""
-    work.solve().change("attention", ("if mask is not None", "if False"))
-
-
-@honest(attention=0)
-def output_without_weights(work: Copy) -> None:
-    """One value returned instead of two."""
-    work.solve().change("attention", ("return weights @ v, weights", "return weights @ v"))
-
-
-@honest(attention=0)
-def return_forgotten(work: Copy) -> None:
-    """The right values are computed and thrown away."""
-    work.solve().change("attention", ("return weights @ v, weights", "weights @ v"))
-
-
 @honest(attention=0)
 def writes_into_its_inputs(work: Copy) -> None:
     """The values are right, but q is scaled in place."""
@@ -88,24 +51,10 @@ def writes_into_its_inputs(work: Copy) -> None:
     )
 
 
-@honest(memory=1)
-def one_matrix_instead_of_two(work: Copy) -> None:
-    """The first of the exercise's two functions is wrong."""
-    work.solve().change("memory", ("return 2 * batch", "return batch"))
-
-
 @honest(memory=2)
 def length_off_by_one(work: Copy) -> None:
     """The second of the exercise's two functions is wrong."""
     work.solve().change("memory", ("return math.isqrt(", "return 1 + math.isqrt("))
-
-
-@honest(memory=2)
-def second_function_still_a_stub(work: Copy) -> None:
-    """Half of an exercise is written."""
-    first = solution("memory").split("def longest_that_fits")[0]
-    stub = "def longest_that_fits(memory, batch, heads, bytes_per_element):\n"
-    work.solve().write("memory", f"{first}{stub}    raise NotImplementedError")
 
 
 @honest(memory=2)
@@ -118,12 +67,6 @@ def second_function_deleted(work: Copy) -> None:
 def sum_not_rescaled(work: Copy) -> None:
     """The classic mistake of the running softmax; it does look at one block at a time."""
     work.solve().change("softmax", ("l * torch.exp(m - shift) +", "l +"))
-
-
-@honest(softmax=3)
-def nan_in_rows_without_a_key(work: Copy) -> None:
-    """Right but for rows that begin with, or are, minus infinity."""
-    work.solve().change("softmax", ("m_new.masked_fill(m_new == -torch.inf, 0.0)", "m_new"))
 
 
 @honest(softmax=3)
@@ -144,26 +87,10 @@ def syntax_error_in_one_exercise(work: Copy) -> None:
     work.solve().change("attention", ("def textbook_attention(", "def textbook_attention((("))
 
 
-@honest(softmax=0)
-def exception_beside_a_function(work: Copy) -> None:
-    """The cell stops before it defines anything."""
-    work.solve().change(
-        "softmax", ("def running_max_and_sum", "1 / 0\n\n\ndef running_max_and_sum")
-    )
-
-
 @honest(attention=0)
 def misspelt_function(work: Copy) -> None:
     """The function was renamed, so the checks find no such name."""
     work.solve().change("attention", ("def textbook_attention", "def text_book_attention"))
-
-
-@honest(attention=2)
-def works_for_a_batch_of_two_axes_only(work: Copy) -> None:
-    """Three-dimensional inputs, which two of the checks use, raise an error."""
-    work.solve().change(
-        "attention", ("    scores = q", "    batch, heads, n, d = q.shape\n    scores = q")
-    )
 
 
 @honest()
@@ -179,20 +106,6 @@ def another_right_way(work: Copy) -> None:
         "        scores = scores + torch.where(mask, 0.0, -torch.inf).to(scores.dtype)\n"
         "    weights = F.softmax(scores, dim=-1).nan_to_num(0.0)\n"
         "    return torch.matmul(weights, v), weights",
-    )
-
-
-@honest()
-def written_with_numpy(work: Copy) -> None:
-    """A student who imports a library of their own choice in the solution cell."""
-    work.solve().write(
-        "memory",
-        "import numpy as np\n\n\n"
-        "def score_bytes(batch, heads, seqlen, bytes_per_element):\n"
-        "    factors = [2, batch, heads, seqlen, seqlen, bytes_per_element]\n"
-        "    return int(np.prod(factors, dtype=object))\n\n\n"
-        "def longest_that_fits(memory, batch, heads, bytes_per_element):\n"
-        "    return math.isqrt(memory // (2 * batch * heads * bytes_per_element))",
     )
 
 
@@ -218,14 +131,6 @@ def a_callable_object(work: Copy) -> None:
 
 
 @honest()
-def a_list_instead_of_a_tuple(work: Copy) -> None:
-    """Two values in a list."""
-    work.solve().change(
-        "attention", ("return weights @ v, weights", "return [weights @ v, weights]")
-    )
-
-
-@honest()
 def typed_and_documented(work: Copy) -> None:
     """Type hints, a decorator, accents and Greek letters."""
     text = solution("softmax").replace("m_new", "μ_neu").replace("shift", "décalage")
@@ -245,13 +150,6 @@ def prints_and_warns(work: Copy) -> None:
         "    scores = q"
     )
     work.solve().change("attention", ("    scores = q", noise))
-
-
-@honest()
-def calls_left_in_the_solution_cell(work: Copy) -> None:
-    """The student tried the function out, right below it."""
-    trial = "\n\n\nout, w = textbook_attention(*torch.randn(3, 1, 5, 4))\nout.shape, w.sum(-1)"
-    work.solve().write("attention", solution("attention") + trial)
 
 
 @honest()
@@ -282,13 +180,32 @@ def tiled_beside_the_whole_matrix(work: Copy) -> None:
     work.solve().change("tiled", (line, f"    all_scores = q @ k.mT\n{line}"))
 
 
-@honest(notebook="02-Tiled", tiled=5)
-def tiled_without_causality(work: Copy) -> None:
-    """The causal mask is forgotten, which the check of edges sees."""
-    work.solve().change("tiled", ("if is_causal:", "if False:"))
+@honest(notebook="02-Tiled")
+def compared_with_pytorchs_own(work: Copy) -> None:
+    """A check against PyTorch's attention, and a plot, left at the end of the solution cell."""
+    trial = (
+        "q = torch.randn(1, 8, 4)\n"
+        "theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "assert torch.allclose(my_flash_forward(q, q, q, False, 4, 4)[0], theirs, atol=1e-5)\n"
+        "import matplotlib.pyplot as plt\n\nplt.plot(theirs[0])\nplt.savefig('mine.png')"
+    )
+    work.solve().write("tiled", f"{solution('tiled')}\n\n\n{trial}")
 
 
-@honest(notebook="02-Tiled", tiled=4)
-def tiled_with_lse_in_base_two(work: Copy) -> None:
-    """The output is right, the log-sum-exp is not, which two checks see."""
-    work.solve().change("tiled", ("m + torch.log(l)", "m + torch.log2(l)"))
+@honest()
+def row_by_row_in_python(work: Copy) -> None:
+    """The textbook, slow, in float64, and compiled; both values in a list."""
+    work.solve().write(
+        "attention",
+        "@torch.compile\n"
+        "def textbook_attention(q, k, v, mask=None):\n"
+        "    rows = []\n"
+        "    for i in range(q.shape[-2]):\n"
+        "        row = (k.double() * q[..., i : i + 1, :]).sum(-1) / math.sqrt(q.shape[-1])\n"
+        "        if mask is not None:\n"
+        "            seen = mask[..., i % mask.shape[-2], :].expand_as(row)\n"
+        "            row = torch.where(seen, row, -torch.inf)\n"
+        "        rows.append(row.softmax(-1).nan_to_num(0.0))\n"
+        "    weights = torch.stack(rows, -2).to(q.dtype)\n"
+        "    return [weights @ v, weights]",
+    )

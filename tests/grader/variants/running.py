@@ -15,17 +15,19 @@ from grader.grade.batch import run_batch
 from grader.grade.results import SubmissionResult
 from grader.grade.settings import Settings
 from tests.grader.variants.course import EXERCISES, Copy, Variant, write_course
-from tests.grader.variants.hostile_reaching import COURSE, OUT, PORT, SURVIVOR
 
 # Perfect work, graded before, among and after the others: nothing may be taken from it.
 BYSTANDERS = ("a-bystander", "bystander-a", "m-bystander", "z-bystander")
 NAMES = {identifier: exercise for exercise, identifier in EXERCISES.items()}
+COURSE, OUT = "instructors-7Q4", "results-7Q4"
+# What hostile submissions leave, where they can. The port is put in when they are handed in.
+SURVIVOR, PORT = "86471.2193", "PORT_OF_THE_LISTENER"
 LEFT_IN_TMP = ("fill-7Q4-0", "hostile-7Q4", "evil")
 
 
 @dataclass
 class Graded:
-    """What a batch gave, and what the witnesses saw.
+    """Results of a batch, and reports of the witnesses.
 
     Attributes:
         results: of each student; none, where nothing was found that could be a submission.
@@ -70,25 +72,28 @@ def settings_for(course: Path, **options: object) -> Settings:
         "cell_timeout_s": 15.0,
         "notebook_timeout_s": 60.0,
         "memory_bytes": 3 * 2**29,
-        "folder_bytes": 64 * 2**20,
-        "jobs": 3,
+        "jobs": 2,
         "unconfined": True,  # some machines that test can do no better
     }
     return Settings(**{**limits, "notebooks": course, **options})  # type: ignore[arg-type]
 
 
 def hand_in(
-    variants: Iterable[Variant], submissions: Path, course: Path, port: int | None = None
+    variants: Iterable[Variant],
+    bystanders: Iterable[str],
+    submissions: Path,
+    course: Path,
+    port: int,
 ) -> None:
     """Write everybody's submission into a folder of their own."""
     submissions.mkdir(parents=True, exist_ok=True)
-    for name in BYSTANDERS:
+    for name in bystanders:
         (submissions / name).mkdir()
         (submissions / name / "01-Small.ipynb").write_text(Copy(course).solve().text())
     for variant in variants:
         variant.hand_in(submissions / variant.name, course)
         notebook = submissions / variant.name / "01-Small.ipynb"
-        if port is not None and notebook.is_file() and notebook.stat().st_size < 10**6:
+        if notebook.is_file() and notebook.stat().st_size < 10**6:
             data = notebook.read_bytes()
             if PORT.encode() in data:
                 notebook.write_bytes(data.replace(PORT.encode(), str(port).encode()))
@@ -136,7 +141,12 @@ def _survivors() -> list[str]:
     return found
 
 
-def grade_all(variants: Iterable[Variant], folder: Path, **options: object) -> Graded:
+def grade_all(
+    variants: Iterable[Variant],
+    folder: Path,
+    bystanders: Iterable[str] = BYSTANDERS,
+    **options: object,
+) -> Graded:
     """Hand all in, and grade them in one batch: most of the hostile ones wait for their limits."""
     course, submissions, out = folder / COURSE, folder / "submissions", folder / OUT
     home, canary = folder / "home-7Q4", folder / "canary"
@@ -144,7 +154,7 @@ def grade_all(variants: Iterable[Variant], folder: Path, **options: object) -> G
     home.mkdir()
     (home / "thesis.txt").write_text("the only copy")
     with _listening() as (port, heard), pytest.MonkeyPatch.context() as patch:
-        hand_in(variants, submissions, course, port)
+        hand_in(variants, bystanders, submissions, course, port)
         patch.setenv("LABSUPPORT_TEST_CANARY", str(canary))
         before = _state(course, submissions, home)
         patch.setenv("HOME", str(home))

@@ -1,0 +1,85 @@
+"""Fused attention refused at PyTorch's dispatcher, however it is spelt.
+
+The student's cells may call it: a comparison with PyTorch's own does no harm. When they have run,
+and before the grader calls a function, operators that compute attention begin to raise an error.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+_PARTS = (
+    "aten::scaled_dot_product",
+    "aten::_scaled_dot_product",
+    "aten::_native_multi_head_attention",
+    "aten::_triton_multi_head_attention",
+    "aten::_transformer_encoder_layer_fwd",
+    "aten::_flash_attention_",
+    "aten::_efficient_attention_",
+    "aten::_cudnn_attention_",
+    "aten::linear_cross_entropy",
+    "onnx::Attention",
+    "onnx::RotaryEmbedding",
+)
+# Nested tensors and vmap have kernels of their own, and a composite kernel can be called by name.
+_KEYS = (
+    *("CPU", "AutogradCPU", "NestedTensorCPU", "AutogradNestedTensor"),
+    *("FuncTorchVmapMode", "CompositeImplicitAutograd"),
+)
+_LATE = "torch.onnx.ops"  # registers its operators when it is imported
+
+
+class FusedAttentionRefused(RuntimeError):
+    """A solution called an operator that does the exercise."""
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise FusedAttentionRefused(
+        f"this exercise asks to write what {name} does: it cannot be called here"
+    )
+
+
+def hide_kernels() -> None:
+    """Take away PyTorch's way to call an operator's kernel past the dispatcher."""
+    torch._C._dispatch_get_computed_kernel_for_dispatch_key = functools.partial(
+        _refuse, "get_kernel"
+    )
+
+
+def refuse() -> Callable[[], None]:
+    """Refuse fused attention from now on.
+
+    Returns:
+        what allows it again.
+    """
+    libraries = {space: torch.library.Library(space, "IMPL") for space in ("aten", "onnx")}
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(_PARTS):
+            space, _, operator = name.partition("::")
+            answer = functools.partial(_refuse, operator.lstrip("_"))
+            for key in _KEYS:
+                libraries[space].impl(operator, answer, key, allow_override=True)
+    hidden = _LATE not in sys.modules
+    if hidden:
+        sys.modules[_LATE] = None  # type: ignore[assignment]
+    higher = torch._ops.HigherOrderOperator
+    call: Any = higher.__call__
+
+    def call_others(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._name.startswith("flex_attention"):
+            _refuse("FlexAttention")
+        return call(self, *args, **kwargs)
+
+    higher.__call__ = call_others  # type: ignore[method-assign]
+
+    def allow() -> None:
+        for library in libraries.values():
+            library._destroy()
+        higher.__call__ = call  # type: ignore[method-assign]
+        if hidden:
+            sys.modules.pop(_LATE, None)
+
+    return allow

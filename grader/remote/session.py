@@ -1,0 +1,334 @@
+"""The grader's side: a connection to a sandbox, and functions that are computed there."""
+
+from __future__ import annotations
+
+import builtins
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from grader.remote.values import (
+    MAX_REPLY,
+    Frame,
+    FrameError,
+    pack,
+    receive,
+    send,
+    span,
+    strided,
+    tensors_in,
+    unpack,
+)
+from labsupport.checks.verdict import CheckFailed
+
+RUN_UPDATE = "labsupport.attention.kernels.template", "run_update"
+_NO_ANSWER = "the process sent something that is no answer"
+
+
+class SessionDied(BaseException):
+    """The student's process ended, or sent what is no answer. Checks must not catch it."""
+
+
+class SessionTimeout(BaseException):
+    """The student's process took too long. Checks must not catch it."""
+
+
+class Session:
+    """A connection to a process that runs `worker.serve`.
+
+    Args:
+        connection: a stream socket.
+        pid: of that process.
+        timeout_s: for the answer to one call.
+
+    Attributes:
+        failure: what ended the session, or None.
+        deadline: by time.monotonic(), for all calls together; None for none.
+        fused: whether the student's functions may call fused attention. What was allowed once
+            stays allowed over there, so such exercises come last.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, timeout_s: float = 30.0) -> None:
+        self.connection, self.pid, self.timeout_s = connection, pid, timeout_s
+        self.failure: SessionDied | SessionTimeout | None = None
+        self.deadline: float | None = None
+        self.fused = False
+        self._asked = 0
+        self._drop: list[int] = []
+        self._streams: dict[int, Iterator[Any]] = {}
+
+    def close(self) -> None:
+        """End `serve` over there, and the connection."""
+        if self.failure is None:
+            with suppress(OSError):
+                self.connection.settimeout(self.timeout_s)
+                send(self.connection, pack({"do": "close", "drop": []}))
+        self.failure = self.failure or SessionDied("the session was closed")
+        self.connection.close()
+
+    def remote(self, name: str, version: str = "") -> tuple[Any, bool]:
+        """Return what stands in for the student's object of that name, and whether it is the last.
+
+        Args:
+            name: in the notebook.
+            version: which of the worker's namespaces; "" is the one after the last cell.
+
+        Returns:
+            the stand-in, None where there is no such name; whether the last namespace has the same.
+        """
+        found = self._ask("describe", (version, name), (), {})["value"]
+        if not isinstance(found, dict):
+            self._fail(SessionDied(_NO_ANSWER))
+        kind, same = found.get("kind"), found.get("same") is True
+        if kind == "missing":
+            return None, same
+        if kind == "function class":
+            return _function_class(self, (version, name)), same
+        if kind == "kernel":
+            return RemoteKernel(self, (version, name), found.get("stub") is True), same
+        return RemoteFunction(self, (version, name)), same
+
+    def library(self, module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of a library over there."""
+        return self.compute("library", (module, name), args, kwargs)
+
+    def compute(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> Any:
+        """Call a function over there.
+
+        Raises:
+            CheckFailed: the function changed an argument.
+            Exception: what the function raised, as a class of the same name that derives from the
+                nearest built-in one.
+            SessionDied, SessionTimeout: nothing came back.
+        """
+        reply = self._ask(do, target, args, kwargs)
+        match reply.get("changed"):
+            case [int(position), *_]:
+                raise CheckFailed(
+                    f"{target[1]} changed its argument number {position} in place, but its caller "
+                    "still needs it. Compute new values, or work on a copy."
+                )
+        value = reply["value"]
+        leaves = [one for one in tensors_in((args, kwargs)) if one.requires_grad]
+        outputs = [one for one in tensors_in(value) if one.requires_grad]
+        if isinstance(reply.get("graph"), int) and leaves and outputs:
+            with torch.enable_grad():
+                tied = iter(_Backward.apply(_Graph(self, reply["graph"]), outputs, *leaves))
+            return _replaced(value, tied)
+        return value
+
+    def backward(self, graph: int, gradients: Sequence[Tensor], wanted: int) -> list[Tensor | None]:
+        """Return the gradients of a call's arguments, given those of its results."""
+        given = self._ask("backward", ("", ""), (graph, *gradients), {})["value"]
+        if not isinstance(given, tuple) or len(given) != wanted:
+            self._fail(SessionDied(_NO_ANSWER))
+        return [one if isinstance(one, Tensor) else None for one in given]
+
+    def drop(self, graph: int) -> None:
+        """Say with the next request that a call's backward pass is not wanted any more."""
+        self._drop.append(graph)
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, RemoteFunction | RemoteKernel):
+            return ["name", list(value.target)]
+        if isinstance(value, type) and hasattr(value, "remote_target"):
+            return ["name", list(value.remote_target)]
+        if isinstance(value, Iterator):
+            self._streams[len(self._streams)] = value
+            return ["stream", len(self._streams) - 1]
+        return None
+
+    def _ask(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        end = time.monotonic() + self.timeout_s
+        end = end if self.deadline is None else min(end, self.deadline)
+        self._asked, self._streams = self._asked + 1, {}
+        modes = _get_current_dispatch_mode_stack()
+        request = {
+            "id": self._asked,
+            "do": do,
+            "target": target,
+            "args": args,
+            "kwargs": kwargs,
+            "grad": torch.is_grad_enabled(),
+            "drop": self._drop,
+            "fused": self.fused,
+            "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
+        }
+        self._drop = []
+        arguments = list(tensors_in((args, kwargs)))
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                reply = self._exchange(pack(request, self._refer), end, arguments)
+        except TimeoutError:
+            self._fail(SessionTimeout("the call took too long"))
+        except (EOFError, OSError):
+            self._fail(SessionDied("the process ended"))
+        except FrameError as error:
+            self._fail(SessionDied(f"{_NO_ANSWER}: {error}"))
+        if reply.get("id") != self._asked or type(reply.get("id")) is not int:
+            self._fail(SessionDied("the process answered another request"))
+        if "error" in reply:
+            try:
+                raised = _exception_of(reply["error"])
+            except FrameError as error:
+                self._fail(SessionDied(f"{_NO_ANSWER}: {error}"))
+            raise raised
+        if "value" not in reply:
+            self._fail(SessionDied(_NO_ANSWER))
+        for mode, seen in zip(modes, reply.get("modes") or [], strict=False):
+            known = seen if isinstance(seen, dict) else {}
+            vars(mode).update({name: known[name] for name in vars(mode) if name in known})
+        return reply
+
+    def _exchange(self, frame: Frame, end: float, arguments: list[Tensor]) -> dict[str, Any]:
+        def resolve(kind: str, content: Any) -> Any:
+            if kind != "view":
+                raise FrameError("a value of no known kind")
+            index, shape, stride, offset = content
+            x = arguments[index].detach()
+            return strided(x, shape, stride, offset, span_limit=span(x))
+
+        self._send(frame, end)
+        while True:
+            reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end), resolve)
+            if not isinstance(reply, dict):
+                raise FrameError("an answer that is no dict")
+            if "next" not in reply:
+                return reply
+            stream = self._streams.get(reply["next"])
+            if stream is None:
+                raise FrameError("no such stream")
+            last = object()
+            item = next(stream, last)
+            answer = {"stop": True} if item is last else {"stop": False, "item": item}
+            self._send(pack(answer), end)
+
+    def _send(self, frame: Frame, end: float) -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        send(self.connection, frame)
+
+    def _fail(self, failure: SessionDied | SessionTimeout) -> NoReturn:
+        self.failure = failure
+        self.connection.close()
+        raise failure from None
+
+
+class RemoteFunction:
+    """A student's function: called like it, computed in the sandbox."""
+
+    def __init__(self, session: Session, target: tuple[str, str]) -> None:
+        self.session, self.target = session, target
+        self.__name__ = self.__qualname__ = target[1]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute it over there; see `Session.compute`."""
+        return self.session.compute("call", self.target, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<function {self.__name__}>"
+
+
+class RemoteKernel:
+    """A student's `@triton.jit` function: runs inside the lab's kernel, over there.
+
+    Attributes:
+        stub: whether it still raises NotImplementedError.
+    """
+
+    def __init__(self, session: Session, target: tuple[str, str], stub: bool) -> None:
+        self.session, self.target, self.stub = session, target, stub
+        self.__name__ = target[1]
+
+    def run_update(self, *tensors: Tensor, **options: Any) -> Any:
+        """Run the lab's kernel with this function as its update."""
+        return self.session.library(*RUN_UPDATE, self, *tensors, **options)
+
+
+def _function_class(session: Session, target: tuple[str, str]) -> type[torch.autograd.Function]:
+    """A class like the student's torch.autograd.Function: `apply` runs over there."""
+    version, name = target
+
+    def apply(*args: Any) -> Any:
+        return session.compute("call", (version, f"{name}.apply"), args, {})
+
+    members = {"apply": staticmethod(apply), "remote_target": target, "__module__": __name__}
+    return type(name, (torch.autograd.Function,), members)
+
+
+class _Graph:
+    """A call's results over there, dropped when nobody can ask for their gradients any more."""
+
+    def __init__(self, session: Session, number: int) -> None:
+        self.session, self.number = session, number
+
+    def __del__(self) -> None:
+        self.session.drop(self.number)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, outputs: list[Tensor], *leaves: Tensor) -> Any:
+        ctx.graph, ctx.wanted = graph, len(leaves)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        given = ctx.graph.session.backward(ctx.graph.number, gradients, ctx.wanted)
+        return None, None, *given
+
+
+def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tied) if value.requires_grad else value
+    if isinstance(value, tuple | list):
+        return type(value)(_replaced(one, tied) for one in value)
+    if isinstance(value, dict):
+        return {key: _replaced(one, tied) for key, one in value.items()}
+    return value
+
+
+def _exception_of(chain: Any) -> Exception:
+    """An exception from the names of its classes and its message, with its causes."""
+    if not isinstance(chain, list) or not 0 < len(chain) <= 8:
+        raise FrameError("an exception that is none")
+    made = [_exception(one) for one in chain]
+    for one, cause in pairwise(made):
+        one.__cause__ = cause
+    return made[0]
+
+
+def _exception(one: Any) -> Exception:
+    match one:
+        case [[str(first), *rest], str(message)] if all(isinstance(n, str) for n in rest):
+            names = [first, *rest]
+        case _:
+            raise FrameError("an exception that is none")
+    base: type[Exception] = RuntimeError
+    for name in names:
+        found = getattr(builtins, name, None)
+        if isinstance(found, type) and issubclass(found, Exception):
+            base = found
+            break
+    if issubclass(base, StopIteration | StopAsyncIteration | Warning):
+        base = RuntimeError
+    shown = "".join(c if c.isalnum() or c == "_" else "_" for c in names[0][:80]) or "Exception"
+    text = message[:300]
+    members = {
+        "__init__": lambda self: None,
+        "__str__": lambda self: text,
+        "__module__": "builtins",
+    }
+    return type(shown, (base,), members)()

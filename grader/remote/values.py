@@ -1,0 +1,356 @@
+"""Values as bytes and back, for two processes of which one must not trust the other.
+
+A frame is a header in JSON and the raw numbers of tensors, as in the safetensors format. That
+library copies them twice, which would show in the checks of memory; here they arrive in place.
+Nothing in a frame names code: it is built from a short list of kinds, each checked before it is
+built. A value of another kind arrives as a `Foreign`, which only knows the name of its type.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MAX_BYTES = 2**30  # of a frame from the grader
+MAX_REPLY = 72 * 2**20  # of a frame from the sandbox
+MAX_HEADER = 4 * 2**20
+ALIGN = 64
+MAX_DEPTH, MAX_NODES, MAX_TEXT = 24, 20_000, 1_000_000
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8),
+        *(torch.int64, torch.int32, torch.int16, torch.int8),
+    )
+}
+Refer = Callable[[Any], Any]
+Frame = tuple[bytes, list[Any]]  # header; buffers
+
+
+class FrameError(Exception):
+    """Bytes that are no frame, or a value that is too large for one."""
+
+
+class Foreign:
+    """Stands for a value of a kind that does not travel; only its type's name is known."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Frame:
+    """Return the frame of a value.
+
+    Args:
+        value: None, bool, int, float, str, tuple, list, dict with str keys, slice, Tensor, NumPy
+            array or number, torch.dtype, DataFrame, an attention layer (its plain attributes), a
+            FlashAttentionConfig. Anything else arrives as a `Foreign`.
+        refer: asked first of tensors and of values without a kind; returns a node [kind, content]
+            that stands for the value, or None.
+        limit: of the frame, in bytes.
+
+    Raises:
+        FrameError: the value is too large, or has too many parts.
+    """
+    packer = _Packer(refer, limit)
+    try:
+        header = json.dumps(packer.node(value, 0), separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a value that cannot travel: {error}") from None
+    if len(header) > MAX_HEADER:
+        raise FrameError("a value with too many parts")
+    return header, packer.buffers
+
+
+def unpack(frame: tuple[bytes, Tensor], resolve: Callable[[str, Any], Any] | None = None) -> Any:
+    """Return the value of a frame, which is trusted in nothing.
+
+    Args:
+        frame: from `receive`; tensors use its memory.
+        resolve: for the kinds of `pack`'s refer: called with kind and content.
+
+    Raises:
+        FrameError: the bytes are no frame.
+    """
+    try:
+        header, body = frame
+        return _Unpacker(body, resolve).build(json.loads(header))
+    except FrameError:
+        raise
+    except Exception as error:  # the parsers expect frames, and fail in many ways
+        raise FrameError(f"a value that cannot be built ({type(error).__name__})") from None
+
+
+def span(x: Tensor) -> int:
+    """Return the elements of memory from a strided tensor's first to its last."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists and dicts, in the order of a frame."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is None, a bool, a number of Python or a text."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+class _Packer:
+    def __init__(self, refer: Refer | None, limit: int) -> None:
+        self.refer, self.limit = refer, limit
+        self.buffers: list[Any] = []
+        self.size = self.nodes = 0
+
+    def node(self, value: Any, depth: int) -> Any:
+        self.nodes += 1
+        if depth > MAX_DEPTH or self.nodes > MAX_NODES:
+            raise FrameError("a value with too many parts")
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, np.generic | np.ndarray):
+            return self.array(value)
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return ["float", float(value).hex()]
+        if isinstance(value, str):
+            if len(value) > MAX_TEXT:
+                raise FrameError("a text that is too long")
+            return str.__str__(value)
+        if isinstance(value, tuple | list):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return [kind, [self.node(one, depth + 1) for one in value]]
+        if isinstance(value, dict) and all(type(key) is str for key in value):
+            return ["dict", [[key, self.node(one, depth + 1)] for key, one in value.items()]]
+        if isinstance(value, slice):
+            parts = value.start, value.stop, value.step
+            return ["slice", [self.node(one, depth + 1) for one in parts]]
+        if self.refer is not None and (made := self.refer(value)) is not None:
+            return made
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, nn.Module):
+            plain = {k: v for k, v in vars(value).items() if is_plain(v) and k[:1] != "_"}
+            return ["module", [type(value).__name__, self.node(plain, depth + 1)]]
+        # Of packages that need not be imported: where they are not, no value is theirs.
+        name = type(value).__name__
+        if name == "DataFrame" and all(type(one) is str for one in value.columns):
+            columns = [value[one].to_numpy() for one in value.columns]
+            columns = [c if c.dtype.kind in "biuf" else c.tolist() for c in columns]
+            return ["table", [self.node(list(value.columns), depth), self.node(columns, depth + 1)]]
+        if name == "FlashAttentionConfig":
+            fields = {one: getattr(value, one) for one in value.__dataclass_fields__}
+            return ["policy", [name, self.node(fields, depth + 1)]]
+        own = value.__name__ if isinstance(value, type) else ""
+        return ["foreign", [name[:80], own[:80]]]
+
+    def array(self, value: Any) -> Any:
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        value = np.array(value, order="C")  # a copy: PyTorch wants to be able to write
+        try:
+            return [kind, [self.store(torch.from_numpy(value.reshape(-1))), value.shape]]
+        except TypeError:
+            return ["foreign", [type(value).__name__, ""]]
+
+    def tensor(self, x: Tensor) -> Any:
+        name = str(x.dtype).removeprefix("torch.")
+        if x.layout != torch.strided or x.device.type == "meta" or name not in DTYPES:
+            return ["foreign", [type(x).__name__, ""]]
+        if x.numel() * x.element_size() > self.limit:  # though it may take four bytes
+            raise FrameError("a value that is too large")
+        data = x.detach().cpu().as_subclass(Tensor)
+        if span(data) > 4 * data.numel():
+            data = data.contiguous()
+        # The memory between the first element and the last: strides arrive as they are.
+        flat = data.as_strided((span(data),), (1,))
+        return ["tensor", [self.store(flat), list(x.shape), list(data.stride()), x.requires_grad]]
+
+    def store(self, flat: Tensor) -> list[Any]:
+        """The dtype, the place in the body, and the count of a tensor in one piece."""
+        name = str(flat.dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise TypeError(name)
+        data = flat.view(torch.uint8).numpy().data
+        place = [name, self.size, flat.numel()]
+        self.size += data.nbytes + -data.nbytes % ALIGN
+        if self.size > self.limit:
+            raise FrameError("a value that is too large")
+        self.buffers += [data, bytes(-data.nbytes % ALIGN)]
+        return place
+
+
+class _Unpacker:
+    def __init__(self, body: Tensor, resolve: Any) -> None:
+        self.body, self.resolve, self.nodes = body, resolve, 0
+
+    def flat(self, place: Any) -> Tensor:
+        name, start, count = place
+        size = count * DTYPES[name].itemsize
+        if start % ALIGN or not 0 <= start <= start + size <= self.body.numel():
+            raise FrameError("numbers that are not there")
+        raw = self.body[start : start + size]
+        return raw.ne(0) if name == "bool" else raw.view(DTYPES[name])
+
+    def build(self, node: Any, depth: int = 0) -> Any:
+        self.nodes += 1
+        if depth > MAX_DEPTH or self.nodes > MAX_NODES:
+            raise FrameError("a value with too many parts")
+        if node is None or isinstance(node, bool | int):
+            return node
+        if isinstance(node, str):
+            return node.encode("utf-8", "replace").decode()
+        kind, content = node
+
+        def parts() -> list[Any]:
+            return [self.build(one, depth + 1) for one in content]
+
+        match kind:
+            case "float":
+                return float.fromhex(content)
+            case "list":
+                return parts()
+            case "tuple":
+                return tuple(parts())
+            case "dict":
+                return {_text(key): self.build(one, depth + 1) for key, one in content}
+            case "slice":
+                start, stop, step = parts()
+                return slice(start, stop, step)
+            case "dtype":
+                return DTYPES[content]
+            case "array" | "number":
+                place, shape = content
+                array = self.flat(place).numpy().reshape(shape)
+                return array if kind == "array" else array[()]
+            case "tensor":
+                place, shape, stride, requires_grad = content
+                flat = self.flat(place)
+                made = strided(flat, shape, stride, 0, span_limit=flat.numel())
+                return made.requires_grad_(requires_grad is True and made.is_floating_point())
+            case "module" | "policy" | "table" | "foreign":
+                return _made(kind, *parts())
+        if self.resolve is None or not isinstance(kind, str):
+            raise FrameError("a value of no known kind")
+        return self.resolve(kind, content)
+
+
+def _made(kind: str, name: Any, content: Any) -> Any:
+    """A layer, a precision policy, a table, or what stands for a value of another kind."""
+    if kind == "module":
+        module = type(_name(name), (nn.Module,), {})()
+        for key, value in content.items():
+            if is_plain(value) and key.isidentifier() and key[:1] != "_":
+                module.__dict__[key] = value
+        return module
+    if kind == "policy":
+        from labsupport.precision import FlashAttentionConfig
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return FlashAttentionConfig(**content)
+    if kind == "table":
+        import pandas as pd
+
+        return pd.DataFrame(dict(zip(map(_text, name), content, strict=True)))
+    made = type(_name(name), (Foreign,), {})()
+    if content:
+        made.__name__ = _name(content)  # type: ignore[attr-defined]
+    return made
+
+
+def strided(flat: Tensor, shape: Any, stride: Any, offset: Any, *, span_limit: int) -> Tensor:
+    """Return a view of `flat`, whose sizes come from the other process.
+
+    Raises:
+        FrameError: it would reach beyond `span_limit` elements, or repeat them too often.
+    """
+    sizes = [offset, *shape, *stride]
+    if not all(type(n) is int and 0 <= n < 2**40 for n in sizes) or len(shape) != len(stride):
+        raise FrameError("a tensor of no shape")
+    count = math.prod(shape)
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if count and (offset + reach > span_limit or count > max(4 * span_limit, 2**22)):
+        raise FrameError("a tensor of another size than it says")
+    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise FrameError("a name that is no text")
+    return value
+
+
+def _name(value: Any) -> str:
+    """A type's name, for messages."""
+    return "".join(c if c.isalnum() or c in "_<>." else "_" for c in _text(value)[:80]) or "object"
+
+
+def send(connection: socket.socket, frame: Frame) -> None:
+    """Send a frame: the lengths of both parts, the header, the buffers."""
+    header, buffers = frame
+    size = sum(len(one) for one in buffers)
+    connection.sendall(struct.pack(">QQ", len(header), size) + header)
+    for part in buffers:
+        connection.sendall(part)
+
+
+def receive(
+    connection: socket.socket, *, limit: int, deadline: float | None = None
+) -> tuple[bytes, Tensor]:
+    """Return one whole frame.
+
+    Args:
+        connection: a stream socket.
+        limit: bytes of the tensors.
+        deadline: by time.monotonic(); None waits for ever.
+
+    Raises:
+        FrameError: it is larger.
+        EOFError: the other end is gone.
+        TimeoutError: it did not arrive in time.
+    """
+    sizes = bytearray(16)
+    _fill(connection, memoryview(sizes), deadline)
+    length, size = struct.unpack(">QQ", sizes)
+    if length > MAX_HEADER or size > limit:
+        raise FrameError("a frame that is too large")
+    header, body = bytearray(length), torch.empty(size, dtype=torch.uint8)
+    _fill(connection, memoryview(header), deadline)
+    _fill(connection, body.numpy().data, deadline)
+    return bytes(header), body
+
+
+def _fill(connection: socket.socket, space: memoryview, deadline: float | None) -> None:
+    while space.nbytes:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+        got = connection.recv_into(space)
+        if not got:
+            raise EOFError("the other end is gone")
+        space = space[got:]

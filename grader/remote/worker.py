@@ -1,0 +1,258 @@
+"""The sandbox's side: answers the grader's calls of a student's functions.
+
+Gradients go through: a result that depends on an argument with requires_grad stays here, and the
+grader asks for its backward pass. The grader trusts nothing of what is said here, because the
+student's code runs in the same process and can change all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import importlib
+import inspect
+import io
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grader.remote.refuse import refuse
+from grader.remote.values import (
+    MAX_BYTES,
+    MAX_REPLY,
+    Frame,
+    FrameError,
+    is_plain,
+    pack,
+    receive,
+    send,
+    span,
+    tensors_in,
+    unpack,
+)
+
+_REDIRECT = contextlib.redirect_stdout, contextlib.redirect_stderr
+MAX_MESSAGE, CAUSES = 300, 5  # letters of an exception's message; exceptions in a chain
+
+
+def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
+    """Answer the grader's requests until it closes the connection.
+
+    Args:
+        versions: namespaces in which names are looked up: "" is the notebook's after its last
+            cell, the others are what stood at a check.
+        connection: to the grader.
+    """
+    worker = _Worker(versions, connection)
+    try:
+        while worker.answer():
+            pass
+    except (EOFError, ConnectionError):
+        return
+    finally:
+        worker.allow()
+
+
+class _Worker:
+    def __init__(self, versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
+        self.versions, self.connection = versions, connection
+        self.graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self.made = 0
+        self.allow = refuse()
+
+    def answer(self) -> bool:
+        """Answer one request; return False when there are no more."""
+        request = self.read()
+        for graph in request["drop"]:
+            self.graphs.pop(graph, None)
+        if request["do"] == "close":
+            return False
+        if request["fused"]:
+            self.allow()
+        number = request["id"]
+        out, err = (redirect(io.StringIO()) for redirect in _REDIRECT)
+        try:
+            with out, err, torch.set_grad_enabled(request["grad"]):
+                frame = getattr(self, f"do_{request['do']}")(request)
+        except BaseException as error:  # the student's, whatever it is: sys.exit() too
+            frame = pack({"id": number, "error": _chain(error)})
+        del request  # and the arguments with it, before the next ones arrive
+        send(self.connection, frame)
+        return True
+
+    def read(self) -> Any:
+        return unpack(receive(self.connection, limit=2 * MAX_BYTES), self.resolve)
+
+    def resolve(self, kind: str, content: Any) -> Any:
+        if kind == "name":
+            return self.find(*content)
+        if kind == "stream":
+            return self.stream(content)
+        raise FrameError(f"no known kind: {kind}")
+
+    def find(self, version: str, name: str) -> Any:
+        """Return the student's object of this name, or an attribute of it."""
+        first, *rest = name.split(".")
+        names = self.versions.get(version, {})
+        if first not in names:
+            raise NameError(f"name {first!r} is not defined")
+        found = names[first]
+        for attribute in rest:
+            found = getattr(found, attribute)
+        return found
+
+    def stream(self, number: int) -> Iterator[Any]:
+        """Ask for the values of the grader's iterator one at a time."""
+        while True:
+            send(self.connection, pack({"next": number}))
+            answer = self.read()
+            if answer["stop"]:
+                return
+            yield answer.pop("item")
+
+    def do_describe(self, request: Any) -> Frame:
+        version, name = request["target"]
+        try:
+            found = describe(self.find(version, name))
+            same = self.find("", name) is self.find(version, name)
+        except (NameError, AttributeError):
+            found, same = {"kind": "missing"}, False
+        return pack({"id": request["id"], "value": found | {"same": same}})
+
+    def do_call(self, request: Any) -> Frame:
+        return self.compute(request, self.find(*request["target"]))
+
+    def do_library(self, request: Any) -> Frame:
+        module, name = request["target"]
+        return self.compute(request, getattr(importlib.import_module(module), name))
+
+    def compute(self, request: Any, function: Any) -> Frame:
+        args, kwargs = request["args"], request["kwargs"]
+        leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
+        before = [_digest(one) for one in given]
+        with _watched(request) as modes:
+            result = function(*args, **kwargs)
+        changed = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
+        reply: dict[str, Any] = {
+            "id": request["id"],
+            "value": result,
+            "changed": changed[:1],
+            "modes": _seen(modes),
+            "graph": None,
+        }
+        outputs: list[Tensor] = []
+
+        def refer(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return None
+            if value.requires_grad:
+                outputs.append(value)
+                return None
+            return _as_view(value, leaves)
+
+        self.made += 1
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        reply["graph"] = self.made if wanted else None
+        frame = pack(reply, refer, MAX_REPLY - 2**20)
+        if outputs and wanted:
+            self.graphs[self.made] = outputs, wanted
+        return frame
+
+    def do_backward(self, request: Any) -> Frame:
+        number, *incoming = request["args"]
+        outputs, leaves = self.graphs[number]
+        with _watched(request) as modes:
+            gradients = torch.autograd.grad(
+                outputs, leaves, incoming, retain_graph=True, allow_unused=True
+            )
+        return pack({"id": request["id"], "value": tuple(gradients), "modes": _seen(modes)})
+
+
+def tidy() -> None:
+    """Give freed memory back to the system, so that a call's memory can be seen from outside."""
+    gc.collect()
+    gc.freeze()  # or a collection during the call would touch every object there is
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """Say what a student's name stands for.
+
+    Returns:
+        {"kind": "function class" | "kernel" | "function" | "value", "stub": whether it is a kernel
+        that still raises NotImplementedError}.
+    """
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return {"kind": "function class"}
+    kernel = getattr(value, "fn", None)
+    if kernel is not None and inspect.isroutine(kernel):
+        try:
+            stub = "raise NotImplementedError" in inspect.getsource(kernel)
+        except (OSError, TypeError):
+            stub = False
+        return {"kind": "kernel", "stub": stub}
+    return {"kind": "function" if callable(value) else "value"}
+
+
+@contextlib.contextmanager
+def _watched(request: Any) -> Iterator[list[Any]]:
+    """The check's dispatch modes around a call: they watch it as in the student's notebook."""
+    with contextlib.ExitStack() as stack:
+        modes = [getattr(importlib.import_module(m), kind)() for m, kind in request["modes"]]
+        yield [stack.enter_context(mode) for mode in modes]
+
+
+def _seen(modes: list[Any]) -> list[dict[str, Any]]:
+    """Plain values that the modes noted."""
+    return [
+        {
+            name: value
+            for name, value in vars(mode).items()
+            if is_plain(value) or (isinstance(value, tuple) and all(map(is_plain, value)))
+        }
+        for mode in modes
+    ]
+
+
+def _digest(value: Any) -> bytes:
+    """A hash of an argument's numbers."""
+    header, buffers = pack(value.detach() if isinstance(value, Tensor) else value)
+    made = hashlib.blake2b(header)
+    for part in buffers:
+        made.update(part)
+    return made.digest()
+
+
+def _as_view(x: Tensor, arguments: list[Tensor]) -> Any:
+    """The node that says which part of an argument's memory a result is; None if it is none."""
+    if x.layout != torch.strided or not x.numel():
+        return None
+    for index, argument in enumerate(arguments):
+        if x.dtype != argument.dtype or not argument.numel():
+            continue
+        if x.untyped_storage().data_ptr() != argument.untyped_storage().data_ptr():
+            continue
+        offset = (x.data_ptr() - argument.data_ptr()) // x.element_size()
+        if 0 <= offset <= span(argument) - span(x):
+            return ["view", [index, list(x.shape), list(x.stride()), offset]]
+    return None
+
+
+def _chain(error: BaseException) -> list[Any]:
+    """An exception and its causes: names of the classes, and the message."""
+    chain: list[Any] = []
+    one: BaseException | None = error
+    while one is not None and len(chain) < CAUSES:
+        try:
+            message = str(one)[:MAX_MESSAGE]
+        except Exception:
+            message = "(its message cannot be read)"
+        chain.append([[c.__name__ for c in type(one).__mro__][:8], message])
+        one = one.__cause__
+    return chain

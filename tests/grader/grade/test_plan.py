@@ -1,0 +1,92 @@
+import nbformat
+import pytest
+
+from grader.grade.plan import bound_names, loaded_names, make_plan
+from grader.grade.pristine import pristine_notebooks
+
+STUB = (
+    'def square(x):\n    """Return x times x."""\n'
+    "    # YOUR CODE HERE\n    raise NotImplementedError\n"
+)
+
+
+@pytest.fixture
+def plan(hand_in, solved_folder):
+    def made(*args, **options):
+        pristine = pristine_notebooks(solved_folder)["01-Powers"]
+        return make_plan(pristine, hand_in(*args, **options))
+
+    return made
+
+
+def texts(plan):
+    return [step.source for step in plan.steps if step.source]
+
+
+def test_the_students_cells_run_in_their_order_and_checks_are_noted(plan):
+    own = ["own = 1", "print(own)"]
+    made = plan(before=[own[0]], after=[own[1]])
+    assert [text.split("(")[0] for text in texts(made)] == [
+        "own = 1", "def square", "def cube", "print",
+    ]  # fmt: skip
+    noted = [(step.check, step.names) for step in made.steps if step.check]
+    assert noted == [
+        ("ex-1-1-square-signs", ("square",)),
+        ("ex-1-1-square-five", ("square",)),
+        ("ex-1-2-cube-three", ("cube",)),
+    ]
+
+
+def test_hidden_tests_and_points_come_from_the_solved_notebook(plan):
+    made = plan()
+    assert [check.points for check in made.checks] == [2, 1, 2]
+    assert "square(-4)" in made.checks[0].source
+    assert not any("-4" in text for text in texts(made))
+
+
+def test_of_the_given_cells_only_what_is_needed_runs(plan):
+    given = "import math\n\nbase, unused = 2, math.tau"
+    assert given not in texts(plan())
+    assert given in texts(plan("def square(x):\n    return x ** base"))
+    assert given in texts(plan(before=["print(unused)"]))
+
+
+def test_a_cell_that_the_student_changed_is_the_students(plan):
+    made = plan(before=["import math\n\nbase, unused = 3, math.tau"])
+    assert any("= 3," in text for text in texts(made))
+
+
+def test_an_untouched_or_missing_exercise_is_known(plan):
+    made = plan(STUB, None)
+    assert made.absent["ex-1-1-square"][0] == "not written"
+    assert made.absent["ex-1-2-cube"][0] == "missing"
+
+
+def test_two_cells_of_one_exercise_run_both_and_carry_a_flag(plan, solved_folder):
+    notebook = nbformat.read(solved_folder / "01-Powers.ipynb", as_version=4)
+    place = next(n for n, c in enumerate(notebook.cells) if c.source.startswith("def square"))
+    copy = nbformat.from_dict(dict(notebook.cells[place]) | {"source": "def square(x): return 1"})
+    notebook.cells.insert(place, copy)
+    made = plan(notebook=notebook)
+    assert sum(step.exercise == "ex-1-1-square" for step in made.steps) == 2
+    assert {"duplicate", "instructor's text"} == {flag.kind for flag in made.flags}
+
+
+@pytest.mark.parametrize(
+    ("source", "loaded", "bound"),
+    [
+        ("def f(x):\n    y = x\n    return y + z", "z", "f"),
+        ("x = [i for i in range(n)]", "n", "x"),
+        ("import torch\nfrom a.b import c as d\ntorch.x(d)", "torch d", "torch d"),
+        ("@jit\ndef f(): pass", "jit", "f"),
+        ("def f():\n    global n\n    n = 1", "", "f n"),
+        ("%time x = square(3)", "get_ipython", ""),
+        ("x = await sleep(y)", "sleep y", "x"),
+        ("no python here", "", ""),
+        ("(" * 5000, "", ""),
+    ],
+    ids=range(9),
+)
+def test_names_are_those_that_python_looks_up_and_binds(source, loaded, bound):
+    assert loaded_names(source) == set(loaded.split())
+    assert bound_names(source) == set(bound.split())

@@ -1,0 +1,90 @@
+"""A student's process for tests: a plain Python that runs solution cells and serves."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import jupytext
+
+from grader.remote.session import Session
+from labsupport.course.editions import student_edition
+from labsupport.paths import notebooks_dir
+
+# One file after the other, in one process: to start one takes longer than most checks. A cell
+# stands in a file, because Triton and inspect read a function's source.
+PROGRAM = """
+import runpy, socket, sys
+from grader.remote.worker import serve
+for descriptor, cell in zip(sys.argv[1::2], sys.argv[2::2]):
+    serve({"": runpy.run_path(cell)}, socket.socket(fileno=int(descriptor)))
+"""
+IMPORTS = """
+import math
+import numpy as np
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from labsupport.attention import attention, flash_attention
+from labsupport.precision import FlashAttentionConfig
+"""
+
+
+@contextlib.contextmanager
+def students(*sources: str, timeout_s: float = 120.0) -> Iterator[Iterator[Session]]:
+    """Sessions, one for each source, with a process that runs them one after the other."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        arguments, ours, theirs = [], [], []
+        for i, source in enumerate(sources):
+            Path(folder, f"cell{i}.py").write_text(source)
+            mine, its = map(stack.enter_context, socket.socketpair())
+            ours.append(mine)
+            theirs.append(its)
+            arguments += [str(its.fileno()), f"cell{i}.py"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            pass_fds=[one.fileno() for one in theirs],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=folder,
+        )
+
+        def sessions() -> Iterator[Session]:
+            for connection in ours:
+                with contextlib.closing(Session(connection, process.pid, timeout_s)) as session:
+                    yield session
+
+        for one in theirs:
+            one.close()
+        try:
+            yield sessions()
+        finally:
+            process.kill()
+            process.wait()
+
+
+@cache
+def cells(notebook: str, *, stubs: bool = False) -> dict[str, tuple[str, bool]]:
+    """grade_id -> (source, whether it is a check) of the instructor's notebook, or a student's."""
+    (path,) = notebooks_dir().glob(f"{notebook}*.ipynb")
+    notebook_read = jupytext.read(path)
+    if stubs:
+        notebook_read = student_edition(notebook_read)
+    found = {}
+    for cell in notebook_read.cells:
+        data = cell.metadata.get("nbgrader")
+        if data and cell.cell_type == "code":
+            found[data["grade_id"]] = cell.source, data["grade"]
+    return found
+
+
+def all_stubs(notebook: str) -> str:
+    """All solution cells of a notebook as they are handed out, as one program."""
+    found = cells(notebook, stubs=True).values()
+    return IMPORTS + "\n\n".join(source for source, check in found if not check)

@@ -1,0 +1,135 @@
+"""Every check cell of the notebooks, judged through a session with a student's process."""
+
+import re
+import sys
+
+import pytest
+
+from grader.grade.plan import MAY_USE_FUSED, loaded_names
+from grader.remote.evaluate import evaluate_check, seeded
+from tests.grader.remote.kernels import IMPORTS, all_stubs, cells, students
+from tests.grader.remote.wrong import WRONG
+
+if sys.platform != "linux":
+    pytest.skip("grading needs Linux", allow_module_level=True)
+
+NOTEBOOKS = ("01", "02", "03", "04")
+
+
+def needed(source):
+    """The student's names in a check cell."""
+    return tuple(sorted(loaded_names(source) - {"checks"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_stubs_are_not_written_in_every_check(notebook):
+    checks = [source for source, check in cells(notebook).values() if check]
+    with students(all_stubs(notebook)) as sessions:
+        session = next(sessions)
+        said = {evaluate_check(source, needed(source), session, seed=7).status for source in checks}
+    assert said == {"not written"}
+
+
+@pytest.mark.parametrize(
+    "notebook", ["02", *(pytest.param(n, marks=pytest.mark.slow) for n in ("01", "03", "04"))]
+)
+def test_typical_mistakes_are_named(notebook):
+    given = cells(notebook)
+    wrong = [one for one in WRONG if one[0] in given]
+    assert {one[0] for one in wrong} == {g for g, (_, check) in given.items() if not check}
+    sources = []
+    for solution, changes, _, _ in wrong:
+        source = given[solution][0]
+        for old, new in changes:
+            assert old in source, f"{solution} no longer contains {old!r}"
+            source = source.replace(old, new)
+        sources.append(IMPORTS + source)
+    unexpected = {}
+    with students(*sources) as sessions:
+        for (solution, _, check, said), session in zip(wrong, sessions, strict=True):
+            source, _ = given[f"{solution}-{check}"]
+            session.fused = solution.startswith(MAY_USE_FUSED)
+            one = evaluate_check(source, needed(source), session, seed=5)
+            if one.status != "failed" or said not in one.message:
+                unexpected[solution, check, said] = one
+    assert not unexpected
+
+
+@pytest.mark.slow
+def test_other_right_ways_pass_and_a_missing_name_is_said():
+    solution = cells("02")["ex-2-2-own-attention"][0]
+    in_a_list = re.sub(r"return (flash.*), None", r"return [\1, None]", solution)
+    assert in_a_list != solution
+    check, _ = cells("02")["ex-2-2-own-attention-values"]
+    with students("x = 1", IMPORTS + in_a_list) as sessions:
+        one = judged(next(sessions))
+        assert (one.status, "amdahl is not defined" in one.message) == ("failed", True)
+        session = next(sessions)
+        session.fused = True
+        assert evaluate_check(check, needed(check), session, seed=1).status == "passed"
+
+
+def test_each_seed_is_drawn_anew_and_calls_without_one_stay():
+    import ast
+
+    source = "checks.a(f)\nchecks.a(f, seed=11)\nchecks.b(f, g, seed=12)"
+    first, again, other = (ast.unparse(seeded(source, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first.startswith("checks.a(f)\n")
+    assert "seed=11" not in first
+
+
+AMDAHL = "def amdahl(share, speedup):\n    {}\n"
+
+
+def judged(session):
+    return evaluate_check("checks.check_amdahl(amdahl)", ("amdahl",), session, seed=1)
+
+
+@pytest.mark.slow
+def test_what_a_function_returns_or_raises_harms_nobody_else():
+    bodies = {
+        "import sys; sys.exit(0)": "failed",
+        "raise KeyboardInterrupt": "failed",
+        "return object()": "failed",
+        "return 10 ** 4000": "failed",
+        "return [[[]]] * 10**6": "failed",
+        "import torch; return torch.zeros(2**28)": "failed",
+        "x = []; x.append(x); return x": "failed",
+        "return type('float', (float,), {'__eq__': lambda *_: True})(3.0)": "failed",
+        "print('x' * 10**8); return 1 / (1 - share + share / speedup)": "passed",
+    }
+    with students(*map(AMDAHL.format, bodies)) as sessions:
+        for (body, status), session in zip(bodies.items(), sessions, strict=True):
+            assert (judged(session).status, session.failure) == (status, None), body
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("import os; os._exit(0)", "died"), ("import time; time.sleep(60)", "timeout")],
+)
+def test_what_ends_the_session_ends_it_for_good(body, status):
+    with students(AMDAHL.format(body), timeout_s=8.0) as sessions:
+        session = next(sessions)
+        assert judged(session).status == judged(session).status == status
+        assert session.failure is not None
+
+
+@pytest.mark.slow
+def test_a_buffer_made_beforehand_does_not_hide_a_matrix_of_scores():
+    source = IMPORTS + (
+        "import labsupport.checks\n"
+        "labsupport.checks.check_forward_memory = lambda student: None\n"
+        "room = torch.ones(8192 * 8192)\n"
+        "def my_flash_forward(q, k, v, is_causal, block_q, block_k):\n"
+        "    n = q.shape[-2]\n"
+        "    s = torch.matmul(q[0], k[0].mT, out=room[: n * n].view(n, n)).mul_(0.25)\n"
+        "    return (s.softmax(-1, out=s) @ v[0])[None], torch.zeros(1, n)\n"
+    ).replace("s.softmax(-1, out=s)", "torch.softmax(s, -1, out=s)")
+    check, _ = cells("01")["ex-1-4-tiled-forward-memory"]
+    with students(source) as sessions:
+        one = evaluate_check(check, needed(check), next(sessions), seed=1)
+    assert one.status == "failed"
+    assert "seen from outside" in one.message
