@@ -1,15 +1,6 @@
 """Textbook attention, FlashAttention, and one function over every implementation.
 
-    reference       textbook attention, and the float64 oracle
-    online_softmax  the running softmax, and the merge of two partial results
-    flash_torch     FlashAttention, forward and backward, in plain PyTorch
-    kernels/        the same algorithm as Triton kernels
-    masks           causal masks, windows and ALiBi
-    backends        `attention(...)`, which chooses from the table of `implementations` and calls
-                    one of the `adapters`
-    rotary          rotary position embedding
-    accuracy        errors against the oracle, and how large they may be
-
+`backends.attention` chooses from the table of `implementations` and calls one of the `adapters`.
 The mathematics (`standard_attention`, `flash_attention_forward`, ...) takes
 (..., seqlen, head_dim); what faces a model (`attention`, `flash_attention`, `attention_varlen`)
 takes flash-attn's layout.
@@ -26,6 +17,15 @@ from labsupport.attention.backends import (
     available_backends,
     flash_attention,
     last_call,
+    register_backend,
+)
+from labsupport.attention.drop_in import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from labsupport.attention.flash_torch import FlashAttentionFunction, flash_attention_forward
 from labsupport.attention.inputs import AttentionInputError
@@ -48,10 +48,17 @@ __all__ = [
     "compare_with_oracle",
     "flash_attention",
     "flash_attention_forward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "last_call",
     "merge_attention",
     "online_softmax",
     "oracle_attention",
+    "register_backend",
     "rotary_angles",
     "standard_attention",
 ]

@@ -45,16 +45,12 @@ class ErrorReport:
 def compare_with_oracle(
     result: Tensor, textbook: Tensor, oracle: Tensor, *, gradient: bool = False
 ) -> ErrorReport:
-    """Judge `result` by flash-attn's rule.
+    """Judge `result`, of any shape and dtype, by flash-attn's rule.
 
     Args:
-        result: the tensor to judge, any shape and dtype.
         textbook: the same quantity by textbook attention in the same dtype.
         oracle: the same quantity in float64.
         gradient: allow three times the textbook's error, not twice.
-
-    Returns:
-        maximum errors, the relative error ||result - oracle|| / ||oracle||, and what is allowed.
 
     Raises:
         ValueError: the shapes differ.
@@ -64,14 +60,10 @@ def compare_with_oracle(
             "result, textbook and oracle must have one shape, but "
             f"{tuple(result.shape)}, {tuple(textbook.shape)}, {tuple(oracle.shape)} were given."
         )
-    oracle = oracle.double()
     textbook_max = max_error(textbook, oracle)
-    factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
+    allowed = (GRADIENT_FACTOR if gradient else OUTPUT_FACTOR) * textbook_max + FLOOR
     return ErrorReport(
-        max_error=max_error(result, oracle),
-        textbook_max_error=textbook_max,
-        relative_error=relative_error(result, oracle),
-        allowed=factor * textbook_max + FLOOR,
+        max_error(result, oracle), textbook_max, relative_error(result, oracle), allowed
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -38,8 +39,8 @@ Result = tuple[Tensor, Tensor | None]
 def run_standard(call: AttentionCall) -> Result:
     """Run the textbook attention of `reference`."""
     q, k, v, slopes = call.math_layout()
-    options = call.options | {"alibi_slopes": slopes, "return_lse": call.return_lse}
-    return _from_math_layout(*masked_attention(q, k, v, **options))
+    options = call.options | {"alibi_slopes": slopes}
+    return _from_math_layout(*masked_attention(q, k, v, **options, return_lse=call.return_lse))
 
 
 def run_flash_torch(call: AttentionCall) -> Result:
@@ -50,9 +51,9 @@ def run_flash_torch(call: AttentionCall) -> Result:
         out = FlashAttentionFunction.apply(q, k, v, call.causal, *options)
         # Reading what was saved makes a checkpoint recompute its block: only if asked for.
         return _from_math_layout(out, out.grad_fn.saved_tensors[-1] if call.return_lse else None)
-    names = "softmax_scale", "window_size", "alibi_slopes"
-    named: dict[str, Any] = dict(zip(names, options, strict=True))
-    return _from_math_layout(*flash_attention_forward(q, k, v, call.causal, **named))
+    named = call.options | {"is_causal": call.causal, "alibi_slopes": slopes}
+    del named["causal"]
+    return _from_math_layout(*flash_attention_forward(q, k, v, **named))
 
 
 def _from_math_layout(out: Tensor, lse: Tensor | None) -> Result:
@@ -75,8 +76,7 @@ def triton_kernel_name(call: AttentionCall) -> str:
     geometry = config.Geometry(call.scale, -1, -1, call.alibi_slopes, call.cu_seqlens_q)
     hopper = autograd.hopper_takes(geometry, call.q, call.k, call.v)
     name = "hopper._hopper_fwd" if hopper else "forward._attn_fwd"
-    how = ", interpreted" if mode.interpreted() else ""
-    return f"labsupport.attention.kernels.{name}{how}"
+    return f"labsupport.attention.kernels.{name}{', interpreted' if mode.interpreted() else ''}"
 
 
 def triton_reasons(call: AttentionCall) -> list[str]:
@@ -91,24 +91,12 @@ def triton_reasons(call: AttentionCall) -> list[str]:
 
 @dataclass(frozen=True)
 class Sdpa:
-    """`F.scaled_dot_product_attention`, pinned to one of its backends.
-
-    Attributes:
-        backend: which one.
-        operator: the operator that PyTorch's profiler shows.
-        can_use: PyTorch's question whether it runs a call on a GPU.
-        with_lse: by device, the operator that also returns the log-sum-exp.
-    """
+    """`F.scaled_dot_product_attention`, pinned to one of its backends."""
 
     backend: SDPBackend
-    operator: str
-    can_use: Callable[[SDPAParams, bool], bool] = lambda params, debug: True
-    with_lse: dict[str, Callable[..., Result]] = field(default_factory=dict)
-
-    @cached_property
-    def pinned(self) -> list[bool]:
-        """The switches under which PyTorch can choose no other backend."""
-        return [backend == self.backend for backend, _, _ in _SWITCHES]
+    operator: str  # as PyTorch's profiler shows it
+    can_use: Callable[[SDPAParams, bool], bool] | None = None  # on a GPU; None: always
+    with_lse: dict[str, Callable[..., Result]] = field(default_factory=dict)  # by device
 
     def run(self, call: AttentionCall) -> Result:
         """Run the call."""
@@ -117,7 +105,7 @@ class Sdpa:
             out, lse = self.with_lse[q.device.type](call, q, k, v)
             return out.transpose(1, 2), lse
         mask, is_causal = _sdpa_mask(call)
-        with sdpa_kernel(self.backend) if is_compiling() else _Pinned(self.pinned):
+        with sdpa_kernel(self.backend) if is_compiling() else _pinned(self.backend):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=call.softmax_scale,
                 enable_gqa=call.heads != call.kv_heads,
@@ -139,12 +127,10 @@ class Sdpa:
             return call.alibi_slopes is not None or (_needs_mask_tensor(call) and not built_in)
         return False
 
-    def in_auto(self, call: AttentionCall) -> bool:
-        """Not chosen unasked where a mask of more than a million entries would be stored."""
-        return not self.stores_mask(call) or call.q.shape[1] * call.k.shape[1] <= 2**20
-
     def reasons(self, call: AttentionCall) -> list[str]:
         """PyTorch's own reasons against this backend on a GPU, for these very tensors."""
+        if self.can_use is None:
+            return []
         if call.q.device.type == "cpu":
             unit = call.q.stride(-1) == call.k.stride(-1) == call.v.stride(-1) == 1
             return [] if unit else ["needs the last dimension to be contiguous (stride 1)"]
@@ -162,21 +148,16 @@ class Sdpa:
         return texts or ["PyTorch refuses these inputs without a reason"]
 
 
-class _Pinned:
+@contextmanager
+def _pinned(backend: SDPBackend) -> Iterator[None]:
     """`sdpa_kernel` in a third of its time; torch.compile only knows the original."""
-
-    def __init__(self, wanted: list[bool]) -> None:
-        self.wanted = wanted
-
-    def __enter__(self) -> None:
-        self.before = [enabled() for _, enabled, _ in _SWITCHES]
-        self.set(self.wanted)
-
-    def __exit__(self, *error: object) -> None:
-        self.set(self.before)
-
-    def set(self, flags: list[bool]) -> None:
-        for flag, (_, _, enable) in zip(flags, _SWITCHES, strict=True):
+    before = [enabled() for _, enabled, _ in _SWITCHES]
+    try:
+        for switch, _, enable in _SWITCHES:
+            enable(switch == backend)
+        yield
+    finally:
+        for flag, (_, _, enable) in zip(before, _SWITCHES, strict=True):
             enable(flag)
 
 
@@ -266,19 +247,19 @@ _SWITCHES = (
 SDPA_FLASH = Sdpa(
     SDPBackend.FLASH_ATTENTION,
     "aten::_scaled_dot_product_flash_attention",
-    torch.backends.cuda.can_use_flash_attention,
+    _cuda.can_use_flash_attention,
     {"cpu": _flash_cpu_with_lse, "cuda": _flash_cuda_with_lse},
 )
 SDPA_EFFICIENT = Sdpa(
     SDPBackend.EFFICIENT_ATTENTION,
     "aten::_scaled_dot_product_efficient_attention",
-    torch.backends.cuda.can_use_efficient_attention,
+    _cuda.can_use_efficient_attention,
     {"cuda": _efficient_with_lse},
 )
 SDPA_CUDNN = Sdpa(
     SDPBackend.CUDNN_ATTENTION,
     "aten::_scaled_dot_product_cudnn_attention",
-    torch.backends.cuda.can_use_cudnn_attention,
+    _cuda.can_use_cudnn_attention,
     {"cuda": _cudnn_with_lse},
 )
 SDPA_MATH = Sdpa(SDPBackend.MATH, "aten::_scaled_dot_product_attention_math")
@@ -404,14 +385,12 @@ def run_fa4(call: AttentionCall) -> Result:
 
 
 def _packed(call: AttentionCall) -> dict[str, Any]:
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
-        return {}
-    return {
-        "cu_seqlens_q": call.cu_seqlens_q.to(call.q.device, torch.int32),
-        "cu_seqlens_k": call.cu_seqlens_k.to(call.q.device, torch.int32),
-        "max_seqlen_q": int(call.cu_seqlens_q.diff().max()),
-        "max_seqlen_k": int(call.cu_seqlens_k.diff().max()),
-    }
+    options: dict[str, Any] = {}
+    for letter, offsets in (("q", call.cu_seqlens_q), ("k", call.cu_seqlens_k)):
+        if offsets is not None:
+            options[f"cu_seqlens_{letter}"] = offsets.to(call.q.device, torch.int32)
+            options[f"max_seqlen_{letter}"] = int(offsets.diff().max())
+    return options
 
 
 @cache

@@ -5,11 +5,8 @@
     flash_attention(q, k, v)                               IO-aware ones only: never the textbook
     attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  packed sequences of different lengths
     available_backends(q, k, v)                            which ones run these inputs, and why not
+    register_backend("mine", function)                     a function of your own, as one more
     last_call()                                            which backend and which kernel ran
-
-Layout, names and conventions are flash-attn's: (batch, seqlen, heads, head_dim), `softmax_scale`,
-`causal` aligned bottom-right, `window_size`, grouped-query heads. To add an implementation, write
-an adapter (`adapters.py`) and add an entry to `implementations.BACKENDS`.
 
 Inputs are checked, and a backend is chosen, once for each signature: shapes, strides, dtypes,
 devices, options and PyTorch's modes. Further calls with that signature go straight to the adapter.
@@ -17,9 +14,10 @@ devices, options and PyTorch's modes. Further calls with that signature go strai
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, TypeVar, Unpack
 
@@ -29,7 +27,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.attention.implementations import BACKENDS, by_name
+from labsupport.attention.implementations import BACKENDS, by_name, own
 from labsupport.attention.inputs import (
     AttentionInputError,
     check_alibi_slopes,
@@ -39,10 +37,13 @@ from labsupport.attention.inputs import (
 )
 from labsupport.attention.masks import AttentionMask
 from labsupport.attention.registry import (
+    FLOAT_DTYPES,
     AttentionCall,
     AttentionOptions,
     Backend,
     BackendUnavailableError,
+    Can,
+    Limits,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -90,12 +91,10 @@ def attention(
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
             more heads than keys. (Shorter swapped inputs cannot be told from right ones.)
 
-    Autocast does not reach inside: inputs are computed with as given, and errors name it.
-
     Returns:
         out (batch, seqlen_q, heads, head_dim) in q's dtype; with `return_lse` also lse
         (batch, heads, seqlen_q), natural log, float32 (float64 for float64 inputs). A query that
-        sees no key gets output 0 and lse -inf, whatever the backend's own convention.
+        sees no key gets output 0 and lse -inf. Autocast does not reach inside.
 
     Raises:
         AttentionInputError: the inputs do not fit together, or the backend's name is unknown.
@@ -166,34 +165,22 @@ def attention_varlen(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The choice for one signature.
-
-    Attributes:
-        backend: which one runs.
-        band: the visible pairs, without leading queries that see no key; None for packed calls.
-        empty: number of such queries.
-        report: for `last_call`.
-    """
+    """The choice for one signature."""
 
     backend: Backend
-    band: AttentionMask | None
-    empty: int
+    band: AttentionMask | None  # without the leading queries that see no key; packed: None
+    empty: int  # number of such queries
     report: CallReport
 
 
 _MOST_PLANS = 4096
 _plans: dict[Any, _Plan] = {}
-_planned_for: tuple[Backend, ...] = BACKENDS
 _reports = threading.local()
 
 
 def _attend(
     call: AttentionCall, requested: str, check_layout: bool = True, io_aware: bool = False
 ) -> Result:
-    global _planned_for
-    if _planned_for is not BACKENDS:  # another table
-        _plans.clear()
-        _planned_for = BACKENDS
     _reports.last = None  # a call that raises leaves no report of an older one
     signature = _signature(call, requested, check_layout, io_aware)
     plan = None if signature is None else _plans.get(signature)
@@ -226,8 +213,8 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
 
     Packed calls depend on the values of their offsets. While PyTorch traces, sizes may be symbols.
     """
-    q, k, v, slopes = call.q, call.k, call.v, call.alibi_slopes
-    tensors = (q, k, v) if slopes is None else (q, k, v, slopes)
+    q, slopes = call.q, call.alibi_slopes
+    tensors = (q, call.k, call.v) if slopes is None else (q, call.k, call.v, slopes)
     if (
         call.packed
         or torch.compiler.is_compiling()
@@ -243,12 +230,7 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
         modes += (cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())
     return (
         *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors],
-        call.causal,
-        call.softmax_scale,
-        call.window_size,
-        call.return_lse,
-        modes,
-        *rest,
+        *(call.causal, call.softmax_scale, call.window_size, call.return_lse, modes, *rest),
     )
 
 
@@ -272,23 +254,22 @@ def _make_plan(call: AttentionCall, requested: str, io_aware: bool) -> _Plan:
     kernels = " and ".join(dict.fromkeys(chosen.kernel(part) for part in parts))
     if call.packed and chosen.run_packed is None:
         kernels += ", once per sequence"
-    stores_no_mask = not any(chosen.stores_mask(part) for part in parts)
-    ran_io_aware = chosen.io_aware and stores_no_mask
-    report = CallReport(chosen.name, kernels, ran_io_aware, requested, refused)
+    io_aware = chosen.io_aware and not any(map(chosen.stores_mask, parts))
+    report = CallReport(chosen.name, kernels, io_aware, requested, refused)
     return _Plan(chosen, None if call.packed else call.band, empty, report)
 
 
 def _choose(
     call: AttentionCall, requested: str, candidates: tuple[Backend, ...]
 ) -> tuple[Backend, dict[str, tuple[str, ...]]]:
-    """Choose the first backend that runs a call; the others that were asked, with their reasons."""
+    """Choose the first backend that runs a call, and collect why earlier ones do not."""
     refused: dict[str, tuple[str, ...]] = {}
     order = candidates if requested == "auto" else (by_name(requested),)
     if call.packed:  # kernels that take all sequences together come before a loop over them
         order = tuple(sorted(order, key=lambda entry: entry.run_packed is None))
     for entry in order:
         reasons = tuple(entry.reasons(call))
-        if not reasons and (requested != "auto" or all(map(entry.in_auto, entry.parts(call)))):
+        if not reasons and (requested != "auto" or all(map(entry.for_auto, entry.parts(call)))):
             return entry, refused
         refused[entry.name] = reasons or ("runs, but only when asked for by name",)
     listing = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
@@ -374,9 +355,8 @@ class BackendTable(list[BackendStatus]):
     def __str__(self) -> str:
         width = max(len(status.name) for status in self)
         return "\n".join(
-            f"{status.name:{width}}  "
-            f"{'runs' if status.runs else 'no: ' + '; '.join(status.reasons)}"
-            for status in self
+            f"{one.name:{width}}  {'runs' if one.runs else 'no: ' + '; '.join(one.reasons)}"
+            for one in self
         )
 
     __repr__ = __str__
@@ -409,26 +389,64 @@ def available_backends(
         device: where, if no tensors are given; a GPU if there is one.
         check_layout, options: causal, window_size, ..., as in `attention`.
     """
-    if (q is None) != (k is None) or (k is None) != (v is None):
-        raise AttentionInputError("available_backends takes q, k and v together, or none of them.")
     if q is None or k is None or v is None:
-        q = k = v = _example(device)
-    if unknown := set(options) - {entry.name for entry in fields(AttentionCall)}:
-        raise AttentionInputError(f"attention has no option {', '.join(sorted(unknown))}.")
+        if any(x is not None for x in (q, k, v)):
+            raise AttentionInputError("available_backends takes q, k and v together, or not at all")
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = torch.float32
+        if where.type == "cuda":
+            ampere = torch.cuda.get_device_capability(where) >= (8, 0)
+            dtype = torch.bfloat16 if ampere else torch.float16
+        q = k = v = torch.zeros(1, 128, 4, 64, dtype=dtype, device=where)
     call = AttentionCall(q, k, v, **options)
     _check(call, check_layout)
     call = call if call.packed else call.without_empty_queries()[1]
-    states = ((entry, tuple(entry.reasons(call))) for entry in BACKENDS)
     return BackendTable(
         BackendStatus(entry.name, not why, why, entry.description, entry.io_aware)
-        for entry, why in states
+        for entry in (*BACKENDS, *own.values())
+        for why in (tuple(entry.reasons(call)),)
     )
 
 
-def _example(device: torch.device | str | None) -> Tensor:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = torch.float32
-    if chosen.type == "cuda":
-        ampere = torch.cuda.get_device_capability(chosen) >= (8, 0)
-        dtype = torch.bfloat16 if ampere else torch.float16
-    return torch.zeros(1, 128, 4, 64, dtype=dtype, device=chosen)
+def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> None:
+    """Make a function of your own a backend: calls, tables and models then take it by its name.
+
+    Args:
+        name: a new one, or one that was registered before; its function is replaced.
+        function: (q, k, v, is_causal) -> out, all (batch, heads, seqlen, head_dim), with the
+            default scale and bottom-right causal masks. Shared key/value heads are repeated before.
+            For training it needs gradients of its own (`torch.autograd.Function`).
+
+    Raises:
+        ValueError: the name of one of the lab's backends.
+
+    >>> register_backend("mine", lambda q, k, v, is_causal: v)
+    >>> q = k = v = torch.ones(1, 5, 2, 8)
+    >>> torch.equal(attention(q, k, v, backend="mine"), v)
+    True
+    """
+    if name == "auto" or any(entry.name == name for entry in BACKENDS):
+        raise ValueError(f"{name!r} is a backend of the lab's: take another name")
+
+    def run(call: AttentionCall) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        if call.kv_heads < call.heads:
+            k, v = (x.repeat_interleave(call.heads // call.kv_heads, dim=1) for x in (k, v))
+        return function(q, k, v, call.causal).transpose(1, 2), None
+
+    def reasons(call: AttentionCall) -> list[str]:
+        usual = call.scale == 1 / math.sqrt(call.head_dim)
+        return [] if usual else ["takes the default softmax_scale only"]
+
+    own[name] = Backend(
+        name=name,
+        description="registered with register_backend",
+        limits=Limits(
+            dtypes={"*": FLOAT_DTYPES},
+            can=frozenset({Can.UNEQUAL_CAUSAL, Can.GROUPED_HEADS, Can.GRADIENT_ON_CPU}),
+        ),
+        further_reasons=reasons,
+        run=run,
+        kernel=lambda call: getattr(function, "__name__", name),
+    )
+    _plans.clear()

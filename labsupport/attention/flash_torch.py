@@ -14,17 +14,12 @@ it is cut into tiles of Br x Bc entries, and only one tile exists at a time:
                   (causal)                                P_ij = exp(S_ij - L_i)  recomputed!
                                                           add to dV_j, dK_j, dQ_i
 
-The backward needs P again. Instead of storing it (seqlen_q x seqlen_k), it recomputes each tile
-from Q, K and the log-sum-exp L, one number a row. With D = rowsum(dO * O):
+With D = rowsum(dO * O):
 
     dV = P^T dO        dP = dO V^T        dS = P * (dP - D)        dQ = dS K        dK = dS^T Q
 
-(D is rowsum(P * dP), because O = P V; it too would need all of P, and dO * O does not.)
-
-Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Dao et al., "FlashAttention" (2022),
-appendix B for the derivation of the backward. Half-precision inputs are multiplied and accumulated
-in float32, as the tensor cores do. The loops run in Python: this is the algorithm with the kernels'
-memory, not with their speed.
+Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; theory/03-forward-and-backward.md.
+Half-precision inputs are multiplied and accumulated in float32, as the tensor cores do.
 """
 
 from __future__ import annotations
@@ -44,8 +39,7 @@ from labsupport.attention.masks import AttentionMask, alibi_bias
 from labsupport.attention.online_softmax import accumulate_block, finite_or_zero, nonzero
 
 # Entries of one tile over all heads, and the largest block_q and block_k. Large tiles hide the cost
-# of Python's loop; small ones stay in a CPU's caches or, on a GPU, a sliver of its memory. Measured
-# on a CPU for one head of 8192 tokens: 1024 x 512 is fastest, 256 x 256 takes 1.4 times as long.
+# of Python's loop; small ones stay in a CPU's caches.
 TILE_ENTRIES = {"cpu": 1024 * 1024, "cuda": 8 * 1024 * 1024}
 LARGEST_BLOCKS = {"cpu": (1024, 512), "cuda": (2048, 2048)}
 SMALLEST_BLOCK = 64
@@ -101,8 +95,7 @@ def flash_attention_forward(
         output 0 and lse -inf.
 
     Raises:
-        AttentionInputError: the tensors do not fit together.
-        ValueError: a block size below 1, or a bad window.
+        AttentionInputError: the tensors or the window do not fit together.
 
     Source: FlashAttention-2, algorithm 1.
     """
@@ -188,10 +181,8 @@ class FlashAttentionFunction(torch.autograd.Function):
     """FlashAttention with its own backward: `FlashAttentionFunction.apply(q, k, v, is_causal)`.
 
     Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), returns the output in q's
-    shape and dtype. Between forward and backward it keeps q, k, v, out and one tensor of shape
-    (..., seqlen_q), the log-sum-exp: memory linear in the sequence length. The options of
-    `flash_attention_forward` may follow by position: softmax_scale, window_size, alibi_slopes,
-    block_q, block_k.
+    shape and dtype; saves q, k, v, out and the log-sum-exp (..., seqlen_q). The other options of
+    `flash_attention_forward` may follow by position, in their order there.
 
     Raises:
         AttentionInputError: the tensors do not fit together.
@@ -268,9 +259,6 @@ def _accumulation_dtype(q: Tensor) -> torch.dtype:
 
 def _block_sizes(q: Tensor, k: Tensor, block_q: int | None, block_k: int | None) -> tuple[int, int]:
     """Nearly square tiles of about TILE_ENTRIES over all heads, unless sizes are given."""
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name} must be at least 1, but {size} was given.")
     heads = max(1, q[..., 0, 0].numel())
     device = q.device.type if q.device.type in TILE_ENTRIES else "cuda"
     exponent = round(math.log2(max(1, TILE_ENTRIES[device] // heads)))

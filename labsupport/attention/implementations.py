@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 from functools import partial
+from typing import Any
 
 import torch
 
 from labsupport.attention import adapters
-from labsupport.attention.adapters import SDPA_CUDNN, SDPA_EFFICIENT, SDPA_FLASH, SDPA_MATH
 from labsupport.attention.inputs import AttentionInputError
 from labsupport.attention.kernels import mode
 from labsupport.attention.registry import (
@@ -42,6 +42,13 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
     return on_hopper_or_newer and shape_comes_back(call)
 
 
+def _sdpa(sdpa: adapters.Sdpa, **entry: Any) -> Backend:
+    return Backend(
+        run=sdpa.run, kernel=sdpa.kernel, further_reasons=sdpa.reasons,
+        stores_mask=sdpa.stores_mask, **entry,
+    )  # fmt: skip
+
+
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="fa4",
@@ -63,7 +70,8 @@ BACKENDS: tuple[Backend, ...] = (
         run_packed=adapters.run_fa4,
         kernel=lambda call: "flash_attn.cute.flash_attn_func",
     ),
-    Backend(
+    _sdpa(
+        adapters.SDPA_CUDNN,
         name="sdpa_cudnn",
         description="PyTorch SDPA with cuDNN's fused attention",
         limits=Limits(
@@ -73,9 +81,6 @@ BACKENDS: tuple[Backend, ...] = (
             head_dim_multiple=8,
             can=EVERYTHING - {Can.UNEQUAL_CAUSAL, Can.WINDOW, Can.ALIBI},
         ),
-        run=SDPA_CUDNN.run,
-        kernel=SDPA_CUDNN.kernel,
-        further_reasons=SDPA_CUDNN.reasons,
         in_auto=_cudnn_in_auto,
     ),
     Backend(
@@ -92,23 +97,18 @@ BACKENDS: tuple[Backend, ...] = (
         run_packed=adapters.run_fa2,
         kernel=lambda call: "flash_attn.flash_attn_func",
     ),
-    Backend(
+    _sdpa(
+        adapters.SDPA_FLASH,
         name="sdpa_flash",
-        description=(
-            "PyTorch SDPA with FlashAttention (version 2 on GPUs; a kernel of its own on CPUs)"
-        ),
+        description="PyTorch SDPA with FlashAttention (version 2 on GPUs, another kernel on CPUs)",
         limits=Limits(
             dtypes={"cpu": FLOAT_DTYPES, "cuda": HALF_DTYPES},
             min_capability=(8, 0),
             can=EVERYTHING - {Can.ALIBI},
         ),
-        run=SDPA_FLASH.run,
-        kernel=SDPA_FLASH.kernel,
-        further_reasons=SDPA_FLASH.reasons,
-        in_auto=SDPA_FLASH.in_auto,
-        stores_mask=SDPA_FLASH.stores_mask,
     ),
-    Backend(
+    _sdpa(
+        adapters.SDPA_EFFICIENT,
         name="sdpa_efficient",
         description="PyTorch SDPA with memory-efficient attention; runs on GPUs before Ampere too",
         limits=Limits(
@@ -117,11 +117,6 @@ BACKENDS: tuple[Backend, ...] = (
             min_capability_bfloat16=(8, 0),
             can=EVERYTHING - {Can.GROUPED_HEADS},
         ),
-        run=SDPA_EFFICIENT.run,
-        kernel=SDPA_EFFICIENT.kernel,
-        further_reasons=SDPA_EFFICIENT.reasons,
-        in_auto=SDPA_EFFICIENT.in_auto,
-        stores_mask=SDPA_EFFICIENT.stores_mask,
     ),
     Backend(
         name="xformers",
@@ -141,10 +136,7 @@ BACKENDS: tuple[Backend, ...] = (
         name="flex",
         description="PyTorch FlexAttention, compiled (Triton on GPUs, C++ on CPUs)",
         limits=Limits(
-            dtypes={
-                "cpu": NOT_FLOAT64,
-                "cuda": NOT_FLOAT64,
-            },
+            dtypes={"cpu": NOT_FLOAT64, "cuda": NOT_FLOAT64},
             min_capability=(8, 0),
             can=EVERYTHING - {Can.GRADIENT_ON_CPU, Can.LSE_ON_CPU, Can.PACKED},
         ),
@@ -159,10 +151,7 @@ BACKENDS: tuple[Backend, ...] = (
         description="this lab's FlashAttention as Triton kernels (on a CPU interpreted: to read)",
         limits=Limits(
             # The interpreter computes bfloat16 wrongly.
-            dtypes={
-                "cpu": (torch.float32, torch.float16),
-                "cuda": NOT_FLOAT64,
-            },
+            dtypes={"cpu": (torch.float32, torch.float16), "cuda": NOT_FLOAT64},
             min_capability=(8, 0),
             max_head_dim=256,
         ),
@@ -181,7 +170,8 @@ BACKENDS: tuple[Backend, ...] = (
         run=adapters.run_flash_torch,
         kernel=lambda call: "labsupport.attention.flash_torch.FlashAttentionFunction",
     ),
-    Backend(
+    _sdpa(
+        adapters.SDPA_MATH,
         name="sdpa_math",
         description="PyTorch SDPA's textbook path: stores the scores",
         io_aware=False,
@@ -189,8 +179,6 @@ BACKENDS: tuple[Backend, ...] = (
             dtypes={"cpu": FLOAT_DTYPES, "cuda": FLOAT_DTYPES},
             can=EVERYTHING - {Can.LSE},
         ),
-        run=SDPA_MATH.run,
-        kernel=SDPA_MATH.kernel,
     ),
     Backend(
         name="standard",
@@ -203,16 +191,20 @@ BACKENDS: tuple[Backend, ...] = (
 )
 
 
+# Functions of a user's own, by the names that `register_backend` gave them; "auto" takes none.
+own: dict[str, Backend] = {}
+
+
 def by_name(name: str) -> Backend:
     """Return the backend of that name.
 
     Raises:
         AttentionInputError: there is none; names the nearest.
     """
-    for entry in BACKENDS:
+    for entry in (*BACKENDS, *own.values()):
         if entry.name == name:
             return entry
-    names = [entry.name for entry in BACKENDS]
+    names = [*(entry.name for entry in BACKENDS), *own]
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise AttentionInputError(

@@ -1,4 +1,4 @@
-"""Checks of what the attention functions accept.
+"""Checks of what the attention functions accept; all raise AttentionInputError.
 
 Every message names what was given, what was expected, and how to fix it.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from labsupport.attention.kernels.mode import interpreted
 
 # No published model has more heads, and sequences shorter than that many heads are rare.
 MOST_HEADS_OF_A_REAL_MODEL = 128
@@ -19,11 +21,7 @@ class AttentionInputError(ValueError):
 
 
 def check_math_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check tensors in the papers' layout (..., seqlen, head_dim).
-
-    Raises:
-        AttentionInputError: ranks, dtypes, devices, lengths or leading dimensions do not fit.
-    """
+    """Check tensors in the papers' layout (..., seqlen, head_dim)."""
     layout = "(..., seqlen, head_dim)"
     _check_tensors(q, k, v, layout)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
@@ -40,12 +38,8 @@ def check_model_layout(
 ) -> None:
     """Check tensors in flash-attn's layout (batch, seqlen, heads, head_dim).
 
-    `one_dtype=False` lets floating dtypes be mixed.
-
-    Raises:
-        AttentionInputError: ranks, dtypes, devices, lengths, batch or heads do not fit, or heads
-            and seqlen look swapped (more than 128 heads, and more heads than keys);
-            `check_layout=False` skips only that last check.
+    `one_dtype=False` lets floating dtypes be mixed; `check_layout=False` takes heads and seqlen
+    that look swapped: more than 128 heads, and more heads than keys.
     """
     _check_tensors(q, k, v, MODEL_LAYOUT, rank=4, one_dtype=one_dtype)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -67,27 +61,19 @@ def check_model_layout(
 def check_packed_layout(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
 ) -> None:
-    """Check tensors in flash-attn's packed layout (total tokens, heads, head_dim).
-
-    Raises:
-        AttentionInputError: shapes do not fit, or `cu_seqlens_*` are not rising offsets 0 .. total
-            of equally many sequences.
-    """
+    """Check flash-attn's packed layout: (total, heads, head_dim) and offsets 0 .. total."""
     layout = "(total_tokens, heads, head_dim)"
     _check_tensors(q, k, v, layout, rank=3)
     _check_lengths(q, k, v, 0, layout)
     _check_heads(q, k, v)
-    for name, offsets, total in (
-        ("cu_seqlens_q", cu_seqlens_q, len(q)),
-        ("cu_seqlens_k", cu_seqlens_k, len(k)),
-    ):
+    for letter, offsets, total in (("q", cu_seqlens_q, len(q)), ("k", cu_seqlens_k, len(k))):
         whole = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
         steps = offsets.tolist() if whole and offsets.ndim == 1 else []
         if len(steps) < 2 or steps[0] != 0 or steps[-1] != total or steps != sorted(steps):
             raise AttentionInputError(
-                f"{name} must be a 1-D integer tensor that starts at 0, never falls and ends at "
-                f"{total}, the number of packed tokens; {offsets} was given. For lengths "
-                "[3, 5] it is [0, 3, 8]: torch.tensor([0, 3, 5]).cumsum(0)."
+                f"cu_seqlens_{letter} must be a 1-D integer tensor that starts at 0, never falls "
+                f"and ends at {total}, the number of packed tokens; {offsets} was given. For "
+                "lengths [3, 5] it is [0, 3, 8]: torch.tensor([0, 3, 5]).cumsum(0)."
             )
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise AttentionInputError(
@@ -96,18 +82,14 @@ def check_packed_layout(
         )
 
 
-def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor, *, interpreted: bool) -> None:
-    """Check what the lab's Triton kernels take beyond the layouts: dtypes, devices, head_dim.
-
-    Raises:
-        AttentionInputError: they do not take these tensors.
-    """
+def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check what the lab's Triton kernels take beyond the layouts: dtypes, devices, head_dim."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in KERNEL_DTYPES:
         raise AttentionInputError(
             "for Triton's kernels q, k and v must have one dtype, float16, bfloat16 or float32, "
             f"but {q.dtype}, {k.dtype}, {v.dtype} were given."
         )
-    if interpreted and q.dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16 and interpreted():
         raise AttentionInputError(
             "Triton's interpreter computes bfloat16 wrongly: use float16 or float32 where there is "
             "no GPU."
@@ -121,11 +103,7 @@ def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor, *, interpreted: bool) -
 
 
 def check_mask(mask: Tensor | None) -> None:
-    """Check that a mask is boolean, or floating numbers to be added.
-
-    Raises:
-        AttentionInputError: an integer mask, such as a tokenizer's attention_mask of 0 and 1.
-    """
+    """Refuse an integer mask, such as a tokenizer's attention_mask of 0 and 1."""
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if mask is not None and dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
         raise AttentionInputError(
@@ -135,11 +113,7 @@ def check_mask(mask: Tensor | None) -> None:
 
 
 def check_window(window_size: object) -> None:
-    """Check that a window is (left, right), two integers of at least -1.
-
-    Raises:
-        AttentionInputError: anything else.
-    """
+    """Check that a window is (left, right), two integers of at least -1."""
     pair = window_size if isinstance(window_size, tuple | list) else ()
     if len(pair) != 2 or not all(isinstance(side, int) and side >= -1 for side in pair):
         raise AttentionInputError(
@@ -149,11 +123,7 @@ def check_window(window_size: object) -> None:
 
 
 def check_alibi_slopes(alibi_slopes: Tensor | None, batch: int, heads: int) -> None:
-    """Check that slopes are a tensor of (heads,) or (batch, heads) without a gradient.
-
-    Raises:
-        AttentionInputError: anything else. (Not every kernel differentiates them; none silently.)
-    """
+    """Check that slopes are a tensor of (heads,) or (batch, heads) without a gradient."""
     if alibi_slopes is None:
         return
     shape = tuple(alibi_slopes.shape) if isinstance(alibi_slopes, Tensor) else None

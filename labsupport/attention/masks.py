@@ -39,13 +39,9 @@ class AttentionMask:
 
     @classmethod
     def of(
-        cls,
-        seqlen_q: int,
-        seqlen_k: int,
-        *,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-    ) -> AttentionMask:
+        cls, seqlen_q: int, seqlen_k: int, *,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    ) -> AttentionMask:  # fmt: skip
         """Build the band of flash-attn's options `causal` and `window_size`.
 
         Raises:

@@ -67,10 +67,7 @@ def masked_attention(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Textbook attention with flash-attn's options: (output, log-sum-exp (..., seqlen_q) or None).
-
-    The reference in the inputs' own dtype for windows and ALiBi, and the backend `standard`.
-    """
+    """Textbook attention with flash-attn's options: (output, lse (..., seqlen_q) or None)."""
     check_math_layout(q, k, v)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=causal, window_size=window_size)
     output, _, scores = _attention(q, k, v, None, band, softmax_scale, alibi_slopes)
@@ -118,6 +115,7 @@ def _attention(
     softmax_scale: float | None,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the weights, and the masked scores."""
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     # In place where autograd allows it: a reference should be no slower or larger than necessary.
     scores = (q @ k.mT).mul_(scale)

@@ -1,7 +1,4 @@
-"""One attention call, and what a backend is: data, with its limits, that says why it cannot run.
-
-All of a backend's `Limits` are checked, so the error lists every reason at once.
-"""
+"""One attention call, and what a backend is: data, with its limits, that says why it cannot run."""
 
 from __future__ import annotations
 
@@ -61,8 +58,10 @@ class AttentionCall:
     @property
     def options(self) -> dict[str, Any]:
         """The options that change the mathematics, by flash-attn's names."""
-        names = "causal", "softmax_scale", "window_size", "alibi_slopes"
-        return {name: getattr(self, name) for name in names}
+        return {
+            "causal": self.causal, "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size, "alibi_slopes": self.alibi_slopes,
+        }  # fmt: skip
 
     @property
     def packed(self) -> bool:
@@ -76,12 +75,12 @@ class AttentionCall:
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads: fewer than `heads` when query heads share them."""
+        """Number of key/value heads."""
         return self.k.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        """Size of one head: the last dimension."""
+        """Size of one head."""
         return self.q.shape[-1]
 
     @property
@@ -108,10 +107,9 @@ class AttentionCall:
         return left >= 0 or (right >= 0 and not self.causal)
 
     def math_layout(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Tensors for the mathematics: (batch, kv_heads, group, seqlen, head_dim), and the slopes.
+        """q, k, v as (batch, kv_heads, group, seqlen, head_dim), without a copy, and the slopes.
 
-        `group` query heads share a key/value head: k and v are views repeated along it, not copies.
-        The ALiBi slopes come as (kv_heads, group) or (batch, kv_heads, group).
+        `group` query heads share a key/value head. Slopes come as ([batch,] kv_heads, group).
         """
         group = self.heads // self.kv_heads
         q = self.q.transpose(1, 2).unflatten(1, (self.kv_heads, group))
@@ -123,20 +121,12 @@ class AttentionCall:
         return q, k, v, None if slopes is None else slopes.unflatten(-1, (self.kv_heads, group))
 
     def without_empty_queries(self) -> tuple[int, AttentionCall]:
-        """Drop the leading queries that see no key; returns how many, and the call on the rest.
-
-        Backends disagree about such rows (output 0 or NaN, log-sum-exp 0, +inf or -inf), so none
-        ever gets them.
-        """
+        """Count and drop the leading queries that see no key: backends disagree about them."""
         count = self.band.leading_empty_rows
         return count, replace(self, q=self.q[:, count:]) if count else self
 
     def documents(self) -> Iterator[tuple[slice, AttentionCall | None]]:
-        """Cut a packed call into one call a sequence; None for one that has queries but no keys.
-
-        Yields:
-            the sequence's slice of the packed queries, and its call of batch 1.
-        """
+        """Yield each packed sequence's slice of queries, and its call (None without keys)."""
         assert self.cu_seqlens_q is not None
         assert self.cu_seqlens_k is not None
         edges_q, edges_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
@@ -171,12 +161,8 @@ EVERYTHING = frozenset(Can)
 class Limits:
     """What a backend takes.
 
-    Attributes:
-        dtypes: for each device type it runs on, the dtypes it takes there; "*" is any device type.
-        min_capability: the oldest CUDA compute capability.
-        min_capability_bfloat16: the same for bfloat16 inputs.
-        max_head_dim, head_dim_multiple: the head sizes it takes; 0 means any.
-        can: the options it supports.
+    `dtypes` lists those of each device type, "*" for any; capabilities are CUDA's, the least that
+    will do; a `max_head_dim` of 0 is no limit.
     """
 
     dtypes: dict[str, tuple[torch.dtype, ...]]
@@ -242,9 +228,6 @@ class Backend:
     """One implementation of attention.
 
     Attributes:
-        name: what users pass as `backend=`.
-        description: one line for tables.
-        limits: what it takes.
         run: call -> (out, lse or None) for a call that `reasons` does not exclude.
         kernel: call -> the name of the kernel that `run` launches.
         io_aware: True when no matrix of seqlen_q x seqlen_k scores is ever stored.
@@ -278,6 +261,11 @@ class Backend:
             if not hardware:  # on an unknown device a kernel's own reasons mean nothing
                 found += self.further_reasons(part)
         return list(dict.fromkeys(found))
+
+    def for_auto(self, call: AttentionCall) -> bool:
+        """Return whether "auto" may choose it: not if it stores a mask of a million entries."""
+        large = call.q.shape[-3] * call.k.shape[-3] > 2**20
+        return self.in_auto(call) and not (large and self.stores_mask(call))
 
     def parts(self, call: AttentionCall) -> list[AttentionCall]:
         """The calls that this backend really gets: one per document where it packs none itself."""

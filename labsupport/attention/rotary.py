@@ -16,10 +16,8 @@ With a head_dim of 8 and pairs a to d:
 
 The wrong one raises no error. `permute_rotary_rows` rewrites weights from one to the other.
 
-At position 1,000,000 float32 has few digits left for the fraction of an angle: the product with f
-is rounded by up to 0.03 radians, and the rounding of f adds up to 0.06. bfloat16 with its 8
-significant bits takes the position itself for 999,424. So angles are made in float64, and only
-their cosines and sines are rounded to float32.
+Angles are made in float64, and only their cosines and sines are rounded to float32: at position
+1,000,000 float32 has few digits left for the fraction of an angle.
 """
 
 from __future__ import annotations
@@ -44,25 +42,22 @@ def rotary_angles(
         head_dim: how many numbers of a head are turned: even.
         base: the larger, the slower the slow pairs turn (`scaled_base`).
         scaling: positions are divided by it: linear position interpolation (Chen et al., arXiv
-            2306.15595). 4.0 brings 4 times as many tokens into the angles of the training.
+            2306.15595).
 
     Returns:
         cos, sin: (..., seqlen, head_dim / 2) each, float32, on the device of the positions; right
         to float32's rounding up to positions of 10^9.
 
     Raises:
-        AttentionInputError: positions that are no integers or have another shape, an odd head_dim,
-            a base or scaling that is not positive.
+        AttentionInputError: no integer positions of that shape, an odd head_dim, or a base or
+            scaling that is not positive.
     """
-    whole = isinstance(positions, Tensor) and positions.dtype in _INTEGERS
-    if not whole or positions.ndim not in (1, 2):
-        given = f"a {type(positions).__name__}"
-        if isinstance(positions, Tensor):
-            given = f"{positions.dtype} of shape {tuple(positions.shape)}"
+    dtype, shape = getattr(positions, "dtype", None), tuple(getattr(positions, "shape", ()))
+    if dtype not in _INTEGERS or len(shape) not in (1, 2):
         raise AttentionInputError(
-            f"positions must be an integer tensor (seqlen,) or (batch, seqlen), but {given} was "
-            "given: torch.arange(seqlen) for a sequence that begins at 0. (Floating dtypes cannot "
-            "count far: bfloat16 stops being exact at 256.)"
+            f"positions must be an integer tensor (seqlen,) or (batch, seqlen), but a "
+            f"{type(positions).__name__} was given, {dtype} of shape {shape}: "
+            "torch.arange(seqlen) for a sequence that begins at 0."
         )
     if head_dim < 2 or head_dim % 2 or base <= 0 or scaling <= 0:
         raise AttentionInputError(
@@ -94,8 +89,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
     and sin, and not x.
 
     Raises:
-        AttentionInputError: shapes that do not fit together, a dtype that is not floating, cosines
-            that want gradients (they are constants here).
+        AttentionInputError: shapes, dtypes or devices do not fit together, or cosines want
+            gradients (they are constants here).
     """
     _check_rotation(x, cos, sin)
     return _Rotation.apply(x, cos, sin, interleaved, False)
@@ -147,16 +142,13 @@ def _coordinates(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def permute_rotary_rows(weight: Tensor, heads: int, *, to_interleaved: bool) -> Tensor:
     """Permute the rows of a query or key projection from one convention to the other.
 
-    Queries and keys are permuted alike, so that their dot products stay what they were. Values are
-    not turned: their projection stays as it is.
-
     Args:
         weight: (heads · head_dim, width), or a bias (heads · head_dim,).
         heads: of this projection: kv_heads for keys.
         to_interleaved: from halves to neighbours (True), or from neighbours to halves (False).
 
     Returns:
-        A permuted copy.
+        A permuted copy. Values are not turned: their projection stays as it is.
 
     Raises:
         AttentionInputError: the rows do not make `heads` heads of an even head_dim.
@@ -176,18 +168,14 @@ def permute_rotary_rows(weight: Tensor, heads: int, *, to_interleaved: bool) -> 
 def scaled_base(base: float, head_dim: int, factor: float) -> float:
     """RoPE's base for sequences `factor` times as long as in training: "NTK-aware" scaling.
 
-    base · factor^(head_dim / (head_dim - 2)): the slowest pair turns `factor` times as slowly, as
-    with interpolation, and the fastest, which tells neighbours apart, as before.
-
-    Source: bloc97, "NTK-Aware Scaled RoPE", r/LocalLLaMA, June 2023; written out in the YaRN paper
-    (Peng et al., arXiv 2309.00071, section 3.1).
+    The slowest pair turns `factor` times as slowly, as with interpolation, and the fastest, which
+    tells neighbours apart, as before. Source: YaRN (Peng et al., arXiv 2309.00071, section 3.1).
 
     >>> round(scaled_base(10_000, 64, 8))
     85550
 
     Raises:
-        AttentionInputError: head_dim is odd or below 4 (one pair alone cannot be both), or base or
-            factor is not positive.
+        AttentionInputError: head_dim is odd or below 4, or base or factor is not positive.
     """
     if head_dim < 4 or head_dim % 2 or base <= 0 or factor <= 0:
         raise AttentionInputError(
@@ -208,26 +196,19 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             "cos and sin must be floating, of one shape and dtype, but cos "
             f"{tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} were given."
         )
-    if cos.requires_grad or sin.requires_grad:
+    if cos.requires_grad or sin.requires_grad or not x.device == cos.device == sin.device:
         raise AttentionInputError(
-            "cos and sin are constants here, but one of them requires a gradient: pass "
-            "cos.detach() and sin.detach()."
-        )
-    if not x.device == cos.device == sin.device:
-        raise AttentionInputError(
-            f"x is on {x.device}, cos on {cos.device} and sin on {sin.device}. Move them, e.g. "
-            "cos.to(x.device)."
+            "cos and sin are constants on x's device here, but one of them requires a gradient, or "
+            f"x is on {x.device}, cos on {cos.device} and sin on {sin.device}: pass "
+            "cos.detach().to(x.device), and sin likewise."
         )
     *tokens, _, head_dim = x.shape
-    allowed = [(tokens[-1],)]
-    if x.ndim == 4:
-        allowed += [(tokens[0], tokens[1]), (1, tokens[1])]
-    pairs = cos.shape[-1]
-    if tuple(cos.shape[:-1]) not in allowed or not 1 <= pairs <= head_dim // 2:
-        wanted = " or ".join(f"({', '.join(map(str, shape))}, pairs)" for shape in allowed)
+    allowed = [(tokens[-1],), *([tuple(tokens), (1, tokens[-1])] if x.ndim == 4 else [])]
+    if cos.shape[:-1] not in allowed or not 1 <= cos.shape[-1] <= head_dim // 2:
         raise AttentionInputError(
-            f"x {tuple(x.shape)} needs cos and sin of shape {wanted}, one row for each token and 1 "
-            f"to {head_dim // 2} pairs, but {tuple(cos.shape)} was given: make them with "
-            f"rotary_angles(positions, {head_dim}), not doubled as in Transformers. In x, heads "
-            "come after the tokens: from (batch, heads, seqlen, head_dim) pass x.transpose(1, 2)."
+            f"x {tuple(x.shape)} needs cos, sin ({tokens[-1]}, pairs), one row for "
+            f"each token, 1 to {head_dim // 2} pairs, but {tuple(cos.shape)} was given: make "
+            f"them with rotary_angles(positions, {head_dim}), not doubled as in Transformers. "
+            "In x, heads come after the tokens: from (batch, heads, seqlen, head_dim) pass "
+            "x.transpose(1, 2)."
         )

@@ -1,33 +1,36 @@
 """Shared inputs and judgements for the tests of labsupport.attention."""
 
-import os
-import subprocess
-import sys
+import itertools
+import random
 
-import pytest
 import torch
 
 from labsupport.attention import compare_with_oracle, oracle_attention
-from labsupport.attention.kernels import mode
 from labsupport.attention.reference import masked_attention
 
-# flash-attn's own grid, cut short: odd lengths, some below and some above a tile, one query or key.
-LENGTHS = [
-    (1, 1),
-    (1, 239),
-    (3, 199),
-    (113, 203),
-    (128, 217),
-    (108, 256),
-    (127, 133),
-    (203, 113),
-    (256, 64),
+GPU = torch.cuda.is_available()
+DEVICES = ["cpu", "cuda"] if GPU else ["cpu"]
+GROUPS = [(2, 2), (4, 2), (3, 1)]  # heads, kv_heads
+MASKS = [
+    {},
+    {"causal": True},
+    {"window_size": (40, 0)},
+    {"window_size": (30, 50)},
+    {"window_size": (-1, 7)},
+    {"window_size": (25, -1)},
+    {"causal": True, "window_size": (70, 0)},
 ]
-HEAD_DIMS = [16, 32, 40, 64, 96, 111, 128, 256]
-HALF = [torch.float16, torch.bfloat16]
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-on_each_device = pytest.mark.parametrize("device", DEVICES)
+
+def covering(*axes):
+    """Each value of each axis in one case at least, shuffled; on a GPU the product of all axes."""
+    if GPU:
+        return list(itertools.product(*axes))
+    draw, length = random.Random(0), max(map(len, axes))
+    columns = [(list(axis) * length)[:length] for axis in axes]
+    for column in columns:
+        draw.shuffle(column)
+    return list(zip(*columns, strict=True))
 
 
 def make_qkv(*leading, seqlen_q, seqlen_k, head_dim=32, dtype=torch.float32, device="cpu", seed=0):
@@ -87,20 +90,3 @@ def assert_obeys_error_rule(
     for name, *triple in zip(("dq", "dk", "dv"), got, textbook, exact, strict=True):
         report = compare_with_oracle(*triple, gradient=True)
         assert report.ok, f"{name}: {report}"
-
-
-def compiled_elsewhere(script, project, folder, *arguments):
-    """Lines that a script prints in another process: Triton compiles or interprets, not both."""
-    file = folder / "compile.py"
-    file.write_text(
-        "import torch, triton\nfrom triton.backends.compiler import GPUTarget\n" + script
-    )
-    done = subprocess.run(
-        [sys.executable, file, *arguments],
-        env=os.environ | {mode.VARIABLE: "0", "PYTHONPATH": str(project)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()

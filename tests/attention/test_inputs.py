@@ -37,9 +37,7 @@ Q, K, V = qkv(2, 4, 2, 8)
         (qkv(1, 4, 2, 8, dtype=torch.float8_e5m2), ["scales"]),
         ((Q, K.to("meta"), V), ["meta", "k.to(q.device)"]),
         ((Q, torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8)), ["2 query heads", "3 key heads"]),
-        ((Q, K, torch.zeros(2, 4, 1, 8)), ["1 value heads"]),
         ((Q, K[:, :0], V[:, :0]), ["empty sequence"]),
-        ((Q, K[..., :4], V), ["head_dim"]),
         ((Q[..., :0], K[..., :0], V[..., :0]), ["head_dim"]),
         ((Q[:1], K, V), ["batch size"]),
         ((Q, K, V[:, :3]), ["every key needs its value"]),
@@ -88,14 +86,9 @@ def test_bad_cumulative_lengths_are_refused(offsets):
     offsets = [0, 8] if offsets == "a list" else torch.tensor(offsets)
     assert "cu_seqlens_q" in refused(attention_varlen, *qkv(8, 2, 4), offsets, good)
     assert "cu_seqlens_k" in refused(attention_varlen, *qkv(8, 2, 4), good, offsets)
-
-
-def test_different_numbers_of_packed_sequences_are_refused():
-    offsets = torch.tensor([0, 8]), torch.tensor([0, 3, 8])
-    assert "same ones" in refused(attention_varlen, *qkv(8, 2, 4), *offsets)
+    assert "same ones" in refused(attention_varlen, *qkv(8, 2, 4), good, torch.tensor([0, 3, 8]))
 
 
 def test_the_table_of_backends_wants_all_three_tensors_or_none():
     assert "together" in refused(available_backends, Q)
-    assert "no option" in refused(available_backends, Q, K, V, is_causal=True)
     assert available_backends(*qkv(1, 8, 256, 4), check_layout=False)["standard"].runs

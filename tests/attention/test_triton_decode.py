@@ -1,22 +1,19 @@
-import json
 import math
 import sys
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 import torch
 
-from benchmarks.resources import LIMITS
 from labsupport.attention import (
     AttentionInputError,
     compare_with_oracle,
-    merge_attention,
     oracle_attention,
 )
 from labsupport.attention.kernels import mode
-from labsupport.attention.kernels.config import RESIDENT, choose_splits, decode_tiling
+from labsupport.attention.kernels.config import choose_splits, decode_tiling
 from labsupport.attention.reference import masked_attention
-from tests.attention.cases import compiled_elsewhere, make_model_qkv, to_math_layout
+from tests.attention.cases import make_model_qkv, to_math_layout
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -31,7 +28,9 @@ def make_cache(batch=2, seqlen_q=1, seqlen_k=300, heads=8, kv_heads=1, head_dim=
     tensors = make_model_qkv(
         batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, device=DEVICE, **options
     )
-    return [tensor.detach() for tensor in tensors]
+    # Any strides: heads first in memory, every second row of a larger cache.
+    q, k, v = (tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors)
+    return q, *(x.repeat_interleave(2, dim=1)[:, ::2] for x in (k, v))
 
 
 def by_sequence(function, q, k, v, lengths, slopes, options):
@@ -77,9 +76,7 @@ def assert_obeys_error_rule(
     assert report.ok, f"lse: {report}"
 
 
-@pytest.mark.parametrize(
-    ("splits", "dtype"), list(zip([None, 1, 3, 8], cycle(DTYPES), strict=False))
-)
+@pytest.mark.parametrize(("splits", "dtype"), [(None, DTYPES[0]), (3, DTYPES[-1]), (8, DTYPES[0])])
 def test_any_number_of_splits_obeys_the_error_rule(splits, dtype):
     q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=dtype)  # 5 tiles of keys at most
     assert_obeys_error_rule(q, k, v, splits=splits, softmax_scale=0.5)
@@ -97,7 +94,7 @@ def test_more_splits_than_are_merged_at_once_are_rescaled_to_the_largest():
     ("seqlen_q", "heads", "kv_heads", "head_dim", "dtype"),
     [
         (1, 8, 1, 16, DTYPES[0]), (3, 4, 2, 80, DTYPES[-1]), (7, 3, 3, 128, DTYPES[0]),
-        (1, 3, 3, 256, DTYPES[-1]), (3, 8, 1, 64, DTYPES[0]), (7, 4, 2, 64, DTYPES[-1]),
+        (1, 3, 3, 256, DTYPES[-1]),
     ],
 )  # fmt: skip
 def test_heads_queries_and_head_dims_obey_the_error_rule(
@@ -116,67 +113,32 @@ def test_more_rows_than_a_tile_holds_are_cut_into_several():
 @pytest.mark.parametrize(
     ("window_size", "causal", "splits"),
     [
-        ((-1, -1), False, 3), ((20, -1), True, 3), ((100, 0), False, 1), ((0, 0), False, 3),
-        ((130, 2), False, 3), ((130, 2), True, 1), ((-1, 1), False, 3),
+        ((-1, -1), False, 3), ((20, -1), True, 3), ((0, 0), False, 1), ((130, 2), False, 3),
+        ((-1, 1), False, 3),
     ],
 )  # fmt: skip
 def test_windows_obey_the_error_rule(window_size, causal, splits):
-    q, k, v = make_cache(1, 3, 300, 4, 2, 32)
+    q, k, v = make_cache(1, 3, 300, 2, 1, 32)
     assert_obeys_error_rule(q, k, v, splits=splits, window_size=window_size, causal=causal)
-
-
-def test_a_window_as_wide_as_an_integer_hides_nothing():
-    q, k, v = make_cache(1, 3, 70, 2, 1, 32)
-    wide = decode(q, k, v, causal=False, window_size=(2**31 - 1, 2**31 - 1))
-    assert torch.equal(wide, decode(q, k, v, causal=False))
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_alibi_obeys_the_error_rule(per_sequence):
-    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2)
+    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, head_dim=16)
     slopes = torch.tensor([[0.5, 0.25, 0.1, 0.02], [0.3, 0.2, 0.04, 0.01]], device=DEVICE)
     slopes = slopes if per_sequence else slopes[0]
     assert_obeys_error_rule(q, k, v, splits=3, slopes=slopes, lengths=[300, 170])
 
 
 @pytest.mark.parametrize(
-    ("splits", "options"), [(1, {}), (4, {"window_size": (30, -1)}), (4, {"causal": False})]
+    ("splits", "options"), [(4, {"window_size": (30, -1)}), (1, {"causal": False})]
 )
 def test_each_sequence_ends_at_its_own_length_and_nothing_is_read_behind_it(options, splits):
     lengths = [300, 0, 1, 64, 129]  # 1 key for 3 queries: two of them see nothing
-    q, k, v = make_cache(5, 3, 300, 2, 1, 32)
+    q, k, v = make_cache(5, 3, 300, 2, 1, 16)
     for cache, (sequence, length) in product((k, v), enumerate(lengths)):
         cache[sequence, length:] = torch.nan
     assert_obeys_error_rule(q, k, v, splits=splits, lengths=lengths, **options)
-
-
-def test_strides_of_any_kind_give_the_same_result():
-    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=torch.float16)
-    expected = decode(q, k, v, num_splits=2)
-    heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    every_second = [torch.stack((t, t), dim=-1)[..., 0] for t in (q, k, v)]  # number of a head
-    every_third = [torch.repeat_interleave(t, 3, dim=1)[:, ::3] for t in (q, k, v)]
-    for strided in (heads_first, every_second, every_third):
-        assert not strided[1].is_contiguous()
-        torch.testing.assert_close(decode(*strided, num_splits=2), expected)
-    shared = [t[:1].expand(2, -1, -1, -1) for t in (k, v)]  # one cache for the batch
-    copied = [t.contiguous() for t in shared]
-    same = decode(q, *shared, num_splits=2), decode(q, *copied, num_splits=2)
-    torch.testing.assert_close(*same)
-
-
-def test_parts_of_a_cache_merge_in_float32_into_the_whole():
-    q, k, v = make_cache(1, 1, 200, 4, 2, dtype=torch.float16)
-    parts = [
-        decode(q, k[:, keys], v[:, keys], causal=False, return_lse=True, float32_out=True)
-        for keys in (slice(0, 90), slice(90, 200))
-    ]
-    (out_a, lse_a), (out_b, lse_b) = ((out.transpose(1, 2), lse) for out, lse in parts)
-    assert out_a.dtype == torch.float32
-    merged, _ = merge_attention(out_a, lse_a, out_b, lse_b)
-    tensors = to_math_layout(q, k, v)
-    report = compare_with_oracle(merged, textbook(*tensors)[0], oracle_attention(*tensors)[0])
-    assert report.ok, report
 
 
 @pytest.mark.parametrize(
@@ -199,19 +161,15 @@ def test_no_choice_of_splits_leaves_one_empty_or_needs_a_second_round():
     ("change", "message"),
     [
         ({"q": torch.zeros(1, 1, 3, 16)}, "kv_heads"),
-        ({"k_cache": torch.zeros(1, 9, 2, 16).half()}, "one dtype"),
         ({"cache_seqlens": torch.tensor([10])}, r"0 \.\. 9"),
         ({"cache_seqlens": torch.tensor([-1])}, r"0 \.\. 9"),
         ({"cache_seqlens": torch.tensor([1, 2])}, r"shape \(1,\)"),
         ({"cache_seqlens": torch.tensor([1.0])}, "int32 or int64"),
-        ({"cache_seqlens": [9]}, "tensor of shape"),
-        ({"cache_seqlens": torch.ones(1, dtype=torch.int32, device="meta")}, "device"),
         ({"window_size": (1, -2)}, "window_size"),
         ({"alibi_slopes": torch.ones(3)}, r"\(4,\)"),
         ({"num_splits": 0}, "num_splits"),
         ({"q": torch.zeros(1, 1, 4, 16, requires_grad=True)}, "no backward"),
         (dict.fromkeys(("q", "k_cache", "v_cache"), torch.zeros(1, 1, 4, 16).double()), "float64"),
-        (dict.fromkeys(("q", "k_cache", "v_cache"), torch.zeros(1, 1, 4, 257)), "256"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_decoded_is_refused_with_a_reason(change, message):
@@ -222,43 +180,3 @@ def test_what_cannot_be_decoded_is_refused_with_a_reason(change, message):
     }
     with pytest.raises(AttentionInputError, match=message):
         decode(**(call | change))
-
-
-@pytest.mark.skipif(not mode.interpreted(), reason="compiled, bfloat16 is right")
-def test_the_interpreter_refuses_bfloat16_rather_than_compute_it_wrongly():
-    q, k, v = make_cache(1, 1, 9, 2, 1, 16, dtype=torch.bfloat16)
-    with pytest.raises(AttentionInputError, match="bfloat16 wrongly"):
-        decode(q, k, v)
-
-
-COMPILE = """
-import json, sys
-from benchmarks.resources import machine_code, source_of
-from labsupport.attention.kernels.config import decode_tiling
-from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
-
-for capability, head_dim, rows in json.loads(sys.argv[1]):
-    config = decode_tiling(rows, head_dim, torch.bfloat16)
-    constants = {"HEAD_DIM": head_dim, "D": head_dim, "BLOCK_SPLITS": MERGED_AT_ONCE}
-    constants |= {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "PRECISION": "ieee"}
-    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True}
-    parts = {"O": "*fp32"}
-    split = _decode_split, config.warps, config.stages
-    for kernel, warps, stages in (split, (_decode_merge, 4, 3)):
-        built = triton.compile(
-            source_of(kernel, dict(constants), "bf16", parts),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": warps, "num_stages": stages},
-        )
-        print(*machine_code(built)[:2], built.metadata.shared)
-"""
-
-
-def test_compiled_kernels_do_not_spill_and_two_programs_fit_on_a_multiprocessor(project, tmp_path):
-    cases = [(80, 128, 8), (90, 64, 8), (90, 128, 64)]
-    lines = compiled_elsewhere(COMPILE, project, tmp_path, json.dumps(cases))
-    assert len(lines) == 6
-    for case, line in zip([case for case in cases for _ in range(2)], lines, strict=True):
-        registers, spilled, shared = map(int, line.split())
-        assert spilled == 0, (case, registers)
-        assert LIMITS[case[0]].fitting(registers, shared, warps=4) >= RESIDENT, (case, line)

@@ -1,136 +1,82 @@
-"""The kernels for Hopper GPUs, and the plain ones beside them, against the error rule.
+"""The kernels for Hopper GPUs against the error rule; on a CPU the Triton ones are interpreted.
 
-On a Hopper GPU `attention` takes the kernels for it wherever they can run; here both are asked for
-by name. On a CPU both are interpreted. Other GPUs have no copy engine, and skip the first.
+On a Hopper GPU `attention` takes them wherever they can run; here they are asked for by name. Other
+GPUs have no copy engine.
 """
 
-import itertools
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from labsupport.attention import attention, last_call
-from labsupport.attention.kernels.autograd import backward, can_be_described, forward, hopper_takes
+from labsupport.attention import (
+    attention,
+    attention_varlen,
+    compare_with_oracle,
+    last_call,
+    oracle_attention,
+)
 from labsupport.attention.kernels.config import Geometry
-from tests.attention.cases import assert_obeys_error_rule, make_model_qkv, to_math_layout
+from labsupport.attention.reference import masked_attention
+from tests.attention.cases import (
+    GPU,
+    GROUPS,
+    MASKS,
+    assert_obeys_error_rule,
+    covering,
+    make_model_qkv,
+    to_math_layout,
+)
 
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-GPU = torch.cuda.is_available()
+from labsupport.attention.kernels import autograd, forward_gluon
+from labsupport.attention.kernels.autograd import can_be_described, hopper_takes
+from labsupport.attention.kernels.forward_gluon import flash_gluon_forward, why_unsupported
+
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float16, *([torch.bfloat16] if GPU else [])]
-LENGTHS = [(113, 203), (64, 64), (203, 113), (1, 239), (130, 66), (127, 513)]
-LONG = [(1023, 1024), (1024, 1023), (2048, 2048), (4100, 4100)]
-GROUPS = [(2, 2), (4, 2), (3, 1)]
-MASKS = [
-    {},
-    {"causal": True},
-    {"window_size": (40, 0)},
-    {"window_size": (30, 50)},
-    {"window_size": (-1, 7)},
-    {"window_size": (25, -1)},
-]
-KINDS = [
-    pytest.param(True, marks=pytest.mark.skipif(GPU and not HOPPER, reason="not Hopper")),
-    False,
-]
-on_both_kinds = pytest.mark.parametrize("hopper", KINDS)
+LENGTHS = [(113, 203), (64, 64), (150, 70), (1, 150), (130, 66)]
+LONG = [(1023, 1024), (1024, 1023), (2048, 2048), (4100, 4100)] if GPU else []
+describable = pytest.mark.skipif(GPU and not HOPPER, reason="not a Hopper GPU")
 
 
-def covering():
-    """All of it on a GPU; on a CPU each length, head_dim, grouping and mask once at least."""
-    if GPU:
-        return itertools.product(LENGTHS + LONG, (64, 128), GROUPS, MASKS, DTYPES)
-    rest = (itertools.cycle(x) for x in (LENGTHS, (64, 128), GROUPS, MASKS, DTYPES))
-    return [case for _, case in zip(range(6), zip(*rest, strict=True), strict=False)]
+@pytest.fixture
+def check(monkeypatch):
+    """Judge the kernels for Hopper, or the plain ones, in both passes."""
+
+    def check(inputs, *, hopper=True, **options):
+        monkeypatch.setattr(autograd, "hopper_takes", lambda *_: hopper)
+        assert_obeys_error_rule(
+            lambda q, k, v: autograd.flash_attention_triton(q, k, v, **options)[0],
+            inputs, math_layout=to_math_layout, back=lambda out: out.transpose(1, 2), **options,
+        )  # fmt: skip
+
+    return check
 
 
-class ByName(torch.autograd.Function):
-    """The kernels of one kind, with the backward of the same kind."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, geometry, hopper):
-        out, lse = forward(q, k, v, geometry, hopper=hopper)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = geometry, hopper
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        geometry, hopper = ctx.rest
-        return *backward(dout, *ctx.saved_tensors, geometry, hopper=hopper), None, None
+@describable
+@pytest.mark.parametrize(
+    ("lengths", "head_dim", "groups", "mask", "dtype"),
+    covering(LENGTHS + LONG, (64, 128), GROUPS, MASKS, DTYPES),
+)
+def test_output_and_gradients_obey_the_error_rule(check, lengths, head_dim, groups, mask, dtype):
+    inputs = make_model_qkv(1, *lengths, *groups, head_dim, dtype=dtype, device=DEVICE)
+    if head_dim == 64:  # views: heads first in memory
+        inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    check([x.requires_grad_() for x in inputs], **mask)
 
 
-def check(inputs, hopper, *, causal=False, window_size=(-1, -1), softmax_scale=None):
-    scale = inputs[0].shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    geometry = Geometry(scale, window_size[0], 0 if causal else window_size[1])
-    assert_obeys_error_rule(
-        lambda q, k, v: ByName.apply(q, k, v, geometry, hopper),
-        inputs,
-        math_layout=to_math_layout,
-        back=lambda out: out.transpose(1, 2),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-    )
-
-
-@on_both_kinds
-@pytest.mark.parametrize(("lengths", "head_dim", "groups", "mask", "dtype"), list(covering()))
-def test_both_kinds_of_kernels_obey_the_error_rule(
-    lengths, head_dim, groups, mask, dtype, hopper
-):  # fmt: skip
-    batch = 1 if max(lengths) > 700 else 2
-    check(
-        make_model_qkv(batch, *lengths, *groups, head_dim, dtype=dtype, device=DEVICE),
-        hopper,
-        **mask,
-    )
-
-
-@on_both_kinds
-@pytest.mark.parametrize("softmax_scale", [-0.3, 0.0])
-def test_a_scale_may_be_negative_or_zero(softmax_scale, hopper):
+@pytest.mark.parametrize(
+    ("softmax_scale", "hopper"),
+    [pytest.param(-0.3, True, marks=describable), (-0.3, False), (0.0, False)],
+)
+def test_a_scale_may_be_negative_or_zero(check, softmax_scale, hopper):
     inputs = make_model_qkv(1, 70, 90, 1, 1, 64, dtype=torch.float16, device=DEVICE)
-    check(inputs, hopper, causal=True, softmax_scale=softmax_scale)
-
-
-@on_both_kinds
-def test_strided_views_are_read_as_they_are(hopper):
-    """Heads first in memory; keys and values side by side, every second head of a larger tensor."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator).to(DEVICE, torch.float16)
-
-    q = draw(2, 3, 70, 64).transpose(1, 2)
-    k, v = draw(2, 90, 6, 128)[:, :, ::2].chunk(2, dim=-1)
-    assert all(map(can_be_described, (q, k, v)))
-    results = []
-    for tensors in ((q, k, v), tuple(x.contiguous() for x in (q, k, v))):
-        out, lse = forward(*tensors, Geometry(0.1), hopper=hopper)
-        gradients = backward(out, *tensors, out, lse, Geometry(0.1), hopper=hopper)
-        results.append((out, lse, *gradients))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@on_both_kinds
-def test_a_gradient_of_the_log_sum_exp_counts(hopper):
-    inputs = make_model_qkv(1, 70, 90, 2, 1, 64, dtype=torch.float16, device=DEVICE)
-    q, k, v = (x.detach() for x in inputs)
-    geometry = Geometry(0.125)
-    out, lse = forward(q, k, v, geometry, hopper=hopper)
-    nothing, some = torch.zeros_like(out), torch.rand_like(lse)
-    dq, dk, dv = backward(nothing, q, k, v, out, lse, geometry, dlse=some, hopper=hopper)
-    wide = [x.double().requires_grad_() for x in (q, k)]
-    scores = wide[0].transpose(1, 2) @ wide[1].transpose(1, 2).mT * 0.125
-    expected = torch.autograd.grad((scores.logsumexp(-1) * some).sum(), wide)
-    for got, exact in zip((dq, dk), expected, strict=True):
-        assert (got - exact).abs().max() < 2**-9 * exact.abs().max()
-    assert not dv.any()
+    check(inputs, hopper=hopper, causal=True, softmax_scale=softmax_scale)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +112,63 @@ def test_elsewhere_and_for_what_they_are_not_made_for_the_plain_ones_run():
     assert not hopper_takes(Geometry(1.0), q.float(), q.float(), q.float())
     assert not hopper_takes(Geometry(1.0), q[..., :32], q[..., :32], q[..., :32])
     assert not hopper_takes(Geometry(1.0), q, q, q, q[..., :1].expand(q.shape))
+
+
+# --- Gluon ----------------------------------------------------------------------------------------
+
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+def test_unsupported_inputs_get_a_reason(monkeypatch):
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    if not HOPPER:
+        with pytest.raises(ValueError, match="Hopper"):
+            flash_gluon_forward(q, q, q)
+    monkeypatch.setattr(forward_gluon.triton, "__version__", "3.99.0")
+    assert "Triton 3.6 and 3.7, this is 3.99.0" in why_unsupported(q, q, q)
+
+
+def make(*sizes, dtype=torch.bfloat16, batch=2):
+    return [x.detach() for x in make_model_qkv(batch, *sizes, dtype=dtype, device="cuda")]
+
+
+def assert_right(out, lse, *inputs, **options):
+    oracle, oracle_lse = oracle_attention(*to_math_layout(*inputs), **options)
+    textbook, _ = masked_attention(*to_math_layout(*inputs), **options)
+    report = compare_with_oracle(out.transpose(1, 2), textbook, oracle)
+    assert report.ok, report
+    torch.testing.assert_close(lse.double(), oracle_lse.double(), atol=2e-3, rtol=0)
+
+
+@on_hopper
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 239), (113, 203), (300, 65), (1023, 1024), (2048, 2048)]
+)
+def test_it_obeys_the_error_rule_with_the_same_bits_every_time(lengths, head_dim, options):
+    inputs = make(*lengths, 6, 2, head_dim)
+    first = flash_gluon_forward(*inputs, **options)
+    assert_right(*first, *inputs, **options)
+    for _ in range(20):
+        assert all(map(torch.equal, first, flash_gluon_forward(*inputs, **options)))
+
+
+@on_hopper
+def test_packed_sequences_may_be_empty():
+    lengths_q, lengths_k = torch.tensor([[1, 0, 130, 512, 77], [5, 3, 130, 100, 0]])
+    cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lengths_q, lengths_k))
+    q, k, v = (x[0] for x in make(int(cu_q[-1]), int(cu_k[-1]), 4, 2, 128, batch=1))
+    longest = {"max_seqlen_q": 512, "max_seqlen_k": 130}
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
+    got = flash_gluon_forward(q, k, v, **packed, **longest)
+    exact = attention_varlen(q, k, v, **packed, backend="standard", return_lse=True)
+    for one, other in zip(got, exact, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+
+
+@on_hopper
+def test_inputs_may_be_views():
+    q, k, v = torch.randn(2, 300, 3, 4, 64, dtype=torch.float16, device="cuda").unbind(2)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_right(*flash_gluon_forward(q, k, v, causal=True), q, k, v, causal=True)

@@ -12,7 +12,7 @@
     autograd       which kernel runs; autograd, torch.compile, fake tensors
     mode           compiled or interpreted
 
-On a GPU the kernels are compiled. Elsewhere Triton's interpreter runs the same code with NumPy:
-slowly, but you can step through it. Files with kernels import Triton, so they are imported when
-first used; `config`, `autograd` and `mode` do without.
+On a GPU the kernels are compiled. Elsewhere Triton's interpreter runs the same code with NumPy.
+Files with kernels import Triton, so they are imported when first used; `config`, `autograd` and
+`mode` do without.
 """

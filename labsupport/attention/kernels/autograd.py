@@ -1,16 +1,13 @@
 """From tensors to a kernel, with autograd, `torch.compile` and fake tensors.
 
 `forward` and `backward` run the kernels for Hopper where `hopper_takes` a call, and the plain ones
-otherwise. The operators `labsupport::flash_triton_forward` and `..._backward` make them opaque to
-`torch.compile` (no graph break, no tracing into Triton) and give fake tensors the outputs' shapes.
-They have no gradients: only `TritonFlashAttentionFunction` does. It calls an operator where one is
-needed, and the kernels directly otherwise, because an operator costs up to 0.2 ms of Python.
+otherwise. Operators make them opaque to `torch.compile` and give fake tensors the outputs' shapes;
+elsewhere the kernels are called directly, because an operator costs up to 0.2 ms of Python.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -21,14 +18,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from labsupport.attention.inputs import check_kernel_inputs, check_math_layout
 from labsupport.attention.kernels.config import HOPPER, Geometry, positive_scale
-from labsupport.attention.kernels.mode import interpreted
 
 
 def hopper_takes(geometry: Geometry, *inputs: Tensor) -> bool:
     """Return whether the kernels for Hopper run a call with q, k, v, and for the backward dout.
 
-    They do on Hopper GPUs for what they are tuned for, half precision and head_dim 64 or 128, but
-    not for packed sequences, ALiBi, and strides that the copy engine does not take.
+    They take half precision, head_dim 64 or 128, and neither packed sequences nor ALiBi.
     """
     q = inputs[0]
     return (
@@ -72,13 +67,11 @@ def forward(
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim), any strides.
-        geometry: everything else.
         float32_out: return the output as it was accumulated, for merging with others.
         hopper: the kernel for Hopper GPUs, or not; unless given, where it runs.
 
     Returns:
         out like q, and the natural-log lse (batch, heads, seqlen_q) or (heads, total), float32.
-        A query that sees no key gets output 0 and lse -inf.
     """
     out, lse = _outputs(q, float32_out)
     if q.numel() == 0:
@@ -105,16 +98,9 @@ def backward(
     dlse: Tensor | None = None,
     hopper: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels; the same bits every time.
+    """Run the backward kernels: dq, dk, dv like q, k, v, the same bits every time.
 
-    Args:
-        dout: gradient of `out`.
-        q, k, v, out, lse: inputs and results of `forward`.
-        geometry, hopper: as there; the two passes may run on different kernels.
-        dlse: gradient of `lse`, if there is one.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v.
+    Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`.
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
@@ -128,7 +114,7 @@ def backward(
     return dq, dk, dv
 
 
-def _outputs(q: Tensor, float32_out: bool) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, float32_out: bool = False) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q, dtype=torch.float32) if float32_out else torch.empty_like(q)
     return out, q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
 
@@ -138,25 +124,23 @@ def _outputs(q: Tensor, float32_out: bool) -> tuple[Tensor, Tensor]:
 # The attributes of `Geometry`, in their order.
 _GEOMETRY = (
     "float scale, int left, int right, Tensor? slopes, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, str precision"
+    "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
 )
 
 
 @torch.library.custom_op(
     "labsupport::flash_triton_forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, bool float32_out, {_GEOMETRY}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_GEOMETRY}) -> (Tensor, Tensor)",
 )
-def forward_operator(
-    q: Tensor, k: Tensor, v: Tensor, float32_out: bool, *geometry: Any
-) -> tuple[Tensor, Tensor]:
+def forward_operator(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
     """Run `forward`."""
-    return forward(q, k, v, Geometry(*geometry), float32_out=float32_out)
+    return forward(q, k, v, Geometry(*geometry))
 
 
 @forward_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, float32_out: bool, *geometry: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q, float32_out)
+def _(q: Tensor, k: Tensor, v: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q)
 
 
 @torch.library.custom_op(
@@ -189,11 +173,8 @@ def _needs_operator(q: Tensor) -> bool:
     )
 
 
-_NAMES = tuple(field.name for field in fields(Geometry))  # torch.compile cannot trace `fields`
-
-
 def _values(geometry: Geometry) -> tuple[Any, ...]:
-    return tuple(getattr(geometry, name) for name in _NAMES)
+    return tuple(vars(geometry).values())
 
 
 # --- autograd -------------------------------------------------------------------------------------
@@ -205,11 +186,9 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
     Takes q (..., seqlen_q, head_dim) and k, v (..., seqlen_k, head_dim), float16, bfloat16 or
     float32, and returns the output in q's shape and dtype. Saves q, k, v, out and lse
     (..., seqlen_q) for the backward. `softmax_scale` and `window_size` may follow by position.
-    Leading dimensions are joined into one, which copies where their strides do not allow it.
 
     With a `Geometry` the tensors are in flash-attn's layout instead, and out and lse are returned,
-    both differentiable (`flash_attention_triton`). A gradient of the log-sum-exp, which merging
-    partial results needs, only changes the vector D of the backward: dS = P * (dP - D + dLSE).
+    both differentiable: a gradient of lse only changes D, dS = P * (dP - D + dLSE).
 
     Raises:
         AttentionInputError: the tensors do not fit together, or the kernels cannot take them.
@@ -230,22 +209,21 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         softmax_scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         geometry: Geometry | None = None,
-        float32_out: bool = False,
     ) -> Any:
         """Run the forward kernel, and save what the backward recomputes P from."""
         ctx.math_layout, inputs = geometry is None, (q, k, v)
         if geometry is None:
             check_math_layout(q, k, v)
-            check_kernel_inputs(q, k, v, interpreted=interpreted())
+            check_kernel_inputs(q, k, v)
             left, right = window_size
             scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
             geometry = Geometry(scale, left, 0 if is_causal else right)
             inputs = _as_one_head(q), _as_one_head(k), _as_one_head(v)
         ctx.geometry, ctx.needs_operator = geometry, _needs_operator(q)
         if ctx.needs_operator:
-            out, lse = forward_operator(*inputs, float32_out, *_values(geometry))
+            out, lse = forward_operator(*inputs, *_values(geometry))
         else:
-            out, lse = forward(*inputs, geometry, float32_out=float32_out)
+            out, lse = forward(*inputs, geometry)
         if ctx.math_layout:
             out, lse = out.reshape(q.shape), lse.reshape(q.shape[:-1])
         ctx.save_for_backward(q, k, v, out, lse)
@@ -267,7 +245,7 @@ class TritonFlashAttentionFunction(torch.autograd.Function):
         else:
             found = backward(dout, q, k, v, out, lse, ctx.geometry, dlse=dlse)
         gradients = (dx.reshape(shape) for dx, shape in zip(found, shapes, strict=True))
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _as_one_head(x: Tensor) -> Tensor:
@@ -286,32 +264,19 @@ def flash_attention_triton(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    allow_tf32: bool = False,
-    float32_out: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention by the lab's Triton kernels; `labsupport.attention.attention` checks inputs.
+    """FlashAttention by the lab's Triton kernels: (out, lse) as of `forward`, differentiable.
 
-    Args:
-        q, k, v: as there, float16, bfloat16 or float32, any strides; packed with `cu_seqlens_*`.
-        causal, softmax_scale, window_size, alibi_slopes: as there.
+    Args: as in `labsupport.attention.attention`, which checks the inputs.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets of packed sequences.
-        max_seqlen_q, max_seqlen_k: at least the longest of them; read from the offsets (which waits
-            for the device) where they are 0.
-        allow_tf32: let tensor cores round float32 inputs to 11 significant bits.
-        float32_out: return the output as it was accumulated, for merging with others.
-
-    Returns:
-        out and lse, as `forward` returns them. Both are differentiable, deterministically.
 
     Raises:
         AttentionInputError: dtypes, devices or head_dims that the kernels cannot take.
     """
-    check_kernel_inputs(q, k, v, interpreted=interpreted())
+    max_seqlen_q = max_seqlen_k = 0
+    check_kernel_inputs(q, k, v)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        max_seqlen_q = max_seqlen_q or int(cu_seqlens_q.diff().max())
-        max_seqlen_k = max_seqlen_k or int(cu_seqlens_k.diff().max())
+        max_seqlen_q, max_seqlen_k = (int(c.diff().max()) for c in (cu_seqlens_q, cu_seqlens_k))
         cu_seqlens_q, cu_seqlens_k = (
             offsets.to(q.device, torch.int32) for offsets in (cu_seqlens_q, cu_seqlens_k)
         )
@@ -319,10 +284,9 @@ def flash_attention_triton(
     left, right = window_size
     geometry = Geometry(
         scale, left, 0 if causal else right, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, "tf32" if allow_tf32 else "ieee",
+        max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if wanted or _needs_operator(q):
-        rest = False, None, (-1, -1), geometry, float32_out
-        return TritonFlashAttentionFunction.apply(q, k, v, *rest)
-    return forward(q, k, v, geometry, float32_out=float32_out)
+        return TritonFlashAttentionFunction.apply(q, k, v, False, None, (-1, -1), geometry)
+    return forward(q, k, v, geometry)

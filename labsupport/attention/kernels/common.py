@@ -191,8 +191,7 @@ def others(q: Tensor, geometry: Geometry, config: KernelConfig) -> Arguments:
         "stride_slope": slopes.stride(0) if slopes is not None and slopes.ndim == 2 else 0,
         "ALIBI": slopes is not None, "HEAD_DIM": q.shape[-1], "D": padded(q.shape[-1]),
         "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": geometry.packed,
-        "PRECISION": geometry.precision,
-        **constants(config),
+        "PRECISION": "ieee", **constants(config),
     }  # fmt: skip
 
 

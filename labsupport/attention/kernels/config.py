@@ -2,15 +2,12 @@
 
     BLOCK_Q, BLOCK_K   rows and columns of a tile. Larger tiles read K and V less often, and need
                        more registers: the output block alone is BLOCK_Q x D float32 numbers.
-    warps              of 32 threads, which share a program's registers: 65,536 a multiprocessor,
-                       255 a thread at most. Where that is not enough, numbers spill to memory.
-    stages             tiles on their way from memory at the same time, in shared memory.
+    warps              of 32 threads, which share a program's registers
+    stages             tiles on their way from memory at the same time, in shared memory
 
 The tables for half precision with head_dim 64 and 128 come from measurements on an NVIDIA H200
-(`python -m benchmarks tune`); those for Hopper's kernels were at most 3% slower than the fastest
-(`data/runs/tune-forward-h200`, `tune-backward-h200`). The plain kernels' are those that also suit
-other GPUs by `python -m benchmarks resources`: they spill little on compute capability 8.0, and fit
-in the 99 KiB of shared memory that a program has on 8.6 and 8.9. head_dim 256 and float32 were
+(`python -m benchmarks tune`, `data/runs/tune-forward-h200`, `tune-backward-h200`); the plain
+kernels' also fit other GPUs by `python -m benchmarks resources`. head_dim 256 and float32 were
 chosen by `resources` alone, and have not been timed.
 """
 
@@ -36,7 +33,6 @@ class Geometry:
         slopes: ALiBi's, (heads,) or (batch, heads).
         cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences, both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequence; ignored otherwise.
-        precision: "ieee" or "tf32", for float32 inputs.
     """
 
     scale: float
@@ -47,7 +43,6 @@ class Geometry:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    precision: str = "ieee"
 
     @property
     def packed(self) -> bool:
@@ -61,10 +56,9 @@ class Geometry:
         return replace(self, slopes=self.slopes.to(torch.float32).contiguous())
 
     @property
-    def numbers(self) -> tuple[float | str, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """Everything but the tensors."""
-        limits = self.left, self.right, self.max_seqlen_q, self.max_seqlen_k
-        return self.scale, *limits, self.precision
+        return self.scale, self.left, self.right, self.max_seqlen_q, self.max_seqlen_k
 
 
 @dataclass(frozen=True)
@@ -139,10 +133,7 @@ def tiling(
 ) -> KernelConfig:
     """Return the configuration of "forward", "keys" or "queries" for one head_dim and dtype.
 
-    Args:
-        interpreted: as this process is, unless given.
-        hopper: for the kernels of `hopper.py`.
-        keys: number of keys; 0 where it is not known.
+    `interpreted` is as this process is, unless given; `keys` is 0 where it is not known.
     """
     if kernel in _overridden:
         return _overridden[kernel]
@@ -159,7 +150,6 @@ def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> KernelConfig:
 
     Keys: as many as make K and V 32 KiB; with one tile in use and the next on its way, 64 KiB.
     Rows: 16 at least, for the tensor cores; at most what the registers can hold beside the keys.
-    More rows are cut into several tiles, which each read the keys.
     """
     if "decode" in _overridden:
         return _overridden["decode"]
@@ -168,13 +158,10 @@ def decode_tiling(rows: int, head_dim: int, dtype: torch.dtype) -> KernelConfig:
     if dtype == torch.float32:
         return KernelConfig(16, block_k, warps=8, stages=3)
     most = min(64, 2**13 // width)
-    return KernelConfig(
-        min(most, max(16, 1 << (rows - 1).bit_length())), block_k, warps=4, stages=3
-    )
+    return KernelConfig(min(most, padded(rows)), block_k, warps=4, stages=3)
 
 
-# Programs of `decode_tiling` that fit on one multiprocessor: two on Hopper. On A100, whose shared
-# memory is smaller, only one of those with the most rows.
+# Programs of `decode_tiling` that fit on one multiprocessor of Hopper.
 RESIDENT = 2
 MIN_TILES = 2
 
@@ -183,14 +170,12 @@ def choose_splits(tiles: int, programs: int, multiprocessors: int) -> int:
     """Return into how many parts `decode` cuts the keys.
 
     Enough programs to occupy every multiprocessor, and not one more than fit at once: a second
-    round would take as long as the first, however few programs are left for it. Each split takes
-    at least MIN_TILES tiles, because its partial result is written and read again. So no split is
-    empty, and none but the last is shorter than the others.
+    round would take as long as the first. Each split takes at least MIN_TILES tiles, because its
+    partial result is written and read again.
 
     Args:
         tiles: tiles of keys that one program would walk through alone.
         programs: programs without splits: blocks of rows x kv_heads x batch.
-        multiprocessors: of the GPU.
 
     >>> choose_splits(tiles=128, programs=8, multiprocessors=132)  # 33, evened out to 4 tiles each
     32
@@ -201,22 +186,18 @@ def choose_splits(tiles: int, programs: int, multiprocessors: int) -> int:
 
 @contextmanager
 def override(**tilings: KernelConfig) -> Iterator[None]:
-    """Use other configurations while this is active, for whatever head_dim: to measure them.
-
-    Args:
-        tilings: by kernel: forward, keys, queries, decode.
+    """Use other configurations (forward, keys, queries, decode) while this is active.
 
     >>> with override(forward=KernelConfig(64, 64, 4, 2)):
     ...     tiling("forward", 128, torch.bfloat16, interpreted=False).warps
     4
     """
-    before = dict(_overridden)
-    _overridden.update(tilings)
+    global _overridden
+    before, _overridden = _overridden, _overridden | tilings
     try:
         yield
     finally:
-        _overridden.clear()
-        _overridden.update(before)
+        _overridden = before
 
 
 def padded(head_dim: int) -> int:

@@ -1,8 +1,7 @@
 """Decoding: few queries against a long cache of keys, with the keys split among programs.
 
-The forward kernel has one program for each block of queries. Generation has one query at a time:
-batch x heads programs, each walking through the whole cache, while most of the GPU waits. But the
-keys can be split, too, because partial results merge exactly (`online_softmax.py`):
+Generation has one query at a time: too few blocks of queries to occupy a GPU. But the keys can be
+split, too, because partial results merge exactly (`online_softmax.py`):
 
     keys       |  split 0  |  split 1  |  split 2  |      _decode_split: one program each,
                  O_0, L_0    O_1, L_1    O_2, L_2         the forward's loop over its own keys
@@ -10,10 +9,8 @@ keys can be split, too, because partial results merge exactly (`online_softmax.p
                             O,  L                         _decode_merge: the same running softmax,
                                                           with L_s for the scores, O_s for V
 
-Each number of the cache is read from memory and used in a handful of operations, so decoding waits
-for memory, and the cache should be read once. Query heads that share a key/value head therefore
-share a tile: its rows are (query, head of the group), which also fills the 16 rows that a
-tensor-core instruction works on.
+Decoding waits for memory, so the cache should be read once: query heads that share a key/value head
+share a tile, whose rows are (query, head of the group).
 
 Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference" (2023),
 https://pytorch.org/blog/flash-decoding/.
@@ -169,24 +166,19 @@ def decode(
     alibi_slopes: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
-    float32_out: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of few queries to a long cache, whose keys are split among many programs.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16 or float32, any strides; the newest
             tokens, whose keys are in the cache already. head_dim is 256 at most.
-        k_cache, v_cache: (batch, seqlen_k, kv_heads, head_dim), same dtype, any strides; heads is a
-            multiple of kv_heads, and nothing is copied for it.
-        cache_seqlens: (batch,) int32 or int64, the keys of each sequence that count; the others are
-            not read. Lengths outside 0 .. seqlen_k are an error on a CPU; on a GPU, where looking
-            at them would wait for the device, they are clamped. Without it: seqlen_k for all.
+        k_cache, v_cache: (batch, seqlen_k, kv_heads, head_dim), same dtype, any strides.
+        cache_seqlens: (batch,) int32 or int64, the keys of each sequence that count: seqlen_k
+            unless given. Lengths outside 0 .. seqlen_k are an error on a CPU, and clamped on a GPU.
         causal: query i of seqlen_q sees the keys up to length - seqlen_q + i, bottom-right, by each
             sequence's own length.
         softmax_scale, window_size, alibi_slopes: as in `labsupport.attention.attention`.
         num_splits: into how many parts the keys are cut; chosen by `choose_splits` unless given.
-        return_lse: return the log-sum-exp too.
-        float32_out: return the output as it was accumulated, to be merged with others.
 
     Returns:
         out like q, or (out, lse) with the natural-log lse (batch, heads, seqlen_q) in float32. A
@@ -217,7 +209,7 @@ def decode(
         )
         num_splits = choose_splits(tiles, blocks * kv_heads * batch, processors)
 
-    out = torch.empty_like(q, dtype=torch.float32 if float32_out else q.dtype)
+    out = torch.empty_like(q)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if q.numel():
         # One split has nothing to be merged with: it writes the result itself.
@@ -265,19 +257,15 @@ def decode(
 
 
 def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor | None,
-    alibi_slopes: Tensor | None,
-    num_splits: int | None,
-) -> None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor | None,
+    alibi_slopes: Tensor | None, num_splits: int | None,
+) -> None:  # fmt: skip
     reason = mode.missing()
     if reason is None and not mode.interpreted() and q.device.type == "cpu":
         reason = f"compiled kernels take tensors on a GPU, but q is on {q.device}: move them"
     if reason is not None:
         raise BackendUnavailableError(f"decode cannot run: {reason}.", {"decode": (reason,)})
-    check_kernel_inputs(q, k_cache, v_cache, interpreted=mode.interpreted())
+    check_kernel_inputs(q, k_cache, v_cache)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache)):
         raise AttentionInputError(
             "decode has no backward, but q, k_cache or v_cache requires a gradient: call it under "

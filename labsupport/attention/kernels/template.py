@@ -91,8 +91,7 @@ def attention_with_update(
             for each tile of keys. m and l (block_q,) and acc (block_q, head_dim) are float32, and
             begin as -inf, 0 and 0. scores (block_q, block_k), float32, carry the factor log2(e):
             exp2 of them is the exp of attention; -inf hides a key. v (block_k, head_dim) has the
-            inputs' dtype, to which the weights have to be rounded before they meet it. A row that
-            has seen no key keeps m = -inf, l = 0 and acc = 0.
+            inputs' dtype. A row that has seen no key keeps m = -inf, l = 0 and acc = 0.
         q: (..., seqlen_q, head_dim), float16, bfloat16 or float32; head_dim 16, 32, 64 or 128.
         k, v: (..., seqlen_k, head_dim), same dtype.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q.
@@ -105,9 +104,6 @@ def attention_with_update(
 
     Raises:
         AttentionInputError: tensors that do not fit together, or a head_dim that is not listed.
-        Whatever is wrong with `update` comes as Triton's CompilationError or InterpreterError.
-
-    Source: Dao, "FlashAttention-2" (2023), algorithm 1.
     """
     check_math_layout(q, k, v)
     head_dim, leading = q.shape[-1], q.shape[:-2]
@@ -129,11 +125,7 @@ def attention_with_update(
 
 
 def run_update(update: Any, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Run `attention_with_update` on this machine's device; tensors go in and out on the CPU.
-
-    Args:
-        update, inputs, options: as in `attention_with_update`.
-    """
+    """Run `attention_with_update` on this machine's device; tensors go in and out on the CPU."""
     device = "cpu" if interpreted() else "cuda"
     tensors = (tensor.to(device) for tensor in inputs)
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of NaN

@@ -1,0 +1,158 @@
+"""Kernels as the compiler sees them: on any machine with Triton, a GPU or not.
+
+Triton compiles or interprets, not both: one process without the interpreter does all of it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.resources import LIMITS
+from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.config import RESIDENT
+
+if sys.platform != "linux":
+    pytest.skip("Triton exists for Linux only", allow_module_level=True)
+
+DECODE_CASES = [(80, 128, 8), (90, 128, 64)]  # compute capability, head_dim, rows
+
+SCRIPT = """
+import json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from benchmarks.resources import machine_code, source_of
+from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.config import Geometry, decode_tiling
+from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
+from labsupport.attention.kernels.forward_gluon import _attn_fwd, launch_arguments
+from labsupport.attention.kernels.template import softmax_update, with_update_kernel
+
+found = {"template": [], "decode": [], "gluon": [], "launches": []}
+
+# --- a function that is given to a kernel
+
+constants = {"update": softmax_update, "D": 64, "BLOCK_Q": 64, "BLOCK_K": 64, "CAUSAL": True}
+for capability in (80, 90):
+    source = source_of(with_update_kernel, dict(constants), "bf16", {"L": "*fp32"})
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
+    found["template"].append(["ex2" in ptx, "mma" in ptx])
+
+# --- registers and shared memory of decoding
+
+for capability, head_dim, rows in json.loads(sys.argv[1]):
+    config = decode_tiling(rows, head_dim, torch.bfloat16)
+    constants = {"HEAD_DIM": head_dim, "D": head_dim, "BLOCK_SPLITS": MERGED_AT_ONCE}
+    constants |= {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "PRECISION": "ieee"}
+    constants |= {"LEFT": True, "RIGHT": True, "ALIBI": True}
+    split = _decode_split, config.warps, config.stages
+    for kernel, warps, stages in (split, (_decode_merge, 4, 3)):
+        built = triton.compile(
+            source_of(kernel, dict(constants), "bf16", {"O": "*fp32"}),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": warps, "num_stages": stages},
+        )
+        found["decode"].append([capability, *machine_code(built)[:2], built.metadata.shared])
+
+# --- the instructions of the Gluon kernel
+
+class Hopper:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Hopper())
+for head_dim, packed in ((128, True), (64, False)):
+    q = torch.empty(2, 4096, 4, head_dim, dtype=torch.bfloat16)
+    cu_seqlens = torch.zeros(3, dtype=torch.int32) if packed else None
+    grid, arguments = launch_arguments(
+        q, q, q, q, torch.empty(2, 4, 4096), causal=packed,
+        softmax_scale=None, window_size=(-1, -1), cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens, max_seqlen_q=4096, processors=132,
+    )
+    built = _attn_fwd.warmup(**arguments, grid=grid)
+    ptx = built.asm["ptx"]
+    counts = [ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor")]
+    found["gluon"].append([built.metadata.shared, *counts])
+
+# --- a second launch, which takes the cache: everything but the compiler and the GPU is real
+
+class Compiled:
+    function = packed_metadata = None
+    def __init__(self, kernel): self.kernel = kernel
+    def launch_metadata(self, *rest): return None
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        launches.append((self.kernel, (x, y, z), arguments))
+    def __getitem__(self, grid):
+        return lambda *arguments: launches.append((self.kernel, grid, arguments))
+
+launches = []
+triton.runtime.jit.JITFunction._do_compile = lambda self, key, *rest: (
+    self.device_caches[0][0].setdefault(key, Compiled(self.fn.__name__))
+)
+
+def same(a, b):
+    a, b = (getattr(x, "base", x) for x in (a, b))
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    return a == b
+
+def twice(call):
+    launches.clear()
+    call(), call()
+    half = len(launches) // 2
+    for (name, *a), (other, *b) in zip(launches[:half], launches[half:], strict=True):
+        assert (name, a[0]) == (other, b[0]) and all(map(same, a[1], b[1])), name
+        found["launches"].append(name)
+
+q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
+for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
+    out, lse = forward(q, k, k, geometry, hopper=hopper)
+    twice(lambda: forward(q, k, k, geometry, hopper=hopper))
+    twice(lambda: backward(out, q, k, k, out, lse, geometry, hopper=hopper))
+
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(project, tmp_path_factory):
+    script = tmp_path_factory.mktemp("compiled") / "script.py"  # Triton reads kernels' source files
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(DECODE_CASES)],
+        env=os.environ | {mode.VARIABLE: "0", "PYTHONPATH": str(project)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_function_given_to_the_template_is_compiled_into_it(compiled):
+    assert compiled["template"] == [[True, True]] * 2
+
+
+def test_decoding_does_not_spill_and_two_programs_fit_on_a_multiprocessor(compiled):
+    assert len(compiled["decode"]) == 2 * len(DECODE_CASES)
+    for capability, registers, spilled, shared in compiled["decode"]:
+        assert spilled == 0
+        assert LIMITS[capability].fitting(registers, shared, warps=4) >= RESIDENT
+
+
+def test_gluon_fits_and_starts_the_products_and_copies_it_should(compiled):
+    wide, narrow = compiled["gluon"]
+    assert max(wide[0], narrow[0]) <= 227 * 1024
+    # S takes head_dim / 16 instructions and O 128 / 16, both twice, for each consumer. The producer
+    # copies K, V and a part of Q for each consumer, 64 columns at a time.
+    assert wide[1:] == [2 * 2 * (8 + 8), 2 * (2 + 2)]
+    assert narrow[1:] == [3 * 2 * (4 + 8), 2 + 3]
+
+
+def test_a_cached_launch_passes_the_arguments_of_the_first_one(compiled):
+    plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
+    hopper = ["_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]
+    assert compiled["launches"] == [*plain, *hopper]
