@@ -10,21 +10,16 @@ The dtype follows from what can run:
                                                       does not fit into float16's range;
                                                       float16, with its 3 more bits, otherwise
 
-The size of Q K^T does not decide, because FlashAttention accumulates scores in float32. But large
-scores amplify the rounding of the inputs: relative errors e of q and k move a score q.k by up to
-2 e |q| |k|. Where this passes 1, two keys of nearly the same score may change places, and the
-output jumps from one value to another. The report warns.
-
-The cost is measured, because bounds from worst cases are hundreds of times too large: on a sample
-of the queries, half of them the longest ones, against the float64 oracle of the inputs as given.
-The largest error, times 4 for the queries not sampled, is reported: an estimate, not a proof.
+Relative errors e of q and k move a score q.k by up to 2 e |q| |k|. Where this passes 1, two keys of
+nearly the same score may change places; the report warns. The cost is measured, because worst-case
+bounds are hundreds of times too large: on a sample of the queries, against the float64 oracle
+(theory chapter 6).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +80,7 @@ def auto_fix_precision_for_flash_attention(
         options: `causal`, `window_size`, ... as for `labsupport.attention.flash_attention`.
 
     Inputs that have the right dtype are returned as they are; gradients arrive in each input's own
-    dtype. A `PrecisionWarning` says what was cast, once per cause. Waits for the device, once.
+    dtype. A `PrecisionWarning` says what was cast. Waits for the device, once.
 
     Returns:
         (q, k, v), or (q, k, v, report).
@@ -167,10 +162,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Attent
 
 
 class PrecisionWarning(UserWarning):
-    """Casts of inputs, or numbers that deserve a second look.
-
-    Each cause is reported once per process; `forget_warnings` resets that.
-    """
+    """Casts of inputs, or numbers that deserve a second look."""
 
 
 class Cast(NamedTuple):
@@ -197,8 +189,7 @@ class PrecisionReport:
         score_bound: an upper bound on the magnitude of scaled scores.
         cautions: other properties of the inputs' numbers that need attention.
         error_bound: the maximum error of the output against exact arithmetic on the inputs as
-            given, estimated from a sample of the queries; None if it was not asked for and every
-            cast was exact.
+            given, estimated from a sample of the queries; None if no report was asked for.
     """
 
     backend: str
@@ -227,27 +218,11 @@ class PrecisionReport:
         return "\n".join([*lines, *(f"  caution: {text}" for text in self.cautions)])
 
 
-_reported: set[Any] = set()
-
-
-def forget_warnings() -> None:
-    """Report each cause anew."""
-    _reported.clear()
-
-
-def _cause(report: PrecisionReport, reason: str) -> Any:
-    """Return a key without figures: "v reaches 7e4" and "v reaches 8e4" are one cause."""
-    casts = report.casts if reason == report.why else ()
-    return report.backend, report.compute_dtype, casts, re.sub(r"[-+.e\d]*\d", "", reason)
-
-
 def _warn(report: PrecisionReport) -> None:
-    """Warn about casts and cautions, once per cause, in the name of our caller's caller."""
-    texts = {report.why: str(report).split("\n  caution")[0]} if report.casts else {}
-    for reason, text in (texts | dict(zip(report.cautions, report.cautions, strict=True))).items():
-        if (cause := _cause(report, reason)) not in _reported:
-            _reported.add(cause)
-            warnings.warn(text, PrecisionWarning, stacklevel=3)
+    """Warn about casts and cautions, in the name of our caller's caller."""
+    casts = [str(report).split("\n  caution")[0]] if report.casts else []
+    for text in [*casts, *report.cautions]:
+        warnings.warn(text, PrecisionWarning, stacklevel=3)
 
 
 # --- the decision ---------------------------------------------------------------------------------
@@ -305,8 +280,7 @@ def _plan(
             "nearly the same, the output may follow the other one, whatever kernel computes it"
         )
     report = PrecisionReport(entry.name, compute, out_dtype, casts, why, bound, tuple(cautions))
-    # Measuring takes a share of the time of attention itself.
-    if with_bound or (not report.exact and _cause(report, why) not in _reported):
+    if with_bound:  # measuring takes a share of the time of attention itself
         error = _sampled_error(call, entry.name, compute, out_dtype)
         report = replace(report, error_bound=error)
     return report
@@ -391,7 +365,7 @@ def _choose(
             )
             probe = replace(call, q=q, k=k, v=v).without_empty_queries()[1]
             reasons = tuple(entry.reasons(probe))
-            if not reasons and (backend != "auto" or all(map(entry.in_auto, entry.parts(probe)))):
+            if not reasons and (backend != "auto" or all(map(entry.for_auto, entry.parts(probe)))):
                 return entry, dtype
             refused[entry.name] = (*refused.get(entry.name, ()), *reasons)
     listing = "\n".join(

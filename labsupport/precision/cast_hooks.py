@@ -59,10 +59,8 @@ class KernelDtype(TorchFunctionMode):
     of two different dtypes, which raise otherwise, are computed in `dtype`, too, and values written
     into a key/value cache take the cache's dtype: a float32 rotation promotes q and k, but not v.
 
-    It decides last: a dtype that a caller chose for q, k, v (`safe_flash_attention`, another
-    KernelDtype further inside) is cast once more. Out of reach: functions that PyTorch's override
-    protocol does not know (the flash-attn package, FlexAttention), and the kernel inside of
-    nn.MultiheadAttention.
+    It decides last: a dtype that a caller chose for q, k, v is cast once more. Out of reach: the
+    flash-attn package, FlexAttention, and the kernel inside of nn.MultiheadAttention.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -1,13 +1,9 @@
 """Findings: what is wrong with q, k and v before a call, and with a run after its records.
 
-Forward. The calls' beginnings and ends are read in the order in which they happened. The first NaN
-or infinity is the place where things went wrong: if a call's input was finite and its output is
-not, that call made it; if its input is not, the code between it and the call before did. Later
-calls only pass it on, unless they make one from finite inputs again.
-
--inf alone is no finding, because a mask writes it into scores, and softmax turns it into 0. It is
-one in the output of a module with weights, where it is an overflow. What turns -inf into NaN is
-named, with the remedy: a row of nothing but -inf in a softmax, or the layer after a log(0).
+Forward. Calls' beginnings and ends are read in the order in which they happened; the first NaN or
+infinity is where things went wrong. A call with finite input and bad output made it; if the input
+is bad, the code between it and the call before did. -inf alone counts only in the output of a
+module with weights (an overflow): elsewhere a mask writes it, and softmax turns it into 0.
 
 Backward. The first gradient that is not finite, if the forward pass was; then underflow. A gradient
 in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5), and
@@ -16,37 +12,27 @@ in float16 has underflowed if even its largest entry is subnormal (below 6.1e-5)
        (4.8e-7), where 1 to 3 bits are left; or
     b. its largest entry is below 2^-17 (7.6e-6: 7 bits left), and at least half of all are 0;
 
-or if it is all zeros, though a gradient nearer to the loss was not.
-
-Numbers too small for float16 thin out on their way to 0 through the last bits: (a) sees them there.
-In the gradient of logits, p / tokens for the wrong ones is 0 already when 1 / tokens for the right
-one is not: (b) sees that. Subnormal alone is no loss (4e-6 still has 6 bits), and zeros alone prove
-nothing (ReLU, padding, tokens that do not occur). Gradients of biases and gains are not judged:
-each is a sum over all tokens, and sums may cancel. Scaling the loss fixes underflow as long as the
-largest gradient leaves room (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2).
+or if it is all zeros, though a gradient nearer to the loss was not. Subnormal alone is no loss
+(4e-6 still has 6 bits), and zeros alone prove nothing (ReLU, padding, tokens that do not occur).
+Gradients of biases and gains are not judged: they are sums over all tokens, which may cancel.
+(Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.)
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.attention import AttentionInputError
-from labsupport.attention.implementations import BACKENDS, by_name
-from labsupport.attention.inputs import check_model_layout
-from labsupport.attention.registry import AttentionCall
+from labsupport.attention.implementations import by_name
 from labsupport.precision.dtypes import Range, as_range, range_of, short
 
 MEASURED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLASH_KERNELS = ("fa4", "sdpa_cudnn", "fa2", "sdpa_flash")
-# The answer of PyTorch itself, for NVIDIA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp,
-# check_head_dim_size_flash).
-SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA = 256
 NEAR = 2  # "near overflow": another doubling would overflow
 BOTTOM_SHARE = 0.1
 ZERO_SHARE = 0.5
@@ -61,8 +47,8 @@ class Violation:
     """One finding.
 
     Attributes:
-        kind: mixed dtypes, unsupported dtype, no flash kernel, mixed devices, shapes, NaN,
-            infinity, overflow, near overflow, underflow, or stopped.
+        kind: mixed dtypes, unsupported dtype, mixed devices, NaN, infinity, overflow, near
+            overflow, underflow, or stopped.
         where: the module, the attention call, or the gradient.
         message: the observation.
         remedy: the shortest fix.
@@ -208,17 +194,11 @@ def judge_attention_input(
     """Return everything that keeps q, k and v from a flash kernel, or spoils its result.
 
     Args:
-        q, k, v: in flash-attn's layout (batch, seqlen, heads, head_dim). Of other ranks only
-            dtypes, devices and values are judged.
+        q, k, v: tensors of any shape.
         where: name of this call.
         device: the type of device to judge for ("cuda"); by default the tensors' own.
-
-    Raises:
-        AttentionInputError: one of them is no tensor.
     """
     tensors = q, k, v
-    if not all(isinstance(x, Tensor) for x in tensors):
-        check_model_layout(q, k, v)
     stats = TensorStats([q, k, v], ("q", "k", "v"))
     target = device or q.device.type
     found = _mixed_dtypes(stats, where, autocast_is_on(target))
@@ -230,13 +210,6 @@ def judge_attention_input(
     for dtype in dict.fromkeys(stats.dtypes):
         if not any(dtype in takes for takes in flash.values()):
             found.append(_unsupported(dtype, where, target, flash))
-    if any(x.ndim == 4 for x in tensors):
-        try:
-            check_model_layout(*(x.to("meta", torch.float32) for x in tensors))
-        except AttentionInputError as error:
-            found.append(Violation("shapes", where, str(error).rstrip("."), "Fix the shapes first"))
-        else:
-            found += [] if found else _no_flash_kernel(q, k, v, where, target)
     if not any(x.is_meta for x in tensors):
         found += _judge_values(q, k, v, where)
     return found
@@ -272,23 +245,6 @@ def _unsupported(
     elif not dtype.is_floating_point or dtype.itemsize == 1:
         remedy = "Attention needs real floating numbers of 16 bits or more: look why these are not"
     return Violation("unsupported dtype", where, message, remedy)
-
-
-def _no_flash_kernel(q: Tensor, k: Tensor, v: Tensor, where: str, device: str) -> list[Violation]:
-    """Report that no flash kernel takes these sizes, by the kernels' tables, with every reason."""
-    call, reasons = AttentionCall(q.to("meta"), k.to("meta"), v.to("meta")), {}
-    for entry in BACKENDS:
-        limits = entry.limits
-        if entry.name == "sdpa_flash" and device == "cuda":
-            limits = replace(limits, max_head_dim=SDPA_FLASH_MAX_HEAD_DIM_ON_CUDA)
-        if q.dtype in limits.dtypes.get(device, limits.dtypes.get("*", ())):
-            reasons[entry.name] = limits.option_reasons(call)
-    flash = {name: reasons[name] for name in FLASH_KERNELS if name in reasons}
-    if not all(flash.values()):
-        return []
-    listing = "; ".join(f"{name} {', '.join(why)}" for name, why in flash.items())
-    others = ", ".join(name for name, why in reasons.items() if not why) or "none"
-    return [Violation("no flash kernel", where, listing, f"Backends that can run it: {others}")]
 
 
 def _judge_values(q: Tensor, k: Tensor, v: Tensor, where: str) -> list[Violation]:
@@ -453,29 +409,24 @@ def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Viol
     underflows: list[tuple[Record, Range]] = []
     before: Record | None = None  # the last finite gradient
     bad: list[Violation] = []
-    spent = False  # the first bad gradient is float16
     largest = 0.0
     for record in records:
         stats, held = record.output, record.ranges()[2]
         if stats is None or held is None or not held.entries:
             continue
-        alive = largest > 0
-        largest = max(largest, held.largest)
-        half = torch.float16 in stats.dtypes
         if not held.finite:
-            if not bad:
-                bad, spent = [_bad_gradient(record, held, before, half)], half
+            bad = bad or [_bad_gradient(record, held, before, torch.float16 in stats.dtypes)]
             continue
         before = record
         vector = record.direction == "weight gradient" and stats.rank < 2
-        if half and not vector and underflowed(held, alive):
+        if torch.float16 in stats.dtypes and not vector and underflowed(held, largest > 0):
             underflows.append((record, held))
-    if not bad:
-        remedy = _scale(largest)
-    elif forward_finite and spent:
-        remedy = "Float16's range is used up at both ends: use bfloat16, or a smaller loss scale"
-    else:
-        remedy = "Fix first what is not finite"
+        largest = max(largest, held.largest)
+    # An eighth of float16's range is left for the next batch.
+    power = math.floor(math.log2(_HALF.max / largest)) - 3 if largest else 0
+    here = f"; here by up to 2^{power}" if power > 0 else ""
+    remedy = f"Scale the loss (torch.amp.GradScaler{here}), or use bfloat16"
+    remedy = "Fix first what is not finite" if bad else remedy
     return bad * forward_finite + [_underflow(*each, remedy) for each in underflows]
 
 
@@ -521,14 +472,3 @@ def _underflow(record: Record, held: Range, remedy: str) -> Violation:
             f"{held.largest:.2g}"
         )
     return Violation("underflow", _gradient_of(record), message, remedy)
-
-
-def _scale(largest: float) -> str:
-    """Return the remedy for underflow where `largest` is the largest of all gradients."""
-    room = _HALF.max / largest if largest else math.inf
-    if room < 2:
-        return "No loss scale leaves the largest gradient finite: use bfloat16"
-    # An eighth of the room is left for the next batch.
-    power = 0 if room == math.inf else max(1, math.floor(math.log2(room)) - 3)
-    here = f"; here by up to 2^{power}: the largest gradient is {largest:.2g}" if power else ""
-    return f"Scale the loss (torch.amp.GradScaler{here}), or use bfloat16"

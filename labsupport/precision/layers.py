@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labsupport.precision.dtypes import short
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -30,10 +28,6 @@ class _Norm(nn.Module):
     def __init__(self, *args: Any, statistics: torch.dtype = torch.float32, **options: Any) -> None:
         super().__init__(*args, **options)
         self.statistics = statistics
-
-    def extra_repr(self) -> str:
-        """Add the statistics' dtype to `print(model)`."""
-        return f"{super().extra_repr()}, statistics={short(self.statistics)}"
 
 
 class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
@@ -121,11 +115,6 @@ class MixedPrecisionEmbedding(nn.Embedding):
         rows = super().forward(input)
         return rows.to(self.output_dtype or rows.dtype)
 
-    def extra_repr(self) -> str:
-        """Add the output's dtype to `print(model)`."""
-        shown = "the table's" if self.output_dtype is None else short(self.output_dtype)
-        return f"{super().extra_repr()}, output_dtype={shown}"
-
 
 class MixedPrecisionLinear(nn.Linear):
     """A linear layer that computes in one dtype and stores its weight in another.
@@ -153,11 +142,6 @@ class MixedPrecisionLinear(nn.Linear):
         """Multiply (..., in_features); return (..., out_features) in `compute_dtype`."""
         dtype = self.compute_dtype or self.weight.dtype
         return F.linear(input.to(dtype), self.weight.to(dtype), _to(self.bias, dtype))
-
-    def extra_repr(self) -> str:
-        """Add the dtype of the matmul to `print(model)`."""
-        shown = "the weight's" if self.compute_dtype is None else short(self.compute_dtype)
-        return f"{super().extra_repr()}, compute_dtype={shown}"
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

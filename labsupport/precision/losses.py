@@ -9,7 +9,6 @@ make it three times that. No token's loss needs another token's logits. So they 
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -51,14 +50,20 @@ def compute_loss(
     weight one more rounding per chunk. On a GPU the check of the labels waits for the device, once.
 
     Raises:
-        ValueError: shapes that do not fit, a label out of range, chunk_size below 1, V = 0.
-        TypeError: labels or chunk_size that are not integers, logits or `dtype` that are not
-            floating.
+        ValueError: shapes that do not fit, or a label out of range.
+        TypeError: labels that are not integers.
 
     >>> compute_loss(torch.zeros(2, 3, 10), torch.zeros(2, 3, dtype=torch.long))
     tensor(2.3026)
     """
-    _check(logits, labels, dtype, chunk_size)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers (the right token), not {short(labels.dtype)}.")
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} must be (..., V), or hidden states (..., width) with a "
+            f"head; labels {tuple(labels.shape)} the same without the last dimension: one label "
+            "for each token."
+        )
     # Any integers may be labels here; cross_entropy takes int64 only, like its ignore_index.
     rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
     counted = targets != ignore_index
@@ -72,11 +77,6 @@ def compute_loss(
 
     def token_losses(rows: Tensor, targets: Tensor) -> Tensor:
         scores = rows if head is None else head(rows)
-        if scores.ndim != 2 or len(scores) != len(targets):
-            raise ValueError(
-                f"the head must make logits ({len(targets)}, V) of {len(targets)} tokens; "
-                f"it made {tuple(scores.shape)}."
-            )
         if largest >= scores.shape[-1]:
             raise ValueError(
                 f"label {largest} is out of range: the vocabulary has {scores.shape[-1]} tokens."
@@ -93,25 +93,3 @@ def compute_loss(
         losses = torch.cat([checkpoint(token_losses, *pair, use_reentrant=False) for pair in pairs])
     # One sum over all tokens, chunked or not: the same rounding.
     return losses.sum() / counted.sum().clamp(min=1)
-
-
-def _check(logits: Tensor, labels: Tensor, dtype: torch.dtype, chunk_size: int | None) -> None:
-    if not logits.is_floating_point() or not dtype.is_floating_point:
-        raise TypeError(
-            "logits and the loss's dtype must be floating, but "
-            f"{short(logits.dtype)} and {short(dtype)} were given."
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(
-            f"labels must be integers (the index of the right token), not {short(labels.dtype)}."
-        )
-    if chunk_size is not None and not isinstance(chunk_size, Integral):
-        raise TypeError(f"chunk_size counts tokens: an integer or None, not {chunk_size!r}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, not {chunk_size}.")
-    if logits.ndim == 0 or logits.shape[-1] == 0 or logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} must be (..., V) with V of at least 1, or hidden states "
-            f"(..., width) with a head; labels {tuple(labels.shape)} the same without the last "
-            "dimension: one label for each token."
-        )

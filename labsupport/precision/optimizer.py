@@ -64,7 +64,8 @@ class MixedPrecisionOptimizer:
     ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self._seen: dict[str, tuple[Any, ...]] = {}  # parameters as they were last written or read
+        self._versions: dict[str, int] = {}  # of parameters when they were last written or read
+        self._bits = torch.finfo(config.optimizer).bits
         self._scaled = False  # the gradients come from backward(), which scales the loss
         trainable = (p for p in model.parameters() if p.requires_grad)
         groups: list[Any] = list(trainable if params is None else params)
@@ -106,7 +107,7 @@ class MixedPrecisionOptimizer:
                 f"{name} is float16 and needs masters in float32, not {short(dtype)}: gradients "
                 "cannot be unscaled in float16."
             )
-        self._pairs[name], self._seen[name] = (parameter, master), _state(parameter)
+        self._pairs[name], self._versions[name] = (parameter, master), parameter._version
         return master
 
     @property
@@ -138,9 +139,8 @@ class MixedPrecisionOptimizer:
 
         Raises:
             RuntimeError: there is no gradient; under loss scaling, one that is not from `backward`,
-                or an old one; weights were changed without `copy_weights()`, or parameters have
-                another dtype, shape or device than when this was built. (Changes by way of
-                `.data`, such as `parameter.data.mul_(2)`, cannot be seen.)
+                or an old one; a policy was applied, or weights changed without `copy_weights()`,
+                after this was built. (Changes of `.data` cannot be seen.)
         """
         self._check()
         self._move_gradients()
@@ -229,29 +229,25 @@ class MixedPrecisionOptimizer:
         for name, (parameter, master) in self._pairs.items():
             if master is not parameter:
                 master.copy_(parameter) if to_masters else parameter.copy_(master)
-                self._seen[name] = _state(parameter)
+                self._versions[name] = parameter._version
 
     def _check(self) -> None:
-        """Raise if a master does not fit or is out of date, or a gradient is not scaled."""
+        """Raise if a master is out of date, or a gradient is not scaled."""
         for name, (parameter, master) in self._pairs.items():
-            before, now, low = self._seen[name], _state(parameter), master is not parameter
-            if before[:3] != now[:3]:
-                was, is_now = (
-                    f"{short(d)} {tuple(shape)} on {at}" for d, shape, at, *_ in (before, now)
-                )
+            low, changed = master is not parameter, self._versions[name] != parameter._version
+            if not low and torch.finfo(parameter.dtype).bits < self._bits:
                 raise RuntimeError(
-                    f"{name} was {was} when this optimizer was built, and is {is_now} now: its "
-                    "master does not fit. Build the optimizer after the policy is applied and the "
-                    "model moved."
+                    f"{name} is {short(parameter.dtype)} now and has no master: build the "
+                    "optimizer after the policy is applied."
                 )
             # Writing the same values again, as loading a checkpoint does, does no harm.
-            if low and before != now and not torch.equal(parameter, master.to(parameter.dtype)):
+            if low and changed and not torch.equal(parameter, master.to(parameter.dtype)):
                 raise RuntimeError(
                     f"{name} was changed after this optimizer last wrote or read it (by "
                     "model.load_state_dict, or in place); a step would overwrite that with the "
                     "old master weights. Call optimizer.copy_weights() after such a change."
                 )
-            self._seen[name] = now
+            self._versions[name] = parameter._version
             by_hand = low and parameter.grad is not None
             unscaled = by_hand or (master.grad is not None and not self._scaled)
             if self.scaler is not None and unscaled:
@@ -261,9 +257,3 @@ class MixedPrecisionOptimizer:
                     "scale. Call optimizer.backward(loss) in place of loss.backward(), and "
                     "optimizer.zero_grad() after each step."
                 )
-
-
-def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """Return dtype, shape and device, and what changes with each change in place, and of memory."""
-    kind = parameter.dtype, parameter.shape, parameter.device
-    return *kind, parameter._version, parameter.data_ptr()

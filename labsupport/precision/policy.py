@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,9 +47,6 @@ from labsupport.precision.layers import (
     MixedPrecisionLinear,
     MixedPrecisionRMSNorm,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = {short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -159,17 +156,9 @@ def apply_precision_policy(
     the module around them, and a bare function that is recomputed has none around it.
 
     Raises:
-        TypeError: `model` is no module, or `config` no FlashAttentionConfig.
         ValueError: `components` names an unknown component, or a pattern matches no module.
     """
     config = FlashAttentionConfig() if config is None else config
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a policy is for an nn.Module, not for {model!r:.80}.")
-    if not isinstance(config, FlashAttentionConfig):
-        raise TypeError(
-            "the policy must be a FlashAttentionConfig, such as FlashAttentionConfig.bfloat16(), "
-            f"not {config!r:.80}."
-        )
     parts = _recognise(model, components or {})
     changes: list[PolicyChange] = []
     notes = _cast_parameters(parts, config, changes)
@@ -228,14 +217,6 @@ class PolicyReport:
         ]
         return "\n".join([*(lines or ["nothing changed"]), *(f"note: {n}" for n in self.notes)])
 
-    def to_dataframe(self) -> pd.DataFrame:
-        """Return one row per change: component, module, what, from, to."""
-        import pandas as pd
-
-        names = {"before": "from", "after": "to"}
-        columns = [field.name for field in fields(PolicyChange)]
-        return pd.DataFrame(map(vars, self.changes), columns=columns).rename(columns=names)
-
 
 def _record(changes: list[PolicyChange], part: _Part, what: str, before: Any, after: Any) -> None:
     """Add a change, if it is one."""
@@ -248,7 +229,6 @@ def _record(changes: list[PolicyChange], part: _Part, what: str, before: Any, af
 
 
 def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
-    weights = [(part.component, w.dtype) for part in parts for w in part.owns.values()]
     other = [part.name or "the model" for part in parts if part.component == "other"]
     projections = short(config.attention_weights)
     scaled = ", with loss scaling for float16" * config.needs_loss_scaling
@@ -264,16 +244,9 @@ def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -
         "wider. Use attn_implementation='sdpa'.": (
             getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
         ),
-        f"the head computes in {short(config.head)} with a weight stored in another dtype: each "
-        "forward pass makes a copy of it.": (
-            any(component == "head" and dtype != config.head for component, dtype in weights)
-        ),
-        "the loss is computed outside of the model: compute_loss does it in float32.": (
-            not any(part.component == "loss" for part in parts)
-        ),
         f"16-bit weights lose small updates: train with MixedPrecisionOptimizer{scaled}. An "
         "optimizer built before this holds its state in the old dtype.": (
-            any(dtype in _HALF for _, dtype in weights)
+            any(weight.dtype in _HALF for part in parts for weight in part.owns.values())
         ),
     }
     return [note for note, applies in notes.items() if applies]

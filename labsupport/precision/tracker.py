@@ -19,7 +19,6 @@ checkpointing computes again, in the backward pass, is not recorded a second tim
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -94,32 +93,10 @@ class PrecisionTracker:
             calls outside of modules.
         ranges: also measure largest and smallest magnitude, and count NaN, infinite, subnormal and
             zero entries. The numbers stay on the device until they are read.
-        backward: also watch gradients.
-        modules: the modules to watch besides attention layers and the model itself: classes, or a
-            function of the module; by default all that compute something (`is_compute_leaf`).
-
-    Raises:
-        TypeError: the model is no module.
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        *,
-        ranges: bool = True,
-        backward: bool = True,
-        modules: tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None = None,
-    ) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model must be a torch.nn.Module, but a {type(model).__name__} was given: "
-                "PrecisionTracker() without a model takes tensors in track_flash_attention_input"
-            )
-        self.model, self.ranges, self.backward = model, ranges, backward
-        classes = modules if isinstance(modules, tuple) else None
-        self._choose: Any = modules or is_compute_leaf
-        if classes is not None:
-            self._choose = lambda module: isinstance(module, classes)
+    def __init__(self, model: nn.Module | None = None, *, ranges: bool = True) -> None:
+        self.model, self.ranges = model, ranges
         self._inputs: list[Violation] = []
         self._inputs_tracked = 0
         self._watching = False
@@ -133,7 +110,6 @@ class PrecisionTracker:
         self._mode = _AttentionMode(self)
         self._open: list[Record] = []  # calls that have begun and not returned, innermost last
         self._calls: Counter[tuple[str, str]] = Counter()  # by name and class
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, tuple[Tensor, int]]] = {}
 
     def track_flash_attention_input(
         self, q: Tensor, k: Tensor, v: Tensor, *, name: str | None = None, device: str | None = None
@@ -141,17 +117,13 @@ class PrecisionTracker:
         """Judge the inputs of one attention call, and add the findings to `violations`.
 
         Args:
-            q, k, v: in flash-attn's layout (batch, seqlen, heads, head_dim), any dtype; of other
-                ranks only dtypes, devices and values are judged.
+            q, k, v: tensors of any shape and dtype; dtypes, devices and values are judged.
             name: name of this call in the report.
             device: the type of device to judge for, by default the tensors' own. `device="cuda"`
                 says on a laptop what a GPU would say, by the kernels' tables.
 
         Returns:
             The findings of this call; empty if all is well. Waits for the device.
-
-        Raises:
-            AttentionInputError: one of them is no tensor.
         """
         self._inputs_tracked += 1
         name = name or f"input {self._inputs_tracked}"
@@ -166,12 +138,12 @@ class PrecisionTracker:
         modules = {} if self.model is None else dict(self.model.named_modules())
         for name, module in modules.items():
             root, attention = module is self.model, "Attention" in type(module).__name__
-            if root or attention or self._choose(module):
+            if root or attention or is_compute_leaf(module):
                 whole = root and next(module.children(), None) is not None
                 self._hook_module(
                     name or MODEL, module, "block" if whole or attention else "module"
                 )
-        if self.model is not None and self.backward:
+        if self.model is not None:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     owner = type(modules[name.rpartition(".")[0]]).__name__
@@ -236,7 +208,7 @@ class PrecisionTracker:
 
     def _hook_gradients(self, outputs: list[Tensor], site: tuple[str, str, str]) -> None:
         for tensor in outputs:
-            if self.backward and tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:
                 hook = partial(self._gradient, site, max(0, self._calls[site[:2]] - 1))
                 self._handles.append(tensor.register_hook(hook))
 
@@ -302,21 +274,12 @@ class PrecisionTracker:
         return stats
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return `range_tensor` and the number of entries; measure an unchanged tensor once.
-
-        A layer's output is the next one's input, so this halves the work.
-        """
+        """Return `range_tensor` and the number of entries."""
         if tensor.dtype not in MEASURED or tensor.is_meta or tensor.is_nested:
             return None
         if tensor.layout != torch.strided:  # the gradient of an Embedding(sparse=True)
             tensor = tensor.detach().coalesce().values()
-        if tensor.is_inference():  # has no version
-            return range_tensor(tensor), tensor.numel()
-        known, version, numbers = self._known.get(id(tensor), (None, 0, None))
-        if numbers is None or known is None or known() is not tensor or version != tensor._version:
-            numbers = range_tensor(tensor), tensor.numel()
-            self._known[id(tensor)] = weakref.ref(tensor), tensor._version, numbers
-        return numbers
+        return range_tensor(tensor), tensor.numel()
 
     def _read(self) -> list[Record]:
         """Return the records with their ranges; waits once per device, and only the first time."""
@@ -382,12 +345,12 @@ class PrecisionTracker:
         found, records, runs = self.violations, self._read(), self._runs
         if not records and not self._inputs_tracked:
             return "Nothing was recorded: call the model inside `with PrecisionTracker(model):`."
-        gradients = any(r.direction != "forward" for r in records)
+        inputs = self._inputs_tracked
         subject = {
             type(self.model).__name__: self.model is not None and records,
             f"{runs} forward pass{'es' * (runs > 1)}": runs,
-            "with gradients": gradients,
-            _count(self._inputs_tracked, "tracked attention input"): self._inputs_tracked,
+            "with gradients": any(r.direction != "forward" for r in records),
+            f"{inputs} tracked attention input{'s' * (inputs > 1)}": inputs,
         }
         parts = [part for part, there in subject.items() if there]
         lines = [f"Precision of {', '.join(parts) or 'attention calls'}"]
@@ -397,15 +360,10 @@ class PrecisionTracker:
             lines += [f"Also: {v.kind} at {v.where}: {v.message}." for v in found[1 : SHOWN + 1]]
             if len(found) > SHOWN + 1:
                 lines.append(f"... and {len(found) - SHOWN - 1} more: see `violations`.")
-            if records and not self.ranges:
-                lines.append("Ranges were not recorded: NaN, overflow and underflow go unseen.")
         else:
-            well = "no NaN, no infinity, no mixed dtypes" + ", no underflow" * gradients
-            if not self.ranges:
-                well = "no mixed dtypes at an attention call (ranges were not recorded)"
-            if not records:
-                well = "no mixed or unsupported dtypes, no NaN, nothing near overflow"
-            lines.append(f"All is well: {well}.")
+            lines.append("All is well: no mixed dtypes, no NaN, no overflow, no underflow.")
+        if not self.ranges:
+            lines.append("Ranges were not recorded: NaN, overflow and underflow go unseen.")
         return "\n".join(lines + _summary(records))
 
 
@@ -433,10 +391,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(inner)
     elif value is not None and isinstance(value, Mapping):
         yield from _tensors_in(list(value.values()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _summary(records: list[Record]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tiny models to put under a policy, and a way to see what an attention kernel is given."""
+"""Tiny models to put under a policy or a tracker, and a way to see what a kernel is given."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from labsupport.attention import attention
+from labsupport.attention import attention, flash_attention
 
 # Roundings on the way through 2 blocks, each of relative size u at most: weights and output of
 # 2 norms and 4 matmuls, P, attention's output, activation, 2 additions; and 6 outside of them.
@@ -18,15 +18,10 @@ def gpt2(**options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     settings = {
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "n_embd": WIDTH,
-        "n_layer": 2,
-        "n_head": HEADS,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "attn_implementation": "sdpa",
-    } | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        "vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS,
+        "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "sdpa",
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    }  # fmt: skip
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(settings | options)))
 
 
@@ -34,20 +29,11 @@ def llama(**options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "pad_token_id": 0,
-        "attn_implementation": "sdpa",
-    }
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+        "max_position_embeddings": 32, "pad_token_id": 0, "attn_implementation": "sdpa",
+    }  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(settings | options)))
-
-
-MODELS = pytest.mark.parametrize("make", [gpt2, llama])
 
 
 def tokens():
@@ -76,21 +62,21 @@ class Block(nn.Module):
 
 
 class SeenByKernels(TorchFunctionMode):
-    """The dtypes of q, k and v in each call of an attention kernel.
+    """The dtypes of q, k, v and the mask of each call of an attention kernel.
 
     It is entered outside of the model, so it sees what a policy within hands on.
     """
 
     def __init__(self):
         super().__init__()
-        self.dtypes = []
+        self.dtypes, self.mask = [], None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (F.scaled_dot_product_attention, attention):
+        if func in (F.scaled_dot_product_attention, attention, flash_attention):
             names = ("query", "key", "value")[len(args) :]
-            q, k, v = [*args[:3], *(kwargs[name] for name in names)]
-            self.dtypes.append((q.dtype, k.dtype, v.dtype))
+            self.dtypes.append(tuple(x.dtype for x in (*args[:3], *map(kwargs.get, names))))
+            self.mask = kwargs.get("attn_mask")
         return func(*args, **kwargs)
 
 

@@ -4,14 +4,28 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from labsupport.precision import FlashAttentionConfig, apply_precision_policy
+from labsupport.attention import attention
+from labsupport.precision import (
+    FlashAttentionConfig,
+    PrecisionWarning,
+    apply_precision_policy,
+    safe_flash_attention,
+)
+from labsupport.precision.cast_hooks import KernelDtype
 from labsupport.precision.dtypes import unit_roundoff
+from labsupport.precision.policy import PolicyChange
 from tests.precision.policy_models import (
-    MODELS,
+    HEADS,
     ROUNDINGS,
+    TOKENS,
+    WIDTH,
+    Block,
     SeenByKernels,
     gpt2,
+    hidden,
     llama,
     no_mode_is_left,
     relative_error,
@@ -20,114 +34,59 @@ from tests.precision.policy_models import (
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Each policy with one of the two models.
-CASES = pytest.mark.parametrize(
-    ("make", "config"),
-    [
-        (gpt2, FlashAttentionConfig()),
-        (llama, FlashAttentionConfig(residual="float32")),
-        (gpt2, FlashAttentionConfig(embedding="float32", residual="float32")),
-        (llama, FlashAttentionConfig(attention="float16", mlp="float32")),
-        (llama, FlashAttentionConfig.float16()),
-    ],
-    ids=["bfloat16", "wide-stream", "wide-table", "mixed", "float16"],
-)
+CASES = {
+    "bfloat16": (gpt2, FlashAttentionConfig()),
+    "wide-stream": (llama, FlashAttentionConfig(residual="float32")),
+    "wide-table": (gpt2, FlashAttentionConfig(embedding="float32", residual="float32")),
+    "mixed": (llama, FlashAttentionConfig(attention="float16", mlp="float32")),
+    "float16": (llama, FlashAttentionConfig.float16()),
+}
 
 
-# --- the configuration ----------------------------------------------------------------------------
-
-
-def test_dtypes_may_be_given_by_name():
+def test_a_policy_takes_dtypes_by_name_and_knows_where_losses_are_scaled():
     config = FlashAttentionConfig(attention="torch.float16", mlp="fp32", residual="BF16")
     assert (config.attention, config.mlp, config.residual) == (F16, F32, BF16)
-
-
-@pytest.mark.parametrize("nonsense", [torch.int8, "int8", "float99", None, 16, torch.float8_e4m3fn])
-def test_what_is_no_floating_dtype_is_refused_with_the_list_of_those_that_are(nonsense):
-    with pytest.raises(ValueError, match=r"mlp cannot be .*float16, bfloat16, float32"):
-        FlashAttentionConfig(mlp=nonsense)
-
-
-@pytest.mark.parametrize("field", ["norm_statistics", "loss", "optimizer"])
-def test_what_should_be_float32_may_be_16_bits_but_not_silently(field):
-    with pytest.warns(UserWarning, match=field):
-        assert getattr(FlashAttentionConfig(**{field: F16}), field) == F16
-
-
-def test_losses_are_scaled_where_any_gradient_passes_through_float16():
-    assert FlashAttentionConfig.float16().needs_loss_scaling
-    assert FlashAttentionConfig(attention="float16").needs_loss_scaling
-    assert not FlashAttentionConfig().needs_loss_scaling
+    configs = config, FlashAttentionConfig.float16(), FlashAttentionConfig()
+    assert [each.needs_loss_scaling for each in configs] == [True, True, False]
+    for nonsense in ("int8", None):
+        with pytest.raises(ValueError, match=r"mlp cannot be .*float16, bfloat16, float32"):
+            FlashAttentionConfig(mlp=nonsense)
+    with pytest.warns(UserWarning, match=r"loss in float16: a loss of 10"):
+        FlashAttentionConfig(loss="float16")
 
 
 # --- models of Transformers -----------------------------------------------------------------------
 
 
-@CASES
-def test_logits_differ_from_float32_by_roundings_only(make, config):
+@pytest.mark.parametrize(("make", "config"), CASES.values(), ids=CASES)
+def test_a_policy_reaches_kernels_and_stream_rounds_only_and_is_idempotent(make, config):
     right = make()(tokens()).logits
-    model = make()
-    apply_precision_policy(model, config)
-    logits = model(tokens()).logits
+    model, stream = make(), []
+    report = apply_precision_policy(model, config)
+    for block in model.transformer.h if make is gpt2 else model.model.layers:
+        block.register_forward_hook(lambda _, args, out: stream.extend((args[0].dtype, out.dtype)))
+    with SeenByKernels() as seen:
+        logits = model(tokens()).logits
+    assert (seen.dtypes, stream) == ([(config.attention,) * 3] * 2, [config.residual] * 4)
     assert logits.dtype == config.head
     # Independent errors add up as the root of their number.
     u = max(unit_roundoff(dtype) for dtype in vars(config).values())
     assert 0 < relative_error(logits, right) <= math.sqrt(ROUNDINGS) * u
-
-
-def test_a_wider_stream_is_more_exact():
-    right, errors = llama()(tokens()).logits, []
-    for config in (FlashAttentionConfig(), FlashAttentionConfig(residual=F32, head=F32)):
-        model = llama()
-        apply_precision_policy(model, config)
-        errors.append(relative_error(model(tokens()).logits, right))
-    assert errors[1] < errors[0]
-
-
-def test_a_float32_policy_changes_no_bit_of_the_output():
-    right = llama()(tokens()).logits
-    model = llama()
-    apply_precision_policy(model, FlashAttentionConfig.float32())
-    assert torch.equal(model(tokens()).logits, right)
-
-
-@CASES
-def test_q_k_and_v_enter_the_kernel_in_one_dtype(make, config):
-    model = make()
-    apply_precision_policy(model, config)
-    with SeenByKernels() as seen:
-        model(tokens())
-    assert seen.dtypes == [(config.attention,) * 3] * 2
-
-
-@CASES
-def test_the_stream_between_the_blocks_keeps_its_dtype(make, config):
-    model = make()
-    apply_precision_policy(model, config)
-    seen = []
-    for block in model.transformer.h if make is gpt2 else model.model.layers:
-        block.register_forward_hook(lambda _, args, out: seen.extend((args[0].dtype, out.dtype)))
-    model(tokens())
-    assert seen == [config.residual] * 4
-
-
-@CASES
-def test_twice_is_as_good_as_once(make, config):
-    model = make()
-    first = apply_precision_policy(model, config)
-    logits = model(tokens()).logits
-    second = apply_precision_policy(model, config)
-    assert len(first) > 0
-    assert len(second) == 0
-    assert "nothing changed" in str(second)
-    assert second.notes == first.notes
+    again = apply_precision_policy(model, config)
+    assert len(report) > len(again) == 0
+    assert "nothing changed" in str(again)
+    assert again.notes == report.notes
     assert torch.equal(model(tokens()).logits, logits)
 
 
-def test_another_policy_replaces_the_first():
+def test_another_policy_replaces_the_first_and_float32_changes_no_bit():
     rounded, model = gpt2(), gpt2()
     for parameter in rounded.parameters():
         parameter.data = parameter.data.to(BF16).to(F32)
-    apply_precision_policy(model, FlashAttentionConfig())
+    report = apply_precision_policy(model)
+    change = PolicyChange("mlp", "transformer.h.1.mlp.c_fc", "weight", "float32", "bfloat16")
+    assert change in report.changes
+    assert {c.component for c in report} == {"attention", "mlp", "norm", "embedding", "head"}
     apply_precision_policy(model, FlashAttentionConfig.float32())
     assert torch.equal(model(tokens()).logits, rounded(tokens()).logits)
 
@@ -140,13 +99,16 @@ def test_a_tied_head_stays_tied_in_the_tables_dtype_and_computes_in_its_own(tabl
     assert model.lm_head.weight.dtype == getattr(torch, table)
     assert model(tokens()).logits.dtype == BF16
     assert any("tied" in note and "lm_head.weight" in note for note in report.notes)
-    assert any("copy" in note for note in report.notes) == (table == "float32")
+    # Also if the head comes first.
+    pair = nn.ModuleDict({"head": nn.Linear(4, 5, bias=False), "table": nn.Embedding(5, 4)})
+    pair["head"].weight = pair["table"].weight
+    apply_precision_policy(pair, FlashAttentionConfig(embedding=table))
+    assert pair["head"].weight.dtype == getattr(torch, table)
 
 
-@MODELS
-def test_checkpointed_gradients_are_the_same_bit_for_bit(make):
-    model = make()
-    apply_precision_policy(model, FlashAttentionConfig(residual="float32"))
+def test_a_model_under_a_policy_is_checkpointed_copied_saved_and_loaded():
+    config, model, file = FlashAttentionConfig(residual="float32"), llama(), io.BytesIO()
+    apply_precision_policy(model, config)
     other = copy.deepcopy(model)
     if hasattr(other, "activation_checkpointing_enable"):  # the newer name
         other.activation_checkpointing_enable()
@@ -157,21 +119,12 @@ def test_checkpointed_gradients_are_the_same_bit_for_bit(make):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert no_mode_is_left()
-
-
-def test_a_model_under_a_policy_is_copied_saved_and_loaded():
-    config = FlashAttentionConfig(residual="float32")
-    model = llama()
-    apply_precision_policy(model, config)
-    logits = model(tokens()).logits
-    assert torch.equal(copy.deepcopy(model)(tokens()).logits, logits)
-    file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
     other = llama().apply(lambda m: [p.data.zero_() for p in m.parameters(recurse=False)])
     apply_precision_policy(other, config)
     other.load_state_dict(torch.load(file))
-    assert torch.equal(other(tokens()).logits, logits)
+    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
 
 
 def test_a_forward_that_raises_leaves_no_mode_behind():
@@ -187,17 +140,102 @@ def test_a_forward_that_raises_leaves_no_mode_behind():
     assert model(tokens()).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("config", [FlashAttentionConfig(), FlashAttentionConfig.float16()])
-def test_padding_and_both_caches_work(config):
-    model = llama().eval()
-    apply_precision_policy(model, config)
-    mask = torch.ones_like(tokens())
+def test_padding_and_both_caches_work():
+    model, mask = llama().eval(), torch.ones_like(tokens())
+    apply_precision_policy(model, FlashAttentionConfig.float16())
     mask[0, :5] = 0
     assert model(tokens(), attention_mask=mask).logits.isfinite().all()
-    generated = [
-        model.generate(
-            tokens(), max_new_tokens=3, do_sample=False, cache_implementation=cache
-        ).tolist()
+    dynamic, static = (
+        model.generate(tokens(), max_new_tokens=3, do_sample=False, cache_implementation=cache)
         for cache in ("dynamic", "static")
-    ]
-    assert generated[0] == generated[1]
+    )
+    assert torch.equal(dynamic, static)
+
+
+# --- hand-written modules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["sdpa", "labsupport"])
+def test_a_hand_written_block_is_recognised_and_its_kernel_reached(ours):
+    torch.manual_seed(0)
+    block = Block(ours)
+    right = block(hidden())
+    config = FlashAttentionConfig(attention="float16", residual="float32")
+    report = apply_precision_policy(block, config)
+    with SeenByKernels() as seen:
+        out = block(hidden())
+    assert seen.dtypes == [(F16,) * 3]
+    assert not any("not recognised" in note for note in report.notes)
+    assert 0 < relative_error(out, right) <= math.sqrt(ROUNDINGS / 2) * unit_roundoff(BF16)
+
+
+@pytest.mark.parametrize(("norm_first", "training"), [(False, False), (True, True)])
+def test_pytorchs_encoder_runs_padded_or_not(norm_first, training):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 48, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).train(training)
+    right = model(hidden())
+    apply_precision_policy(model)
+    padding = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [5]])
+    with torch.inference_mode():
+        error = relative_error(model(hidden()), right)
+        padded = model(hidden(), src_key_padding_mask=padding)
+    assert 0 < error <= math.sqrt(ROUNDINGS) * unit_roundoff(BF16)
+    assert padded[:, :5].isfinite().all()
+
+
+def test_what_is_not_recognised_keeps_its_dtype_and_is_named_and_a_component_can_be_said():
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    report = apply_precision_policy(model)
+    assert model[1].weight.dtype == F32
+    assert any("not recognised" in note and " 1." in note for note in report.notes)
+    assert model(torch.arange(5)).isfinite().all()
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH))
+    report = apply_precision_policy(
+        model, FlashAttentionConfig(mlp="float16"), components={"1": "mlp", "0": "other"}
+    )
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (F32, F16)
+    assert {change.component for change in report} == {"mlp", "other"}
+    for pattern, component, message in (
+        ("1", "ffn", "no component 'ffn'"), ("adapter*", "mlp", r"'adapter\*' matches no module")
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            apply_precision_policy(model, components={pattern: component})
+
+
+def test_the_policys_dtype_for_the_kernel_is_the_last_word():
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    with KernelDtype(BF16), pytest.warns(PrecisionWarning, match="k float16 -> float32"):
+        chosen = safe_flash_attention(q, k.to(F16), v, dtypes=[F32])
+    right = attention(q.to(BF16), k.to(F16).to(BF16), v.to(BF16))
+    assert torch.equal(chosen, right.float())
+    with SeenByKernels() as seen, KernelDtype(F16), KernelDtype(BF16):
+        out = attention(q, k, v)
+    assert seen.dtypes == [(F16,) * 3]
+    assert out.dtype == F32
+
+
+def test_a_norm_of_any_make_gets_float32_and_gives_back_its_inputs_dtype():
+    class MyRMSNorm(nn.Linear):
+        def forward(self, x):
+            return self.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
+
+    norm = MyRMSNorm(4, 1, bias=False)
+    nn.init.ones_(norm.weight)
+    apply_precision_policy(norm)
+    out = norm(torch.full((2, 4), 300.0, dtype=F16))  # its square is infinite in float16
+    assert out.dtype == F16
+    assert (out == 1).all()
+
+
+def test_a_very_negative_mask_stays_finite_in_float16():
+    q, mask = torch.randn(1, 1, 3, 8), torch.full((3, 3), torch.finfo(F32).min)
+    mask[0, 0], mask[1] = 0, -torch.inf
+    # The outer mode sees what the inner one, which is asked first, hands on.
+    with SeenByKernels() as seen, KernelDtype(F16):
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert (out.dtype, seen.mask.dtype) == (F32, F16)
+    assert (seen.mask[1] == -torch.inf).all()
+    assert (seen.mask[2] == torch.finfo(F16).min).all()

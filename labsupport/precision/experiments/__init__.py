@@ -20,7 +20,6 @@ from torch import Tensor
 from labsupport.attention.accuracy import max_error, relative_error
 from labsupport.attention.backends import available_backends, flash_attention
 from labsupport.attention.reference import oracle_attention, standard_attention
-from labsupport.attention.registry import FLOAT_DTYPES
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device
 
@@ -196,20 +195,6 @@ def _round_tf32(x: Tensor) -> Tensor:
     bits = x.contiguous().view(torch.int32)
     bits = bits + 0x0FFF + ((bits >> 13) & 1)
     return (bits & ~0x1FFF).view(torch.float32)
-
-
-def dtype_refusals(device: torch.device | str | None = None) -> pd.DataFrame:
-    """List the dtypes that each backend takes on this device, and its reasons otherwise.
-
-    Returns:
-        one row per backend, one column per dtype: "runs", or every reason why not.
-    """
-    columns = {}
-    for dtype in FLOAT_DTYPES:
-        x = torch.zeros(1, 128, 4, 64, dtype=dtype, device=resolve_device(device))
-        table = available_backends(x, x, x)
-        columns[short(dtype)] = {s.name: "runs" if s.runs else "; ".join(s.reasons) for s in table}
-    return pd.DataFrame(columns).rename_axis("backend").reset_index()
 
 
 # --- backward: losses, gradients, updates ---------------------------------------------------------

@@ -2,11 +2,10 @@
 
 python -m labsupport.precision.experiments.gpt2       train, and print the losses and the verdict
 
-The text is the project's LICENSE, as bytes: English that does not change. Each step sees
-`BATCH * SEQLEN` = 1,024 tokens and divides its loss by `SHARE` = 1,024, like one of 1,024 processes
-or micro-batches that together make a step of a million tokens. Adam does not react to the factor.
-float16 without loss scaling does: the gradients are below its smallest numbers. Without the
-division they are not, and the same policy trains well; that control is among the runs.
+The text is the project's LICENSE, as bytes. Each step sees 1,024 tokens and divides its loss by
+`SHARE` = 1,024, like one of 1,024 processes that together make a step of a million tokens. Adam
+does not react to the factor; float16 without loss scaling does: the gradients are below its
+smallest numbers. Without the division the same policy trains well; that control is among the runs.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ def train_under_policies(
     *,
     learning_rate: float = 1e-3,
     device: torch.device | str | None = None,
-    names: Sequence[str] | None = None,
 ) -> pd.DataFrame:
     """Train a small GPT-2 under each policy: same weights and batches, except for the second seed.
 
@@ -75,7 +73,6 @@ def train_under_policies(
         learning_rate: constant. Small enough that float32 runs of two seeds stay close: their
             distance is the unit of the others.
         device: a GPU if there is one. float16 on a CPU is slow: about six seconds for 50 steps.
-        names: which of `runs()`; all unless given.
 
     Returns:
         run, step, loss; with `.attrs["reports"]`, the `PrecisionTracker` report on the first step
@@ -84,9 +81,8 @@ def train_under_policies(
     device = resolve_device(device)
     frames, reports = [], {}
     for name, run in runs().items():
-        if names is None or name in names:
-            losses, reports[name] = train(run, steps, learning_rate, device)
-            frames.append(pd.DataFrame({"run": name, "step": range(1, steps + 1), "loss": losses}))
+        losses, reports[name] = train(run, steps, learning_rate, device)
+        frames.append(pd.DataFrame({"run": name, "step": range(1, steps + 1), "loss": losses}))
     table = pd.concat(frames, ignore_index=True)
     table.attrs["reports"] = reports
     table.attrs["provenance"] = provenance(device, command=command_line(), seed=0)
