@@ -110,7 +110,7 @@ def merge(mine: Any, newer: Notebook) -> Merged:
         own = taken.get(index)
         merged.append((cell if own is None else _renewed(cell, own, base, conflicts), True))
         merged += [(own, False) for own in extra.get(index, [])]
-    newer["cells"] = list(_with_ids_of_their_own(merged, newer.get("nbformat_minor", 0)))
+    newer["cells"] = list(_with_ids_of_their_own(merged))
     newer["metadata"] |= {k: v for k, v in _dict(mine.get("metadata")).items() if k != "labsupport"}
     return Merged(newer, tuple(conflicts))
 
@@ -208,14 +208,11 @@ def _shown(source: str) -> str:
     return repr(first if len(first) <= 40 else first[:37] + "...")
 
 
-def _with_ids_of_their_own(cells: list[tuple[Cell, bool]], minor: int) -> Iterator[Cell]:
+def _with_ids_of_their_own(cells: list[tuple[Cell, bool]]) -> Iterator[Cell]:
     """Give each cell an id that no other has; the edition's cells (True) keep theirs."""
     taken = {str(cell["id"]) for cell, is_editions in cells if is_editions and "id" in cell}
     for number, (cell, is_editions) in enumerate(cells):
         name = str(cell.get("id", ""))
-        if minor < 5:
-            yield {part: value for part, value in cell.items() if part != "id"}
-            continue
         if not is_editions and (name in taken or not _ID.fullmatch(name)):
             name = hashlib.sha256(f"{name} {number} {source_of(cell)}".encode()).hexdigest()[:12]
         taken.add(name)

@@ -87,33 +87,24 @@ def _start_one(source: Path, report: StartReport, editions: dict[str, str]) -> N
     try:
         was = copy.read_bytes()
         mine: Any = json.loads(was)
-        own = merge.edition_of(mine)
-        if own is None or own == editions[key]:
+        if merge.edition_of(mine) in (None, editions[key]):
             report.kept.append(copy)
             return
         newer = json.loads(_links_within_the_folder(release.make_edition(source).text))
         merged = merge.merge(mine, newer)
-    except merge.MergeError as error:
-        report.leave_alone(copy, str(error))
-        return
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error).split("\n")[0]
         report.leave_alone(copy, f"it cannot be read as a notebook ({reason})")
         return
-    text = json.dumps(merged.notebook, indent=1, ensure_ascii=False) + "\n"
-    # Half of a character, as some editors leave it, can be written as an escape only.
-    readable = text.encode("utf-8", "ignore").decode() == text
-    text = text if readable else json.dumps(merged.notebook, indent=1) + "\n"
+    # In ASCII: half of a character, as some editors leave it, has an escape only.
+    text = json.dumps(merged.notebook, indent=1) + "\n"
     _exchange(copy, was, text, editions[key], merged.conflicts, report)
 
 
 def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]) -> None:
-    if not source.is_file():
-        return
     copy = report.folder / checklist.FILE
     text = checklist.students_copy(source.read_text(encoding="utf-8"))
     edition = hashlib.sha256(text.encode()).hexdigest()[:12]
-    done = True
     if not copy.exists():
         write_new(copy, text)
         report.created.append(copy)
@@ -127,12 +118,11 @@ def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]
         except (OSError, ValueError) as error:
             report.leave_alone(copy, f"it cannot be read as text ({error})")
             return
-        if added:
-            done = _exchange(copy, was, renewed, edition, (), report)
-        else:
+        if not added:
             report.kept.append(copy)
-    if done:
-        editions[checklist.FILE] = edition
+        elif not _exchange(copy, was, renewed, edition, (), report):
+            return
+    editions[checklist.FILE] = edition
 
 
 def _exchange(
@@ -147,11 +137,10 @@ def _exchange(
     # An upgrade that was interrupted finds the student's file beside, and saves it only once.
     for number in itertools.count(1):
         suffix = f"-{number}" if number > 1 else ""
-        name = f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}{copy.suffix}"
-        before = copy.with_name(name)
-        if not before.exists() and not before.is_symlink():
+        before = copy.with_stem(f"{copy.stem}{OLDER_EDITION}{edition[:8]}{suffix}")
+        if not before.exists():
             write_new(before, was)
-        if before.is_file() and before.read_bytes() == was:
+        if before.read_bytes() == was:
             break
     # An editor may have saved meanwhile: then the file is newer than what was merged.
     if copy.read_bytes() != was:
@@ -195,7 +184,8 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
     for source in sources:
         _start_one(source, report, editions)
     theory = sources[0].parent.resolve().parent / "theory"
-    _start_checklist(theory / "checklists.md", report, editions)
+    if (theory / "checklists.md").is_file():
+        _start_checklist(theory / "checklists.md", report, editions)
     if theory.is_dir() and not (folder / "theory").exists():
         link = folder.resolve() / "theory"
         # Where links are not allowed (Windows without developer mode), it stays in the project.

@@ -10,16 +10,9 @@ order (Andrej Karpathy, llama2.c: `memory_map_weights` in run.c and `legacy_expo
     tables    cosines and sines of RoPE, (seq_len, head_dim / 2) each; run.c skips them now
     wcls      the classifier, if it has weights of its own
 
-The numbers of a head's queries and keys stand in another order than Transformers wants. RoPE turns
-pairs of them, as the coordinates (x, y) of a point, by an angle that grows with the position; the
-two programs disagree about which numbers make a pair. With a head_dim of 8, pairs a to d:
-
-    llama2.c       xa ya xb yb xc yc xd yd      neighbours: rows 2i and 2i + 1
-    Transformers   xa xb xc xd ya yb yc yd      half a head apart: rows i and i + head_dim / 2
-
-Queries and keys are permuted alike, so their dot products stay what they were. What must move are
-the rows of wq and wk: the even rows of a head first and then the odd ones. Values are not turned,
-so wv and wo stay. Forgetting it gives no error, only a model that talks nonsense.
+llama2.c pairs the numbers of a head for RoPE as neighbours, Transformers half a head apart
+(`labsupport.attention.rotary`): the rows of wq and wk move. Forgetting it gives no error, only a
+model that talks nonsense.
 
 A tokenizer.bin (tokenizer.py and `build_tokenizer` in run.c) is the length of the longest token as
 an int32, then of each token its score (float32), its length (int32) and its bytes. Tokens 0, 1 and
@@ -41,6 +34,8 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+
+from labsupport.attention.rotary import permute_rotary_rows
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -131,12 +126,14 @@ def read_checkpoint(path: str | Path) -> LlamaForCausalLM:
         for name, shape in header.tensors():
             numbers = np.fromfile(file, dtype="<f4", count=math.prod(shape))
             tensor = torch.from_numpy(numbers.astype(np.float32, copy=False)).view(shape)
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                tensor = halves_from_neighbours(tensor, header.head_dim)
-            if "{}" in name:
-                state.update((name.format(layer), one) for layer, one in enumerate(tensor))
-            else:
+            if "{}" not in name:
                 state[name] = tensor
+                continue
+            for layer, weight in enumerate(tensor):
+                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                    heads = len(weight) // header.head_dim
+                    weight = permute_rotary_rows(weight, heads, to_interleaved=False)
+                state[name.format(layer)] = weight
     del state["rope_tables"]
     if header.shared_classifier:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -164,12 +161,6 @@ def read_checkpoint(path: str | Path) -> LlamaForCausalLM:
     # A llama2.c model ends a text by beginning the next one.
     model.generation_config.eos_token_id = [1, 2]
     return model.eval()
-
-
-def halves_from_neighbours(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows of wq or wk, (..., heads * head_dim, dim), from llama2.c's to Transformers'."""
-    pairs = rows.unflatten(-2, (-1, head_dim // 2, 2))
-    return pairs.transpose(-3, -2).reshape(rows.shape)
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:

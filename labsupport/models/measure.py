@@ -32,7 +32,7 @@ Direction = Literal["forward", "forward+backward"]
 TRANSFORMERS_OWN = ("eager", "sdpa")
 # A longer call is timed while its memory is measured, and not a second time: counting some hundred
 # allocations costs it less than a thousandth.
-LONG_CALL_S = 0.4
+LONG_CALL_S = 0.2
 # Tokens whose logits exist together: few, so that memory is attention's, not the vocabulary's.
 CHUNK = 128
 

@@ -4,7 +4,7 @@ import nbformat
 import pytest
 from nbgrader.utils import compute_checksum
 
-from grader.release import write_student_edition
+from grader.release import write_project
 from labsupport.course.editions import (
     ReleaseError,
     make_edition,
@@ -17,8 +17,9 @@ from tests.grader.leaks import leaks, secret_lines
 
 @pytest.fixture(scope="module")
 def handed_out(tmp_path_factory):
-    """What `labsupport release` writes: the student edition of all notebooks."""
-    return write_student_edition(tmp_path_factory.mktemp("handed-out"))
+    """The notebooks that `labsupport release` writes: the student edition of all."""
+    course = write_project(tmp_path_factory.mktemp("handed-out"))
+    return sorted((course / "notebooks").iterdir())
 
 
 @pytest.mark.parametrize("source", sorted(notebooks_dir().glob("*.ipynb")), ids=lambda p: p.stem)
@@ -47,42 +48,24 @@ def test_what_is_handed_out_holds_nothing_but_texts_and_the_metadata_of_exercise
             }
 
 
-def test_solutions_become_stubs_and_what_was_given_stays(solved):
-    edition = student_edition(solved)
-    assert edition.cells[2].source == (
-        'def square(x):\n    """Return x times x."""\n'
-        "    # YOUR CODE HERE\n    raise NotImplementedError"
-    )
-    assert edition.cells[4].source == "YOUR ANSWER HERE"
-    assert edition.cells[0].source == "# Squares"
-
-
-def test_hidden_tests_go_and_visible_ones_stay(solved):
-    assert student_edition(solved).cells[3].source == "assert square(3) == 9"
-
-
-def test_exercise_cells_cannot_be_deleted_and_checks_cannot_be_edited(solved):
+def test_solutions_and_hidden_tests_go_and_what_was_given_stays(solved):
+    before = nbformat.writes(solved)
     cells = student_edition(solved).cells
+    assert nbformat.writes(solved) == before
+    assert [cell.source for cell in cells] == [
+        "# Squares",
+        "print('given')",
+        'def square(x):\n    """Return x times x."""\n'
+        "    # YOUR CODE HERE\n    raise NotImplementedError",
+        "assert square(3) == 9",
+        "YOUR ANSWER HERE",
+    ]
+    # Exercise cells cannot be deleted, and checks cannot be edited.
     assert cells[2].metadata.deletable is False
     assert "editable" not in cells[2].metadata
     assert cells[3].metadata.editable is False
-
-
-def test_nbgrader_recognises_an_untouched_stub_by_its_checksum(solved):
-    for cell in student_edition(solved).cells:
-        if "nbgrader" in cell.metadata:
-            assert cell.metadata.nbgrader.checksum == compute_checksum(cell)
-
-
-def test_the_solved_notebook_is_not_changed(solved):
-    before = nbformat.writes(solved)
-    student_edition(solved)
-    assert nbformat.writes(solved) == before
-
-
-def test_a_student_edition_is_its_own_edition(folder, tmp_path):
-    (written,) = write_student_edition(tmp_path / "edition", folder)
-    assert make_edition(written).text == written.read_text()
+    for cell in cells[2:]:  # nbgrader knows an untouched stub by it
+        assert cell.metadata.nbgrader.checksum == compute_checksum(cell)
 
 
 def spoil(solved, index, **changes):
@@ -113,41 +96,27 @@ def test_a_mistake_of_the_author_is_refused(solved, index, changes, message):
         student_edition(solved)
 
 
-def test_all_mistakes_are_named_at_once(solved):
+def test_all_mistakes_are_named_together(solved):
     spoil(solved, 2, source="### END SOLUTION")
     spoil(solved, 3, grade_id="ex 1.1")
     with pytest.raises(ReleaseError, match=r"cell 2 .*; cell 3 "):
         student_edition(solved)
 
 
-def test_a_folder_without_notebooks_is_refused(tmp_path):
+def test_what_is_no_folder_of_notebooks_is_refused(tmp_path):
     with pytest.raises(ReleaseError, match="there is no notebook"):
         solved_notebooks(tmp_path)
-
-
-def test_a_file_that_is_no_notebook_is_refused_by_name(tmp_path):
     (tmp_path / "01-Broken.ipynb").write_text("not json")
     with pytest.raises(ReleaseError, match=r"01-Broken\.ipynb: not a Jupyter notebook"):
         make_edition(tmp_path / "01-Broken.ipynb")
 
 
-def test_only_the_notebooks_are_written(folder, tmp_path):
+def test_only_the_notebooks_are_written_and_an_edition_is_its_own_edition(folder, tmp_path):
     (folder / "01-Squares.py").write_text("# the twin holds the solutions too")
-    target = tmp_path / "a" / "b"
-    written = write_student_edition(target, folder)
-    assert written == [target / "01-Squares.ipynb"]
-    assert [path.name for path in target.iterdir()] == ["01-Squares.ipynb"]
-
-
-def test_nothing_is_overwritten_and_nothing_else_is_written_then(folder, tmp_path, solved):
-    nbformat.write(solved, folder / "00-Before.ipynb")
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "01-Squares.ipynb").write_text("precious")
-    with pytest.raises(ReleaseError, match=r"already holds 01-Squares\.ipynb; nothing was written"):
-        write_student_edition(target, folder)
-    assert (target / "01-Squares.ipynb").read_text() == "precious"
-    assert not (target / "00-Before.ipynb").exists()
+    written = write_project(tmp_path / "a" / "b", folder) / "notebooks"
+    (notebook,) = written.iterdir()
+    assert notebook.name == "01-Squares.ipynb"
+    assert make_edition(notebook).text == notebook.read_text()
 
 
 @pytest.mark.slow

@@ -68,14 +68,6 @@ def test_each_day_says_what_is_done_and_what_comes_next(days):
     ]
 
 
-def test_the_boxes_are_those_of_the_students_folder(tmp_path):
-    own = {"01": checks(e1_1=PASSED)}
-    (tmp_path / "Checklist.md").write_text("- [x] **T1-1** done\n")
-    assert progress_on_path(tmp_path, own)[-1].startswith("  ticks in Checklist.md: theory 1 of 1")
-    (tmp_path / "Checklist.md").unlink()
-    assert not any("ticks" in line for line in progress_on_path(tmp_path, own))
-
-
 def test_without_the_project_there_is_no_path_and_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "_PACKAGE", tmp_path / "labsupport")
     monkeypatch.delenv("LABSUPPORT_ROOT", raising=False)

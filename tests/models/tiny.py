@@ -32,7 +32,6 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, _DECODER | _SLIDING),
     "bert": (hf.BertForMaskedLM, hf.BertConfig, _COMMON),
 }
-DECODERS = [family for family in _FAMILIES if family != "bert"]
 
 
 def tiny(family: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -67,22 +66,17 @@ def padding(batch: int, length: int, side: str) -> torch.Tensor | None:
         side: "none" (None), "ones", "left", "right", "lengths" (left and right, all different),
             "holes" (zeros between ones), "empty" (the first row is nothing but padding).
     """
-    if side == "none":
-        return None
-    mask = torch.ones(batch, length, dtype=torch.long)
-    for row in range(batch):
-        if side == "left":
-            mask[row, : 2 * row] = 0
-        elif side == "right" and row:
-            mask[row, -2 * row :] = 0
-        elif side == "lengths":
-            mask[row, :row] = 0
-            mask[row, length - row - 1 :] = 0
-        elif side == "holes":
-            mask[row, 2 + row : 4 + row] = 0
-        elif side == "empty" and row == 0:
-            mask[row] = 0
-    return mask
+    row, column = torch.arange(batch)[:, None], torch.arange(length)
+    valid = {
+        "none": None,
+        "ones": row + column >= 0,
+        "left": column >= 2 * row,
+        "right": column < length - 2 * row,
+        "lengths": (column >= row) & (column < length - row - 1),
+        "holes": (column < 2 + row) | (column >= 4 + row),
+        "empty": (row > 0).expand(batch, length),
+    }[side]
+    return None if valid is None else valid.long()
 
 
 ROWS = [[5, 9, 17, 3, 44, 21], [7, 8], [11, 2, 3, 4, 9]]

@@ -1,10 +1,8 @@
 """The same weights and the same prompt under two kinds of attention, in one process.
 
-**How far may the logits differ?** Both kinds compute the same function, and both round. So neither
-is the truth: that is the model in float64 (float32 for a 16-bit model on a GPU). flash-attn's own
-tests judge attention by this rule, and here it is carried over to logits: the maximum error of the
-kind in question may be twice that of the standard one, plus 1e-5. Theirs are outputs of about unit
-size; so here the 1e-5 is a part of the logits' standard deviation.
+**How far may the logits differ?** Both kinds round; the truth is the model in float64 (float32 for
+a 16-bit model on a GPU). As in flash-attn's own tests, the maximum error of the kind in question
+may be twice that of the standard one, plus 1e-5 of the logits' standard deviation.
 
 **May the texts differ?** The greedy choice jumps where two logits are closer than both errors
 together. Up to there the texts are equal; from there on they are two different texts. If e is the
@@ -16,8 +14,8 @@ logits of the two tokens are at most 2 (e + b) apart: each of the two logits mov
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +161,10 @@ def compare_attention(
     bound = FACTOR * error[first] + SLACK * truth.std().item()
     generations = {name: runs[name][-1] for name in backends}
     rows = [generations[name].token_ids[0] for name in backends]
-    parted_at, gap, near_tie = first_difference(*rows), float("nan"), float("nan")
+    # A row that ends earlier differs where it ends.
+    pairs = enumerate(itertools.zip_longest(*rows))
+    parted_at = next((index for index, (a, b) in pairs if a != b), None)
+    gap = near_tie = float("nan")
     if parted_at is not None:
         with silent():
             set_attention(model, first)
@@ -195,16 +196,6 @@ def compare_attention(
         gap=gap,
         near_tie=near_tie,
     )
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the first index at which two rows of tokens differ, None if they are equal.
-
-    A row that ends earlier differs where it ends.
-    """
-    shorter = min(len(a), len(b))
-    differing = (index for index in range(shorter) if a[index] != b[index])
-    return next(differing, None if len(a) == len(b) else shorter)
 
 
 @torch.inference_mode()

@@ -1,22 +1,15 @@
 """Decode as fast as the memory allows: the lab's own loop.
 
-A decode step of a small model reads its weights in some 50 microseconds on a large GPU. An ordinary
-loop takes a hundred times as long, because Python launches some hundred kernels for each token,
-one by one. Three things remove that:
+In an ordinary loop Python launches some hundred kernels for each token, one by one. Here:
 
-1. Fixed shapes. Keys and values have their full length from the start. The token, its slot in the
-   cache, and the output are tensors on the GPU; each step changes them in place. So all steps are
-   the same sequence of kernels.
-2. `torch.compile` fuses the small operations between the matrix products into few kernels.
-3. A CUDA graph records those kernels once; one launch then replays a whole step, the choice of the
-   token and the step forward included. The CPU only queues replays. It waits for the GPU to look
-   for end tokens once in CHECK_EVERY steps, not after each.
+1. Shapes are fixed, and a step changes token, slot and cache in place: all steps are the same
+   kernels.
+2. `torch.compile` fuses the small operations between the matrix products.
+3. A CUDA graph replays a whole step with one launch. The CPU looks for end tokens once in
+   CHECK_EVERY steps.
 
-A fixed shape has a price: attention reads all slots, also those still empty (their weight is 0).
-So the cache is read up to a bound, with one graph for each bound: FIRST_SPAN slots, then twice as
-many, and so on.
-
-On a CPU the same step runs as it is, uncompiled: slower than it could be, with the same results.
+Attention would read all slots, also empty ones. So the cache is read up to a bound, with one graph
+for each: FIRST_SPAN slots, then twice as many, and so on. On a CPU the step runs uncompiled.
 """
 
 from __future__ import annotations
@@ -115,6 +108,7 @@ class GraphedDecoder:
                 f"{len(batch.lengths)} of {batch.width} + {max_new_tokens} were given"
             )
         check_room(self.model, batch, max_new_tokens)
+        gpu = bool(self.graphs)
         start = now(self.model.device)
         self._prefill(batch)
         prefill_s = now(self.model.device) - start
@@ -123,7 +117,9 @@ class GraphedDecoder:
         start = now(self.model.device)
         while made < max_new_tokens and not self._all_ended(batch.width, made, endings):
             for _ in range(min(CHECK_EVERY, max_new_tokens - made)):
-                self._next(batch.width + made)
+                used = batch.width + made  # slots that hold a token or are about to
+                index = next(i for i, span in enumerate(self.spans) if span >= used)
+                self.graphs[index].replay() if gpu else self._run_step(self.spans[index])
                 made += 1
         decode_s = now(self.model.device) - start
         columns = self.output[:, batch.width : batch.width + made].unbind(dim=1)
@@ -148,14 +144,6 @@ class GraphedDecoder:
         self.slot.fill_(batch.width)
         self.first.copy_(batch.starts[:, None])
         self.output[:, batch.width] = self.token
-
-    def _next(self, used: int) -> None:
-        """Run one step, when `used` slots hold a token or are about to."""
-        index = next(index for index, span in enumerate(self.spans) if span >= used)
-        if self.graphs:
-            self.graphs[index].replay()
-        else:
-            self._run_step(self.spans[index])
 
     def _advance(self, span: int) -> None:
         """From the newest token to the next one; attention sees slots below `span`."""

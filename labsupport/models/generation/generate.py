@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,7 @@ from labsupport.models.generation.prompts import (
     cut,
     encode,
 )
-from labsupport.models.integration.trace import Used, attention_used, kind_of_attention, ranges
+from labsupport.models.integration.trace import Used, UsedTable, attention_used
 from labsupport.profiling.timing import now
 from labsupport.profiling.units import format_bytes
 
@@ -72,7 +72,7 @@ class Generation:
     memory: str
     cache: str
     attention_name: str
-    attention: tuple[Used, ...] = ()
+    attention: UsedTable = field(default_factory=UsedTable)
 
     @property
     def text(self) -> str:
@@ -117,21 +117,13 @@ class Generation:
             f"memory   {format_bytes(self.peak_bytes)} at the peak, "
             f"{format_bytes(self.mean_bytes)} on average, beyond the start ({self.memory})"
         )
-        ran = attention_lines(self.attention) or [f"Transformers' own ({self.attention_name})"]
-        lines += [f"attention  {line}" for line in ran]
+        own = f"Transformers' own ({self.attention_name})"
+        ran = str(self.attention) if self.attention else own
+        lines += [f"attention  {line}" for line in ran.splitlines()]
         if self.cache == "graphed":
             lines[-1] += " (prefill)"
             lines.append("attention  in the decode steps: two products over the cache (cuda_graph)")
         return "\n".join(lines)
-
-
-def attention_lines(uses: Sequence[Used]) -> list[str]:
-    """Say which attention ran, a line for each: 'FlashAttention (sdpa_flash: …) in layers 0-29'."""
-    layers: dict[str, list[int]] = {}
-    for use in uses:
-        kind = kind_of_attention(use.backend, use.io_aware)
-        layers.setdefault(f"{kind} ({use.backend}: {use.kernel})", []).append(use.layer)
-    return [f"{name} in layers {ranges(numbers)}" for name, numbers in layers.items()]
 
 
 def generate(
@@ -211,7 +203,7 @@ def generate(
         memory=memory.what,
         cache=cache,
         attention_name=str(model.config._attn_implementation),
-        attention=tuple(
+        attention=UsedTable(
             replace(use, calls=calls - before.get(use, 0))
             for use, calls in _attention_of(model).items()
             if calls > before.get(use, 0)

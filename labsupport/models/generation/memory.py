@@ -1,16 +1,13 @@
 """How much memory a block of code takes, at the peak and on average, sampled while it runs.
 
-On a GPU: what PyTorch's allocator has handed out; the peak is the allocator's own, so that no
-moment is missed. On a CPU: the resident memory of this process. That is coarser: it holds what
-libraries took for themselves, and the C library keeps memory that was freed, so that a second run
-may seem to need little. To count a call to the byte, use
-`labsupport.profiling.measure_peak_memory`; that slows the call down, this does not.
+On a GPU: what PyTorch's allocator has handed out, with the allocator's own peak. On a CPU: the
+resident memory of this process, which is coarser: the C library keeps memory that was freed. To
+count a call to the byte, use `labsupport.profiling.measure_peak_memory`, which slows it down.
 """
 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 import psutil
 import torch
@@ -40,12 +37,7 @@ class MemorySampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end.set()
         self._thread.join()
         start, *samples = [*self._samples, self._now()]

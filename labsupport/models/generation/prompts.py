@@ -96,7 +96,6 @@ def encode(
     An empty text becomes the tokenizer's begin-of-sequence token.
 
     Raises:
-        TypeError: a prompt is not a text.
         ValueError: no prompt, or no tokenizer; a text without tokens; `chat` without a template.
     """
     if tokenizer is None:
@@ -104,9 +103,6 @@ def encode(
             "this model came without a tokenizer: pass one, or use prefill_and_decode with tokens"
         )
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"a prompt is a text, but a {type(text).__name__} was given: {text!r}")
     if chat and not tokenizer.chat_template:
         raise ValueError(
             "chat=True (--chat) needs a tokenizer with a chat template: leave it out, or use an "

@@ -9,9 +9,8 @@ cache: it takes q (batch, heads, head_dim) and the token's own k and v (batch, k
 and gives the attention output (batch, heads * head_dim). The logits are (batch, vocabulary).
 
 Nothing here depends on a value on the GPU, and all shapes are fixed: so a step can be compiled as
-one graph. Matrices that multiply the same vector are stacked into one, once: a decode step is a
-long chain of short kernels, and each one saved is time saved. The stacked copies (in Llama: Q, K,
-V, gate and up) are a second copy of about half of the weights.
+one graph. Matrices that multiply the same vector (in Llama: Q, K, V, gate and up) are stacked into
+one, a second copy of about half of the weights.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ hands over, and wants back (B rows, H query heads, H_kv key/value heads):
     scaling          the factor on the scores; dropout: a probability, 0.0 in eval mode
     -> out           (B, N_q, H, d), tokens before heads; and the weights, or None
 
-labsupport's `attention` takes (B, N, H, d). Both are views of the same memory, so `transpose(1, 2)`
-copies nothing; heads that share keys (H_kv < H) go in as they are. An option that we do not compute
-is an error that names it: if it were silently ignored, the model would write wrong text.
+labsupport's `attention` takes (B, N, H, d): `transpose(1, 2)` copies nothing. An option that we do
+not compute is an error that names it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,12 @@ from labsupport.attention import (
     flash_attention,
     last_call,
 )
-from labsupport.models.integration.kinds import NO_WEIGHTS, AttentionRefusedError
-from labsupport.models.integration.masks import MaskDescription, Packing
+from labsupport.models.integration.masks import (
+    NO_WEIGHTS,
+    AttentionRefusedError,
+    MaskDescription,
+    Packing,
+)
 from labsupport.models.integration.trace import IO_AWARE, note
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
@@ -59,17 +62,10 @@ def layer_function(compute: Compute) -> AttentionFunction:
     """Wrap `compute` as Transformers calls it: refuse unknown options, and check the mask."""
 
     def run(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Tensor | None = None, dropout: float = 0.0, scaling: float | None = None,
+        sliding_window: int | None = None, is_causal: bool | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         _refuse_options(module, dropout, kwargs)
         mask = _checked_mask(module, query, key, attention_mask, sliding_window, is_causal)
         return compute(module, query, key, value, mask, scaling, kwargs)
@@ -81,14 +77,9 @@ def backend_function(backend: str) -> AttentionFunction:
     """Return the function that Transformers calls for a backend, or for "auto" or "flash"."""
 
     def compute(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: MaskDescription,
-        scaling: float | None,
-        _: dict[str, Any],
-    ) -> tuple[Tensor, None]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription,
+        scaling: float | None, _: dict[str, Any],
+    ) -> tuple[Tensor, None]:  # fmt: skip
         q, k, v = (tensor.transpose(1, 2) for tensor in _as_autocast(query, key, value))
         options: dict[str, Any] = {
             "causal": mask.causal,
@@ -97,7 +88,11 @@ def backend_function(backend: str) -> AttentionFunction:
         }
         if mask.packing is None:
             k, v = k[:, : mask.end], v[:, : mask.end]
-            out = _batched(backend, q, k, v, options)
+            # No check of the layout: Transformers has its dimensions in one order only.
+            call = flash_attention if backend == "flash" else attention
+            name = "auto" if backend == "flash" else backend
+            out = call(q, k, v, backend=name, check_layout=False, **options)
+            assert isinstance(out, Tensor)
         elif not len(mask.packing.rows_k) or not mask.packing.cu_q[-1]:
             return torch.zeros_like(q), None  # nothing but padding: no backend is asked
         else:
@@ -108,16 +103,6 @@ def backend_function(backend: str) -> AttentionFunction:
         return out, None
 
     return layer_function(compute)
-
-
-def _batched(backend: str, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    # No check of the layout: Transformers has its dimensions in one order only.
-    if backend == "flash":
-        out = flash_attention(q, k, v, check_layout=False, **options)
-    else:
-        out = attention(q, k, v, backend=backend, check_layout=False, **options)
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _packed(
@@ -141,13 +126,9 @@ def _packed(
 
 
 def _checked_mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    sliding_window: int | None,
-    is_causal: bool | None,
-) -> MaskDescription:
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None,
+    sliding_window: int | None, is_causal: bool | None,
+) -> MaskDescription:  # fmt: skip
     """Return the description of a layer's mask, checked against the layer's tensors.
 
     A layer that gets no mask at all (encoders that build none, cross-attention) sees every key,

@@ -25,14 +25,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from labsupport.attention import AttentionInputError, BackendUnavailableError, available_backends
+from labsupport.attention.implementations import own
 from labsupport.models.integration.functions import (
     backend_function,
     layer_function,
     outside_graphs,
     window_that_hides,
 )
-from labsupport.models.integration.kinds import NO_WINDOW, AttentionRefusedError
-from labsupport.models.integration.masks import MaskDescription, describe_mask, visible_pairs
+from labsupport.models.integration.masks import (
+    NO_WINDOW,
+    AttentionRefusedError,
+    MaskDescription,
+    describe_mask,
+    visible_pairs,
+)
 from labsupport.models.integration.trace import IO_AWARE, note, reset_attention_used
 
 VARIABLE = "LABSUPPORT_ATTENTION"
@@ -42,7 +48,7 @@ _describe = outside_graphs(describe_mask)
 
 def choices() -> list[str]:
     """List what `set_attention` takes: "standard", "flash", "auto", the backends, own functions."""
-    return list(dict.fromkeys(["standard", "flash", "auto", *IO_AWARE, *_own]))
+    return list(dict.fromkeys(["standard", "flash", "auto", *IO_AWARE, *own, *_own]))
 
 
 def registered_name(choice: str) -> str:
@@ -72,9 +78,9 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
     Args:
         model: a `PreTrainedModel`, in place.
         backend: "standard" (the textbook), "flash" (any IO-aware backend), "auto" (the best that
-            runs), a name of `labsupport.attention.available_backends()`, or of
-            `register_attention`. None reads the environment variable LABSUPPORT_ATTENTION; without
-            it, "auto".
+            runs), a name of `labsupport.attention.available_backends()` (also `register_backend`'s)
+            or of `register_attention`. None reads the environment variable LABSUPPORT_ATTENTION;
+            without it, "auto".
 
     What the backend cannot do is refused, here or at the call, and never computed by another one.
     A float32 model that will run under autocast is judged by its dtype: call this inside of it.
@@ -108,6 +114,8 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
                 "Transformers' eager path computes. Build it with reorder_and_upcast_attn=False."
             )
     _check_backend(model, chosen)
+    if chosen in own:
+        _register(registered_name(chosen), backend_function(chosen))
     model.set_attn_implementation(registered_name(chosen))
     reset_attention_used(model)
 
@@ -223,14 +231,9 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     kernel = getattr(function, "__qualname__", repr(function))
 
     def compute(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: MaskDescription,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Any]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: MaskDescription,
+        scaling: float | None, options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         written = _written(mask)
         causal = mask.causal and written is None
         options = {**options, "scaling": scaling, "dropout": 0.0, "is_causal": causal}

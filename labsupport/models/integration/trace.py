@@ -47,22 +47,19 @@ class Used:
 
 
 class UsedTable(list[Used]):
-    """The lines of `attention_used`; prints as a table in which equal layers share a line."""
+    """The lines of `attention_used`; printed, equal layers share one."""
 
     def __str__(self) -> str:
-        if not self:
-            return "labsupport's attention has not run in this model"
-        stored = {True: "no N x N tensor", False: "N x N tensor", None: "not known"}
-        layers: dict[tuple[str, ...], list[int]] = {}
+        layers: dict[tuple[str, int], list[int]] = {}
         for use in self:
-            cells = (use.backend, stored[use.io_aware], str(use.calls), use.kernel)
-            layers.setdefault(cells, []).append(use.layer)
-        rows = [("layers", "backend", "stored", "calls each", "kernel")]
-        rows += [(ranges(numbers), *cells) for cells, numbers in layers.items()]
-        a, b, c, d = (max(len(row[column]) for row in rows) for column in range(4))
-        return "\n".join(
-            f"{row[0]:>{a}}  {row[1]:{b}}  {row[2]:{c}}  {row[3]:>{d}}  {row[4]}" for row in rows
-        )
+            kind = kind_of_attention(use.backend, use.io_aware)
+            name = f"{kind} ({use.backend}: {use.kernel})"
+            layers.setdefault((name, use.calls), []).append(use.layer)
+        lines = [
+            f"{name} in layers {ranges(numbers)}, calls a layer: {calls}"
+            for (name, calls), numbers in layers.items()
+        ]
+        return "\n".join(lines) or "labsupport's attention has not run in this model"
 
     __repr__ = __str__
 
@@ -109,7 +106,8 @@ def kind_of_attention(backend: str, io_aware: bool | None) -> str:
     if io_aware:
         return "FlashAttention"
     # A fused kernel that was given a stored mask has lost what FlashAttention is for.
-    return "a fused kernel with a stored mask" if IO_AWARE[backend] else "standard attention"
+    fused = IO_AWARE.get(backend, True)
+    return "a fused kernel with a stored mask" if fused else "standard attention"
 
 
 def ranges(numbers: Iterable[int]) -> str:
