@@ -18,12 +18,11 @@ from labsupport.training.checkpoint import (
     ResumeError,
 )
 from labsupport.training.config import PRESETS, DecoderConfig, MemoryOptions, TrainConfig
-from labsupport.training.convert import from_transformers, to_transformers
+from labsupport.training.convert import from_transformers
 from labsupport.training.data import (
     IGNORED,
     Packed,
     batches,
-    documents_of,
     generated,
     help_documents,
     pack,
@@ -64,7 +63,6 @@ __all__ = [
     "batches",
     "chunked_cross_entropy",
     "dialogue",
-    "documents_of",
     "encode",
     "from_transformers",
     "generated",
@@ -80,7 +78,6 @@ __all__ = [
     "records",
     "source_documents",
     "tensors",
-    "to_transformers",
     "train",
     "what_fits",
 ]

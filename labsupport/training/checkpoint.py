@@ -3,12 +3,10 @@
     step-000200.<SHA-256 of the file, 64 digits>.pt     200 steps are done
     .step-000300.partial                                being written, or left by a killed run
 
-A program can be killed at any moment, and a computer can lose its power. So a checkpoint is written
-under another name and forced to the disk, and only then it gets its own name, in one operation of
-the file system (POSIX `rename`: "atomic"). That name holds the hash of its bytes: a file that was
-cut off, or in which one bit has changed, does not fit its name. `sha256sum` shows the same digits.
-
-What is inside is opened by `torch.load(path, weights_only=True)`, which runs no code from the file.
+A checkpoint is written under another name and forced to the disk, and only then gets its own name,
+in one operation of the file system (POSIX `rename`: "atomic"). That name holds the hash of its
+bytes, which a file that was cut off or changed does not fit; `sha256sum` shows the same digits.
+`torch.load(path, weights_only=True)` opens it, and runs no code from the file.
 """
 
 from __future__ import annotations
@@ -204,25 +202,20 @@ def check_same_run_config(
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's global random numbers, as plain data."""
-    numpy_state: Any = np.random.get_state(legacy=False)
-    inner = numpy_state["state"] | {"key": numpy_state["state"]["key"].tolist()}
+    numpy_state: Any = np.random.get_state()
+    name, key, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": numpy_state | {"state": inner},
+        "numpy": [name, key.tolist(), *rest],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Continue the random numbers where `random_state` was taken.
-
-    Those of a GPU are left alone if either run is not on one.
-    """
+    """Continue the random numbers of `random_state`; a GPU's only if both runs are on one."""
     random.setstate(state["python"])
-    inner = state["numpy"]["state"]
-    key = np.array(inner["key"], dtype=np.uint32)
-    np.random.set_state({**state["numpy"], "state": {**inner, "key": key}})
+    np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

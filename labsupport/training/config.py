@@ -10,6 +10,7 @@ import torch
 from labsupport.precision import FlashAttentionConfig
 from labsupport.precision.dtypes import short
 
+IGNORED = -100  # the label of a token that does not count
 Positions = Literal["rotary", "learned"]
 Norm = Literal["layer", "rms"]
 Mlp = Literal["gelu", "swiglu"]
@@ -59,10 +60,8 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for field, kinds in (("positions", Positions), ("norm", Norm), ("mlp", Mlp)):
-            if getattr(self, field) not in get_args(kinds):
-                raise ValueError(
-                    f"{field} is {getattr(self, field)!r}, but must be one of {get_args(kinds)}."
-                )
+            if (value := getattr(self, field)) not in get_args(kinds):
+                raise ValueError(f"{field} is {value!r}, but must be one of {get_args(kinds)}.")
         if min(self.vocab_size, self.width, self.layers, self.heads, self.key_heads) < 1:
             raise ValueError(f"sizes must be at least 1: {self}")
         if self.width % self.heads or self.heads % self.key_heads:
@@ -71,13 +70,11 @@ class DecoderConfig:
                 f"{self.key_heads} kv_heads."
             )
         if self.positions == "rotary" and self.head_dim % 2:
-            raise ValueError(
-                f"rotary positions turn pairs of numbers: head_dim {self.head_dim} must be even."
-            )
+            raise ValueError(f"head_dim {self.head_dim} must be even: rotary positions turn pairs.")
         if self.mlp_width is None and self.mlp == "swiglu":
             raise ValueError(
-                "a swiglu MLP needs its mlp_width. Llama takes two thirds of 4 * width, so that "
-                f"its three matrices are as large as gelu's two: about {8 * self.width // 3}."
+                "a swiglu MLP needs its mlp_width, so that its three matrices are as large as "
+                f"gelu's two: about {8 * self.width // 3}."
             )
 
     @classmethod
@@ -110,17 +107,26 @@ class DecoderConfig:
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
     @property
-    def parameters(self) -> int:
-        """Number of parameters; tied weights count once."""
+    def parameters_by_part(self) -> dict[str, int]:
+        """Number of parameters of the tables, of the attention and MLP of a block, of a norm.
+
+        Those of attention and MLP include the norm before them; tied tables count once.
+        """
         width, inner, key_width = self.width, self.inner_width, self.key_heads * self.head_dim
         norm = width * (2 if self.norm == "layer" and self.bias else 1)
         into_mlp = 2 if self.mlp == "swiglu" else 1
-        attention = 2 * width * width + 2 * width * key_width
-        mlp = (into_mlp + 1) * width * inner
-        biases = (2 * width + 2 * key_width) + (into_mlp * inner + width) if self.bias else 0
-        tables = self.vocab_size * (1 if self.tied else 2)
-        tables += self.max_positions if self.positions == "learned" else 0
-        return self.layers * (attention + mlp + biases + 2 * norm) + norm + tables * width
+        attention = 2 * width * (width + key_width) + self.bias * 2 * (width + key_width)
+        mlp = (into_mlp + 1) * width * inner + self.bias * (into_mlp * inner + width)
+        rows = self.vocab_size * (1 if self.tied else 2)
+        rows += self.max_positions if self.positions == "learned" else 0
+        parts = {"tables": rows * width, "attention": norm + attention, "mlp": norm + mlp}
+        return parts | {"norm": norm}
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; tied weights count once."""
+        parts = self.parameters_by_part
+        return parts["tables"] + self.layers * (parts["attention"] + parts["mlp"]) + parts["norm"]
 
 
 PRESETS: dict[str, DecoderConfig] = {
@@ -128,12 +134,7 @@ PRESETS: dict[str, DecoderConfig] = {
     "gpt2-medium": DecoderConfig(width=1024, layers=24, heads=16),
     # The largest of llama2.c's models of children's stories.
     "llama-110m": DecoderConfig(
-        vocab_size=32_000,
-        mlp_width=2048,
-        rope_interleaved=True,
-        norm="rms",
-        mlp="swiglu",
-        bias=False,
+        32_000, mlp_width=2048, rope_interleaved=True, norm="rms", mlp="swiglu", bias=False
     ),
     # Bytes, and one number for the end of a document: trains on a laptop.
     "tiny": DecoderConfig(vocab_size=257, width=128, layers=4, heads=4),
@@ -214,13 +215,8 @@ class TrainConfig:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "gradient_accumulation_steps",
-            "keep",
-            "checkpoint_every",
-            "decay_steps",
-        ):
+        counts = "steps gradient_accumulation_steps keep checkpoint_every decay_steps"
+        for name in counts.split():
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, and must be at least 1")
         if not 0 <= self.warmup_steps <= self.last_step:
@@ -230,9 +226,7 @@ class TrainConfig:
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {self.autocast}: bfloat16, float16, or None for float32")
         if self.autocast is not None and self.policy is not None:
-            raise ValueError(
-                f"autocast is {self.autocast}, and there is a policy: give one of them"
-            )
+            raise ValueError(f"autocast is {self.autocast}, beside a policy: give one of them")
 
     @property
     def last_step(self) -> int:

@@ -9,25 +9,24 @@ Nothing is padded but the last sequence, so no computation is lost on padding. `
 the documents apart: `attention_varlen` lets none see another one, and positions begin at 0 in each.
 
 A document that does not fit is cut, and continues in the next sequence as a document of its own.
-Its first token there (the last B above) stands without context: what came before is in another
-sequence. As a label it is not lost: it is what the last token before the cut must predict.
+Its first token there (the last B above) is still a label: of the last token before the cut.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from labsupport.models import python_topics, source_text
+from labsupport.training.config import IGNORED
 from labsupport.training.facts import Dice, dialogue, records
 from labsupport.training.tokens import ByteTokenizer, Encoded, Tokenizer, encode, gpt2_tokenizer
 
-IGNORED = -100
 # Far above the seeds that a reader types: what is asked after training was not in it.
 FIRST_SEED = 1_000_000
 DATA = ("topics", "source", "records", "dialogue")
@@ -85,7 +84,12 @@ def pack(
     labels: list[int] = []
     starts: list[int] = []
     for document in documents:
-        ids, after = _with_labels(document, end_token)
+        encoded = document if isinstance(document, Encoded) else Encoded(list(document))
+        ids = [*encoded.tokens, end_token]
+        after = [*ids[1:], IGNORED]
+        if encoded.wanted is not None:
+            wanted = [*encoded.wanted[1:], False, False]
+            after = [label if w else IGNORED for label, w in zip(after, wanted, strict=False)]
         done = 0
         while done < len(ids):
             fits = min(length - len(tokens), len(ids) - done)
@@ -98,17 +102,6 @@ def pack(
                 tokens, labels, starts = [], [], []
     if tokens:
         yield _packed(tokens, labels, starts, length, end_token)
-
-
-def _with_labels(document: Sequence[int] | Encoded, end_token: int) -> tuple[list[int], list[int]]:
-    """Return a document's tokens with the end token, and what each of them must predict."""
-    encoded = document if isinstance(document, Encoded) else Encoded(list(document))
-    ids = [*encoded.tokens, end_token]
-    labels = [*ids[1:], IGNORED]
-    if encoded.wanted is not None:
-        wanted = [*encoded.wanted[1:], False, False][: len(ids)]
-        labels = [label if w else IGNORED for label, w in zip(labels, wanted, strict=True)]
-    return ids, labels
 
 
 def _packed(
@@ -135,14 +128,12 @@ def tensors(batch: Any) -> dict[str, Tensor]:
     """
     if is_dataclass(batch):
         # Beside its tensors it may know numbers, such as the size of its padding.
-        values = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
-        batch = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        batch = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     whole = isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys()
     if not whole or not all(isinstance(value, Tensor) for value in batch.values()):
         raise TypeError(
             "a micro-batch is a mapping or a dataclass of tensors, `tokens` and `labels` among "
-            f"them, and not {batch if isinstance(batch, dict) else type(batch).__name__}; "
-            "batches(step) returns a list of them"
+            f"them, and not {type(batch).__name__}; batches(step) returns a list of them"
         )
     return dict(batch)
 
@@ -160,14 +151,12 @@ def batches(
 ) -> Stream:
     """Go through documents again and again, in another order each time: step → its sequences.
 
-    In each epoch every document comes once, in an order that follows from the seed and the epoch.
-    A step may take its sequences from two epochs.
+    In each epoch every document comes once, in an order that follows from the seed (0 or more) and
+    the epoch. A step may take its sequences from two epochs.
 
     Args:
-        documents: their tokens, or `Encoded`, as for `pack`.
-        length: of each sequence, in tokens.
-        end_token: as for `pack`.
-        seed: of the order, 0 or more.
+        documents, length, end_token: as for `pack`.
+        seed: of the order.
         accumulation: sequences in each step.
 
     Raises:
@@ -208,8 +197,7 @@ def generated(
 
     Args:
         make: seed → a document's tokens, or `Encoded`, with fewer tokens than `length`.
-        length: of each sequence, in tokens.
-        end_token: as for `pack`.
+        length, end_token: as for `pack`.
         accumulation: sequences in each step.
         first_seed: of the first document; the following ones count up. Test with seeds below it.
     """
@@ -224,11 +212,7 @@ def generated(
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer "bytes" or "gpt2".
-
-    Raises:
-        ValueError: another name.
-    """
+    """Return the tokenizer "bytes" or "gpt2"; raise ValueError for another name."""
     if name not in ("bytes", "gpt2"):
         raise ValueError(f"unknown tokens {name!r}; known: bytes, gpt2")
     return ByteTokenizer() if name == "bytes" else gpt2_tokenizer()
@@ -315,33 +299,6 @@ def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
         ValueError: a name that is no module with a Python source.
     """
     return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in modules]
-
-
-def documents_of(
-    tokenizer: Tokenizer, at_least: int, documents: Iterable[Document] | None = None
-) -> list[Document]:
-    """Return the documents of at least that many tokens, the shortest first.
-
-    Args:
-        tokenizer: whose tokens are counted.
-        at_least: tokens.
-        documents: among which; None: the help's and `MODULES`'.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if documents is None:
-        documents = [*help_documents(), *source_documents()]
-    # No token is shorter than a byte: a shorter text need not be cut into tokens.
-    long = [d for d in documents if len(d.text.encode()) >= at_least]
-    lengths = [(len(tokenizer.encode(d.text)), d) for d in long]
-    found = [pair for pair in lengths if pair[0] >= at_least]
-    if not found:
-        raise ValueError(
-            f"no document has {at_least:,} tokens: join several, or take records(...) or "
-            "dialogue(...), which have any length"
-        )
-    return [document for _, document in sorted(found, key=lambda pair: pair[0])]
 
 
 def data_origin(data: str) -> str:

@@ -2,20 +2,15 @@
 
     a tired porter carries wet coats to the north hall.
     locker Kov: 47.                                       a fact: key, then value
-    a busy clerk counts tin cups by the main gate.
     ? locker Kov: 47.                                     a question: the same words, the same value
 
     10:42 Mara: the code of the red box is 47.            a fact: who said what, and when
-    10:47 Otto: thank you, Mara, I wrote that down.
     16:05 Nina: I know of the red box from Mara.          refers to an earlier fact
     ? Mara: the code of the red box is 47.
 
-To answer is to find the key in the text above and to copy what follows it. This is the smallest
-task that needs attention over the whole text: the values are random, so no model can know them, and
-one that forgets the beginning of its text must guess. (Associative recall; such tasks tell
-architectures apart in Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language
-Models", 2023, section 3.) Records are the easy case: short keys, right before their values.
-Dialogues have keys of several words, four kinds of answers, and other turns that name the keys.
+To answer is to find the key in the text above and to copy what follows it. The values are random,
+so a model that forgets the beginning of its text must guess. (Associative recall: Arora et al.,
+"Zoology: Measuring and Improving Recall in Efficient Language Models", 2023, section 3.)
 """
 
 from __future__ import annotations
@@ -55,8 +50,7 @@ class Question:
     Attributes:
         kind: "locker" in records; "code", "place", "who" or "when" in dialogues; "planted" in real
             documents (`tasks.document.plant`).
-        prompt: what to write after the text. It ends in the words that precede the answer in the
-            evidence: `"? " + evidence` is prompt and answer.
+        prompt: what to write after the text: `"? " + evidence` is prompt and answer.
         answer: what comes next.
         chance: probability to guess right among the answers of this kind.
         evidence: the fact's characters [start, end) in the text, answer included.
@@ -132,10 +126,9 @@ def records(
     for item in _spread(dice, _groups(planted, chosen, ask), filler):
         if isinstance(item, str):
             text.write(item)
-        elif item[1]:
-            text.ask(item[0])
         else:
-            text.state(item[0])
+            fact, asks = item
+            (text.ask if asks else text.state)(fact)
     return text.document(planted, chosen, ask)
 
 
@@ -206,17 +199,14 @@ class _Fact:
     evidence: tuple[int, int] = (0, 0)
 
     @property
-    def key(self) -> str:
-        return SENTENCES[self.kind].format(thing=self.thing)
-
-    @property
     def size(self) -> int:
-        """Characters with the newline, without the speaker."""
-        return len(f"{self.key}{self.answer}.\n")
+        """Characters with the newline; of a fact that nobody has said yet, without the speaker."""
+        return len(f"{self.said()}{self.answer}.\n")
 
     def said(self) -> str:
         """The fact's words, those before the answer."""
-        return f"{self.speaker}: {self.key}" if self.speaker else self.key
+        key = SENTENCES[self.kind].format(thing=self.thing)
+        return f"{self.speaker}: {key}" if self.speaker else key
 
 
 Item = tuple[_Fact, bool] | str  # a fact, or (with True) a question about it; or filler

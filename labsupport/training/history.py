@@ -105,15 +105,14 @@ class History:
         )
         return plot_training(self.frame(), title=title, small_print=about)
 
-    def state(self) -> dict[str, list[Any]]:
-        """Return the rows as plain columns, for a checkpoint."""
-        return {name: [getattr(row, name) for row in self] for name in StepRow.__dataclass_fields__}
+    def state(self) -> list[dict[str, Any]]:
+        """Return the rows as plain data, for a checkpoint."""
+        return [asdict(row) for row in self.rows]
 
     @classmethod
-    def from_state(cls, columns: dict[str, list[Any]]) -> History:
+    def from_state(cls, rows: list[dict[str, Any]]) -> History:
         """Return the history whose `state()` was saved."""
-        rows = zip(*columns.values(), strict=True)
-        return cls([StepRow(**dict(zip(columns, row, strict=True))) for row in rows])
+        return cls([StepRow(**row) for row in rows])
 
 
 def reset_peak(device: torch.device) -> None:

@@ -7,7 +7,6 @@ Transformers' GPT-2 as its users write it, beside the lab's decoder.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,10 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from labsupport.attention import BackendUnavailableError, last_call
+from labsupport.precision.dtypes import short
 from labsupport.profiling import measure_peak_memory, measure_time
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
@@ -32,7 +33,7 @@ from labsupport.training.sizes import parse_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
-WARM_UP_TOKENS = 1024
+WARM_UP_TOKENS = 128
 # A step that takes longer is timed while its memory is measured, and not a second time.
 LONG_STEP_S = 0.4
 # The plan may be off by this much: a step that it puts further above the limit is not tried.
@@ -73,12 +74,8 @@ def training_step(
 ) -> Step:
     """Make a training step on `device`: forward, backward, AdamW.
 
-    Args:
-        config: the shape. Transformers' GPT-2 takes its sizes, with learned positions for `seqlen`
-            tokens, and its own defaults for the rest, dropout among them.
-        how: a way to save memory, or one of `PLAIN`.
-        seqlen: tokens.
-        device: where.
+    Transformers' GPT-2 takes the shape's sizes, with learned positions for `seqlen` tokens, and its
+    own defaults for the rest, dropout among them.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
@@ -178,48 +175,36 @@ def _measured(
     limit: int | None,
     max_seconds: float,
 ) -> dict[str, Any]:
-    dtype = (
-        "float32" if strategy.autocast is None else f"{strategy.autocast} autocast".split(".")[-1]
-    )
+    """Return one case's row, also if it cannot run."""
+    dtype = "float32" if strategy.autocast is None else f"{short(strategy.autocast)} autocast"
     row: dict[str, Any] = {"backend": strategy.name, "seqlen": seqlen, "direction": "training step"}
     row |= {"dtype": dtype, "status": "ok", "reason": ""}
     try:
         if isinstance(strategy, MemoryStrategy):
-            how: Any = {
-                "savings": strategy.savings,
-                "autocast": strategy.autocast,
-                "device": device,
-            }
-            try:
-                plan = plan_memory(config, seqlen=seqlen, **how)
-            except ValueError as error:  # longer than the learned positions, for one
-                return row | {"status": "unsupported", "reason": str(error)}
+            how: Any = {"savings": strategy.savings, "autocast": strategy.autocast}
+            plan = plan_memory(config, seqlen=seqlen, device=device, **how)
             row["predicted_bytes"] = plan.peak_bytes
             if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
                 peak = f"{format_bytes(plan.peak_bytes)} in {plan.when}"
                 reason = f"not tried: {peak}, {format_bytes(limit)} allowed"
                 return row | {"status": "predicted", "reason": reason}
-        row |= _timed(config, strategy, seqlen, device, max_seconds)
-    except BackendUnavailableError as error:
+        row |= _timed(training_step(config, strategy, seqlen, device), device, max_seconds)
+        seconds = row["median_ms"] / 1000
+        attention = 3.5 * 2 * config.layers * seqlen**2 * config.width  # as labsupport.models.flops
+        row |= {"tokens_per_s": seqlen / seconds, "attention_tflops": attention / seconds / 1e12}
+    except (BackendUnavailableError, ValueError) as error:  # longer than the learned positions, say
         row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         row |= {"status": "out of memory", "reason": " ".join(str(error).split())}
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     return row
 
 
-def _timed(
-    config: DecoderConfig,
-    strategy: MemoryStrategy | PlainTransformers,
-    seqlen: int,
-    device: torch.device,
-    max_seconds: float,
-) -> dict[str, Any]:
-    step = training_step(config, strategy, seqlen, device)
+def _timed(step: Step, device: torch.device, max_seconds: float) -> dict[str, Any]:
     losses: list[float] = []
     seconds: list[float] = []
 
@@ -240,15 +225,12 @@ def _timed(
             max_seconds=max_seconds,
         )  # fmt: skip
         median, q1, q3, repeats = timing.median, timing.q1, timing.q3, timing.repeats
-    attention = 3.5 * 2 * config.layers * seqlen**2 * config.width  # as labsupport.models.flops
     return {
         "kernel": report.kernel if report is not None else "",
         "median_ms": median,
         "q1_ms": q1,
         "q3_ms": q3,
         "repeats": repeats,
-        "tokens_per_s": seqlen / median * 1000,
-        "attention_tflops": attention / median / 1e9,
         "peak_memory_bytes": step.standing_bytes + memory.peak_bytes,
         "loss": losses[0],
     }
@@ -265,26 +247,21 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     """
     if len(set(lengths)) < 2 or min(*lengths, *values) <= 0:
         raise ValueError("an exponent needs two different lengths, and values above 0")
-    x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return slope / sum((a - mean_x) ** 2 for a in x)
+    return float(np.polyfit(np.log(lengths), np.log(values), 1)[0])
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Return the columns that a reader compares, with units."""
-    shown = table.copy()
-    for column in ("peak_memory_bytes", "predicted_bytes"):
-        if column in shown:
-            shown[column] = (shown[column] / 2**20).round(0)
-    names = {
-        "backend": "remedy",
-        "seqlen": "tokens",
-        "median_ms": "time, ms",
-        "tokens_per_s": "tokens/s",
-        "peak_memory_bytes": "peak, MiB",
-        "predicted_bytes": "predicted, MiB",
-        "status": "status",
+    columns = {
+        "backend": ("remedy", 1),
+        "seqlen": ("tokens", 1),
+        "median_ms": ("time, ms", 1),
+        "tokens_per_s": ("tokens/s", 1),
+        "peak_memory_bytes": ("peak, MiB", 2**20),
+        "predicted_bytes": ("predicted, MiB", 2**20),
+        "status": ("status", 1),
     }
-    digits = {"median_ms": 0, "tokens_per_s": 0}
-    return shown[[c for c in names if c in shown]].round(digits).rename(columns=names)
+    shown = table[[name for name in columns if name in table]].copy()
+    for name in shown.columns.intersection(list(columns)[2:6]):
+        shown[name] = (shown[name] / columns[name][1]).round(0)
+    return shown.rename(columns={name: title for name, (title, _) in columns.items()})

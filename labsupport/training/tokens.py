@@ -65,14 +65,14 @@ class BytePairTokenizer(ByteTokenizer):
 Tokenizer = ByteTokenizer
 
 
-def gpt2_tokenizer(*, download: bool = False) -> BytePairTokenizer:
+def gpt2_tokenizer() -> BytePairTokenizer:
     """Return GPT-2's tokenizer: 50,257 tokens; 50256 ends a document.
 
     Raises: as `load_tokenizer` of `labsupport.models.sources`.
     """
     from labsupport.models.sources.load import load_tokenizer
 
-    return BytePairTokenizer(load_tokenizer("gpt2", download=download))
+    return BytePairTokenizer(load_tokenizer("gpt2", download=False))
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,9 @@ class Encoded:
 def encode(tokenizer: Tokenizer, text: str, wanted: Sequence[Span] | None = None) -> Encoded:
     """Return the text's tokens, and which of them are wanted.
 
-    Args:
-        tokenizer: one of this file.
-        text: any text.
-        wanted: spans of characters, such as `FactDocument.answers`: only tokens that cover one of
-            these are wanted. A byte-pair token may reach over a span's border: " red" holds "red"
-            and the space before it. None: all tokens are wanted.
+    `wanted` are spans of characters, such as `FactDocument.answers`: only tokens that cover one of
+    these are wanted; a byte-pair token may reach over a span's border: " red" holds "red" and the
+    space before it. None: all tokens are wanted.
 
     >>> encode(ByteTokenizer(), "a: 7.", [(3, 4)]).wanted
     [False, False, False, True, False]

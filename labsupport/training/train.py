@@ -1,9 +1,8 @@
 """The training loop, top to bottom: batches, the loss, `optimizer.backward(loss)`, a checkpoint.
 
 Step k of a run depends on nothing but the weights, the optimizer's state, the random numbers, and
-k: batches and learning rate are functions of k. So a run that was killed, and goes on from its last
-checkpoint, takes the same steps as one that was not; on a CPU, with the same number of threads, bit
-for bit.
+k: so a run that was killed, and goes on from its last checkpoint, takes the same steps as one that
+was not; on a CPU, with the same number of threads, bit for bit.
 """
 
 from __future__ import annotations
@@ -75,23 +74,21 @@ def train(
         batches: step (counted from 0) -> a step's micro-batches, always the same: dataclasses or
             mappings of tensors, `tokens` and `labels` (any shape, int64) among them, on any device.
         settings: how to train, and in which dtypes.
-        validation: micro-batches that are not trained on, for a validation loss before each
-            checkpoint.
+        validation: micro-batches for a validation loss before each checkpoint.
         sample: lets the model write a text, before each checkpoint; without global random numbers.
         folder: for checkpoints. If a run is in it, that run goes on, with its own random numbers;
             if that run is complete, nothing is done.
         fresh: delete the checkpoints in the folder and begin anew.
         run_config: what else the weights depend on, by name, as plain values (which texts, say); it
-            is saved, and must be equal when the run is resumed. A model's `config`, if that is a
-            dataclass, is part of it anyway.
+            is saved, and must be equal when the run is resumed, as must the settings and the
+            model's `config`, if that is a dataclass.
         on_step: called with each step's row, before its checkpoint.
         progress: show a bar, on stderr.
 
     Returns:
         The history of the whole run, with the steps before a resumption.
 
-    The random numbers (Python's, NumPy's, PyTorch's) are seeded at the beginning. The model is left
-    in training mode. On a GPU each step resets PyTorch's peak of memory.
+    Python's, NumPy's and PyTorch's random numbers are seeded at the beginning.
 
     Raises:
         TrainingDivergedError: NaN or infinity, before the step's update. With float16, gradients
@@ -180,7 +177,7 @@ def train(
             overflow = math.isfinite(loss) and not math.isfinite(norm) and optimizer.scale > 1
             if not math.isfinite(loss + norm) and not overflow:
                 optimizer.zero_grad()
-                raise _diverged(step, losses, norm, optimizer, history)
+                raise _diverged(step, losses, norm, optimizer.scaler is not None, history)
             if not overflow and settings.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(masters, settings.max_grad_norm, total_norm)
             rate = learning_rate(step, settings)
@@ -252,14 +249,8 @@ def check_weights(model: nn.Module, policy: FlashAttentionConfig | None) -> None
 def write_text(model: nn.Module, prompt: Tensor, count: int, *, context: int) -> Tensor:
     """Let a decoder continue a prompt, drawing each token by its probability, the same each time.
 
-    Args:
-        model: `model(tokens)` returns logits (1, seqlen, vocabulary).
-        prompt: (1, seqlen) int64.
-        count: number of tokens to write.
-        context: the most tokens that the model sees at once.
-
-    Returns:
-        (1, seqlen + count) int64: the prompt and its continuation.
+    `prompt` is (1, seqlen) int64; the model sees at most `context` tokens at once. Returns the
+    prompt and its continuation, (1, seqlen + count).
     """
     generator, tokens = torch.Generator().manual_seed(0), prompt
     with torch.no_grad():
@@ -315,28 +306,21 @@ def _evaluated(
 
 
 def _diverged(
-    step: int,
-    losses: list[Tensor],
-    norm: float,
-    optimizer: MixedPrecisionOptimizer,
-    history: History,
+    step: int, losses: list[Tensor], norm: float, float16: bool, history: History
 ) -> TrainingDivergedError:
     """Name the step and the micro-batch, and the way to the layer."""
-    bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-    if bad:
-        found, what = bad[0], f"the loss is {float(losses[bad[0]])}"
-    else:
-        found, what = 0 if len(losses) == 1 else None, f"the gradients' norm is {norm}"
-    place = "a micro-batch" if found is None else f"micro-batch {found}"
-    bfloat16 = ", or bfloat16, which does not overflow" if optimizer.scaler is not None else ""
+    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    what = f"the gradients' norm is {norm}" if bad is None else f"the loss is {float(losses[bad])}"
+    if len(losses) == 1:
+        bad = 0
+    place = "a micro-batch" if bad is None else f"micro-batch {bad}"
+    bfloat16 = ", or bfloat16, which does not overflow" if float16 else ""
     return TrainingDivergedError(
-        f"step {step}, {place} of {len(losses)} (from 0): {what}. The step was not taken, the "
-        "weights are those from before it. To find the layer, use PrecisionTracker of "
-        "labsupport.precision: `with PrecisionTracker(model) as tracker: "
-        f"model(**tensors(batches({step})[{found or 0}]))` (labsupport.training.tensors), then "
-        "print(tracker.report()). If inputs and layers are sound: a lower learning_rate, more "
-        f"warmup_steps{bfloat16}.",
+        f"step {step}, {place} of {len(losses)} (from 0): {what}. The step was not taken. To find "
+        "the layer: `with PrecisionTracker(model) as tracker: model(**labsupport.training.tensors("
+        f"batches({step})[{bad or 0}]))`, then print(tracker.report()). If inputs and layers are "
+        f"sound: a lower learning_rate, more warmup_steps{bfloat16}.",
         step,
-        found,
+        bad,
         history,
     )

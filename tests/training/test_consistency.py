@@ -21,20 +21,7 @@ def batches(seed):
     return stream
 
 
-@pytest.fixture(scope="module")
-def table():
-    courses = [Course("standard", 0), Course("sdpa_flash", 0), Course("standard", 1)]
-    return training_courses(SHAPE, batches, courses, SETTINGS, device="cpu", progress=False)
-
-
-@pytest.mark.parametrize("attention", ["sdpa_flash", "flash_torch"])
-def test_the_first_gradients_obey_the_rule(attention):
-    errors = gradient_errors(SHAPE, batches(0), attention, device="cpu")
-    assert len(errors) == len(dict(consistency.Decoder(SHAPE).named_parameters()))
-    assert all(report.ok for report in errors.values()), errors
-
-
-def test_a_wrong_gradient_is_found(monkeypatch):
+def test_the_first_gradients_obey_the_rule_and_a_wrong_one_is_found(monkeypatch):
     class Wrong(nn.Module):
         """Right in the oracle and the yardstick, a thousandth off in what is judged."""
 
@@ -44,6 +31,9 @@ def test_a_wrong_gradient_is_found(monkeypatch):
                 model.blocks[0].attention.query.weight.register_hook(lambda g: g * 1.001)
             return model
 
+    errors = gradient_errors(SHAPE, batches(0), "flash_torch", device="cpu")
+    assert len(errors) == len(dict(consistency.Decoder(SHAPE).named_parameters()))
+    assert all(report.ok for report in errors.values()), errors
     real = consistency.Decoder
     monkeypatch.setattr(consistency, "Decoder", Wrong)
     errors = gradient_errors(SHAPE, batches(0), "sdpa_flash", device="cpu")
@@ -52,21 +42,19 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     ]
 
 
-def test_equal_seeds_stay_together_and_other_seeds_do_not(table):
+def test_equal_seeds_stay_together_and_other_seeds_do_not():
+    courses = [Course("standard", 0), Course("sdpa_flash", 0), Course("standard", 1)]
+    table = training_courses(SHAPE, batches, courses, SETTINGS, device="cpu", progress=False)
     assert together(table) < 1e-4
     losses = table.pivot_table(index="step", columns=["backend", "seed"], values="loss")
     assert (losses["standard", 0] - losses["standard", 1]).abs().min() > 1e-3
     assert set(table.step) == set(range(SETTINGS.steps))
+    for part in (table.backend == "standard", (table.backend == "sdpa_flash") | (table.seed == 1)):
+        with pytest.raises(ValueError, match="two attentions"):
+            together(table[part])
 
 
 def test_only_the_first_steps_are_compared():
     rows = [("a", 0, 0, 1.0), ("b", 0, 0, 1.5), ("a", 0, 30, 1.0), ("b", 0, 30, 9.0)]
     table = pd.DataFrame(rows, columns=["backend", "seed", "step", "loss"])
     assert together(table, steps=20) == 0.5
-
-
-def test_two_attentions_are_needed(table):
-    with pytest.raises(ValueError, match="two attentions"):
-        together(table[table.backend == "standard"])
-    with pytest.raises(ValueError, match="two attentions"):
-        together(table[(table.backend == "sdpa_flash") | (table.seed == 1)])

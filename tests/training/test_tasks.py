@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from labsupport.models import python_topics, set_attention, source_text
-from labsupport.training.tasks.code import baselines, call_sites, predict_calls, score_calls
+from labsupport.models.sources.build import fetch
+from labsupport.models.sources.load import load_tokenizer
+from labsupport.training.tasks import windows
+from labsupport.training.tasks.code import call_sites, predict_calls, score_calls
 from labsupport.training.tasks.document import (
     answer_by_window,
     latest_candidate,
@@ -24,10 +27,8 @@ from labsupport.training.tasks.summary import (
     content_words,
     judge_summary,
     lead,
-    summarise,
 )
 from labsupport.training.tasks.windows import Reading, nll_by_window, with_repeat
-from tests.models.conftest import smollm2, stories15m, stories_folder  # noqa: F401  fixtures
 from tests.models.tiny import tiny, tokens
 
 TOPIC = python_topics()["specialnames"]
@@ -36,10 +37,10 @@ TOPIC = python_topics()["specialnames"]
 # --- a text that is read once ---------------------------------------------------------------------
 
 
-@pytest.fixture(params=["standard", "flash"])
-def llama(request):
+@pytest.fixture
+def llama():
     model = tiny("llama")
-    set_attention(model, request.param)
+    set_attention(model, "flash")
     return model
 
 
@@ -52,15 +53,15 @@ def test_continuations_get_the_logits_of_the_whole_each_time_anew(llama):
     text, first, second = tokens(1, 20), tokens(1, 5, seed=1), tokens(1, 3, seed=2)
     reading = Reading(llama, text)
     for question in (first, second, first):
-        expected = whole(llama, torch.cat([text, question], 1))
-        n = question.shape[1]
-        torch.testing.assert_close(reading.ask(question, keep=n), expected[-n:])
+        expected = whole(llama, torch.cat([text, question], 1))[-1]
+        torch.testing.assert_close(reading.ask(question), expected)
     torch.testing.assert_close(reading.last, whole(llama, text)[-1])
     together = torch.cat([text, first], 1)
-    torch.testing.assert_close(reading.extend(first, keep=4), whole(llama, together)[-4:])
+    torch.testing.assert_close(reading.extend(first), whole(llama, together)[-6:-1])
     assert reading.length == 25
-    expected = whole(llama, torch.cat([together, second], 1))[-1:]
-    torch.testing.assert_close(reading.ask(second), expected)
+    torch.testing.assert_close(
+        reading.ask(second), whole(llama, torch.cat([together, second], 1))[-1]
+    )
     with pytest.raises(ValueError, match="training mode"):
         Reading(llama.train(), text)
 
@@ -68,33 +69,30 @@ def test_continuations_get_the_logits_of_the_whole_each_time_anew(llama):
 def test_tokens_left_out_cannot_be_seen_by_the_question_and_positions_stay(llama):
     # Against the whole text with a mask in which only the rows of the question miss tokens 4 to 6.
     text, question = tokens(1, 12), tokens(1, 3, seed=1)
-    left_out = Reading(llama, text).ask(question, keep=3, without=(4, 7))
+    left_out = Reading(llama, text).ask(question, without=(4, 7))
     ids = torch.cat([text, question], 1)
     allowed = torch.ones(15, 15, dtype=torch.bool).tril()
     allowed[12:, 4:7] = False
     llama.set_attn_implementation("eager")
     scores = torch.zeros(15, 15).masked_fill(~allowed, -torch.inf)[None, None]
-    torch.testing.assert_close(left_out, whole(llama, ids, attention_mask=scores)[-3:])
-    assert not torch.allclose(left_out, whole(llama, ids)[-3:])
+    torch.testing.assert_close(left_out, whole(llama, ids, attention_mask=scores)[-1])
+    assert not torch.allclose(left_out, whole(llama, ids)[-1])
 
 
 def test_attention_is_the_last_row_of_the_model_s_own_weights(llama):
     text, question = tokens(1, 12), tokens(1, 3, seed=1)
     reading, chosen = Reading(llama, text), llama.config._attn_implementation
-    weights = reading.attention(question)
+    weights, both = reading.attention(question), torch.cat([text, question], 1)
     assert reading.attention(question[:, :1]).shape == weights.shape
     assert llama.config._attn_implementation == chosen
-    torch.testing.assert_close(
-        reading.ask(question), whole(llama, torch.cat([text, question], 1))[-1:]
-    )
+    torch.testing.assert_close(reading.ask(question), whole(llama, both)[-1])
     llama.set_attn_implementation("eager")
-    with torch.no_grad():
-        own = llama(torch.cat([text, question], 1), output_attentions=True).attentions
+    own = llama(both, output_attentions=True).attentions
     torch.testing.assert_close(weights, torch.stack([layer[0, :, -1, :12] for layer in own]))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 128])
-def test_a_window_is_what_is_seen_before_the_passage(chunk):
+def test_a_window_is_what_is_seen_before_the_passage(monkeypatch):
+    monkeypatch.setattr(windows, "CHUNK", 4)
     model, ids = tiny("llama"), tokens(1, 40)
 
     def loss_of(start, stop, window):
@@ -102,7 +100,7 @@ def test_a_window_is_what_is_seen_before_the_passage(chunk):
         logits = whole(model, ids[:, first:stop])[start - first - 1 : -1]
         return F.cross_entropy(logits, ids[0, start:stop]).item()
 
-    table = nll_by_window(model, ids, slice(25, 36), (1, 8, 25, 100), chunk=chunk)
+    table = nll_by_window(model, ids, slice(25, 36), (1, 8, 25, 100))
     assert list(table.seen) == [1, 8, 25, 25]
     assert list(table.tokens) == [11] * 4
     expected = [loss_of(25, 36, window) for window in (1, 8, 25, 100)]
@@ -110,32 +108,25 @@ def test_a_window_is_what_is_seen_before_the_passage(chunk):
     assert len({round(value, 4) for value in expected}) == 3
     (nll,) = nll_by_window(model, ids, slice(35, None), (4,)).nll
     assert nll == pytest.approx(loss_of(35, 40, 4), rel=1e-5)
+    for start, stop, window in ((0, 5, 4), (5, 5, 4), (5, 99, 4), (5, 9, 0)):
+        with pytest.raises(ValueError, match="is no passage of 40 tokens"):
+            nll_by_window(model, ids, slice(start, stop), (4, window))
 
 
-@pytest.mark.parametrize(
-    ("target", "window"), [((0, 5), 4), ((5, 5), 4), ((5, 99), 4), ((5, 9), 0)]
-)
-def test_what_is_no_passage_or_no_window_is_refused(target, window):
-    with pytest.raises(ValueError, match="is no passage of 20 tokens"):
-        nll_by_window(tiny("llama"), tokens(1, 20), slice(*target), (4, window))
-
-
-def test_a_passage_that_returns_is_copied_once_the_window_reaches_it(smollm2):  # noqa: F811
-    passage = source_text("heapq")
-    passage, text = passage[passage.index("def merge(") :], source_text("textwrap")
-    tokenizer = smollm2.tokenizer
+def test_a_passage_returns_after_the_distance_that_was_asked_for():
+    passage, text = source_text("heapq"), source_text("textwrap")
+    tokenizer = load_tokenizer(fetch(["gpt2"])[0])
     repeat = with_repeat(tokenizer, text, passage, distance=120, length=48, lead=8)
     assert torch.equal(repeat.ids[:, repeat.first], repeat.ids[:, repeat.target])
-    assert repeat.distance == 120
-    assert repeat.ids.shape == (1, 8 + 120 + 48)
+    assert (repeat.ids.shape, repeat.distance) == ((1, 8 + 120 + 48), 120)
     assert (repeat.first.start, repeat.target.stop) == (8, 176)
-    table = nll_by_window(smollm2.model, repeat.ids, repeat.target, (8, 72, 120))
-    near, almost, reached = table.nll
-    assert reached < 1.2 < 2 < almost < near + 0.3
-    with pytest.raises(ValueError, match="distance=10 must be at least length=20"):
-        with_repeat(tokenizer, text, "x" * 99, distance=10, length=20)
-    with pytest.raises(ValueError, match="the text holds the passage already"):
-        with_repeat(tokenizer, text, text[500:900], distance=60, length=20)
+    assert passage.startswith(tokenizer.decode(repeat.ids[0, repeat.first]))
+    for of, distance, said in (
+        ("x" * 99, 10, "must be at least"),
+        (text[500:900], 60, "holds the"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            with_repeat(tokenizer, text, of, distance=distance, length=20)
 
 
 # --- questions about a document -------------------------------------------------------------------
@@ -161,13 +152,12 @@ def words():
     return Words()
 
 
-@pytest.mark.parametrize("length", [800, 1500, 4000])
-def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words, length):
-    document = plant(words, TOPIC, length=length, facts=6, seed=3)
-    assert 0.85 * length < len(words.encode(document.text)) <= length
-    candidates = [fact.answer for fact in document.questions]
+def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words):
+    document, again, other = (plant(words, TOPIC, length=800, facts=6, seed=n) for n in (3, 3, 4))
+    assert document == again != other
+    assert 680 < len(words.encode(document.text)) <= 800
+    candidates, real = [fact.answer for fact in document.questions], document.text
     assert len(set(candidates)) == 6
-    real = document.text
     for fact in reversed(document.questions):
         start, end = fact.evidence
         assert document.text[start : end + 1] == f"{fact.prompt} {fact.answer}."
@@ -178,26 +168,18 @@ def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words, le
     places = [fact.evidence[0] / len(document.text) for fact in document.questions]
     assert places == sorted(places)
     assert places[0] < 0.35 < 0.65 < places[-1]
-    assert document == plant(words, TOPIC, length=length, facts=6, seed=3)
-    assert document != plant(words, TOPIC, length=length, facts=6, seed=4)
     found = [search_answer(f.prompt, document.text, candidates) for f in document.questions]
     assert found == candidates
     assert latest_candidate(document.text, candidates) == candidates[-1]
+    for text, facts, said in ((TOPIC, 99, "facts is 2 to"), ("a\n\nb", 8, "too few for 8 facts")):
+        with pytest.raises(ValueError, match=said):
+            plant(words, text, facts=facts)
 
 
-def test_too_many_facts_for_the_words_or_the_paragraphs_are_refused(words):
-    with pytest.raises(ValueError, match="facts is 2 to"):
-        plant(words, TOPIC, facts=99)
-    with pytest.raises(ValueError, match="too few for 8 facts"):
-        plant(words, "one\n\ntwo\n\nthree", facts=8)
-
-
-def test_sentences_end_at_signs_and_gaps_and_cover_everything_but_space():
+def test_sentences_end_at_signs_and_gaps():
     text = "One. Two is 3.5 long?\n\n* three\n\nFour\ngoes on: five"
     parts = [text[a:b] for a, b in sentences_of(text)]
     assert parts == ["One.", "Two is 3.5 long?", "* three", "Four\ngoes on:", "five"]
-    parts = "".join(TOPIC[a:b] for a, b in sentences_of(TOPIC))
-    assert "".join(parts.split()) == "".join(TOPIC.split())
     assert latest_candidate("nothing", ["fox"]) is None
     assert search_answer("The mascot of the mill is", "", ["fox"]) is None
 
@@ -226,9 +208,8 @@ def test_the_answer_is_the_likeliest_candidate_after_the_last_tokens_and_questio
         question = torch.tensor([words.encode(fact.prompt)])
         logits = whole(model, torch.cat([ids, question], 1))[-1]
         scores = {q.answer: float(logits[words.known[q.answer]]) for q in document.questions}
-        assert row.answer == max(scores, key=scores.__getitem__)
-        assert row.right == (row.answer == fact.answer)
-        assert row.greedy == (int(logits.argmax()) == words.known[fact.answer])
+        best = max(scores, key=scores.__getitem__)
+        assert (row.answer, row.right) == (best, best == fact.answer)
 
 
 def test_the_evidence_is_the_sentence_without_which_the_answer_loses_most(asked, words):
@@ -237,44 +218,24 @@ def test_the_evidence_is_the_sentence_without_which_the_answer_loses_most(asked,
     table = answer_by_window(model, words, document, (9999,), evidence=len(sentences))
     encoded = words(document.text)
     reading = Reading(model, torch.tensor([encoded["input_ids"]]))
-    candidates = [fact.answer for fact in document.questions]
-    firsts = [words.known[word] for word in candidates]
+    firsts = [words.known[fact.answer] for fact in document.questions]
     for row, fact in zip(table.itertuples(), document.questions, strict=True):
-        left = {}
+        question, left = torch.tensor([words.encode(fact.prompt)]), {}
         for a, b in sentences:
             inside = [i for i, (x, y) in enumerate(encoded["offset_mapping"]) if y > a and x < b]
-            question = torch.tensor([words.encode(fact.prompt)])
-            logits = reading.ask(question, without=(inside[0], inside[-1] + 1))[-1]
+            logits = reading.ask(question, without=(inside[0], inside[-1] + 1))
             likely = float(logits.log_softmax(-1)[words.known[row.answer]])
-            left[likely] = (a, b, candidates[int(logits[firsts].argmax())])
+            left[likely] = (a, b, document.questions[int(logits[firsts].argmax())].answer)
         a, b, instead = left[min(left)]
         assert row.evidence == " ".join(document.text[a:b].split())
         assert row.evidence_right == (a <= fact.evidence[0] < b)
         assert row.lost == (instead != row.answer)
 
 
-def test_a_real_model_finds_facts_and_its_answers_rest_on_them(smollm2):  # noqa: F811
-    document = plant(smollm2.tokenizer, TOPIC, length=300, facts=3)
-    table = answer_by_window(smollm2.model, smollm2.tokenizer, document, (300,), evidence=2)
-    right = table[table.right]
-    assert len(right) >= 2
-    assert right.evidence_right.all()
-    assert right.lost.all()
-
-
-def test_candidates_that_begin_alike_are_refused(asked):
-    model, document = asked
-    alike = Words()
-    alike.encode = lambda text, **_: [0]
-    with pytest.raises(ValueError, match="begin with the same token"):
-        answer_by_window(model, alike, document, (50,))
-
-
 def test_scores_of_answers_are_shares_by_window():
     columns = {
         "visible": [0, 1, 1, 1],
         "right": [1, 1, 1, 0],
-        "greedy": [0, 1, 0, 0],
         "recent": [0, 0, 0, 1],
         "search": [0, 1, 1, 1],
         "evidence_right": [0, 1, 0, 1],
@@ -282,7 +243,7 @@ def test_scores_of_answers_are_shares_by_window():
     }
     table = pd.DataFrame(columns).astype(bool).assign(window=8, chance=0.25)
     (row,) = score_answers(table).to_dict("records")
-    expected = {"window": 8, "questions": 4, "visible": 0.75, "right": 0.75, "greedy": 0.25}
+    expected = {"window": 8, "questions": 4, "visible": 0.75, "right": 0.75}
     expected |= {"recent": 0.25, "search": 0.75, "chance": 0.25, "right_visible": 2 / 3}
     # Evidence: of the second and third.
     assert row == pytest.approx(expected | {"evidence_right": 0.5, "lost": 1.0})
@@ -310,12 +271,6 @@ def test_sites_are_calls_of_functions_and_methods_that_the_file_defines():
     assert [site.name for site in sites] == ["alpha", "gamma", "alpha", "beta", "gamma"]
     assert all(SOURCE[site.start : site.end] == site.name for site in sites)
     assert all(SOURCE[site.end] == "(" for site in sites)
-    for module in ("configparser", "email.header"):
-        source = source_text(module)
-        assert len(call_sites(source)) > 5
-        for site in call_sites(source):
-            assert source[site.start : site.end] == site.name
-            assert source[site.end :].lstrip()[0] in "()"
 
 
 class Characters:
@@ -351,16 +306,15 @@ class Knows:
         return SimpleNamespace(logits=logits)
 
 
-@pytest.mark.parametrize(("size", "window"), [(1, 40), (1, 4096), (2, 64), (3, 40)])
-def test_a_model_that_knows_the_file_is_right_at_each_site_once(size, window):
-    source, tokenizer = source_text("textwrap"), Characters(size)
+def test_a_model_that_knows_the_file_is_right_at_each_site_once():
+    source, tokenizer, window = source_text("textwrap"), Characters(3), 40
     model = Knows(tokenizer(source)["input_ids"])
     table = predict_calls(model, tokenizer, source, window)
     assert list(table.start) == [site.start for site in call_sites(source)]
     # A token of several characters may hold the name's end and "(" or more: still the file's own.
     assert table.model.all()
     assert (table.seen < window).all()
-    assert (table.seen[table.start // size >= window] >= window // 2).all()
+    assert (table.seen[table.start // 3 >= window] >= window // 2).all()
     with pytest.raises(ValueError, match="must be even, and at least 4"):
         predict_calls(model, tokenizer, source, window + 1)
 
@@ -379,26 +333,17 @@ def test_a_wrong_letter_or_a_name_that_goes_on_is_wrong():
         assert list(predict_calls(model, tokenizer, source, 64).model) == [right]
 
 
-def test_reachable_is_that_the_name_stands_in_what_the_model_sees():
-    source = "def far(): pass\n" + "x = 1\n" * 40 + "far()\nfar()\n"
-    tokenizer = Characters()
+def test_what_is_reachable_and_each_baseline_depend_on_what_the_model_sees():
+    calls = "far()\nfar()\nx = b()\nfar()\nx = b()\n"
+    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Characters()
     model = Knows(tokenizer(source)["input_ids"])
     table = predict_calls(model, tokenizer, source, 32)
-    assert list(table.distance) == [source.index("far()\n") - 4, 6]
-    assert list(table.reachable) == [False, True]
-    assert list(table.latest) == [False, True]
-    assert list(predict_calls(model, tokenizer, source, 4096).reachable) == [True, True]
-
-
-def test_baselines_look_at_the_visible_calls_only():
-    source = "def a(): pass\ndef b(): pass\na()\na()\nx = b()\na()\nx = b()\n"
-    sites = call_sites(source)
-    last = sites[-1]
-    all_seen = baselines(source, last, sites[:-1], 0)
-    assert all_seen == {"frequent": False, "latest": False, "search": True}
-    one_seen = baselines(source, last, sites[2:3], sites[2].start - 4)
-    assert one_seen == {"frequent": True, "latest": True, "search": True}
-    assert not any(baselines(source, last, [], last.start).values())
+    assert list(table.distance)[:2] == [source.index("far()\n") - 4, 6]
+    assert list(table.reachable) == [False, True, False, True, True]
+    assert list(table.latest) == [False, True, False, False, False]
+    assert list(table.search) == [False, True, False, True, True]
+    assert list(table.frequent) == [False, True, False, True, True]
+    assert predict_calls(model, tokenizer, source, 4096).reachable.all()
 
 
 def test_scores_of_calls_are_shares_by_window_and_kind_of_site():
@@ -421,12 +366,10 @@ DOCUMENT = Chapter(
 
 
 def test_headings_are_taken_out_of_a_chapter():
-    found = chapter(python_topics()["async"])
-    assert "Coroutine function definition" in found.headings
-    assert not any(f"\n{heading}\n" in found.text for heading in found.headings)
-    assert "====" not in found.text
-    assert "****" not in found.text
-    assert len(found.text) > 2000
+    assert chapter("Foxes\n=====\n\nThey sleep.\n\nIn winter\n*********\n\n====") == Chapter(
+        "They sleep.\n\n\n\n====", ("Foxes", "In winter")
+    )
+    assert "Coroutine function definition" in chapter(python_topics()["async"]).headings
     with pytest.raises(ValueError, match="no underlined headings"):
         chapter("A text.\n\nWithout any.")
 
@@ -444,14 +387,7 @@ def test_what_is_counted_of_a_summary(summary, expected):
     assert tuple(judge_summary(summary, DOCUMENT).values()) == pytest.approx(expected)
     words = content_words("The Fox, which they SAW, hides _apples_ in 2024 with them")
     assert words == {"hides", "apples"}
-
-
-def test_the_lead_is_whole_sentences_as_few_as_have_that_many_words():
+    # The lead: as few whole sentences as have that many words.
     assert lead(DOCUMENT.text, 1) == lead(DOCUMENT.text, 6) == "The fox sleeps under warm stones."
     assert lead(DOCUMENT.text, 7).endswith("apples.")
     assert lead(DOCUMENT.text, 999) == DOCUMENT.text
-
-
-def test_a_model_without_a_chat_template_is_refused(stories15m):  # noqa: F811
-    with pytest.raises(ValueError, match="chat template"):
-        summarise(stories15m.model, stories15m.tokenizer, DOCUMENT)

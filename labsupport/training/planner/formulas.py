@@ -1,26 +1,21 @@
 """The parts of memory at each phase of a training step.
 
-A formula is a text, as it stands in the plan, and its value is computed from that very text: what
-is printed is what was added up.
+A formula is a text, and its value is computed from it: what is printed is what was added up.
 
     T = B · N   tokens of a batch of B sequences of N     L   blocks
     w           width of the residual stream              V   vocabulary
     H, G, d     query heads, key/value heads, head_dim    I   width inside the MLP
     c           bytes of a number in matrix products (autocast's dtype; else 4)
     r           bytes of a number in the residual stream (`MemoryOptions.residual`; else 4)
-    W           weights in the model; Wb in a block, Wm of these in its MLP; Wx in the largest
+    W           weights in the model; Wb in a block, Wm of these in its MLP
     C, M        tokens at a time through the classifier (loss_chunk), through the MLP (mlp_chunk)
     K           blocks whose tensors still exist: L when the backward pass begins, then fewer
 
-WHAT A BLOCK KEEPS for its backward pass follows from its derivatives. A linear layer's needs its
-input; a sum needs nothing; a norm needs its input, GELU its input, a product both factors, softmax
-its result; FlashAttention needs Q, K, V, O and one number for each row. A rotation is linear in its
-input, and needs the angles alone. So a block in GPT-2's shape keeps, of each token,
+What a block keeps for its backward pass follows from its derivatives: theory/07-long-context.md. A
+block in GPT-2's shape keeps, of each token,
 
     x -> norm -> Q, K, V -> O -> x' = x + ... -> norm -> up -> gelu -> x'' = x' + ...
     w    w       3w         w    w               w       4w    4w                    (16 w)
-
-The next block counts x''. Textbook attention also keeps P, which has N² entries a head.
 
 WHAT EXISTS AT THE SAME TIME, at each phase that may be the peak:
 
@@ -28,7 +23,7 @@ WHAT EXISTS AT THE SAME TIME, at each phase that may be the peak:
     loss         all of that heap, and the logits                                      <- a peak?
     backward     the heap shrinks block by block, gradients of weights grow: the most  <- a peak?
                  is there at its beginning or at its end, in a block's MLP or attention
-    optimizer    weights, states, gradients, and what the update needs                 <- a peak?
+    optimizer    weights, states, gradients                                            <- a peak?
 
 WHAT A CPU AND A GPU DO DIFFERENTLY:
 
@@ -44,9 +39,9 @@ WHAT A CPU AND A GPU DO DIFFERENTLY:
                        in place
     libraries          (not counted by the allocator)       cuBLAS: workspaces, taken once
 
-The GPU's column follows from how the kernels work (FlashAttention-2's and PyTorch's); it was not
-fitted to a measurement. cuDNN and FlexAttention are taken to need what FlashAttention-2 needs. The
-allocator's rounding (512 bytes) and its fragments are not counted, nor is CUDA's context.
+The GPU's column follows from how the kernels work; it was not fitted to a measurement. cuDNN and
+FlexAttention are taken for FlashAttention-2. The allocator's rounding and fragments, and CUDA's
+context, are not counted.
 """
 
 from __future__ import annotations
@@ -91,7 +86,6 @@ class Step:
     batch: int
     autocast: torch.dtype | None
     device: str
-    optimizer: str | None
     accumulation: int
     blocks: int = 0
 
@@ -114,12 +108,8 @@ class Step:
             "first block's backward, attention": first._attention_backward(),
             "embedding's backward": self._embedding_backward(),
         }
-        always = [self.part(WEIGHTS, "W·4")]
-        if self.optimizer is not None:
-            always.append(self.part(STATES, "2·W·4"))
-            # sqrt(v), and the quotient: of one tensor; of all tensors the root alone, in place.
-            update = {"loop": ["2·Wx·4"], "foreach": ["W·4"]}.get(self.optimizer, [])
-            found["optimizer"] = [self.part(GRADIENTS, "W·4"), self.part(TEMPORARY, *update)]
+        found["optimizer"] = [self.part(GRADIENTS, "W·4")]
+        always = [self.part(WEIGHTS, "W·4"), self.part(STATES, "2·W·4")]
         fixed = ["2·T·8", *(["N·d·4"] if self.config.positions == "rotary" else [])]
         if not self.cpu:
             # cuBLAS's default on Hopper is 32 MiB for each thread that calls it, elsewhere about
@@ -167,6 +157,11 @@ class Step:
         return [*self.kept_by_blocks(), last]
 
     @property
+    def _block_copies(self) -> list[str]:
+        """Autocast's copies of the weights of blocks: of one at a time, if they are made again."""
+        return (["Wb·c"] if self.savings.checkpoint else ["K·Wb·c"]) if self.low else []
+
+    @property
     def _by_norm(self) -> str:
         """Bytes that a norm keeps for each token, beside its input and output."""
         if self.config.norm == "layer":
@@ -194,12 +189,7 @@ class Step:
             # The gradients of the hidden states and of the classifier are made already.
             logits = [*(f"C·{each}" for each in logits), "T·w·c", "V·w·4"]
             logits += ["V·w·4"] if self.low and not self.cpu else []  # one chunk's part of it
-        return [
-            *self.kept_until_loss(),
-            *self._gradients(),
-            self.part(COPIES, *copies),
-            self.part(LOGITS, *logits),
-        ]
+        return self._at_the_loss(copies, logits)
 
     def _loss_backward(self) -> list[Part]:
         # Those that the graph has saved: none of blocks that will be computed again.
@@ -209,6 +199,9 @@ class Step:
         else:
             logits = ["3·T·V·4"]  # log-softmax, the gradient of it, and the gradient of the logits
             copies += ["V·w·c"] if self.low else []
+        return self._at_the_loss(copies, logits)
+
+    def _at_the_loss(self, copies: list[str], logits: list[str]) -> list[Part]:
         return [
             *self.kept_until_loss(),
             *self._gradients(),
@@ -231,7 +224,7 @@ class Step:
         return [
             *self.kept_by_blocks(),
             *self._gradients("(L-K)·Wb", "V·w", "w·I"),  # the MLP's last matrix already
-            *self._block_copies(),
+            self.part(COPIES, *self._block_copies),
             self.part(TEMPORARY, "T·w·r", *temporary),
         ]
 
@@ -239,7 +232,7 @@ class Step:
         return [
             *self.kept_by_blocks(with_mlp=False),
             *self._gradients("(L-K)·Wb", "V·w", "Wm"),
-            *self._block_copies(),
+            self.part(COPIES, *self._block_copies),
             # The gradient of the stream, and of attention's output.
             self.part(TEMPORARY, "T·w·r", "T·w·c", *self._attention_temporaries()),
         ]
@@ -284,10 +277,6 @@ class Step:
             temporary.append("V·w·4")  # the sum is a third tensor
         return [self.part(GRADIENTS, "W·4"), self.part(TEMPORARY, *temporary)]
 
-    def _block_copies(self) -> list[Part]:
-        copies = "Wb·c" if self.savings.checkpoint else "K·Wb·c"
-        return [self.part(COPIES, copies)] if self.low else []
-
     def _gradients(self, *so_far: str) -> list[Part]:
         if self.accumulation == 1:
             return [self.part(GRADIENTS, *(f"{weights}·4" for weights in so_far))]
@@ -321,29 +310,23 @@ class Step:
     def symbols(self) -> Mapping[str, int]:
         """The letters of the formulas."""
         config, savings = self.config, self.savings
-        width, inner, tokens = config.width, config.inner_width, self.batch * self.seqlen
-        into_mlp = 2 if config.mlp == "swiglu" else 1
-        mlp = (into_mlp + 1) * width * inner + config.bias * (into_mlp * inner + width)
-        norm = width * (2 if config.norm == "layer" and config.bias else 1)
-        tables = config.vocab_size * (1 if config.tied else 2)
-        tables += config.max_positions if config.positions == "learned" else 0
+        weights, tokens = config.parameters_by_part, self.batch * self.seqlen
         return {
             "T": tokens,
             "B": self.batch,
             "N": self.seqlen,
             "L": config.layers,
-            "w": width,
+            "w": config.width,
             "H": config.heads,
             "G": config.key_heads,
             "d": config.head_dim,
-            "I": inner,
+            "I": config.inner_width,
             "V": config.vocab_size,
             "c": self.autocast.itemsize if self.autocast else 4,
             "r": savings.residual.itemsize if savings.residual else 4,
             "W": config.parameters,
-            "Wb": (config.parameters - tables * width - norm) // config.layers,
-            "Wm": mlp + norm,
-            "Wx": max(config.vocab_size * width, width * inner),
+            "Wb": weights["attention"] + weights["mlp"],
+            "Wm": weights["mlp"],
             "C": min(savings.loss_chunk or default_chunk(config.vocab_size), tokens),
             "M": self.batch * min(savings.mlp_chunk or self.seqlen, self.seqlen),
             "K": self.blocks,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,13 +15,11 @@ from labsupport.profiling.memory import MemoryUse, measure_peak_memory
 from labsupport.profiling.units import format_bytes
 from labsupport.training.config import DecoderConfig, MemoryOptions
 from labsupport.training.decoder import Decoder
-from labsupport.training.planner.formulas import STATES, WEIGHTS, Part, Step
+from labsupport.training.planner.formulas import Part, Step
 from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Optimizer = Literal["auto", "loop", "foreach", "fused"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         """All of the memory at the peak, weights and optimizer states included."""
         return _total(self.moments[self.when])
-
-    @property
-    def step_bytes(self) -> int:
-        """What the step adds at its peak to the weights and states that are there before it."""
-        return _total([p for p in self.moments[self.when] if p.name not in (WEIGHTS, STATES)])
 
     @property
     def fits(self) -> bool:
@@ -93,11 +86,10 @@ def plan_memory(
     savings: MemoryOptions | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    optimizer: Optimizer | None = "auto",
     accumulation: int = 1,
     limit: int | str | None = None,
 ) -> MemoryPlan:
-    """Predict the memory of one training step of a `Decoder`: forward, backward, AdamW.
+    """Predict the memory of one training step of a `Decoder`: forward, backward, AdamW (fused).
 
     Args:
         config, savings: the decoder's. attention="auto" is taken for a fused backend.
@@ -105,14 +97,11 @@ def plan_memory(
         autocast: dtype of matrix products, by `torch.autocast` around the forward pass; None means
             float32. Weights, their gradients and AdamW's states are float32.
         device: "cpu" or "cuda"; `planner.formulas` says what differs. A plan needs no GPU.
-        optimizer: how AdamW works: tensor by tensor ("loop"), all together ("foreach"), or in one
-            kernel ("fused", and "auto", as in `train`). None: no optimizer, only forward and
-            backward.
         accumulation: micro-batches of a step. From the second one on, gradients exist always.
         limit: bytes, or a text such as "16GiB", for `fits`.
 
     Raises:
-        ValueError: sizes below 1, an unknown optimizer or device; attention "sdpa_math", whose
+        ValueError: sizes below 1, an unknown device; attention "sdpa_math", whose
             memory depends on PyTorch's version; a sequence longer than the learned positions.
 
     >>> plan = plan_memory(DecoderConfig.preset("tiny"), seqlen=4096)
@@ -122,10 +111,8 @@ def plan_memory(
     savings, kind = savings or MemoryOptions(), torch.device(device).type
     if min(seqlen, batch, accumulation) < 1:
         raise ValueError(f"{seqlen=}, {batch=}, {accumulation=}: each must be at least 1.")
-    if optimizer not in (*get_args(Optimizer), None) or kind not in ("cpu", "cuda"):
-        raise ValueError(
-            f"{optimizer=}, device={kind!r}: there are {get_args(Optimizer)}, None; cpu, cuda."
-        )
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={kind!r}: there are plans for cpu and cuda.")
     if savings.attention != "auto":
         by_name(savings.attention)
     if savings.attention == "sdpa_math":
@@ -134,7 +121,7 @@ def plan_memory(
         raise ValueError(
             f"seqlen is {seqlen}, but the model has learned {config.max_positions} positions."
         )
-    step = Step(config, savings, seqlen, batch, autocast, kind, optimizer, accumulation)
+    step = Step(config, savings, seqlen, batch, autocast, kind, accumulation)
     return MemoryPlan(step.phases(), None if limit is None else parse_bytes(limit))
 
 
@@ -182,32 +169,20 @@ def longest(config: DecoderConfig, limit: int | str, *, multiple: int = 256, **o
     most = bound // (4 * config.width)  # each token takes an embedding at least
     if config.positions == "learned":
         most = min(most, config.max_positions)
-    fits, too_long = 0, most // multiple + 1
-    while too_long - fits > 1:  # memory grows with the length: halve what is between
-        middle = (fits + too_long) // 2
-        if plan_memory(config, seqlen=middle * multiple, **options).peak_bytes <= bound:
-            fits = middle
-        else:
-            too_long = middle
-    return fits * multiple
+    lengths = range(multiple, most + 1, multiple)
+
+    def peak(seqlen: int) -> int:
+        return plan_memory(config, seqlen=seqlen, **options).peak_bytes
+
+    return multiple * bisect_right(lengths, bound, key=peak)
 
 
 def what_fits(
-    config: DecoderConfig,
-    limit: int | str,
-    *,
-    seqlen: int = 8192,
-    ladder: Sequence[MemoryStrategy] = STRATEGIES,
-    **options: Any,
+    config: DecoderConfig, limit: int | str, *, seqlen: int = 8192, **options: Any
 ) -> pd.DataFrame:
-    """Return the longest sequence with each remedy, and the peak of a given one.
+    """Return the longest sequence with each of `STRATEGIES`, and the peak of a step of `seqlen`.
 
-    Args:
-        config: the decoder's shape.
-        limit: bytes, or a text such as "16GiB".
-        seqlen: the length whose peak is shown.
-        ladder: the remedies.
-        options: as for `plan_memory`, without what the remedies decide.
+    `options` are as for `plan_memory`, without what the remedies decide.
 
     Returns:
         remedy, longest (tokens), peak_bytes and when (of `seqlen` tokens), fits.
@@ -215,12 +190,9 @@ def what_fits(
     import pandas as pd
 
     rows = []
-    for strategy in ladder:
-        chosen: dict[str, Any] = {
-            "savings": strategy.savings,
-            "autocast": strategy.autocast,
-            **options,
-        }
+    for strategy in STRATEGIES:
+        chosen: dict[str, Any] = {"savings": strategy.savings, "autocast": strategy.autocast}
+        chosen |= options
         plan = plan_memory(config, seqlen=seqlen, limit=limit, **chosen)
         most = longest(config, limit, **chosen)
         rows.append((strategy.name, most, plan.peak_bytes, plan.when, plan.fits))
@@ -238,7 +210,6 @@ def measure_step(
     savings: MemoryOptions | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    optimizer: Optimizer | None = "auto",
     accumulation: int = 1,
 ) -> MemoryUse:
     """Measure the peak of one training step on random tokens, everything it needs included.
@@ -256,26 +227,22 @@ def measure_step(
         torch.manual_seed(0)
         with place:
             model = Decoder(config, savings)
-            update = None
-            if optimizer is not None:
-                fused, foreach = optimizer in ("auto", "fused"), optimizer == "foreach"
-                update = torch.optim.AdamW(model.parameters(), fused=fused, foreach=foreach)
-                for weight in model.parameters():
-                    weight.grad = torch.zeros_like(weight)
-                update.step()
-                update.zero_grad(set_to_none=True)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            for weight in model.parameters():
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             tokens, labels = torch.randint(config.vocab_size, (2, batch, seqlen)).unbind()
         for _ in range(accumulation):
             with torch.autocast(place.type, dtype=autocast, enabled=autocast is not None):
                 loss = model(tokens, labels)
             loss.backward()
-        if update is not None:
-            update.step()
+        optimizer.step()
 
     try:
         # Without a warm-up: cuBLAS takes its workspaces within the measurement, as planned.
         return measure_peak_memory(everything, device=place, warmup=0)
     finally:
-        gc.collect()
         if place.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()

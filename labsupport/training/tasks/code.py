@@ -1,15 +1,9 @@
 """Which function is called here?  A model completes a real file, and `ast` knows the truth.
 
 At each call of a function or method that the file itself defines, the model has read the file up to
-the name, and must give the name. Where the name stands in what the model sees, it can be copied;
-where it stands further back, the model has to guess it: so the score rises with the window.
-
-A file is longer than a window, so it is read in blocks that overlap by half. The second half of a
-block is scored: each site has half a window to a whole one before it, and the file is read twice.
-
-    block 0   |====scored====|            the first block is scored as a whole
-    block 1          |-------|==scored==|
-    block 2                  |----------|==scored==|
+the name, and must give the name. What it sees can be copied; what stands further back it must
+guess: so the score rises with the window. A file is read in blocks that overlap by half, and the
+second half of each is scored: each site has half a window to a whole one before it.
 """
 
 from __future__ import annotations
@@ -85,8 +79,7 @@ def baselines(
         pairs = zip(reversed(context), reversed(source[visible : earlier.start]), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    # Of equally good ones, the latest: `max` keeps the first.
-    alike = max(reversed(before), key=agreement, default=None)
+    alike = max(reversed(before), key=agreement, default=None)  # the latest of equals
     return {
         "frequent": bool(counts) and counts.most_common(1)[0][0] == site.name,
         "latest": bool(before) and before[-1].name == site.name,

@@ -3,16 +3,14 @@
     |............ fact 1 ............ fact 2 ............ fact 3 .....|  The mascot of the mill is
                              |<------------- window ----------------->|  <------ question ------>
 
-A model that sees the last `window` tokens can only find the facts in them: so the share of right
-answers rises with the window. A search for common words finds them as well, and needs no model:
+The share of right answers rises with the window. A search for common words finds the facts as well:
 such questions show what a context is for, and not that a model is needed.
 
-Evidence is named in two steps, and then checked. The last token's attention proposes some sentences
-of the visible text. Then the question is asked again without each of them (their keys are masked):
-the one without which the given answer loses most is the evidence. It is right if it is the planted
-sentence. (What attention looks at need not be what the answer rests on: Jain and Wallace,
-"Attention is not Explanation", 2019, section 4. Leaving a sentence out is a test of that, which
-DeYoung et al., "ERASER", 2020, section 4, call comprehensiveness.)
+Evidence is named in two steps. The last token's attention proposes sentences of the visible text;
+then the question is asked again without each of them (their keys are masked). The one without which
+the given answer loses most is the evidence: what attention looks at need not be what the answer
+rests on (Jain and Wallace, "Attention is not Explanation", 2019, section 4; DeYoung et al.,
+"ERASER", 2020, section 4).
 """
 
 from __future__ import annotations
@@ -153,11 +151,10 @@ def answer_by_window(
     Returns:
         One row a window and fact: window; read, tokens that were read; depth, tokens from the
         fact's beginning to the document's end; visible, whether its whole sentence was read;
-        answer, the likeliest candidate, and right; greedy, whether the likeliest of all tokens is
-        the right word's first; recent, whether the candidate that stands last is right; search,
-        whether `search_answer` is right; chance, of a guess; evidence, the named sentence;
-        evidence_right, whether it is the planted one; lost, whether the answer changes without it.
-        The last three are None with `evidence=0`.
+        answer, the likeliest candidate, and right; recent, whether the candidate that stands last
+        is right; search, whether `search_answer` is right; chance, of a guess; evidence, the named
+        sentence; evidence_right, whether it is the planted one; lost, whether the answer changes
+        without it. The last three are None with `evidence=0`.
 
     Raises:
         ValueError: candidates that begin with the same token.
@@ -182,9 +179,11 @@ def answer_by_window(
         begin = spans[first][0]
         text = document.text[begin:]
         sentences = sentences_of(text)
+        starts, ends = zip(*((a - begin, b - begin) for a, b in spans[first:]), strict=True)
+        ranges = [(bisect_right(ends, a), bisect_left(starts, b)) for a, b in sentences]
         for fact in document.questions:
             start, question = fact.evidence[0], encode(fact.prompt)
-            logits = reading.ask(question)[-1].float()
+            logits = reading.ask(question).float()
             answer = candidates[int(logits[firsts].argmax())]
             row: dict[str, Any] = {
                 "window": window,
@@ -193,7 +192,6 @@ def answer_by_window(
                 "visible": begin <= start,
                 "answer": answer,
                 "right": answer == fact.answer,
-                "greedy": int(logits.argmax()) == firsts[candidates.index(fact.answer)],
                 "recent": latest_candidate(text, candidates) == fact.answer,
                 "search": search_answer(fact.prompt, text, candidates) == fact.answer,
                 "chance": fact.chance,
@@ -202,7 +200,6 @@ def answer_by_window(
                 "lost": None,
             }
             if evidence:
-                ranges = _token_ranges(spans[first:], sentences, begin)
                 named, row["lost"] = _evidence(
                     reading, question, firsts, candidates.index(answer), ranges, evidence
                 )
@@ -235,26 +232,18 @@ def _evidence(
     mass = torch.stack([looked[start:end].sum() for start, end in sentences])
     proposed = mass.topk(min(propose, len(sentences))).indices.tolist()
     without = {
-        number: reading.ask(question, without=sentences[number])[-1].float().log_softmax(-1)
+        number: reading.ask(question, without=sentences[number]).float().log_softmax(-1)
         for number in proposed
     }
     named = min(proposed, key=lambda number: float(without[number][firsts[answer]]))
     return named, int(without[named][firsts].argmax()) != answer
 
 
-def _token_ranges(
-    spans: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]], begin: int
-) -> list[tuple[int, int]]:
-    """Return parts of a text, as characters counted from `begin`, as ranges of its tokens."""
-    starts, ends = [start - begin for start, _ in spans], [end - begin for _, end in spans]
-    return [(bisect_right(ends, start), bisect_left(starts, end)) for start, end in parts]
-
-
 def score_answers(table: pd.DataFrame) -> pd.DataFrame:
     """Return the shares of `answer_by_window`, by window.
 
     Returns:
-        One row a window: window, questions; visible; right, greedy, recent, search, chance;
+        One row a window: window, questions; visible; right, recent, search, chance;
         right_visible, of those whose fact was read; evidence_right and lost, of the right answers
         whose fact was read.
     """
@@ -264,7 +253,7 @@ def score_answers(table: pd.DataFrame) -> pd.DataFrame:
     for window, part in table.groupby("window"):
         seen = part[part["visible"]]
         based = seen[seen["right"]]
-        shares = ("visible", "right", "greedy", "recent", "search", "chance")
+        shares = ("visible", "right", "recent", "search", "chance")
         rows.append(
             {"window": window, "questions": len(part)}
             | {name: part[name].mean() for name in shares}

@@ -3,18 +3,14 @@
     ... text ... [ the fact ] ... text ... ... ? locker Kov: 47
                              |<---- window ---->|<- question ->|
 
-For a window w the model reads the last w bytes of a document, and then the question. It is right if
-every byte of the answer is its first choice. The answer's bytes are given while that is checked:
-as long as they are the model's own first choices, it would have read the same bytes if it had
-written them itself; so for the question whether all are right, nothing changes.
-
-Each text is read once for all of its questions: they go on from its keys and values.
+For a window w the model reads the last w bytes of a document, once for all questions, and goes on
+from its keys and values. It is right if every byte of the answer is its first choice. The answer's
+bytes are given while that is checked: for a right answer, it would have written them itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -30,8 +26,8 @@ from labsupport.training.tokens import ByteTokenizer
 if TYPE_CHECKING:
     import pandas as pd
 
-SOLVERS = ("model", "pattern", "last value", "most frequent", "guess")
-# The first layer's heads gather the text of up to six bytes back (`RECIPE.look_back`). So a fact
+SOLVERS = ("model", "pattern", "last value", "guess")
+# The first layer's heads gather the text of up to six bytes back (`benchmarks.recall`). So a fact
 # can be read off the positions after it, too.
 BEHIND = 6
 Past = list[tuple[Tensor, Tensor]]
@@ -51,8 +47,8 @@ def accuracy_by_window(
         One row for each kind, window and solver (`SOLVERS`): kind, window, solver, accuracy, chance
         (to guess), visible (share of questions whose fact lies in the window as a whole), n.
         "pattern" is a regular expression that knows how facts are written: it is right wherever the
-        fact is visible, and no measure of the model. "last value" and "most frequent" take what the
-        window holds of the question's kind; "guess" is the chance itself.
+        fact is visible, and no measure of the model. "last value" is the last of the question's
+        kind in the window; "guess" is the chance itself.
 
     Raises:
         ValueError: a text that asks its questions itself; a window below 1; a model with learned
@@ -85,61 +81,43 @@ def accuracy_by_window(
     return means.join(groups["n"].sum()).reset_index()
 
 
-def looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
-    """Find where each head looks when the answer's first byte is due: the key of largest weight.
-
-    Returns:
-        One row for each question, layer and head: document, question (their places), kind, right
-        (the answer), layer, head, position (in the text; after its end: in the question), weight,
-        start, end (the evidence's), inside (whether the position lies in the evidence), found
-        (inside, or at most `BEHIND` bytes after it), chance (to be found by a position at random).
-    """
-    import pandas as pd
-
-    rows = []
-    for place, document in enumerate(documents):
-        for number, (right, weights_by_layer) in enumerate(_ask(model, document, 0)):
-            question = document.questions[number]
-            start, end = question.evidence
-            for layer, weights in enumerate(weights_by_layer):
-                largest, positions = weights.max(-1)
-                for head, position in enumerate(positions.tolist()):
-                    rows.append(
-                        {
-                            "document": place,
-                            "question": number,
-                            "kind": question.kind,
-                            "right": right,
-                            "layer": layer,
-                            "head": head,
-                            "position": position,
-                            "weight": largest[head].item(),
-                            "start": start,
-                            "end": end,
-                            "inside": start <= position < end,
-                            "found": start <= position < end + BEHIND,
-                            "chance": (end + BEHIND - start) / weights.shape[-1],
-                        }
-                    )
-    return pd.DataFrame(rows)
-
-
 def evidence_head(
     model: Decoder, calibration: Sequence[FactDocument], documents: Sequence[FactDocument]
 ) -> dict[str, float]:
     """Choose the head that looks at the evidence most often, and score it on other documents.
 
+    A head looks at the key of largest weight when the answer's first byte is due.
+
     Returns:
-        layer, head, calibration (the share of questions in which it looks at the evidence, there),
-        found, inside, chance (as in `looks`, on `documents`), n (their questions).
+        layer, head; calibration, the share of questions in which it looks at the evidence, there;
+        found, the same on `documents`; inside, the share in which it looks into the evidence
+        itself, and not at one of the `BEHIND` bytes after it; chance, to be found by a position at
+        random; n, the number of their questions.
     """
-    shares = looks(model, calibration).groupby(["layer", "head"])["found"].mean()
+    shares = _looks(model, calibration).groupby(["layer", "head"])["found"].mean()
     layer, head = cast(tuple[int, int], shares.idxmax())
-    others = looks(model, documents)
+    others = _looks(model, documents)
     others = others[(others["layer"] == layer) & (others["head"] == head)]
     means = {name: float(others[name].mean()) for name in ("found", "inside", "chance")}
     chosen = {"layer": int(layer), "head": int(head), "calibration": float(shares.max())}
     return {**chosen, **means, "n": len(others)}
+
+
+def _looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
+    """Return layer, head, found, inside and chance: a row for each question and head."""
+    import pandas as pd
+
+    rows = []
+    for document in documents:
+        asked = zip(document.questions, _ask(model, document, 0), strict=True)
+        for question, (_, weights_by_layer) in asked:
+            start, end = question.evidence
+            for layer, weights in enumerate(weights_by_layer):
+                chance = (end + BEHIND - start) / weights.shape[-1]
+                for head, position in enumerate(weights.argmax(-1).tolist()):
+                    inside, found = start <= position < end, start <= position < end + BEHIND
+                    rows.append((layer, head, found, inside, chance))
+    return pd.DataFrame(rows, columns=["layer", "head", "found", "inside", "chance"])
 
 
 @torch.no_grad()
@@ -221,5 +199,4 @@ def _by_rule(question: Question, seen: str) -> dict[str, str | None]:
     return {
         "pattern": found[-1] if found else None,
         "last value": values[-1] if values else None,
-        "most frequent": Counter(values).most_common(1)[0][0] if values else None,
     }

@@ -1,16 +1,14 @@
 """A summary by a small model, judged by what can be counted, beside the simplest summary there is.
 
-The documents are chapters of Python's own help, without their headings. The headings, which their
-authors wrote, say what the chapters are about: a summary should name the same things.
+The documents are chapters of Python's own help, without their headings:
 
-    supported   the share of the summary's words that the document has, too: a summary that says
-                something else has made it up
+    supported   the share of the summary's words that the document has, too; others are made up
     copied      the share of its sentences that stand in the document as they are
     coverage    the share of the words of the headings that the summary has
 
 No number says that a summary is right: one that turns a sentence into its opposite with the same
 words keeps all three. The baseline is the document's first sentences, as many words as the model
-wrote: all of them supported, all copied, and often hard to beat.
+wrote: often hard to beat.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     ... text ... [ first time ] ... text ... ... ... [ the passage ]
                                      |<--- window -->|<-- target -->|
 
-Everything inside of the passage is seen in any case; the window is what is seen before it. In plain
-text most of what helps stands near, so the gain is small. Where something returns after a long
-distance (a function that is called again, a licence, a quotation), the gain comes in one jump: when
-the window reaches the first occurrence, the model copies.
+In plain text most of what helps stands near, so the gain is small. Where something returns after a
+long distance (a function, a licence, a quotation), the gain comes in one jump: when the window
+reaches the first occurrence, the model copies.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from labsupport.models import tokens_of
 if TYPE_CHECKING:
     import pandas as pd
 
+CHUNK = 128  # tokens whose logits exist together
+
 
 class Reading:
     """A text that a model has read: its keys and values, for any number of continuations.
 
-    The layers run over a long text once. Each question after it then costs its own tokens only: the
-    cache grows by them, and is cut back afterwards. Logits exist for a few positions at a time.
+    Each question after it costs its own tokens only: the cache is cut back afterwards.
 
     Args:
         model: a Transformers causal language model in eval mode, without sliding windows (their
@@ -49,36 +49,32 @@ class Reading:
 
         if model.training:
             raise ValueError("the model is in training mode: model.eval()")
-        self.model, self.length = model, 0
+        self.model, self.length = model, ids.shape[1]
         self.cache = DynamicCache(config=model.config)
-        self.last = self.extend(ids, keep=1)[-1]
+        self.last = self._forward(ids, logits_to_keep=1).logits[0, -1]
 
-    def extend(self, ids: Tensor, *, keep: int) -> Tensor:
-        """Read on, (1, n) more tokens; return the logits after the last `keep` of them."""
-        logits = self._forward(ids, logits_to_keep=keep).logits[0]
-        self.length += ids.shape[1]
-        self.last = logits[-1]
-        return logits
+    def extend(self, ids: Tensor) -> Tensor:
+        """Read on, (1, n) more tokens; return the logits before each of them: (n, vocabulary)."""
+        logits = self._forward(ids).logits[0]
+        before = torch.cat([self.last[None], logits[:-1]])
+        self.length, self.last = self.length + ids.shape[1], logits[-1]
+        return before
 
-    def ask(self, ids: Tensor, *, keep: int = 1, without: tuple[int, int] | None = None) -> Tensor:
-        """Return the logits after a continuation's last tokens, and forget the continuation.
+    def ask(self, ids: Tensor, *, without: tuple[int, int] | None = None) -> Tensor:
+        """Return the logits after a continuation, (vocabulary,), and forget the continuation.
 
         Args:
             ids: (1, n) int64.
-            keep: how many of its tokens, 1 to n.
             without: tokens [start, end) of the text that the continuation may not look at. Later
                 tokens of the text have seen them and still hold what they took from them.
-
-        Returns:
-            (keep, vocabulary).
         """
-        options: dict[str, Any] = {"logits_to_keep": keep}
+        options: dict[str, Any] = {"logits_to_keep": 1}
         if without is not None:
             mask = torch.ones(1, self.length + ids.shape[1], dtype=torch.long)
             mask[:, slice(*without)] = 0
             options["attention_mask"] = mask.to(self.model.device)
         try:
-            return self._forward(ids, **options).logits[0]
+            return self._forward(ids, **options).logits[0, -1]
         finally:
             self._forget()
 
@@ -113,9 +109,7 @@ class Reading:
 
 
 @torch.no_grad()
-def nll_by_window(
-    model: Any, ids: Tensor, target: slice, windows: Sequence[int], *, chunk: int = 128
-) -> pd.DataFrame:
+def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]) -> pd.DataFrame:
     """Measure the mean negative log-likelihood of a passage, by the tokens seen before it.
 
     For a window w, the model reads ids[target.start - w : target.stop] from position 0 on, and the
@@ -126,7 +120,6 @@ def nll_by_window(
         ids: (1, N) int64.
         target: which tokens are scored, ids[:, target]; it begins at 1 or later.
         windows: tokens before the target, each at least 1; more than there are is all of them.
-        chunk: tokens whose logits exist together; no result depends on it beyond rounding.
 
     Returns:
         One row a window: window; seen, the tokens before the target that there really were; nll, in
@@ -148,13 +141,10 @@ def nll_by_window(
         first = max(0, start - window)
         reading = Reading(model, ids[:, first:start])
         total = 0.0
-        for at in range(start, stop, chunk):
-            part = ids[:, at : min(at + chunk, stop)]
-            before = reading.last[None]
-            logits = reading.extend(part, keep=part.shape[1])
-            # The logits after a token predict the next one.
-            shifted = torch.cat([before, logits[:-1]]).float()
-            total += F.cross_entropy(shifted, part[0].to(shifted.device), reduction="sum").item()
+        for at in range(start, stop, CHUNK):
+            part = ids[:, at : min(at + CHUNK, stop)]
+            logits = reading.extend(part).float()
+            total += F.cross_entropy(logits, part[0].to(logits.device), reduction="sum").item()
         rows.append((window, start - first, total / (stop - start), stop - start))
     return pd.DataFrame(rows, columns=["window", "seen", "nll", "tokens"])
 
