@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import html
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from labsupport.analysis.tiles import (
     ORDERS,
     block_sizes,
-    check_case,
     describe_choice,
     fast_memories,
     tile_choices,
@@ -46,15 +44,9 @@ def tile_explorer(seqlen: int = 4096, head_dim: int = 64) -> ipywidgets.VBox:
         head_dim: d at the start.
 
     Raises:
-        ImportError: ipywidgets is not installed.
+        ModuleNotFoundError: ipywidgets is not installed.
         ValueError: as `tile_choices`.
     """
-    if importlib.util.find_spec("ipywidgets") is None:
-        raise ImportError(
-            "the explorer needs ipywidgets: pip install ipywidgets "
-            "(tile_choices and plot_tile_choices work without it)"
-        )
-    check_case(seqlen, head_dim, 1, "bfloat16", "version2")
     import ipywidgets as widgets
 
     look = {"style": {"description_width": "8.5em"}, "layout": widgets.Layout(width="25em")}

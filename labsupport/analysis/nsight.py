@@ -9,6 +9,7 @@ reasons) and Command Line Interface.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import os
@@ -106,17 +107,12 @@ def read_ncu(text: str) -> list[dict[str, Any]]:
     for cells in quoted[quoted.index(header) + 1 :]:
         row = dict(zip(header, cells, strict=False))
         if row["ID"]:  # the row below the header has units instead
-            numbers = {name: _number(cell) for name, cell in row.items()}
-            known = {name: value for name, value in numbers.items() if value is not None}
-            launches.append({"kernel": row["Kernel Name"], **known})
+            launch: dict[str, Any] = {"kernel": row["Kernel Name"]}
+            for name, cell in row.items():
+                with contextlib.suppress(ValueError):  # words, or "n/a"
+                    launch[name] = float(cell.replace(",", ""))
+            launches.append(launch)
     return launches
-
-
-def _number(cell: str) -> float | None:
-    try:
-        return float(cell.replace(",", ""))
-    except ValueError:
-        return None
 
 
 def top_stall(launch: dict[str, Any]) -> str:

@@ -25,11 +25,7 @@ from labsupport.profiling.units import format_bytes
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A choice, and what speaks for and against it.
-
-    ranking: (backend, prediction), the fastest first; only those that run and fit.
-    excluded: why each other calibrated backend is out.
-    """
+    """(backend, prediction) of those that run and fit, the fastest first; why each other is out."""
 
     ranking: tuple[tuple[str, Prediction], ...]
     excluded: dict[str, str]

@@ -48,11 +48,7 @@ class Roof:
         return cls(ceilings.device, "measured", dict(ceilings.matmul_tflops), ceilings.copy_gb_s)
 
     def peak(self, dtype: str) -> float:
-        """TFLOP/s for a dtype.
-
-        Raises:
-            ValueError: the device has no figure for it.
-        """
+        """TFLOP/s for a dtype; raise ValueError if the device has no figure for it."""
         if dtype not in self.tflops:
             known = ", ".join(self.tflops)
             raise ValueError(f"no {self.kind} rate of {self.device} for {dtype}; known: {known}")

@@ -61,11 +61,10 @@ def tile_choices(
         textbook_bytes (with the best blocks of its own; NaN if none fits).
 
     Raises:
-        ValueError: an unknown dtype or order, a length that 16 does not divide, no memory.
+        ValueError: a length that 16 does not divide.
     """
     import pandas as pd
 
-    check_case(seqlen, head_dim, fast_bytes, dtype, order)
     itemsize, sides = ITEMSIZE[dtype], block_sizes(seqlen)
     capacity = fast_bytes // itemsize
     pairs = [Sizes(seqlen, seqlen, head_dim, r, c, causal) for r in sides for c in sides]
@@ -108,7 +107,13 @@ def tile_choices(
 
 
 def block_sizes(seqlen: int) -> list[int]:
-    """The powers of two, from 16 to 1024, that divide a length."""
+    """The powers of two, from 16 to 1024, that divide a length.
+
+    Raises:
+        ValueError: 16 does not.
+    """
+    if seqlen < 1 or seqlen % SMALLEST_BLOCK:
+        raise ValueError(f"seqlen must be a multiple of {SMALLEST_BLOCK}, got {seqlen}")
     return [1 << power for power in range(4, 11) if seqlen % (1 << power) == 0]
 
 
@@ -122,15 +127,9 @@ def best_choice(table: pd.DataFrame) -> tuple[int, int] | None:
 
 
 def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
-    """One sentence about a pair of the table: does it fit, what does it move?
-
-    Raises:
-        ValueError: the table has no such pair.
-    """
-    found = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)]
-    if found.empty:
-        raise ValueError(f"the table has no pair Br = {block_q}, Bc = {block_k}")
-    row, ratio = found.iloc[0], found.iloc[0]["times_textbook"]
+    """One sentence about a pair of the table: does it fit, what does it move?"""
+    row = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)].iloc[0]
+    ratio = row["times_textbook"]
     pair = f"Br = {block_q}, Bc = {block_k}"
     size = f"{row['needed_bytes'] / 1024:,.0f} KiB"
     room = f"{table.attrs['case']['fast_bytes'] / 1024:,.0f}"
@@ -145,10 +144,8 @@ def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
         return f"{pair} does not fit: it needs {size}, and there are {room}. {advice}"
     against = "the textbook's tiles do not fit"
     if ratio == ratio:
-        less = ratio <= 1
-        against = (
-            f"{_times(1 / ratio if less else ratio)} {'less' if less else 'more'} than the textbook"
-        )
+        times, word = (1 / ratio, "less") if ratio <= 1 else (ratio, "more")
+        against = f"{_times(times)} {word} than the textbook"
     return (
         f"{pair}: needs {size} of {room}, moves {format_bytes(row['traffic_bytes'])}, "
         f"{_times(row['times_compulsory'])} the least, {against}."
@@ -171,20 +168,6 @@ def fast_memories() -> list[tuple[str, int]]:
     return [
         (f"{kib} KiB ({', '.join(dict.fromkeys(users[kib]))})", kib * 1024) for kib in sorted(users)
     ]
-
-
-def check_case(seqlen: int, head_dim: int, fast_bytes: int, dtype: str, order: str) -> None:
-    """Raise ValueError for what `tile_choices` refuses."""
-    if seqlen < 1 or seqlen % SMALLEST_BLOCK:
-        raise ValueError(f"seqlen must be a multiple of {SMALLEST_BLOCK}, got {seqlen}")
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
-    if fast_bytes < 1:
-        raise ValueError(f"fast_bytes must be at least 1, got {fast_bytes}")
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE)}")
-    if order not in ORDERS:
-        raise ValueError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
 
 
 def _times(ratio: float) -> str:

@@ -5,7 +5,7 @@ card                  the short table that opens each notebook
 hardware, gpu         ceilings, specified and measured; a GPU's state as its driver reports it
 timing, graphs        how long a call takes, and how surely; calls recorded as CUDA graphs
 memory, monitoring    extra memory of a call, exactly; of a block or a program, over time
-trace                 which kernels and operators take the time
+trace, tensors        which kernels and operators take the time; the bytes that operators move
 cases, work, presets  what is measured: a grid of cases, their FLOPs and bytes, known shapes
 benchmark, tables     a grid measured, as a table; ratios and readable columns
 bench, advice         `labsupport bench`, `sweep` and `compare`, and what their figures mean

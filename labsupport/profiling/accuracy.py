@@ -54,11 +54,9 @@ def errors_by_dtype(
 
 
 class Oracle:
-    """Compares outputs in flash-attn's layout with the oracle.
+    """Compares the first sequence of an output in flash-attn's layout with the oracle.
 
-    Only the first sequence of a batch is compared, and up to a length, since the oracle writes
-    seqlen x seqlen matrices in float64. The result for the last inputs is stored: the backends of
-    one shape are judged by one oracle.
+    The result for the last inputs is stored: the backends of one shape share it.
     """
 
     def __init__(self, max_seqlen: int = 4096) -> None:
@@ -75,15 +73,12 @@ class Oracle:
         *,
         causal: bool,
     ) -> dict[str, float]:
-        """max_error (largest absolute difference) and relative_error (ratio of the norms).
+        """max_error and relative_error (ratio of the norms); nothing above `max_seqlen`.
 
         Args:
             key: equal for equal inputs.
             q, out: (batch, seqlen_q, heads, head_dim).
             k, v: (batch, seqlen_k, kv_heads, head_dim).
-
-        Returns:
-            Both errors; nothing above `max_seqlen`.
         """
         if max(q.shape[1], k.shape[1]) > self.max_seqlen:
             return {}

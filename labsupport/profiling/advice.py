@@ -40,8 +40,7 @@ class Bound:
 def bound_of(case: Case, ceilings: Ceilings) -> Bound | None:
     """The least time that the two measured ceilings leave to a case.
 
-    It is the case's FLOPs at the rate of a large matrix product, or the bytes that must move at the
-    rate of a large copy, whichever takes longer. None where no ceiling of its dtype was measured.
+    None where no ceiling of its dtype was measured.
     """
     rate = ceilings.matmul_tflops.get(case.dtype)
     if rate is None:

@@ -1,14 +1,12 @@
 """`labsupport bench`, `sweep` and `compare`: from options to cases, and from rows to reports.
 
-All three measure a grid of cases with `run_grid`, print rows with `format_table`, and write them
-with `export`. What they add to a row is said in `labsupport.profiling.advice`.
+All three measure a grid of cases with `run_grid`, and print rows with `format_table`. What they add
+to a row is said in `labsupport.profiling.advice`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from labsupport.attention.backends import attention, available_backends, last_call
+from labsupport.attention.backends import available_backends, last_call
 from labsupport.profiling.advice import (
     IMPOSSIBLE,
     bound_of,
@@ -25,8 +23,8 @@ from labsupport.profiling.advice import (
     why_not,
     why_slow,
 )
-from labsupport.profiling.benchmark import make_inputs
-from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case
+from labsupport.profiling.benchmark import call_of, make_inputs
+from labsupport.profiling.cases import DIRECTIONS, Case
 from labsupport.profiling.hardware import Ceilings
 from labsupport.profiling.presets import preset as preset_named
 from labsupport.profiling.tables import aligned, format_table
@@ -47,7 +45,6 @@ DEFAULTS: dict[str, Any] = {
 }
 # What a chart cannot mix: its x axis is the length, its lines are the backends.
 FIXED = ["batch", "heads", "kv_heads", "head_dim", "dtype", "causal"]
-CHART_TYPES = (".png", ".svg", ".pdf")
 
 Value = TypeVar("Value", int, str)
 
@@ -86,17 +83,10 @@ def one_case(
 
 
 def chosen_backend(case: Case, device: torch.device) -> str:
-    """The backend that `attention(backend="auto")` takes for such a case, by a call of 32 tokens.
-
-    Raises:
-        BackendUnavailableError: nothing can run it.
-    """
-    small = replace(case, batch=1, seqlen=32, kv_seqlen=32)
-    q, k, v, _ = make_inputs(small, device, seed=0)
-    attention(q, k, v, causal=case.causal, check_layout=False)
-    report = last_call()
-    assert report is not None, "a call leaves a report"
-    return report.backend
+    """The backend that `backend="auto"` takes for such a case, by a call of 32 tokens."""
+    small = replace(case, backend="auto", batch=1, seqlen=32, kv_seqlen=32)
+    call_of(small, make_inputs(small, device))()
+    return last_call().backend  # type: ignore[union-attr]
 
 
 def measurable_backends(device: torch.device) -> list[str]:
@@ -106,26 +96,15 @@ def measurable_backends(device: torch.device) -> list[str]:
 
 
 def dtype_named(text: str | None, device: torch.device) -> str:
-    """`fp16` and `float16` as `float16`; by default bfloat16 on a GPU that has it, else float32.
-
-    Raises:
-        ValueError: an unknown dtype.
-    """
+    """`fp16` and `float16` as `float16`; by default bfloat16 on a GPU that has it, else float32."""
     if text is None:
         ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return "bfloat16" if ampere else "float16" if device.type == "cuda" else "float32"
-    name = SHORT_NAMES.get(text, text)
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {text!r}; known: {', '.join([*DTYPES, *SHORT_NAMES])}")
-    return name
+    return SHORT_NAMES.get(text, text)
 
 
 def listed(text: str, kind: Callable[[str], Value]) -> list[Value]:
-    """'512,1024' as [512, 1024].
-
-    Raises:
-        ValueError: a part that is no number where one is expected, or nothing at all.
-    """
+    """'512,1024' as [512, 1024]; raise ValueError for other words and for nothing at all."""
     try:
         values = [kind(part.strip()) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -144,23 +123,20 @@ def judge_table(
         case: the shape; its backend is replaced by each row's.
         sms: multiprocessors; None on a CPU.
     """
+    table = table.assign(bound_ms=math.nan, of_ceiling=math.nan, verdict="", next="")
     ran = table[table["status"] == "ok"].sort_values("median_ms")
-    best = (float(ran["median_ms"].iloc[0]), str(ran["backend"].iloc[0])) if len(ran) else (0.0, "")
-    rows = []
-    for row in table.to_dict("records"):
-        if row["status"] != "ok":
-            rows.append((math.nan, math.nan, "", ""))
-            continue
-        own, ms = replace(case, backend=row["backend"]), row["median_ms"]
+    for index, name, ms in ran[["backend", "median_ms"]].itertuples():
+        own = replace(case, backend=name)
         bound = bound_of(own, ceilings)
         share = bound.ms / ms if bound else math.nan
-        if share > IMPOSSIBLE:
-            bound = None
-        advice = what_next(own, ms, share, bound.by if bound else "", best, sms)
-        limit, reached = (bound.ms, share) if bound else (math.nan, math.nan)
-        rows.append((limit, reached, verdict(share), advice))
-    names = ["bound_ms", "of_ceiling", "verdict", "next"]
-    return table.assign(**dict(zip(names, zip(*rows, strict=True), strict=True)))
+        by = ""
+        if bound and share <= IMPOSSIBLE:
+            table.loc[index, ["bound_ms", "of_ceiling"]] = bound.ms, share
+            by = bound.by
+        best = ran["median_ms"].iloc[0], ran["backend"].iloc[0]
+        advice = what_next(own, ms, share, by, best, sms)
+        table.loc[index, ["verdict", "next"]] = verdict(share), advice
+    return table
 
 
 def compare_report(table: pd.DataFrame, case: Case, ceilings: Ceilings) -> str:
@@ -226,16 +202,6 @@ def headline(case: Case) -> str:
     )
 
 
-def check_chart(path: Path | None) -> None:
-    """Refuse a file that no chart can be written to, before anything long begins.
-
-    Raises:
-        ValueError: another ending than .png, .svg and .pdf.
-    """
-    if path is not None and path.suffix.lower() not in CHART_TYPES:
-        raise ValueError(f"{path}: a chart's name ends in {', '.join(CHART_TYPES)}")
-
-
 def write_charts(table: pd.DataFrame, path: Path) -> list[Path]:
     """Time against length, one file for each shape among the rows; returns the files.
 
@@ -267,28 +233,3 @@ def finding(rows: pd.DataFrame) -> str:
         return f"{first['backend']} takes {format_ms(first['median_ms'])} ms {at}"
     times = last["median_ms"] / first["median_ms"]
     return f"{first['backend']} is {times:.1f} times as fast as {last['backend']} {at}"
-
-
-def export(
-    table: pd.DataFrame, *, to_json: str | None, to_csv: Path | None, **further: Any
-) -> None:
-    """Write the table where asked.
-
-    Args:
-        to_json: a file, or "-" for stdout. An object with "provenance", "results" (one object for
-            each row; what has no value is null) and `further`.
-        to_csv: a file: the rows alone.
-    """
-    if to_csv is not None:
-        to_csv.parent.mkdir(parents=True, exist_ok=True)
-        table.to_csv(to_csv, index=False)
-    if to_json is None:
-        return
-    rows = json.loads(table.to_json(orient="records"))  # NaN, which JSON lacks, becomes null
-    record = {"provenance": table.attrs.get("provenance", {}), **further, "results": rows}
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    if to_json == "-":
-        sys.stdout.write(text)
-    else:
-        Path(to_json).parent.mkdir(parents=True, exist_ok=True)
-        Path(to_json).write_text(text, encoding="utf-8")

@@ -50,7 +50,6 @@ def run_grid(
     *,
     device: torch.device | str | None = None,
     measure_error: bool = True,
-    oracle_seqlen: int = 4096,
     max_seconds: float = 1.0,
     repeats: int | None = None,
     seed: int = 0,
@@ -63,20 +62,16 @@ def run_grid(
     Args:
         cases: what to measure, in this order; see `grid`.
         device: by default the current GPU if there is one, else the CPU.
-        measure_error: compare the output with the float64 oracle.
-        oracle_seqlen: up to this length; above it the error columns are empty.
+        measure_error: compare the output with the float64 oracle, up to 4,096 tokens; above that
+            the error columns are empty.
         max_seconds: time limit for the repeats of one case (at least three are made).
         repeats: exactly so many, however long they take, in place of the time limit.
         progress: show a tqdm bar.
 
     Returns:
-        Columns: the fields of `Case`; status, reason, kernel; median_ms, q1_ms, q3_ms, min_ms,
-        mean_ms, max_ms, repeats; tflops (at the median); peak_memory_bytes (extra, see
-        `measure_peak_memory`); max_error and relative_error (norm of the difference over the norm
-        of the oracle) of the output.
-
-        Interrupted from the keyboard, the rows measured so far, with `interrupted: true` in the
-        provenance.
+        `COLUMNS`; tflops are at the median, peak_memory_bytes as `measure_peak_memory` says, and
+        relative_error the norm of the output's error over that of the oracle. After Control-C the
+        rows measured so far, with `interrupted: true` in the provenance.
 
     Raises:
         ValueError: a backend that does not exist.
@@ -92,7 +87,7 @@ def run_grid(
         raise ValueError(f"unknown backend: {', '.join(unknown)}; known: {', '.join(known)}")
 
     record = provenance(where, seed=seed, cases=len(cases))
-    oracle = Oracle(oracle_seqlen) if measure_error else None
+    oracle = Oracle() if measure_error else None
     rows: list[dict[str, Any]] = []
     try:
         for case in tqdm(cases, disable=not progress, unit="case", leave=False):
@@ -116,11 +111,7 @@ COLUMNS = [
 def run_case(
     case: Case, device: torch.device, *, oracle: Oracle | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Measure one case; a case that does not run is reported in `status` and `reason`.
-
-    Args:
-        options: max_seconds, repeats and seed of `run_grid`.
-    """
+    """Measure one case; `options` are max_seconds, repeats and seed of `run_grid`."""
     row: dict[str, Any] = asdict(case) | {"kernel": ""}
     try:
         if device.type == "cpu" and (reason := predicted_shortage(case)):
@@ -128,12 +119,12 @@ def run_case(
         row |= _measure(case, device, oracle, **options)
         return row | {"status": "ok", "reason": ""}
     except Exception as error:
-        return row | refusal(error)
-    finally:
-        # What a failed case held must be gone before the next one is measured.
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        row |= refusal(error)
+    # What a failed case held must be gone before the next one is measured.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
 
 
 def refusal(error: Exception) -> dict[str, str]:
@@ -149,11 +140,7 @@ def refusal(error: Exception) -> dict[str, str]:
 
 
 def predicted_shortage(case: Case, available: int | None = None) -> str:
-    """The reason why the case would not fit into the CPU's memory; empty if it would.
-
-    Args:
-        available: bytes; by default what the operating system says is available now.
-    """
+    """The reason why the case would not fit into the bytes available on this CPU; empty if not."""
     import psutil
 
     available = psutil.virtual_memory().available if available is None else available
@@ -214,7 +201,7 @@ def call_of(case: Case, inputs: Tensors) -> Callable[[], Any]:
     return call
 
 
-def make_inputs(case: Case, device: torch.device, seed: int) -> Tensors:
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     """q, k, v and the output's gradient: unit normal, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     queries = (case.batch, case.seqlen, case.heads, case.head_dim)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import html
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from labsupport.profiling.provenance import package_version
 
 
 @dataclass(frozen=True)
 class EnvironmentCard:
-    """Facts about the machine that a reader needs before the first measurement.
-
-    Attributes:
-        rows: (label, text) pairs.
-        runs: the backends that run on this device.
-        refused: backend -> every reason why it does not.
-    """
+    """(label, text) of the machine; the backends that run here; why each other one does not."""
 
     rows: list[tuple[str, str]]
     runs: list[str]
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str]
 
     def __str__(self) -> str:
         lines = [f"{label + ':':10}{text}" for label, text in self.rows]

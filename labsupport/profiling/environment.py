@@ -37,10 +37,14 @@ def diagnose(quick: bool = False) -> list[Check]:
         quick: only what needs no PyTorch import (well under 0.3 s).
     """
     torch_version = package_version("torch")
+    import psutil
+
+    ram = psutil.virtual_memory()
+    remedy = "close other programs and shut down idle notebook kernels"
     found = [
         check_python(sys.version_info[:3]),
         check_system(platform.system()),
-        check_ram(),
+        _check_room("Memory", ram.available, ram.total, NOTEBOOK_RAM_GIB, remedy),
         judge_torch(torch_version, torch_cuda_version(), nvidia_driver()),
         check_jupyter(),
         *_check_folders(),
@@ -68,15 +72,6 @@ def check_system(system: str) -> Check:
         return Check("System", "ok", detail)
     remedy = "wsl --install   (then work inside the Linux that it gives you)"
     return Check("System", "warn", f"{detail}; the lab is tested on Linux and macOS", remedy)
-
-
-def check_ram() -> Check:
-    """Check that the heaviest notebook fits into the free memory."""
-    import psutil
-
-    memory = psutil.virtual_memory()
-    remedy = "close other programs and shut down idle notebook kernels"
-    return _check_room("Memory", memory.available, memory.total, NOTEBOOK_RAM_GIB, remedy)
 
 
 def _check_room(name: str, free: int, total: int, wanted_gib: int, remedy: str) -> Check:
@@ -191,11 +186,7 @@ def check_capability(capability: Capability) -> Check:
 
 
 def check_optional(capability: Capability | None) -> list[Check]:
-    """Optional packages and tools, judged by whether they would help here.
-
-    Args:
-        capability: the GPU's compute capability, or None without a usable GPU.
-    """
+    """Optional packages and tools, judged by whether they would help on this GPU, if any."""
     numbers = capability or (0, 0)
     flash = (
         "pip install ninja packaging psutil setuptools wheel; "
@@ -213,22 +204,17 @@ def check_optional(capability: Capability | None) -> list[Check]:
         # xFormers has nothing that SDPA lacks here, so its absence is never a warning.
         "xformers": (False, "a GPU: pip install xformers", ""),
     }
-    found = [_check_compiler(capability is not None)]
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    checks = [Check("C++ compiler", "ok", compiler or "none found (not needed on this GPU)")]
+    if not compiler and capability is None:
+        detail = "none found; FlexAttention on a CPU is compiled with it"
+        remedy = "sudo apt install g++   (on macOS: xcode-select --install)"
+        checks = [Check("C++ compiler", "warn", detail, remedy)]
     for name, (useful, needs, install) in packages.items():
         if version := package_version(name):
-            found.append(Check(name, "ok", version))
+            checks.append(Check(name, "ok", version))
         elif useful:
-            detail = "not installed; it would run on this GPU"
-            found.append(Check(name, "warn", detail, install))
+            checks.append(Check(name, "warn", "not installed; it would run on this GPU", install))
         else:
-            found.append(Check(name, "ok", f"not installed; optional (it needs {needs})"))
-    return found
-
-
-def _check_compiler(gpu: bool) -> Check:
-    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    detail = "none found; FlexAttention on a CPU is compiled with it"
-    if found or gpu:
-        return Check("C++ compiler", "ok", found or f"{detail} (not needed on this GPU)")
-    remedy = "sudo apt install g++   (on macOS: xcode-select --install)"
-    return Check("C++ compiler", "warn", detail, remedy)
+            checks.append(Check(name, "ok", f"not installed; optional (it needs {needs})"))
+    return checks

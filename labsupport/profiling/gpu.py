@@ -35,11 +35,9 @@ class GpuState:
     Attributes:
         index: in PyTorch's count.
         busy_percent: share of the last moments in which some kernel ran, however small.
-        sm_mhz, max_sm_mhz, memory_mhz: clocks.
-        power_w, limit_w, default_limit_w: drawn now, allowed, and allowed when it left the factory.
+        limit_w, default_limit_w: power allowed now, and when it left the factory.
         reasons: NVML's bit mask of reasons for lower clocks.
-        users: process number -> bytes on this GPU (None where the size is not told) of the
-            processes that compute.
+        users: process number -> bytes on this GPU (None where the driver does not tell).
         persistence: whether the driver keeps the GPU initialised between programs.
     """
 
@@ -103,9 +101,7 @@ def _nvml() -> Any:
 def visible_gpus(count: int, visible: str | None) -> list[int | str]:
     """The GPUs of a machine that has `count`, as numbers or UUIDs, in PyTorch's order.
 
-    Args:
-        visible: the value of CUDA_VISIBLE_DEVICES, or None if it is not set. As in CUDA, the list
-            ends at its first entry that is no GPU.
+    `visible` is CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at its first entry that is no GPU.
     """
     if visible is None:
         return list(range(count))

@@ -12,9 +12,6 @@ from labsupport.profiling.timing import Call
 def captured(fn: Call, device: torch.device, warmup: int = 2) -> tuple[Call, bool]:
     """Record what `fn()` launches as a CUDA graph, whose replay costs the CPU some microseconds.
 
-    Launching from Python takes about 50 microseconds a kernel; decoding one token takes as long on
-    the GPU, and would otherwise wait. Generation is run from graphs for the same reason.
-
     Args:
         fn: the call; every replay reads the tensors that it read here. Its result is dropped.
         device: on a CPU nothing is recorded.
@@ -23,10 +20,6 @@ def captured(fn: Call, device: torch.device, warmup: int = 2) -> tuple[Call, boo
     Returns:
         the replay and True; `fn` itself and False where it cannot be recorded (it waits for the
         GPU, for example).
-
-    Raises:
-        torch.OutOfMemoryError: there is no room for its results. Whatever the calls before the
-        recording raise passes through.
     """
     if device.type != "cuda":
         return fn, False

@@ -1,12 +1,9 @@
 """The most that a device can do: by its specification, and by measurement.
 
-`data/hardware.csv` holds the specified figures, each row with its source; rates are dense (never
-with sparsity), tensor-core rates accumulate in float32.  An empty cell means that the hardware
-cannot do it or that no source gives the figure; the row's notes say which.
-
-Specified peaks are never reached.  `measured_ceilings` says what this machine reaches with the two
-simplest programs there are: copying a large tensor, and multiplying two large matrices.  A kernel
-is judged against those.
+`data/hardware.csv` holds the specified figures, each row with its source; rates are dense, those of
+tensor cores with accumulation in float32. An empty cell means that the hardware cannot do it or
+that no source gives the figure; the row's notes say which. Specified peaks are never reached: a
+kernel is judged against `measured_ceilings`, of a large copy and a large matrix product.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import csv
 import functools
 import platform
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,13 +73,11 @@ class Ceilings:
 
     copy_gb_s: bytes read plus bytes written, per second, in 10^9.
     matmul_tflops: 2 n^3 / time by dtype name, in 10^12; 'tf32' is float32 on tensor cores.
-    matmul_size: the n that was used, by dtype name.
     """
 
     device: str
     copy_gb_s: float
     matmul_tflops: dict[str, float]
-    matmul_size: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.matmul_tflops.items())
@@ -94,11 +89,18 @@ def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
     """The rows of data/hardware.csv.
 
     Raises:
-        ValueError: a row with a missing name, figure or source.
+        ValueError: a row without a figure that only some may lack.
     """
+    kinds = {"int": int, "float": float, "float | None": lambda text: float(text) if text else None}
+    kind_of: dict[str, Any] = {
+        column.name: kinds.get(str(column.type), str) for column in fields(HardwareSpec)
+    }
     path = data_dir() / "hardware.csv" if path is None else path
     with path.open(newline="", encoding="utf-8") as file:
-        return tuple(_read_row(row, path) for row in csv.DictReader(file))
+        return tuple(
+            HardwareSpec(**{name: kind(row[name].strip()) for name, kind in kind_of.items()})
+            for row in csv.DictReader(file)
+        )
 
 
 def hardware_table() -> pd.DataFrame:
@@ -115,10 +117,8 @@ def find_spec(driver_name: str) -> HardwareSpec | None:
     The whole name must match: an 'RTX 4090 Laptop GPU' is not an 'RTX 4090', nor is one slice of a
     partitioned GPU the whole.
     """
-    for spec in read_specs():
-        if re.fullmatch(spec.driver_names, driver_name.strip()):
-            return spec
-    return None
+    matching = (s for s in read_specs() if re.fullmatch(s.driver_names, driver_name.strip()))
+    return next(matching, None)
 
 
 def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
@@ -197,12 +197,7 @@ def measured_ceilings(device: str | None = None) -> Ceilings:
         bandwidth = _copy_rate(copy_bytes, where)
     except torch.OutOfMemoryError:
         bandwidth = _copy_rate(copy_bytes // 8, where)
-    return Ceilings(
-        detect_device(where).name,
-        bandwidth,
-        {name: rate for name, (_, rate) in rates.items()},
-        {name: size for name, (size, _) in rates.items()},
-    )
+    return Ceilings(detect_device(where).name, bandwidth, rates)
 
 
 def _copy_rate(nbytes: int, device: torch.device) -> float:
@@ -219,8 +214,8 @@ def _copy_rate(nbytes: int, device: torch.device) -> float:
     return 2 * nbytes / (timing.min * 1e-3) / 1e9
 
 
-def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
-    """(n, TFLOP/s) of the largest square matrix whose product takes about 50 ms or less."""
+def _matmul_rate(name: str, device: torch.device) -> float:
+    """TFLOP/s with the largest square matrices whose product takes about 50 ms or less."""
     import torch
 
     from labsupport.profiling.timing import measure_time, now
@@ -244,16 +239,4 @@ def _matmul_rate(name: str, device: torch.device) -> tuple[int, float]:
         )
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-    return size, 2 * size**3 / (timing.min * 1e-3) / 1e12
-
-
-def _read_row(row: dict[str, str], path: Path) -> HardwareSpec:
-    kinds = {"int": int, "float": float, "float | None": float, "str": str}
-    values: dict[str, Any] = {}
-    for column in fields(HardwareSpec):
-        text = (row.get(column.name) or "").strip()
-        if not text and column.type != "float | None" and column.name != "notes":
-            raise ValueError(f"{path}: {row.get('name') or 'a row'} has no {column.name}")
-        empty = "" if column.type == "str" else None
-        values[column.name] = kinds[str(column.type)](text) if text else empty
-    return HardwareSpec(**values)
+    return 2 * size**3 / (timing.min * 1e-3) / 1e12

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -21,9 +20,6 @@ from labsupport.profiling.units import format_bytes
 UNREADABLE = "not readable here"
 BUSY_SHARE = 0.25
 BUSY_GPU_PERCENT = 10
-# Drivers whose "powersave" is an ordinary governor that follows the load (kernel documentation,
-# intel_pstate and amd-pstate in active mode).
-FOLLOWS_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
 QUIET = "measure again when they have ended, or on a machine of your own"
 
 
@@ -44,7 +40,7 @@ class Check:
 def check_health() -> list[Check]:
     """All findings about disturbances here; takes about 0.2 s."""
     gpus = [check for gpu in read_gpus() for check in judge_gpu(gpu)]
-    return [*gpus, check_load(), check_governor(*read_governors()), *check_battery()]
+    return [*gpus, check_load(), *check_battery()]
 
 
 def judge_gpu(gpu: GpuState) -> list[Check]:
@@ -101,22 +97,6 @@ def check_load(seconds: float = 0.2) -> Check:
     return Check("CPU load", "ok", detail)
 
 
-def read_governors() -> tuple[set[str], str]:
-    """The governors of all cores' clocks (Linux), and the driver of the first core."""
-    folder = Path("/sys/devices/system/cpu")
-    governors = {_read(path) for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    return governors - {""}, _read(folder / "cpu0/cpufreq/scaling_driver")
-
-
-def check_governor(governors: set[str], driver: str) -> Check:
-    """Check that the CPU's clock does not stay at its lowest."""
-    detail = f"governor {', '.join(sorted(governors)) or UNREADABLE}"
-    if "powersave" not in governors or driver in FOLLOWS_LOAD:
-        return Check("CPU clock", "ok", detail)
-    remedy = "sudo cpupower frequency-set -g performance   (until the next start of the machine)"
-    return Check("CPU clock", "warn", f"{detail}: the clock stays at its lowest", remedy)
-
-
 def check_battery() -> list[Check]:
     """Check that power comes from outside; empty without a battery."""
     # Absent from psutil where the system has no such reading.
@@ -126,10 +106,3 @@ def check_battery() -> list[Check]:
     if battery.power_plugged:
         return [Check("Power supply", "ok", "plugged in")]
     return [Check("Power supply", "warn", "on battery: clocks may be lower", "plug it in first")]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""

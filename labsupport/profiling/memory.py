@@ -3,22 +3,19 @@
 `measure_peak_memory` counts every allocation that a call makes, views excluded and the scratch
 space inside a kernel included, on a CPU as well as on a GPU:
 
-* On a CPU, PyTorch's profiler reports each allocation (+bytes) and each release (-bytes) of the
-  tensor allocator in order.  The running sum from the start of the call is the extra memory; its
-  maximum is the peak.  It is exact to the byte and does not depend on what the operating system
-  keeps, which is why the resident set size is not used.  Buffers that a library takes from the
-  system itself (packed matrices inside a BLAS) are not tensors and are not counted, and neither is
-  the release of what existed before the call: its size is not known there.
-* On a GPU, the caching allocator keeps a peak of its own.  `requested_bytes` is what was asked
-  for, exactly; `allocated_bytes` is what was handed out, in blocks of 512 bytes.
+* On a CPU, PyTorch's profiler reports each allocation (+bytes) and each release (-bytes) in order,
+  exactly. Not counted: buffers that a library takes from the system itself (packed matrices inside
+  a BLAS), and the release of what existed before the call.
+* On a GPU, the caching allocator keeps a peak of its own: of bytes requested, and of those handed
+  out in blocks of 512 bytes.
 
-`LargestTensor` answers a different question: the largest single tensor made during a call, which
-tells whether an N x N matrix was ever written.
+`LargestTensor` tells whether an N x N matrix was ever written.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -90,8 +87,6 @@ def measure_peak_memory(
     where = resolve_device(device)
     for _ in range((1 if where.type == "cuda" else 0) if warmup is None else warmup):
         fn()
-    # A reference cycle that is collected during the call would look like memory given back by it.
-    gc.collect()
     return _measure_cuda(fn, where) if where.type == "cuda" else _measure_cpu(fn)
 
 
@@ -110,19 +105,16 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
         result = fn()
     changes = [change for _, change in cpu_memory_changes(profiler)]
     del result
-    running = peak = 0
-    for change in changes:
-        running += change
-        peak = max(peak, running)
-    return MemoryUse(peak, running, peak, sum(change > 0 for change in changes), "cpu")
+    extra = list(itertools.accumulate(changes, initial=0))
+    allocations = sum(change > 0 for change in changes)
+    return MemoryUse(max(extra), extra[-1], max(extra), allocations, "cpu")
 
 
 def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
     """The CPU allocator's work: (time in ns, bytes), releases negative, in order of time.
 
-    Only releases of what was allocated under this profiler.  PyTorch looks the size of a block up
-    by its address, in a table that it writes while some profiler runs and reads at any later one;
-    in between, the address may have got a block of another size.
+    Only releases of what was allocated under this profiler: PyTorch remembers sizes by address,
+    and in between the address may have got a block of another size.
 
     Args:
         profiler: one that ran with profile_memory=True.
@@ -151,10 +143,9 @@ def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]
 
 @contextmanager
 def without_allocator_warning() -> Iterator[None]:
-    """Drop the allocator's warning that a block from before the profile is released.
+    """Drop the allocator's harmless warning that a block from before the profile is released.
 
-    It is true, harmless here (what existed before the call is not its extra memory), and written by
-    C++ straight to file descriptor 2. Whatever else is written there is passed on at the end.
+    C++ writes it straight to file descriptor 2. Whatever else is written there is passed on.
     """
     sys.stderr.flush()
     real = os.dup(2)
@@ -173,6 +164,8 @@ def without_allocator_warning() -> Iterator[None]:
 
 
 def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
+    # A reference cycle that is collected during the call would look like memory given back by it.
+    gc.collect()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -255,36 +248,23 @@ def stored_tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in tensors if one.layout == torch.strided and not one.is_meta]
 
 
-class cap_gpu_memory:  # lower case: it reads as a statement, `with cap_gpu_memory(8): ...`
-    """Let PyTorch use at most `gib` GiB of a GPU, as if the GPU were smaller.
+@contextmanager
+def cap_gpu_memory(gib: float, device: torch.device | str | None = None) -> Iterator[None]:
+    """Let PyTorch use at most `gib` GiB of a GPU in a `with` block, as if the GPU were smaller.
 
-    The cap holds from the call on; `with` (or `release()`) restores what was allowed before.  It
-    counts what PyTorch's allocator reserves, not the CUDA context of some hundred MiB.
+    It counts what PyTorch's allocator reserves, not the CUDA context of some hundred MiB.
 
     Raises:
-        RuntimeError: there is no GPU.
-        ValueError: `gib` is not positive, or the GPU has less.
+        ValueError: there is no GPU, or `gib` is not positive, or the GPU has less.
     """
-
-    def __init__(self, gib: float, device: torch.device | int | None = None) -> None:
-        if not torch.cuda.is_available():
-            raise RuntimeError("cap_gpu_memory caps a GPU's memory, and PyTorch finds no GPU here")
-        here = torch.cuda.current_device()
-        self.device = torch.device("cuda", here) if device is None else torch.device(device)
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if not 0 < gib * 2**30 <= total:
-            raise ValueError(f"cannot cap at {gib} GiB a GPU that has {total / 2**30:.1f} GiB")
-        # Blocks that are cached but unused count against the cap.
-        torch.cuda.empty_cache()
-        self._before = torch.cuda.get_per_process_memory_fraction(self.device)
-        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, self.device)
-
-    def release(self) -> None:
-        """Allow again what was allowed before."""
-        torch.cuda.set_per_process_memory_fraction(self._before, self.device)
-
-    def __enter__(self) -> cap_gpu_memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    gpu = resolve_device("cuda" if device is None else device)
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    if not 0 < gib * 2**30 <= total:
+        raise ValueError(f"cannot cap at {gib} GiB a GPU that has {total / 2**30:.1f} GiB")
+    torch.cuda.empty_cache()  # blocks that are cached but unused count against the cap
+    before = torch.cuda.get_per_process_memory_fraction(gpu)
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, gpu)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, gpu)

@@ -5,10 +5,8 @@
     print(watch)          # peak and average
     watch.chart()
 
-`labsupport monitor -- COMMAND` does the same for a program. Memory is sampled, so a peak shorter
-than the gap between two samples can be missed; resident set sizes are summed, so pages that
-processes share count more than once. `measure_peak_memory` counts the tensors of one call exactly.
-Nothing here imports PyTorch.
+`labsupport monitor -- COMMAND` does the same for a program. Memory is sampled: shorter peaks can be
+missed (`measure_peak_memory` counts the tensors of one call exactly). Nothing here imports PyTorch.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ GPU_COLUMNS = (*list(MEMORY)[1:], *AVERAGES, "gpu_throttle")
 class monitor:  # lower case: it reads as a statement, `with monitor() as watch: ...`
     """Sample the memory of a process, its descendants and a GPU while a block runs.
 
-    A thread takes the samples, the first at the start and the last at the end. Everything below
-    can also be read while the block runs.
+    A thread takes the samples, the first at the start and the last at the end.
 
     Args:
         interval: seconds between samples, 0.001 or more.
@@ -159,15 +156,9 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
         return [process for process in self._members if process != self._root]
 
     def samples(self) -> pd.DataFrame:
-        """All samples: time_s, processes, rss_bytes, and on a GPU `GPU_COLUMNS`; NaN if not read.
-
-        Raises:
-            RuntimeError: the block has not begun.
-        """
+        """All samples: `COLUMNS`, and on a GPU `GPU_COLUMNS`; NaN where one was not read."""
         import pandas as pd
 
-        if not self._rows:
-            raise RuntimeError("nothing is sampled yet: use `with monitor() as watch: ...`")
         table = pd.DataFrame(list(self._rows), columns=list(self.columns))
         numbers = [name for name in self.columns if name != "gpu_throttle"]
         return table.astype(dict.fromkeys(numbers, float))
@@ -186,12 +177,6 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
     def mean_bytes(self) -> float:
         """Resident memory of the process tree, averaged over time."""
         return mean_over_time(self.samples(), "rss_bytes")
-
-    @property
-    def gpu_peak_bytes(self) -> int | None:
-        """The most GPU memory of the process tree or, where the driver does not tell, of all."""
-        peaks = self.samples().reindex(columns=list(MEMORY)[1:]).max().dropna()
-        return int(peaks.iloc[0]) if len(peaks) else None
 
     def __str__(self) -> str:
         table = self.samples()
@@ -262,17 +247,13 @@ def memory_limit() -> tuple[int, str]:
     return total, "memory of this machine"
 
 
-def own_peak() -> int:
-    """The operating system's own peak of this process's resident set, in bytes."""
-    if sys.platform == "linux":  # there, getrusage also counts what the process was before exec
+def own_peak(who: int = resource.RUSAGE_SELF) -> int:
+    """The operating system's peak of a resident set, in bytes: ours, or the largest child's."""
+    if who == resource.RUSAGE_SELF and sys.platform == "linux":
+        # There, getrusage also counts what the process was before exec.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return peak_rss(resource.RUSAGE_SELF)
-
-
-def peak_rss(who: int) -> int:
-    """The largest resident set of one process, in bytes: RUSAGE_SELF's or of RUSAGE_CHILDREN."""
     # macOS counts bytes, Linux KiB: getrusage(2).
     return resource.getrusage(who).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -299,11 +280,7 @@ def live_line() -> str:
 
 
 def checked_interval(interval: float) -> float:
-    """The interval, if it can be kept.
-
-    Raises:
-        ValueError: it is too short, or endless.
-    """
+    """The interval itself; raise ValueError for one that is too short, or endless."""
     if not SHORTEST_INTERVAL_S <= interval < math.inf:
         raise ValueError(
             f"the interval is {interval} s; it must be {SHORTEST_INTERVAL_S} s or more"

@@ -40,11 +40,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
-
-    Raises:
-        ValueError: there is none; the message lists those that exist.
-    """
+    """The preset of that name; raise ValueError with those that exist if there is none."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -53,21 +53,15 @@ def save_run(
 
 
 def add_save_options(parser: argparse.ArgumentParser) -> None:
-    """Give a command that measures the options --save NAME and --overwrite.
-
-    A bad name ends the command before it measures. One that is taken does not: see `keep_run`.
-    """
+    """Give a command that measures the options --save NAME and --overwrite."""
     parser.add_argument(
-        "--save", metavar="NAME", type=_run_name, help="keep the table under data/runs/NAME"
+        "--save", metavar="NAME", type=check_run_name, help="keep the table under data/runs/NAME"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
 
 
 def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
-    """Keep a command's table if `add_save_options` was made use of, and say where.
-
-    Raises: as `save_run`.
-    """
+    """Keep a command's table under the name given with --save, if any, and say where."""
     if options.save:
         print(keep_run(table, options.save, overwrite=options.overwrite))
 
@@ -77,8 +71,6 @@ def keep_run(table: pd.DataFrame, name: str, *, overwrite: bool = False) -> str:
 
     What took minutes to measure is not lost to a name that is taken: unless `overwrite` is given,
     the table is kept under the next free one, NAME-2, NAME-3, ...
-
-    Raises: as `save_run`.
     """
     free, number = name, 1
     while not overwrite and (runs_dir() / free / "results.csv").exists():
@@ -120,18 +112,8 @@ def list_runs(folder: Path | None = None) -> list[str]:
     return sorted(path.parent.name for path in root.glob("*/results.csv"))
 
 
-def _run_name(text: str) -> str:
-    """For argparse: a name for a run, or the reason why it is none."""
-    import argparse
-
-    try:
-        check_run_name(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def check_run_name(name: str) -> None:
-    """Raise ValueError for what is no name of a run."""
+def check_run_name(name: str) -> str:
+    """The name itself; raise ValueError for what is no name of a run."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"{name!r} is no name for a run: use letters, digits, '-', '_' and '.'")
+    return name

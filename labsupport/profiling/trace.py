@@ -6,10 +6,10 @@
     seen.kernels()               # a table: name, calls, time, FLOPs, bytes
     seen.memory()                # what it allocated, moment by moment
     seen.save("call.json.gz")    # the timeline, for https://ui.perfetto.dev
-    print(seen.profiler.key_averages().table())  # PyTorch's own table
+    seen.profiler                # PyTorch's own tables: .key_averages().table()
 
-The profiler itself takes time, some microseconds an operator: the table says where the time of a
-call goes; how long the call takes is said by `labsupport.profiling.measure_time`.
+The profiler itself takes some microseconds an operator: the table says where the time of a call
+goes; `labsupport.profiling.measure_time` says how long the call takes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from labsupport.profiling.memory import (
-    cpu_memory_changes,
-    stored_tensors,
-    without_allocator_warning,
-)
-from labsupport.profiling.timing import format_ms, now, resolve_device
-from labsupport.profiling.units import format_bytes
+from labsupport.profiling.memory import cpu_memory_changes, without_allocator_warning
+from labsupport.profiling.tensors import trace_tensors
+from labsupport.profiling.timing import now, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,8 +60,8 @@ class Trace:
             name; operator (that launched the kernel, or itself); calls; device_ms (the time of the
             device that did the work, without that of operators called from within); share (of the
             sum of device_ms); flops (of the few operators that PyTorch counts: matrix products,
-            convolutions; else NaN); bytes (that the operator was given and made, see `moved_bytes`;
-            NaN where unknown, and for all but the longest kernel of an operator).
+            convolutions; else NaN); bytes (that the operator read and wrote, see
+            `trace_tensors`; NaN where unknown, and for all but the longest kernel of an operator).
         """
         import pandas as pd
 
@@ -82,7 +77,8 @@ class Trace:
         table["share"] = table["device_ms"] / table["device_ms"].sum()
         table["flops"] = table["flops"].astype(float).where(table["flops"] > 0)
         first = ~table["operator"].duplicated()
-        table["bytes"] = table["operator"].map(dict(self._moved)).where(first).astype(float)
+        bare = table["operator"].str.split("::").str[-1]
+        table["bytes"] = bare.map(dict(self._moved)).where(first).astype(float)
         return table[["name", "operator", "calls", "device_ms", "share", "flops", "bytes"]]
 
     def _operators(self) -> list[tuple[str, str, float, float]]:
@@ -143,29 +139,9 @@ class Trace:
         return int(self.memory()["extra_bytes"].max())
 
     def save(self, path: Path | str) -> Path:
-        """Write the timeline for https://ui.perfetto.dev or chrome://tracing; returns the path.
-
-        Raises:
-            ValueError: the name ends neither in .json nor in .json.gz.
-            RuntimeError: PyTorch gives the timeline away once only.
-        """
-        path = Path(path)
-        if not path.name.endswith((".json", ".json.gz")):
-            raise ValueError(f"{path}: a trace's name ends in .json or .json.gz")
+        """Write the timeline (.json or .json.gz) for https://ui.perfetto.dev, which works once."""
         self.profiler.export_chrome_trace(str(path))
-        return path
-
-    def __str__(self) -> str:
-        lines = [
-            f"{format_ms(self.wall_ms)} ms under the profiler on {self.device}, "
-            f"{format_bytes(self.peak_bytes)} extra at the peak"
-        ]
-        for row in self.kernels().head(8).to_dict("records"):
-            took = format_ms(row["device_ms"])
-            lines.append(f"{row['share']:6.1%} {took:>8} ms  {row['name']}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
+        return Path(path)
 
 
 def trace(
@@ -190,14 +166,13 @@ def trace(
     Example:
         >>> seen = trace(lambda: torch.softmax(scores, dim=-1))
         >>> seen.kernels().head()
-        >>> seen.save("softmax.json.gz")
     """
     where = resolve_device(device)
     if torch.autograd._profiler_enabled():
         raise RuntimeError("a profiler is active here already: trace outside of it")
     for _ in range(warmup):
         fn()
-    moved = moved_bytes(fn) if count_bytes else None
+    moved = _moved_bytes(fn) if count_bytes else None
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
     options = {"record_shapes": True, "with_flops": True, "profile_memory": True}
     now(where)
@@ -212,61 +187,13 @@ def trace(
     return Trace(seen, where, moved)
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-_MAKES_ONLY = ("empty", "new_empty")  # memory is taken; nothing is read or written
 # Operators whose work the profiler shows under the name of another, which they call.
-_DONE_BY = {"aten::clone": "aten::copy_", "aten::_to_copy": "aten::copy_"}
+_DONE_BY = {"clone": "copy_", "_to_copy": "copy_"}
 
 
-class _Moved(TorchDispatchMode):
-    """Adds up bytes by operator, a backward pass included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_operator: dict[str, int] = defaultdict(int)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
-        read = _by_storage((args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if name.partition("::")[2].startswith(_MAKES_ONLY):
-            return result
-        out = _by_storage(result)
-        changes = func._schema.is_mutable
-        made = {key: size for key, size in out.items() if changes or key not in read}
-        if made or not out:  # otherwise its results are views of its inputs
-            self.by_operator[_DONE_BY.get(name, name)] += sum(read.values()) + sum(made.values())
-        return result
-
-
-def moved_bytes(fn: Callable[[], Any]) -> dict[str, int]:
-    """Call `fn()`, and return the bytes that its operators read and wrote, by operator.
-
-    Every operator that PyTorch runs is charged the bytes of the tensors that it is given, once
-    each, and of those that it makes; views move nothing. So a program of many small operators
-    shows the intermediate results that a fused kernel keeps on the chip. It is not what a memory
-    chip saw: caches save some of it, and a kernel that reads an input several times adds to it. A
-    Triton kernel that is launched directly is not seen.
-
-    Returns:
-        Bytes by the names that torch.profiler uses, for example 'aten::bmm'.
-
-    Example:
-        >>> x = torch.ones(1000)
-        >>> moved_bytes(lambda: x + x)  # x once, and the result
-        {'aten::add': 8000}
-    """
-    with _Moved() as moved:
-        fn()
-    return dict(moved.by_operator)
-
-
-def _by_storage(values: Any) -> dict[int, int]:
-    """Bytes of the tensors, each storage once, and never more than the storage holds."""
-    found: dict[int, int] = {}
-    for tensor in stored_tensors(values):
-        storage = tensor.untyped_storage()
-        size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-        found[storage._cdata] = max(size, found.get(storage._cdata, 0))
-    return found
+def _moved_bytes(fn: Callable[[], Any]) -> dict[str, int]:
+    """Call `fn()`; return the bytes that its operators read and wrote, by name."""
+    moved: dict[str, int] = defaultdict(int)
+    for name, (_, read, written) in trace_tensors(fn).operators.items():
+        moved[_DONE_BY.get(name, name)] += read + written
+    return moved

@@ -54,11 +54,6 @@ def passes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> list[Pass
     return [forward, backward]
 
 
-def flops_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> float:
-    """FLOPs of all passes; without a window what `Case.flops` says."""
-    return sum(part.flops for part in passes_of(case, window_size))
-
-
 def bytes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> int:
     """Bytes that must pass between a fused kernel and the large memory: each tensor once."""
     return sum(part.bytes for part in passes_of(case, window_size))

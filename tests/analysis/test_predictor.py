@@ -1,112 +1,117 @@
-"""Times predicted from ceilings: on recorded runs, so the same everywhere."""
+"""Times and memory predicted from ceilings, on recorded runs, and the backend recommended."""
 
+import functools
 import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from labsupport.analysis import predictor
+from labsupport.analysis import recommend as recommending
 from labsupport.analysis.predictor import (
     Device,
     OutOfRangeError,
     calibrate,
-    calibrate_run,
     device_from_specification,
     device_of_run,
     predict,
     transfer,
 )
-from labsupport.analysis.predictor.__main__ import main
+from labsupport.analysis.predictor import __main__ as program
 from labsupport.analysis.predictor.calibration import non_negative_least_squares
-from labsupport.analysis.predictor.evaluate import choices, errors_by, with_predictions
-from labsupport.analysis.predictor.split import SHAPE, SPLITS, divide, recorded
+from labsupport.analysis.predictor.evaluate import choices, errors_by_backend, with_predictions
+from labsupport.analysis.predictor.memory import flash_splits, peak_memory
+from labsupport.analysis.predictor.split import SHAPE, SPLITS, case_of, divide, recorded
 from labsupport.analysis.predictor.work import features, fused_bytes, makespan
+from labsupport.analysis.recommend import recommend
+from labsupport.profiling.benchmark import call_of, make_inputs
 from labsupport.profiling.cases import Case
+from labsupport.profiling.memory import measure_peak_memory
+from labsupport.profiling.runs import load_run
 
-H200_RUNS = [name for name in SPLITS if "h200" in name]
 CPU_RUN = "calibration-cpu"
-TARGETS = dict.fromkeys(H200_RUNS, 0.1) | {CPU_RUN: 0.20}
+CPU = torch.device("cpu")
 CASE = Case("sdpa_cudnn", 2048, batch=4, heads=16, dtype="bfloat16")
 THREAD = Device("a thread", "cpu", 1, 10.0, {"float32": 1e-3}, 1.0)
+calibrated = functools.cache(predictor.calibrate_run)
 
 
 def sized(seqlen, **changes):
     return replace(CASE, seqlen=seqlen, kv_seqlen=seqlen, **changes)
 
 
-@pytest.fixture(scope="module")
-def models():
-    return {name: calibrate_run(name) for name in SPLITS}
+@functools.cache
+def table_of(run):
+    model, held_out = calibrated(run)
+    return with_predictions(held_out, model)
 
 
 @pytest.fixture(scope="module")
-def tables(models):
-    return {name: with_predictions(held, model) for name, (model, held) in models.items()}
-
-
-@pytest.fixture(scope="module")
-def h200(models):
-    return models["attention-h200"][0]
+def h200():
+    return calibrated("attention-h200")[0]
 
 
 # --- the protocol -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_no_shape_is_on_both_sides_and_held_out_times_are_not_read(name, models):
+def test_held_out_shapes_are_not_read_and_predicted_within_the_targets(name):
     seen, held_out = divide(name)
     shapes = [set(side[list(SHAPE)].itertuples(index=False)) for side in (seen, held_out)]
     assert shapes[0]
     assert not shapes[0] & shapes[1]
     assert len(seen) + len(held_out) == len(recorded(name))
-    device = device_of_run(name.split(":")[0])
-    assert calibrate(seen.case, seen.ms, device, spreads=seen.spread) == models[name][0]
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_held_out_shapes_are_predicted_within_the_targets(name, tables):
-    table = tables[name]
-    assert len(table) >= (20 if name == CPU_RUN else 40)
-    assert table.error.abs().mean() <= TARGETS[name]
+    on_cpu, table = name == CPU_RUN, table_of(name)
+    if on_cpu:
+        device = device_of_run(name)
+        assert calibrate(seen.case, seen.ms, device, spreads=seen.spread) == calibrated(name)[0]
+    assert len(table) >= (20 if on_cpu else 40)
+    assert table.error.abs().mean() <= (0.2 if on_cpu else 0.1)
     assert table.covered.mean() >= 0.85
     if name in ("attention-h200", CPU_RUN):
         assert table.memory_error.abs().fillna(1).mean() <= 0.05
 
 
-@pytest.mark.parametrize("names", [H200_RUNS, [CPU_RUN]])
-def test_19_of_20_choices_are_within_5_percent_of_the_best(tables, names):
-    cost = np.concatenate([choices(tables[name]).times_best for name in names])
+@pytest.mark.parametrize("names", [[name for name in SPLITS if "h200" in name], [CPU_RUN]])
+def test_19_of_20_choices_are_within_5_percent_of_the_best(names):
+    cost = np.concatenate([choices(table_of(name)).times_best for name in names])
     assert len(cost) >= 20
     assert (cost <= 1.05).mean() >= 0.95
 
 
-def test_the_command_prints_errors_by_backend_and_the_choices(capsys, tables):
-    main(["--run", "attention-h200", "--weights", "--cases"])
+def test_the_command_prints_errors_by_backend_backend_and_the_choices(capsys, monkeypatch):
+    monkeypatch.setattr(program, "calibrate_run", calibrated)
+    program.main(["--run", "attention-h200", "--weights", "--cases"])
     text = capsys.readouterr().out
     assert "92 cases calibrate, 96 are tested" in text
     assert "Chosen within 5% of the best" in text
-    last = errors_by(tables["attention-h200"]).iloc[-1]
-    assert last.backend == "all"
-    assert last.time_mape == pytest.approx(100 * tables["attention-h200"].error.abs().mean())
-
-
-def test_cases_too_far_from_the_calibration_are_refused_and_not_counted(models):
-    model, held = models["attention-h200"]
-    rows = held.head(2).assign(case=[held.case[0], sized(10**6)])
-    table = with_predictions(rows, model)
-    assert list(table.index) == [0]
-    assert "too far" in table.attrs["refused"][1]
+    table, (model, held_out) = table_of("attention-h200"), calibrated("attention-h200")
+    last = errors_by_backend(table).iloc[-1]
+    assert (last.backend, last.time_mape) == ("all", pytest.approx(100 * table.error.abs().mean()))
+    rows = held_out.head(2).assign(case=[held_out.case[0], sized(10**6)])
+    refused = with_predictions(rows, model)
+    assert list(refused.index) == [0]
+    assert "too far" in refused.attrs["refused"][1]
 
 
 # --- work, counted ------------------------------------------------------------------------------
 
 
-def test_free_units_take_the_longest_block_first_and_one_more_than_units_doubles_the_time():
-    assert [makespan((1,), copies, 132) for copies in (132, 133)] == [1, 2]
-    assert makespan((1, 2, 3, 4), 1, 2) == 5  # 4 and 1 beside 3 and 2
-    assert makespan((8, 1, 1), 1, 3) == 8
-    assert makespan((3, 5), 10_000, 132) == pytest.approx(80_000 / 132)  # no wave is half empty
+@pytest.mark.parametrize(
+    ("costs", "copies", "units", "time"),
+    [
+        ((1,), 132, 132, 1),
+        ((1,), 133, 132, 2),
+        ((1, 2, 3, 4), 1, 2, 5),  # 4 and 1 beside 3 and 2
+        ((8, 1, 1), 1, 3, 8),
+        ((3, 5), 10_000, 132, 80_000 / 132),  # no wave is half empty
+    ],
+)
+def test_free_units_take_the_longest_block_first(costs, copies, units, time):
+    assert makespan(costs, copies, units) == pytest.approx(time)
 
 
 def test_a_causal_mask_skips_tiles_above_the_diagonal_and_stored_scores_skip_none():
@@ -162,7 +167,7 @@ def test_weights_that_made_the_times_are_found_again(h200):
     assert predict(other, model).ms == pytest.approx(ms(other), rel=0.02)
 
 
-def test_a_noisy_measurement_counts_less(h200):
+def test_a_noisy_measurement_counts_less_and_two_are_too_few(h200):
     cases = [sized(n) for n in (512, 1024, 2048, 4096, 8192)]
     times = [features(case, h200.device)["matmul"] * 1.5 for case in cases]
     right = times[0]
@@ -172,41 +177,20 @@ def test_a_noisy_measurement_counts_less(h200):
         for spreads in (None, [1.0, 0, 0, 0, 0])
     )
     assert abs(doubted - right) < abs(trusted - right)
-
-
-def test_too_few_measurements_are_refused(h200):
-    with pytest.raises(ValueError, match="too few"):
-        calibrate([CASE, sized(4096)], [1.0, 2.0], h200.device)
-    with pytest.raises(ValueError, match="nothing to calibrate on"):
-        calibrate([], [], h200.device)
+    with pytest.raises(ValueError, match="at least 3 are needed, of: sdpa_cudnn bfloat16 forward"):
+        calibrate(cases[:2], times[:2], h200.device)
 
 
 # --- predictions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("causal", "direction"), [(False, "forward"), (True, "forward+backward")])
-def test_more_work_takes_longer_on_every_backend(h200, causal, direction):
-    for backend in h200.backends("bfloat16", direction):
-        options = {"backend": backend, "causal": causal, "direction": direction}
-        times = [predict(sized(2**k, **options), h200).ms for k in range(8, 15)]
-        assert times == sorted(times)
-        # At long sequences the work is quadratic.
-        assert 3.4 < times[-1] / times[-2] < 4.4
-        small, large = (predict(replace(CASE, **options, batch=b), h200) for b in (1, 16))
-        assert small.ms < large.ms
-        assert small.peak_memory_bytes < large.peak_memory_bytes
-        forward = replace(CASE, **options | {"direction": "forward"})
-        assert predict(forward, h200).ms <= predict(replace(CASE, **options), h200).ms
-
-
 def test_a_prediction_lies_in_its_interval_and_says_what_the_time_consists_of(h200):
     found = predict(replace(CASE, seqlen=1024), h200)
     assert found.low_ms < found.ms < found.high_ms
-    assert "matrix products" in found.because
-    assert "cases calibrated" in found.because
+    parts = "matrix products", "cases calibrated", "partly at once"
+    assert all(part in found.because for part in parts)
     # Parts that overlap add up to more than the whole.
     assert sum(int(share) for share in re.findall(r"(\d+)%", found.because)) > 102
-    assert "partly at once" in found.because
 
 
 @pytest.mark.parametrize(
@@ -215,8 +199,9 @@ def test_a_prediction_lies_in_its_interval_and_says_what_the_time_consists_of(h2
         ({"head_dim": 96}, "head_dim 96 is not calibrated"),
         ({"dtype": "float16"}, "float16 forward is not calibrated"),
         ({"backend": "fa2"}, "fa2 bfloat16 forward is not calibrated"),
-        ({"seqlen": 100_000, "kv_seqlen": 100_000}, "seqlen 100000 is too far"),
-        ({"seqlen": 1, "kv_seqlen": 8192}, "seqlen 1 is too far"),
+        ({"seqlen": 65_537}, "seqlen 65537 is too far"),
+        ({"seqlen": 127}, "seqlen 127 is too far"),
+        ({"kv_seqlen": 127}, "kv_seqlen 127 is too far"),
     ],
 )
 def test_what_was_not_calibrated_is_refused(h200, change, message):
@@ -228,8 +213,7 @@ def test_what_was_not_calibrated_is_refused(h200, change, message):
 
 
 def test_a_specified_gpu_reaches_the_same_share_of_its_specification(h200):
-    like = h200.device
-    h100 = device_from_specification("H100 PCIe", like)
+    like, h100 = h200.device, device_from_specification("H100 PCIe", h200.device)
     assert h100.specified
     share = like.matmul_tflops["bfloat16"] / 989.5
     assert h100.matmul_tflops["bfloat16"] / 756 == pytest.approx(share)
@@ -241,23 +225,12 @@ def test_predictions_from_a_specification_say_so_and_are_less_certain(h200):
         predict(CASE, model)
         for model in (h200, *(transfer(h200, n) for n in ("H200", "H100 PCIe", "A100 SXM 80 GB")))
     )
-    assert not here.from_specification
-    assert near.from_specification
+    assert (here.from_specification, near.from_specification) == (False, True)
     assert "by specification alone" in near.because
     widths = [found.high_ms / found.low_ms for found in (here, near, far)]
     assert widths == sorted(widths)
     assert same.high_ms / same.low_ms == pytest.approx(widths[0])
     assert here.ms < near.ms < far.ms
-
-
-def test_flash_attn_2_on_an_a100_lies_inside_the_interval_from_the_h200(models):
-    # FlashAttention-2 paper, abstract: 50% to 73% of an A100's peak of 312 TFLOP/s.
-    model = transfer(models["peers-h200"][0], "A100 SXM 80 GB")
-    case = Case("sdpa_flash", 8192, 2, 16, 16, 128, "bfloat16")
-    found = predict(case, model)
-    low, high = (case.flops() / 1e9 / ms for ms in (found.high_ms, found.low_ms))
-    assert low < 0.73 * 312
-    assert high > 0.50 * 312
 
 
 def test_backends_that_need_a_newer_gpu_are_left_out_and_unknown_gpus_refused(h200):
@@ -269,3 +242,90 @@ def test_backends_that_need_a_newer_gpu_are_left_out_and_unknown_gpus_refused(h2
         transfer(h200, "A900")
     with pytest.raises(ValueError, match="nothing to compare it with"):
         transfer(replace(h200, device=THREAD), "H200")
+
+
+# --- peak memory by formula -----------------------------------------------------------------------
+
+FORMS = [((1, 4, 4), False), ((2, 4, 4), True), ((1, 8, 2), True)]
+
+
+@pytest.mark.parametrize("backend", ["standard", "flash_torch", "sdpa_math", "sdpa_flash"])
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+def test_memory_formulas_are_exact_in_float32_on_a_cpu(backend, direction):
+    before = torch.get_num_threads()
+    for threads, ((batch, heads, kv_heads), causal) in zip((1, 3, before), FORMS, strict=True):
+        case = Case(backend, 256, batch, heads, kv_heads, causal=causal, direction=direction)
+        torch.set_num_threads(threads)  # each has scratch of its own
+        try:
+            use = measure_peak_memory(call_of(case, make_inputs(case, CPU)), device=CPU)
+        finally:
+            torch.set_num_threads(before)
+        assert peak_memory(case, "cpu", threads) == use.peak_bytes
+
+
+@pytest.mark.parametrize(("run", "off"), [("attention-h200", 0.035), ("memory-h200", 0)])
+def test_memory_formulas_are_right_on_the_h200_and_exact_for_few_and_for_grouped_heads(run, off):
+    table = load_run(run)
+    units = table.attrs["provenance"].get("units", 1)
+    for _, row in table[table.status == "ok"].iterrows():
+        rel = off or (1e-4 if row.backend == "sdpa_efficient" else 0)
+        formula = peak_memory(case_of(row), "cuda", units)
+        assert formula == pytest.approx(row.peak_memory_bytes, rel=rel), row.to_dict()
+
+
+def test_flash_attention_cuts_the_keys_only_where_queries_are_few():
+    few = Case("sdpa_flash", 512, 1, 8, head_dim=128, dtype="bfloat16")
+    long, many = replace(few, seqlen=2048, kv_seqlen=2048), replace(few, batch=8)
+    assert [flash_splits(case, 132) for case in (few, long, many)] == [4, 1, 1]
+
+
+def test_a_backend_without_a_memory_formula_is_predicted_without_memory():
+    model, _ = calibrated("peers-h200")
+    fits = {("fa2", *key[1:]): fit for key, fit in model.fits.items() if key[0] == "sdpa_flash"}
+    case = Case("fa2", 2048, batch=8, heads=32, dtype="bfloat16")
+    assert predict(case, replace(model, fits=fits)).peak_memory_bytes is None
+    with pytest.raises(ValueError, match="no memory formula for fa2"):
+        peak_memory(case, "cuda")
+
+
+# --- which backend for a workload -----------------------------------------------------------------
+
+WORKLOAD = Case("", 8192, batch=4, heads=16, dtype="bfloat16")
+
+
+def test_the_choice_is_the_fastest_predicted_and_those_within_its_interval_are_named(h200):
+    found = recommend(WORKLOAD, h200)
+    assert [*found.ranking] == sorted(found.ranking, key=lambda pair: pair[1].ms)
+    assert found.prediction == predict(replace(WORKLOAD, backend=found.backend), h200)
+    assert f"Next: {found.ranking[1][0]}" in str(found)
+    close = [name for name, other in found.ranking[1:] if other.ms <= found.prediction.high_ms]
+    assert found.close == close
+    assert found.backend == "fa4"  # as measured
+    assert recommend(replace(WORKLOAD, direction="forward+backward"), h200).backend == "fa4"
+
+
+def test_what_does_not_fit_or_cannot_is_excluded_with_the_reason(h200):
+    found = recommend(WORKLOAD, h200, memory_gib=4)
+    assert "there are 4.0 GiB" in found.excluded["standard"]
+    assert "standard" not in recommend(WORKLOAD, h200).excluded
+    grouped = recommend(replace(WORKLOAD, kv_heads=4), h200)
+    assert "grouped" in grouped.excluded["sdpa_efficient"]
+    a100 = str(recommend(WORKLOAD, transfer(h200, "A100 SXM 80 GB")))
+    assert "by specification only" in a100
+    assert "Not fa4: needs compute capability 9.0" in a100
+    for change, message in (
+        ({"head_dim": 80}, "sdpa_flash: head_dim 80"), ({"dtype": "float32"}, "none is calibrated")
+    ):  # fmt: skip
+        with pytest.raises(OutOfRangeError, match=message):
+            recommend(replace(WORKLOAD, **change), h200)
+
+
+def test_the_recommending_command_prints_the_choice_and_refuses_an_unknown_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(recommending, "calibrate_run", calibrated)
+    workload = ["--run", CPU_RUN, "--dtype", "float32", "--seqlen", "512"]
+    recommending.main([*workload, "--heads", "4", "--causal"])
+    assert "the fastest predicted" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        recommending.main([*workload, "--gpu", "A900"])
+    assert stopped.value.code == 2
+    assert "hardware.csv" in capsys.readouterr().err

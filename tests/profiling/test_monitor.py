@@ -8,12 +8,11 @@ import time
 
 import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from labsupport.plotting import alt_text
 from labsupport.plotting.monitor import plot_monitor
 from labsupport.profiling import gpu, monitor
-from labsupport.profiling.gpu import GpuState, read_gpus, visible_gpus
+from labsupport.profiling.gpu import GpuState, visible_gpus
 from labsupport.profiling.monitoring import live_line, mean_over_time, memory_limit, own_peak
 
 MIB = 2**20
@@ -23,7 +22,7 @@ MIB = 2**20
 def watched():
     with monitor(interval=0.02) as watch:
         time.sleep(0.1)
-        block = b"x" * (200 * MIB)
+        block = b"x" * (100 * MIB)
         time.sleep(0.3)
         del block
         time.sleep(0.1)
@@ -40,21 +39,17 @@ def test_the_average_is_over_time_and_not_over_samples_and_skips_what_was_not_re
     assert mean_over_time(gap[:1], "x") == 4.0
 
 
-def test_the_extra_peak_is_what_the_block_allocated(watched):
-    assert watched.extra_peak_bytes == pytest.approx(200 * MIB, abs=24 * MIB)
+def test_the_samples_show_what_the_block_allocated_from_start_to_end(watched):
+    assert watched.extra_peak_bytes == pytest.approx(100 * MIB, abs=24 * MIB)
     share = 1 - (watched.peak_bytes - watched.mean_bytes) / watched.extra_peak_bytes
     assert 0.3 < share < 0.95  # the block is there for about 0.3 s of 0.5 s
-
-
-def test_the_samples_are_a_table_that_begins_at_the_start(watched):
     samples = watched.samples()
     assert list(samples.columns[:3]) == ["time_s", "processes", "rss_bytes"]
     assert samples["time_s"].is_monotonic_increasing
-    assert samples["time_s"].iloc[0] < 0.02
-    assert samples["time_s"].iloc[-1] > 0.45
+    assert samples["time_s"].iloc[0] < 0.02 < 0.45 < samples["time_s"].iloc[-1]
     assert len(samples) > 10
-    for part in ("peak", "above the start", "on average", "largest gap", "can be missed"):
-        assert part in str(watched)
+    parts = "peak", "above the start", "on average", "largest gap", "can be missed"
+    assert all(part in str(watched) for part in parts)
 
 
 def test_memory_of_child_processes_is_counted():
@@ -63,7 +58,6 @@ def test_memory_of_child_processes_is_counted():
         child = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        assert child.stdout is not None
         child.stdout.readline()
         time.sleep(0.1)
         child.communicate()
@@ -78,19 +72,6 @@ def test_an_error_in_the_block_passes_through_and_wrong_use_is_refused():
     assert len(watch.samples()) >= 2
     with pytest.raises(ValueError, match=r"interval is 0 s; it must be 0\.001 s or more"):
         monitor(interval=0)
-    with pytest.raises(RuntimeError, match="nothing is sampled yet"):
-        _ = monitor().peak_bytes
-
-
-def test_importing_the_monitor_imports_no_torch():
-    code = (
-        "import sys\n"
-        "from labsupport.commands.monitor import run_monitored\n"
-        "from labsupport.profiling import monitor\n"
-        "print(sorted({'torch', 'pandas', 'matplotlib', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_peak_and_limit_have_the_right_unit():
@@ -106,9 +87,7 @@ def test_the_chart_shows_the_samples_with_lines_to_judge_by(watched):
     unit = 2**30 if "GiB" in axes.get_ylabel() else MIB
     curve = axes.get_lines()[0]
     assert list(curve.get_ydata()) == pytest.approx(list(watched.samples()["rss_bytes"] / unit))
-    words = " ".join(text.get_text() for text in axes.get_legend().get_texts())
-    assert "at the start" in words
-    assert "memory" in words
+    assert "at the start" in " ".join(text.get_text() for text in axes.get_legend().get_texts())
     assert "on average" in chart.get_suptitle()
     assert "can be missed" in chart.get_supxlabel()
 
@@ -123,32 +102,18 @@ def test_a_limit_is_a_line_where_it_is_near_and_words_where_it_is_far(limit, is_
     assert "a limit" in axes.get_legend().get_texts()[-1].get_text()
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_gpu_has_panels_of_its_own_is_described_and_stays_inside_the_picture():
-    samples = pd.DataFrame(
-        {
-            "time_s": [0.0, 1.0, 2.0],
-            "rss_bytes": [1.0 * MIB, 2.0 * MIB, 1.5 * MIB],
-            "gpu_tree_bytes": [0.0] * 3,
-            "gpu_used_bytes": [0.0, 3.0 * 2**30, 1.0 * 2**30],
-            "gpu_util_percent": [0.0, 90.0, 30.0],
-        }
+def test_a_gpu_has_panels_of_its_own_and_is_described():
+    samples = pd.DataFrame({"time_s": [0.0, 1.0, 2.0], "rss_bytes": [MIB, 2 * MIB, 1.5 * MIB]})
+    samples = samples.assign(
+        gpu_tree_bytes=0.0, gpu_used_bytes=[0, 3 * 2**30, 2**30], gpu_util_percent=[0, 90, 30]
     )
-    limit = ("memory of this GPU (NVIDIA H100 80GB HBM3 MIG 1g.10gb)", 8.0 * 2**30)
-    chart = plot_monitor(
-        samples, title="a long title " * 12, gpu_limit=limit, small_print="how it was sampled " * 20
-    )
-    assert [axes.get_ylabel() for axes in chart.axes] == [
-        *("memory (MiB)", "GPU memory (GiB)", "GPU in use (%)"),
-    ]
+    chart = plot_monitor(samples, title="A finding", gpu_limit=("of this GPU", 8.0 * 2**30))
+    labels = [axes.get_ylabel() for axes in chart.axes]
+    assert labels == ["memory (MiB)", "GPU memory (GiB)", "GPU in use (%)"]
     words = alt_text(chart)
     assert "GPU memory of all processes: peak 3.0 GiB at 1.0 s, 1.0 GiB at the end" in words
+    assert "Reference: of this GPU: 8.0 GiB" in words
     assert "40% on average" in words
-    canvas = FigureCanvasAgg(chart)
-    canvas.draw()
-    texts = [text for axes in chart.axes[:2] for text in axes.get_legend().get_texts()]
-    boxes = [text.get_window_extent(canvas.get_renderer()) for text in [*texts, *chart.texts]]
-    assert all(box.x0 >= 0 and box.x1 <= chart.bbox.width for box in boxes)
     with pytest.raises(ValueError, match="rss_bytes"):
         plot_monitor(samples[["time_s"]], title="A finding")
 
@@ -170,7 +135,7 @@ BUSY = GpuState(
         ("GPU-8932f937", ["GPU-8932f937"]),
         ("", []),
         ("2,-1,3", [2]),
-        ("2,7", [2]),
+        ("2,4", [2]),
     ],
 )
 def test_gpus_are_counted_as_pytorch_counts_them(visible, expected):
@@ -179,37 +144,24 @@ def test_gpus_are_counted_as_pytorch_counts_them(visible, expected):
 
 def test_only_the_trees_own_processes_count(monkeypatch):
     monkeypatch.setattr(gpu, "foreign_pids", lambda: False)
-    assert BUSY.bytes_of({10, 11, 12}) == 570
-    assert BUSY.bytes_of({12}) == 0
+    assert [BUSY.bytes_of(pids) for pids in ({10, 11, 12}, {12})] == [570, 0]
     assert dataclasses.replace(BUSY, users={10: None, 11: 70}).bytes_of({10, 11}) is None
     monkeypatch.setattr(gpu, "foreign_pids", lambda: True)
     assert BUSY.bytes_of({10}) is None
 
 
-def test_reasons_are_the_drivers_and_idle_or_chosen_clocks_are_none():
-    import pynvml
-
+def test_reasons_are_said_in_words_and_idle_or_chosen_clocks_are_none():
     assert BUSY.held_down_by() == "power limit"
     assert dataclasses.replace(BUSY, reasons=0x1 | 0x2 | 0x100).held_down_by() == ""
-    names = {
-        "GpuIdle": "idle", "SwPowerCap": "power limit", "HwSlowdown": "hardware slowdown",
-        "SwThermalSlowdown": "temperature (the driver slows it)",
-        "HwThermalSlowdown": "temperature (the hardware slows it)",
-    }  # fmt: skip
-    bits = {getattr(pynvml, f"nvmlClocksThrottleReason{name}"): w for name, w in names.items()}
-    assert bits.items() <= gpu.REASONS.items()
+    assert dataclasses.replace(BUSY, reasons=0x8 | 0x20).held_down_by() == (
+        "hardware slowdown, temperature (the driver slows it)"
+    )
 
 
 def test_the_live_line_names_machine_and_gpus(monkeypatch):
     monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [BUSY])
     line = live_line()
-    for part in ("CPU ", "98% in use", "2.0 GiB of 140.0 GiB", "SM 1395 of 1980", "699 W", "61 °C"):
-        assert part in line
-    assert line.endswith("held down by power limit")
+    assert "  |  GPU 0 98% in use, 2.0 GiB of 140.0 GiB, SM 1395 of 1980 MHz" in line
+    assert line.endswith("699 W, 61 °C, held down by power limit")
     monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [GpuState(1, "a GPU")])
     assert live_line().endswith("GPU 1 not readable here")
-
-
-def test_hidden_gpus_are_not_read(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert read_gpus() == []

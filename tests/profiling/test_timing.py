@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 
 from labsupport.profiling.timing import (
@@ -8,7 +6,6 @@ from labsupport.profiling.timing import (
     measure_interleaved,
     measure_ratio,
     measure_time,
-    quantile,
     ratio_of,
 )
 
@@ -17,29 +14,22 @@ def test_quartiles_interpolate_between_samples():
     timing = Timing((1.0, 2.0, 3.0, 4.0))
     assert (timing.q1, timing.median, timing.q3) == (1.75, 2.5, 3.25)
     assert (timing.min, timing.max, timing.mean, timing.repeats) == (1.0, 4.0, 2.5, 4)
-
-
-def test_a_timing_reads_as_median_spread_and_count_and_needs_a_sample():
-    assert str(Timing((12.1, 12.3, 12.6))) == "12.3 ms (IQR 12.2-12.4, n=3)"
-    assert quantile((7.0,), 0.25) == 7.0
-    with pytest.raises(ValueError, match="at least one sample"):
-        Timing(())
+    assert timing.notch == pytest.approx(1.57 * 1.5 / 2)
 
 
 @pytest.mark.parametrize(
-    ("ms", "text"), [(0.01234, "0.012"), (1.234, "1.23"), (12.34, "12.3"), (1234.5, "1234")]
+    ("ms", "text"),
+    [
+        (0.01234, "0.012"),
+        (1, "1.00"),
+        (9.876, "9.88"),
+        (10, "10.0"),
+        (100, "100"),
+        (1234.5, "1234"),
+    ],
 )
 def test_milliseconds_are_written_without_exponent(ms, text):
     assert format_ms(ms) == text
-
-
-def test_warm_up_calls_are_not_samples():
-    calls = itertools.count()
-    timing = measure_time(
-        lambda: next(calls), device="cpu", warmup=3, min_repeats=7, max_repeats=7, max_seconds=60
-    )
-    assert timing.repeats == 7
-    assert next(calls) == 3 + 7
 
 
 @pytest.mark.parametrize(
@@ -50,20 +40,18 @@ def test_warm_up_calls_are_not_samples():
         ({"max_seconds": 60, "precision": 1e9}, 4),
     ],
 )
-def test_repeats_stay_within_their_bounds(bounds, repeats):
-    options = {"device": "cpu", "min_repeats": 4, "max_repeats": 9, "min_seconds": 0}
-    assert measure_time(lambda: None, **options, **bounds).repeats == repeats
+def test_repeats_stay_within_their_bounds_and_warm_up_calls_are_no_samples(bounds, repeats):
+    calls = []
+    options = {"device": "cpu", "min_repeats": 4, "max_repeats": 9, "min_seconds": 0, "warmup": 3}
+    assert measure_time(lambda: calls.append(1), **options, **bounds).repeats == repeats
+    assert len(calls) == 3 + repeats
 
 
 def test_interleaved_functions_take_turns():
-    order: list[str] = []
+    order = []
+    functions = {name: lambda name=name: order.append(name) for name in "ab"}
     timings = measure_interleaved(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")},
-        device="cpu",
-        warmup=0,
-        min_repeats=3,
-        max_repeats=3,
-        max_seconds=60,
+        functions, device="cpu", warmup=0, min_repeats=3, max_repeats=3, max_seconds=60
     )
     assert order == ["a", "b"] * 3
     assert {name: timing.repeats for name, timing in timings.items()} == {"a": 3, "b": 3}
@@ -72,29 +60,11 @@ def test_interleaved_functions_take_turns():
 def test_a_ratio_is_the_median_of_the_pairs_not_the_ratio_of_the_medians():
     ratio = ratio_of(Timing((2.0, 9.0, 4.0)), Timing((1.0, 3.0, 4.0)), ("slow", "fast"))
     assert ratio.samples == (2.0, 3.0, 1.0)
-    assert ratio.median == 2.0
     assert str(ratio).startswith("slow / fast = 2.00")
-
-
-def test_timings_of_different_runs_give_no_ratio():
-    bounds = {"device": "cpu", "min_repeats": 3, "max_repeats": 3}
-    assert len(measure_ratio(lambda: None, lambda: None, **bounds).samples) == 3
-    with pytest.raises(ValueError, match="not pairs"):
+    measured = measure_ratio(
+        lambda: None, lambda: sum(range(10_000)), device="cpu", min_repeats=3, max_repeats=3
+    )
+    assert len(measured.samples) == 3
+    assert measured.median < 1
+    with pytest.raises(ValueError, match="shorter"):
         ratio_of(Timing((1.0, 2.0)), Timing((1.0,)))
-
-
-def test_contradicting_bounds_are_refused():
-    with pytest.raises(ValueError, match="min_repeats"):
-        measure_time(lambda: None, device="cpu", min_repeats=5, max_repeats=4)
-    with pytest.raises(ValueError, match="nothing to time"):
-        measure_interleaved({})
-    with pytest.raises(ValueError, match="min_seconds"):
-        measure_time(lambda: None, device="cpu", min_seconds=2, max_seconds=1)
-
-
-def test_an_error_of_the_call_passes_through():
-    def broken() -> None:
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError, match="broken"):
-        measure_time(broken, device="cpu")

@@ -14,7 +14,7 @@ from labsupport.analysis.predictor import calibrate_run
 from labsupport.analysis.predictor.evaluate import (
     WITHIN,
     choices,
-    errors_by,
+    errors_by_backend,
     good_choices,
     with_predictions,
 )
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown += ["dtype", "causal", "ms", "predicted_ms", "error", "memory_error"]
         print(table[shown].to_string(index=False, float_format="%.3g"))
     print("Errors on the held-out shapes in percent; covered: measured within the 90% interval")
-    print(errors_by(table).to_string(index=False, float_format="%.1f", na_rep=""))
+    print(errors_by_backend(table).to_string(index=False, float_format="%.1f", na_rep=""))
     chosen = choices(table)
     print(f"Chosen within {WITHIN - 1:.0%} of the best: {good_choices(table):.1%} of {len(chosen)}")
     missed = chosen[chosen.times_best > WITHIN]

@@ -6,16 +6,9 @@ For each (backend, dtype, direction)
     starting(case) = w_launch + w_tiles * tiles(case)
     t(case)        = (starting^p + work^p)^(1/p)
 
-with the features of `work`. A weight has a meaning: w_launch is milliseconds a call, w_matmul how
-many times as long as at the ceiling the products take (1 / w is the share of the ceiling that is
-reached). On a CPU p = 1, a sum. A GPU works while Python starts the next kernel, and the longer of
-the two decides: p = 2 lies between the sum and the maximum. On the calibration shapes of calls from
-Python (peers-h200:calls) it leaves 3.3% on average, and a sum 3.7%; 1.5 and 4 differ little from 2.
-
-Each equation is divided by the measured time, so 10% off counts the same for a short call as for a
-long one, and by what that time is worth: `MODEL_ERROR` and the measurement's own relative spread,
-added as variances. A call that Python launches in 0.1 ms to 0.3 ms by turns then says little, and
-one that always takes 20 ms says much.
+with the features of `work` (theory, chapter 8). On a CPU p = 1, a sum; on a GPU, which works while
+Python starts the next kernel, p = 2. Each equation is divided by the measured time and by what that
+time is worth: `MODEL_ERROR` and the measurement's own relative spread, added as variances.
 """
 
 from __future__ import annotations
@@ -104,7 +97,7 @@ def calibrate(
         spreads: standard deviation of each one's repeats, as a fraction of its time; 0 if unknown.
 
     Raises:
-        ValueError: a (backend, dtype, direction) with fewer than three measurements, or none.
+        ValueError: a (backend, dtype, direction) with fewer than three measurements.
     """
     groups: dict[Key, list[Measured]] = {}
     cases = list(cases)
@@ -112,8 +105,6 @@ def calibrate(
     for case, ms, spread in zip(cases, times_ms, known, strict=True):
         key = (case.backend, case.dtype, case.direction)
         groups.setdefault(key, []).append((case, float(ms), float(spread)))
-    if not groups:
-        raise ValueError("nothing to calibrate on: no measurement was given")
     few = [" ".join(key) for key, group in groups.items() if len(group) < 3]
     if few:
         raise ValueError(f"too few measurements, at least 3 are needed, of: {', '.join(few)}")
@@ -122,11 +113,7 @@ def calibrate(
 
 
 def calibrate_run(run: str) -> tuple[Model, pd.DataFrame]:
-    """The model from a recorded run's calibration shapes, and the rows that it has not seen.
-
-    Raises:
-        ValueError: a run for which no split is written down.
-    """
+    """The model from a run's (see `SPLITS`) calibration shapes, and the rows that are held out."""
     seen, held_out = divide(run)
     device = device_of_run(run.split(":")[0])
     return calibrate(seen.case, seen.ms, device, spreads=seen.spread), held_out
@@ -187,10 +174,9 @@ def _fit(group: list[Measured], device: Device) -> Fit:
 def _spread(fits: Mapping[Key, Fit], groups: Mapping[Key, list[Measured]], device: Device) -> float:
     """Standard deviation of log(measured / predicted), over all fits together.
 
-    Of errors, not of residuals: few cases are fitted better than others are predicted. So each
-    length between the shortest and the longest is left out once and predicted from the rest. From
-    the median of the absolute errors (0.6745 deviations of a normal distribution), so that one odd
-    call does not widen every interval. Where no fit has three lengths, the residuals must do.
+    Each length between the shortest and the longest is left out once and predicted from the rest
+    (residuals would be too small; where no fit has three lengths they must do). From the median of
+    the absolute errors, so that one odd call does not widen every interval.
     """
 
     def off(fit: Fit, rows: Iterable[Measured]) -> list[float]:

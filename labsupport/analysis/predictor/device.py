@@ -37,17 +37,6 @@ class Device:
     compute_capability: tuple[int, ...] = (0, 0)
     specified: bool = False
 
-    def matmul_rate(self, dtype: str) -> float:
-        """The ceiling of matrix products in a dtype, TFLOP/s.
-
-        Raises:
-            ValueError: none is known; the message lists those that are.
-        """
-        if dtype not in self.matmul_tflops:
-            known = ", ".join(self.matmul_tflops)
-            raise ValueError(f"{self.name} has no known rate for {dtype}; known: {known}")
-        return self.matmul_tflops[dtype]
-
 
 def device_of_run(run: str) -> Device:
     """The device that a recorded run was made on, with the ceilings measured there.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,14 +43,12 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     return table
 
 
-def errors_by(
-    table: pd.DataFrame, columns: Sequence[str] = ("backend", "direction")
-) -> pd.DataFrame:
-    """Errors of the predictions in percent, by group and over all.
+def errors_by_backend(table: pd.DataFrame) -> pd.DataFrame:
+    """Errors of the predictions in percent, by backend and direction, and over all.
 
     Returns:
-        A row a group, the last over all: cases; time_mape, time_median, time_worst; memory_mape,
-        memory_worst; covered.
+        A row each, the last over all: backend, direction, cases; time_mape, time_median,
+        time_worst; memory_mape, memory_worst; covered.
     """
     import pandas as pd
 
@@ -63,8 +60,9 @@ def errors_by(
             "covered": 100 * group.covered.mean(),
         }  # fmt: skip
 
-    groups = [*table.groupby(list(columns), sort=False), (("all", *[""] * len(columns[1:])), table)]
-    return pd.DataFrame([dict(zip(columns, key, strict=True)) | row(part) for key, part in groups])
+    groups = [*table.groupby(["backend", "direction"], sort=False), (("all", ""), table)]
+    rows = [{"backend": name, "direction": way} | row(part) for (name, way), part in groups]
+    return pd.DataFrame(rows)
 
 
 def choices(table: pd.DataFrame) -> pd.DataFrame:

@@ -69,7 +69,23 @@ def predict(case: Case, model: Model) -> Prediction:
         >>> case = Case("sdpa_cudnn", 4096, batch=4, heads=16, dtype="bfloat16")
         >>> print(predict(case, model))
     """
-    fit = _fit_for(case, model)
+    key = (case.backend, case.dtype, case.direction)
+    fit, name = model.fits.get(key), model.device.name
+    if fit is None:
+        raise OutOfRangeError(f"{' '.join(key)} is not calibrated for {name}")
+    if case.head_dim not in fit.head_dims:
+        known = ", ".join(map(str, fit.head_dims))
+        raise OutOfRangeError(
+            f"head_dim {case.head_dim} is not calibrated for {case.backend} on {name}; there are: "
+            f"{known}"
+        )
+    low, high = fit.seqlens
+    for what, length in (("seqlen", case.seqlen), ("kv_seqlen", case.kv_seqlen)):
+        if not low / LENGTHS_BEYOND <= length <= high * LENGTHS_BEYOND:
+            raise OutOfRangeError(
+                f"{what} {length} is too far from the lengths calibrated for {case.backend} on "
+                f"{name}, {low} to {high}: at most {LENGTHS_BEYOND} times"
+            )
     parts = features(case, model.device)
     ms = fit.ms(parts)
     factor = math.exp(NINETY_PERCENT * model.spread)
@@ -83,11 +99,9 @@ def predict(case: Case, model: Model) -> Prediction:
 
 
 def transfer(model: Model, gpu: str) -> Model:
-    """The same weights on a GPU of data/hardware.csv that was not measured.
+    """The same weights on a GPU of data/hardware.csv that was not measured (theory, chapter 8).
 
-    Its ceilings are its specification's, times the share of its own that the measured GPU reaches.
-    Backends that need a newer GPU or a dtype without tensor cores there are left out. The interval
-    is much wider, and wider still for another generation.
+    Backends that need a newer GPU or a dtype without tensor cores there are left out.
 
     Raises:
         ValueError: a GPU that is not in the table, or a model of a CPU.
@@ -120,30 +134,6 @@ def _refusal(key: tuple[str, str, str], device: Device) -> str:
     if device.compute_capability < needed:
         return f"needs compute capability {version(needed)}"
     return ""
-
-
-def _fit_for(case: Case, model: Model) -> Fit:
-    key = (case.backend, case.dtype, case.direction)
-    fit, name = model.fits.get(key), model.device.name
-    if fit is None:
-        known = ", ".join(model.backends(case.dtype, case.direction)) or "none"
-        raise OutOfRangeError(
-            f"{' '.join(key)} is not calibrated for {name}; there are, in {case.dtype} and "
-            f"{case.direction}: {known}"
-        )
-    if case.head_dim not in fit.head_dims:
-        raise OutOfRangeError(
-            f"head_dim {case.head_dim} is not calibrated for {case.backend} on {name}; there are: "
-            f"{', '.join(map(str, fit.head_dims))}"
-        )
-    low, high = fit.seqlens
-    for what, length in (("seqlen", case.seqlen), ("kv_seqlen", case.kv_seqlen)):
-        if not low / LENGTHS_BEYOND <= length <= high * LENGTHS_BEYOND:
-            raise OutOfRangeError(
-                f"{what} {length} is too far from the lengths calibrated for {case.backend} on "
-                f"{name}, {low} to {high}: at most {LENGTHS_BEYOND} times"
-            )
-    return fit
 
 
 _WORDS = {

@@ -1,16 +1,13 @@
 """Shapes that a predictor is calibrated on, and shapes that it is tested with: written down first.
 
-A shape is everything that two cases share but the backend and the direction. A shape goes to one
-side whole, so nothing about a tested shape is known, not even by another backend. The rule: of a
-run's sequence lengths the shortest, the middle and the longest calibrate, in both masks; the
-lengths between them are tested. On the CPU two forms, a larger batch and grouped heads, are tested
-at every length and never calibrate.
+A shape (everything that two cases share but backend and direction) goes to one side whole. Of a
+run's lengths the shortest, the middle and the longest calibrate, in both masks; the others are
+tested. On the CPU a larger batch and grouped heads are tested at every length and never calibrate.
 
-If you look at held-out errors and then change the model, you have no held-out shapes any more. It
-happened once: attention-h200, first split at 2048, showed that launches overlap with work (5.4%
-off, but only 10 of 12 choices good). The model was changed, the run split anew at the other of its
-two middle lengths, and peers-h200:calls, which nobody had looked at, tested as well. The rule for
-the interval's width, which reads calibration shapes only, was settled after its coverage was seen.
+Held-out errors were looked at once: attention-h200, first split at 2048, showed that launches
+overlap with work. The model was changed, the run split anew at its other middle length, and
+peers-h200:calls, which nobody had looked at, tested as well. The rule for the interval's width,
+which reads calibration shapes only, was settled after its coverage was seen.
 """
 
 from __future__ import annotations
@@ -71,16 +68,15 @@ def recorded(name: str) -> pd.DataFrame:
         (standard deviation of the repeats, as a fraction of the time).
 
     Raises:
-        ValueError: no split is written for that name.
+        KeyError: no split is written for that name in `SPLITS`.
     """
-    if name not in SPLITS:
-        raise ValueError(f"no split is written for run {name!r}; known: {', '.join(SPLITS)}")
+    split = SPLITS[name]
     table = load_run(name.split(":")[0])
     table = table[table.status == "ok"].reset_index(drop=True)
     # The quartiles of a normal distribution lie 1.35 standard deviations apart.
     spread = (table.q3_ms - table.q1_ms) / table.median_ms / 1.35
     cases: Any = [case_of(row) for row in table.to_dict("records")]
-    return table.assign(case=cases, ms=table[SPLITS[name].column], spread=spread)
+    return table.assign(case=cases, ms=table[split.column], spread=spread)
 
 
 def divide(name: str) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -69,8 +69,10 @@ def features(case: Case, device: Device) -> dict[str, float]:
     """The features of a case on a device, by name: those of its backend's plan."""
     counts = _count(case, device.kind, device.units)
     float32 = case.backend == "flash_torch" and case.dtype != "float64"
-    rate = device.matmul_rate("float32" if float32 else case.dtype) * 1e9  # FLOPs in a millisecond
-    copied = device.copy_gb_s * 1e6  # bytes in a millisecond
+    rate = (
+        device.matmul_tflops["float32" if float32 else case.dtype] * 1e9
+    )  # FLOPs in a millisecond
+    copied = device.copy_gb_s * 1e6  # bytes per ms
     size = ITEMSIZE[case.dtype]
     scores = counts.score_passes * (4 if float32 else size) / copied
     # The part of S and P, over all heads, that the last cache does not hold.

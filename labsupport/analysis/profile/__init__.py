@@ -29,9 +29,9 @@ import torch
 
 from labsupport.analysis import nsight
 from labsupport.analysis.roofline import roofline
-from labsupport.attention import attention
 from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid
-from labsupport.profiling.benchmark import make_inputs
+from labsupport.profiling.benchmark import call_of, make_inputs
+from labsupport.profiling.monitoring import own_peak
 from labsupport.profiling.tables import format_table
 from labsupport.profiling.units import format_bytes
 
@@ -135,7 +135,8 @@ def profile_attention(
             f"here, and the times above. All tables are in the folders.\n\n{OPENING}"
         )
         for name in ran:
-            call = attention_call(replace(case, backend=name), device)
+            own = replace(case, backend=name)
+            call = call_of(own, make_inputs(own, device))
             text = trace_call(call, folder / name, device)
             if name in (case.backend, ran[0]):
                 summary.add(f"### {name}")
@@ -165,20 +166,6 @@ def describe_machine(summary: Summary, device: torch.device) -> None:
         )
         record = {"ceilings": asdict(ceilings), "doctor": [asdict(check) for check in checks]}
         (summary.folder / "environment.json").write_text(json.dumps(record, indent=2))
-
-
-def attention_call(case: Case, device: torch.device) -> Callable[[], Any]:
-    """Return a function that makes the case's call once, its backward included."""
-    q, k, v, gradient = make_inputs(case, device, seed=0)
-
-    def call() -> Any:
-        with torch.set_grad_enabled(case.direction != "forward"):
-            out = attention(q, k, v, causal=case.causal, backend=case.backend, check_layout=False)
-            if case.direction == "forward":
-                return out
-            return torch.autograd.grad(out, (q, k, v), gradient)  # type: ignore[arg-type]
-
-    return call
 
 
 def trace_call(call: Callable[[], Any], folder: Path, device: torch.device) -> str:
@@ -279,11 +266,10 @@ def profile_program(
         for path in (kernels, note):
             path.unlink(missing_ok=True)
         status = run_program([*prefix, *command], trace)
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+        peak = format_bytes(own_peak(resource.RUSAGE_CHILDREN))
         summary.add(
             f"`{shlex.join(command)}` ended with status {status}; its largest process had "
-            f"{format_bytes(peak)} (over time: `labsupport monitor -- COMMAND`)."
+            f"{peak} (over time: `labsupport monitor -- COMMAND`)."
         )
         if status:
             hint = "; it may use a profiler of its own: `--tracer none`" if trace else ""
@@ -310,8 +296,7 @@ def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
 
     Control-C reaches the program; what it leaves is still gathered.
 
-    Returns:
-        Its exit status; 128 and the signal's number where a signal ended it.
+    Returns its exit status; 128 and the signal's number where a signal ended it.
     """
     with tempfile.TemporaryDirectory() as startup:
         environment = dict(os.environ)

@@ -11,10 +11,11 @@ import sys
 
 import torch
 
-from labsupport.analysis.profile import attention_call
 from labsupport.profiling import Case
+from labsupport.profiling.benchmark import call_of, make_inputs
 
-call = attention_call(Case(**json.loads(sys.argv[1])), torch.device("cuda"))
+case = Case(**json.loads(sys.argv[1]))
+call = call_of(case, make_inputs(case, torch.device("cuda")))
 for _ in range(3):
     call()
 torch.cuda.synchronize()

@@ -6,7 +6,8 @@
     flash     the loop orders of FlashAttention's versions, forward and backward
     formulas  closed forms, block sizes that fit, theorem 2
     count     run and count; tables; exponents
-    tensors   any PyTorch program: its largest tensor, its bytes by operator
+
+Any PyTorch program is counted by operator in `labsupport.profiling.tensors`.
 
 python -m labsupport.analysis.traffic            the table
 python -m benchmarks traffic                    bytes of the lab's kernels beside a GPU's counters
@@ -25,7 +26,7 @@ from labsupport.analysis.traffic.formulas import (
 )
 from labsupport.analysis.traffic.memory import FastMemory, OutOfFastMemoryError, Slow
 from labsupport.analysis.traffic.problem import Sizes
-from labsupport.analysis.traffic.tensors import TensorTrace, trace_tensors
+from labsupport.profiling.tensors import TensorTrace, trace_tensors
 
 __all__ = [
     "FastMemory",

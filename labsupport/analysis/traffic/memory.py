@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from labsupport.profiling.memory import stored_tensors
+
 
 class OutOfFastMemoryError(MemoryError):
     """More elements at a time than the fast memory holds."""
@@ -106,13 +108,13 @@ class FastMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         if self._aside:
             return func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, kwargs or {})):
+        for tensor in stored_tensors((args, kwargs or {})):
             if tensor.dim() and tensor.untyped_storage()._cdata not in self._references:
                 raise RuntimeError(
                     f"{func} takes a tensor of shape {tuple(tensor.shape)} that was not loaded"
                 )
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in stored_tensors(result):
             self._take(tensor, str(func))
         return result
 
@@ -135,8 +137,3 @@ class FastMemory(TorchDispatchMode):
         if not self._references[key]:
             self.used -= size
             del self._references[key]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

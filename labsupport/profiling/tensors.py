@@ -69,7 +69,9 @@ class TensorTrace(LargestTensor):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        moves = isinstance(func, torch._ops.OpOverload) and not func.is_view
+        # _unsafe_view and its like are views that their schema does not call so.
+        shared = _storages(result) & _storages((args, kwargs)) and not func._schema.is_mutable
+        moves = isinstance(func, torch._ops.OpOverload) and not func.is_view and not shared
         if moves and func.namespace != "prim":  # prim::device asks, and moves nothing
             name = func._schema.name.split("::")[-1]
             inputs = {key: value for key, value in (kwargs or {}).items() if key != "out"}
@@ -97,6 +99,12 @@ def _nbytes(value: Any) -> int:
     leaves, _ = torch.utils._pytree.tree_flatten(value)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     return sum(_elements(tensor) * tensor.element_size() for tensor in tensors.values())
+
+
+def _storages(value: Any) -> set[int]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)
+    dense = (x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided)
+    return {x.untyped_storage()._cdata for x in dense}
 
 
 def _elements(tensor: Tensor) -> int:
