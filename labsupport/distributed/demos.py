@@ -1,10 +1,5 @@
 """Runs of notebook 3 on several processes: functions for `launch`, a small result of each rank.
 
-    ring_on_ranks   ring attention against one device: errors, losses, spans of time, memory
-    step_memory     the memory alone: also in the notebook's own process, as a ring of one
-    train_on_ranks  DDP with and without no_sync, and FSDP: bytes sent, bytes held
-    leave           a run in which one rank is killed
-
 They compute on the CPU wherever they run, so that they need no second device. Results are lists of
 rows, plain dicts: pandas makes a table of them.
 """
@@ -25,7 +20,12 @@ from torch import Tensor
 
 from labsupport.attention import oracle_attention
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
-from labsupport.distributed.data_parallel import share_of, train_with_ddp, train_with_fsdp
+from labsupport.distributed.data_parallel import (
+    ParallelRun,
+    share_of,
+    train_with_ddp,
+    train_with_fsdp,
+)
 from labsupport.distributed.process_group import (
     RankInfo,
     all_gather_object,
@@ -72,16 +72,12 @@ def ring_on_ranks(
 ) -> dict[str, Rows]:
     """Look at ring attention of the processes that `launch` started from several sides.
 
-    Args:
-        seqlen: of the sequence whose results are compared with one device's.
-        timed: of the one whose spans of time are recorded.
-        lengths: of those whose memory is measured.
-
     Returns:
-        errors: case, tensor, max, rmse, relative (norms), against float64 on one device.
+        errors (of `seqlen` tokens): case, tensor, max, rmse, relative (norms), against float64 on
+            one device.
         losses: case, loss: of the `recall` decoder on a text of 2,048 bytes.
-        spans: layout, rank, what ("compute", "message"), start, end: seconds, of one clock.
-        memory: of `step_memory`.
+        spans (of `timed` tokens): layout, rank, what ("compute", "message"), start, end: seconds.
+        memory: of `step_memory` (`lengths`).
     """
     with _group() as info:
         return {
@@ -95,10 +91,8 @@ def ring_on_ranks(
 def step_memory(lengths: Sequence[int] = (1024, 2048, 4096)) -> Rows:
     """Measure the peak memory of a `tiny` decoder's step whose sequence the ranks share.
 
-    Without a launcher it runs here, as one rank that holds the whole sequence.
-
-    Returns:
-        rank, ranks (W), seqlen, peak_memory_bytes, and sent_bytes (of one layer).
+    Without a launcher it runs here, as one rank that holds the whole sequence. sent_bytes are of
+    one layer.
     """
     with _group() as info:
         return [_memory(info, length) for length in lengths]
@@ -109,15 +103,9 @@ def train_on_ranks(
 ) -> Rows:
     """Take the same steps under DDP and FSDP, on the processes that `launch` started.
 
-    Args:
-        seqlen: of a micro-batch.
-        micro_batches: of each rank in each step.
-        steps: the last one is counted.
-        layers: of the `tiny` decoder.
-
     Returns:
-        a row for each case: rank, loss (of the last step), all_reduces and all_reduced_bytes (None
-        for FSDP), parameters, gradients, optimizer (bytes held after the step).
+        a row for each case: rank; loss, all_reduces and all_reduced_bytes of the last step (the
+        latter None for FSDP); parameters, gradients, optimizer (bytes held after it).
     """
     with _group() as info:
         tokenizer = ByteTokenizer()
@@ -125,22 +113,20 @@ def train_on_ranks(
         number = micro_batches * info.world
         stream = batches(documents, seqlen, end_token=tokenizer.end_token, accumulation=number)
         settings = TrainConfig(steps=steps, gradient_accumulation_steps=micro_batches)
+        cases: dict[str, Callable[..., ParallelRun]] = {
+            "DDP, without no_sync": partial(train_with_ddp, sync_every=True),
+            "DDP": train_with_ddp,
+            "FSDP": train_with_fsdp,
+        }
         rows = []
-        for case, train in (
-            ("DDP, without no_sync", partial(train_with_ddp, sync_every=True)),
-            ("DDP", train_with_ddp),
-            ("FSDP", train_with_fsdp),
-        ):
+        for case, train in cases.items():
             torch.manual_seed(0)
             model = Decoder(DecoderConfig.preset("tiny", layers=layers))
             run = train(model, share_of(stream, info), settings, progress=False)
-            row = {
-                "case": case,
-                "rank": info.rank,
-                "loss": run.history.losses[-1],
-                "all_reduces": run.all_reduces[-1] if run.all_reduces else None,
-                "all_reduced_bytes": run.all_reduced_bytes[-1] if run.all_reduces else None,
-            }
+            row: dict[str, Any] = {"case": case, "rank": info.rank, "loss": run.history.losses[-1]}
+            for name in ("all_reduces", "all_reduced_bytes"):
+                counts = getattr(run, name)
+                row[name] = counts[-1] if counts else None
             rows.append(row | vars(run.memory))
         return rows
 

@@ -6,28 +6,13 @@ Imports no PyTorch, since the program `labsupport` imports it.
 from __future__ import annotations
 
 # By their exact names: a RuntimeError that is none of these is a bug, and needs its traceback.
-SELF_EXPLAINING = frozenset(
-    [
-        "ValueError",
-        "AttentionInputError",
-        "ResumeError",
-        "BackendUnavailableError",
-        "AttentionRefusedError",
-        "TrainingDivergedError",
-        "CheckpointError",
-        "OutOfMemoryError",
-        "DownloadError",
-        "RecallWeightsError",
-        "ProjectNotFoundError",
-        "OSError",
-        "FileNotFoundError",
-        "FileExistsError",
-        "PermissionError",
-        "NotADirectoryError",
-        "IsADirectoryError",
-        "RendezvousError",
-    ]
-)
+SELF_EXPLAINING = {
+    *("ValueError", "AttentionInputError", "AttentionRefusedError", "BackendUnavailableError"),
+    *("TrainingDivergedError", "ResumeError", "CheckpointError", "OutOfMemoryError"),
+    *("DownloadError", "ProjectNotFoundError", "RendezvousError", "OSError"),
+    *("FileNotFoundError", "FileExistsError", "PermissionError", "NotADirectoryError"),
+    "IsADirectoryError",
+}
 # What PyTorch's errors say when another rank is gone, or does not come.
 _LOST = ("gloo", "nccl", "processgroup", "tcpstore", "connection closed", "connection reset")
 

@@ -3,8 +3,8 @@
     launch(train, args, processes=2)
 
 The processes find each other by the environment variables that torchrun sets, so what runs here
-runs under torchrun too, which is the tool for scripts and for several machines. Made for notebooks:
-the function may be defined in one, what the ranks return comes back, and every run ends:
+runs under torchrun too, which is the tool for scripts and for several machines. The function may be
+defined in a notebook, what the ranks return comes back, and every run ends:
 
     all ranks return        launch returns what they returned
     one raises, or dies     a LaunchError carries the traceback of the rank that failed first
@@ -12,8 +12,8 @@ the function may be defined in one, what the ranks return comes back, and every 
                             fail; the error says where the late rank was
     Control-C, SIGKILL      all processes end, within a second of the launcher
 
-(torch.distributed.elastic takes the signal handlers of the process that launches, and
-torch.multiprocessing imports its main module again: neither is right in a notebook.)
+torch.distributed.elastic takes the signal handlers of the process that launches, and
+torch.multiprocessing imports its main module again: neither is right in a notebook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import codecs
 import faulthandler
 import os
 import pickle
-import pkgutil
 import signal
 import subprocess
 import sys
@@ -48,44 +47,39 @@ KILL_AFTER_S = 2.0  # between asking a process to end and killing it
 
 
 class LaunchError(RuntimeError):
-    """A launched run failed or did not end in time. All of its processes are ended.
+    """A launched run failed. All of its processes are ended.
 
     Attributes:
-        rank: the one that failed first, or that the others waited for; None if the whole run took
-            too long.
+        rank: the one that failed first, or that the others waited for.
         traceback: that of the first exception, as text; "" if there was none.
     """
 
-    def __init__(self, message: str, rank: int | None, traceback: str = "") -> None:
+    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback = traceback
 
 
 def launch(
-    function: Callable[..., Any] | str,
+    function: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     processes: int = 2,
     device: str | None = None,
     timeout: float = 20.0,
-    limit: float | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Run a function in several processes of this machine, and wait for them.
 
     Args:
-        function: any function that cloudpickle can send, or its name, "package.module:function".
+        function: any function that cloudpickle can send.
         args, kwargs: the function's.
-        processes: number of ranks; each finds its own in the environment variable RANK.
+        processes: number of ranks; each finds its own in the environment variable RANK. The threads
+            of this process are divided among them (OMP_NUM_THREADS).
         device: "cuda": each has the GPU of its rank. "cpu": they see no GPU. None: "cuda" if there
             are as many GPUs as processes.
         timeout: seconds that a rank waits for the others in a collective. If one rank does
             something long while others wait (it saves a large model), it needs more.
-        limit: seconds for the whole run; None: no limit.
-        env: more environment variables. The threads of this process are divided among the
-            processes (OMP_NUM_THREADS) unless it says otherwise.
 
     Returns:
         What the function returned on each rank, by rank.
@@ -93,16 +87,25 @@ def launch(
     The output of rank 0 is shown as it comes, stdout and stderr together.
 
     Raises:
-        LaunchError: a rank failed, was killed, or did not come to a collective; the limit is over.
-        ValueError: fewer than one process, more than there are GPUs, times that are not above 0.
+        LaunchError: a rank failed, was killed, or did not come to a collective.
+        ValueError: fewer than one process, or more than there are GPUs.
         TypeError: a function or arguments that cannot be sent to another process.
 
     >>> launch(lambda: setup_ddp().rank, processes=2)
     [0, 1]
     """
-    device = _checked(processes, device, timeout, limit)
-    if isinstance(function, str):
-        function = pkgutil.resolve_name(function)
+    if processes < 1:
+        raise ValueError(f"processes is {processes}, and must be at least 1")
+    gpus = torch.cuda.device_count()
+    if device is None:
+        device = "cuda" if gpus >= processes else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device is {device!r}, and must be "cpu" or "cuda"')
+    if device == "cuda" and gpus < processes:
+        raise ValueError(
+            f"{processes} processes need as many GPUs, and there are {gpus}: take fewer processes, "
+            'or device="cpu"'
+        )
     try:
         job = cloudpickle.dumps((function, tuple(args), dict(kwargs or {}), timeout))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -112,14 +115,14 @@ def launch(
         ) from None
     # The processes meet at a port that the system chose and this process has: nobody takes it away.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = _environment(processes, device, store.port) | dict(env or {})
+    environment = _environment(processes, device, store.port)
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder, workers = Path(name), list[_Worker]()
         (folder / "job").write_bytes(job)
         try:
             for rank in range(processes):
                 workers.append(_Worker.start(rank, folder, environment))
-            return _results(workers, limit)
+            return _results(workers)
         finally:
             _end(workers)
 
@@ -156,11 +159,9 @@ class _Worker:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         return cls(rank, folder, process)
 
     def failure(self) -> _Failure | None:
@@ -183,9 +184,9 @@ class _Worker:
         return "\n".join(text.splitlines()[-20:])
 
 
-def _results(workers: Sequence[_Worker], limit: float | None) -> list[Any]:
+def _results(workers: Sequence[_Worker]) -> list[Any]:
     """Wait for all ranks, showing rank 0's output; raise LaunchError when one fails."""
-    began, lost_since = time.monotonic(), None
+    lost_since = None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with (workers[0].folder / "output-0").open("rb") as output:
         while True:
@@ -201,10 +202,6 @@ def _results(workers: Sequence[_Worker], limit: float | None) -> list[Any]:
                     raise _error(failures, workers)
             elif not running:
                 return [pickle.loads((w.folder / f"result-{w.rank}").read_bytes()) for w in workers]
-            if limit is not None and time.monotonic() - began > limit:
-                _end(workers)
-                stacks = "\n\n".join(f"Rank {w.rank} was here:\n{w.tail()}" for w in workers)
-                raise LaunchError(f"the run was not done after {limit:g} s\n\n{stacks}", None)
             time.sleep(0.05)
 
 
@@ -261,24 +258,6 @@ def _environment(processes: int, device: str, port: int) -> dict[str, str]:
     }
 
 
-def _checked(processes: int, device: str | None, timeout: float, limit: float | None) -> str:
-    if processes < 1:
-        raise ValueError(f"processes is {processes}, and must be at least 1")
-    if not timeout > 0 or not (limit is None or limit > 0):
-        raise ValueError(f"timeout is {timeout} s and limit {limit} s: they must be above 0")
-    gpus = torch.cuda.device_count()
-    if device is None:
-        return "cuda" if gpus >= processes else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'device is {device!r}, and must be "cpu" or "cuda"')
-    if device == "cuda" and gpus < processes:
-        raise ValueError(
-            f"{processes} processes need as many GPUs, and there are {gpus}. NCCL does not let two "
-            'ranks share one: take fewer processes, or device="cpu"'
-        )
-    return device
-
-
 # --- one process, from inside ---------------------------------------------------------------------
 
 
@@ -298,10 +277,8 @@ def _work(name: str) -> None:
         (folder / f"result-{rank}").write_bytes(result)
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
-        error.__traceback__ = (
-            error.__traceback__ and error.__traceback__.tb_next
-        )  # without this file
-        text = "".join(traceback.format_exception(error))
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this file
+        text = "".join(traceback.format_exception(type(error), error, frames))
         failure = _Failure(what, text, time.time(), is_lost(error))
         (folder / f"error-{rank}").write_bytes(pickle.dumps(failure))
         # At once: a process group that lost a rank may hang while Python takes it down.

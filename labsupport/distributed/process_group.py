@@ -1,11 +1,7 @@
 """The process group: which rank this process is, and on which device it computes.
 
-    setup_ddp()         reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which
-                        torchrun and `labsupport.distributed.launch` set
-    ...                 every rank runs the same program
-    cleanup_ddp()
-
-Started by hand as one process, it makes a group of one: the same program runs in a notebook.
+`setup_ddp` reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun and
+`labsupport.distributed.launch` set. Without them it makes a group of one, in a notebook too.
 """
 
 from __future__ import annotations

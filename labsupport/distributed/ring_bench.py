@@ -3,8 +3,7 @@
 A step of all ranks takes as long as the slowest: they begin together, and each takes the median of
 several repeats. The theoretical optimum is W times what one device needs for a shard of the same
 length by the same kernel: under a causal mask, W times the tokens are W^2 times the work, on W
-devices. `efficiency` is that optimum over the measured time. `without_messages_ms` is the same ring
-when nothing is sent (the result is nonsense then): what is between it and `median_ms` is
+devices. What is between `without_messages_ms` (the same ring, nothing sent) and `median_ms` is
 communication that did not hide behind the compute.
 """
 
@@ -30,8 +29,11 @@ from labsupport.attention import attention
 from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import kernels as table
+from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.attention import last_ring_call, ring_attention
-from labsupport.distributed.ring_check import advice, attempt, begin_together, silent_ring
+from labsupport.distributed.ring.plan import Plan
+from labsupport.distributed.ring.transport import Ring
+from labsupport.distributed.ring_check import advice, attempt, begin_together
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, format_ms, now
@@ -114,6 +116,24 @@ def context_parallel(case: Case, info: RankInfo) -> Iterator[Attend]:
         yield attend
 
 
+def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute a causal ring without messages: a rank alone compiles, allocates, computes alike."""
+    ring = _Silent()
+    plan = Plan.of(ring.size, q.shape[1], causal=True, zigzag=layout == "zigzag")
+    block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
+    call = RingCall(ring, plan, block_kernel, q.shape[-1] ** -0.5)
+    return RingAttentionFunction.apply(q, k, v, call)[0]
+
+
+class _Silent(Ring):
+    def post(self, sends: Any, receives: Any) -> Callable[[], None]:
+        """Fill the buffers on a CPU, where leftover numbers cause warnings; a GPU takes any."""
+        for tensor, _ in receives:
+            if tensor.device.type == "cpu":
+                tensor.zero_()
+        return lambda: None
+
+
 def measure_ring(
     *,
     seqlens: Sequence[int] = (8192, 32768),
@@ -132,12 +152,10 @@ def measure_ring(
     """Time causal ring attention; all ranks of the default process group call it alike.
 
     Args:
-        seqlens: tokens of each rank's shard.
-        heads, kv_heads, head_dim: of the tensors; batch 1.
-        dtype: "bfloat16", "float16", "float32"; None: bfloat16 on GPUs, float32 on CPUs.
+        seqlens: tokens of each rank's shard; batch 1.
+        dtype: None: bfloat16 on GPUs, float32 on CPUs.
         implementations: the ring's kernels and keys of `CONTEXT_PARALLEL`; None: all that may run.
-        layouts: "contiguous", "zigzag"; None: zigzag, and contiguous for the first implementation.
-        directions: "forward", "forward+backward".
+        layouts: None: zigzag, and contiguous for the first implementation.
         max_seconds_per_case: for the repeats of one case; three are made in any case.
         limit: seconds for everything: what has not begun by then is skipped.
         rows_file: a CSV file that holds the rows so far, should the run not reach its end.

@@ -4,9 +4,6 @@ Each rank makes the same whole sequence from a seed, and computes its attention 
 (the oracle), and by the textbook in the ring's dtype (the yardstick). Then the ring computes it
 from shards, by each kernel that can. The output and the three gradients are judged by their
 relative errors, and by flash-attn's rule (`labsupport.attention.accuracy`).
-
-A rank that leaves a collective alone hangs all others. So each step that may fail is tried by each
-rank for itself first, and then all say how it went (`attempt`): if one could not, none goes on.
 """
 
 from __future__ import annotations
@@ -35,12 +32,10 @@ from labsupport.distributed.process_group import (
     setup_ddp,
 )
 from labsupport.distributed.ring import kernels as table
-from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
 from labsupport.distributed.ring.attention import LAYOUTS, ring_attention
-from labsupport.distributed.ring.plan import Plan
 from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.ring.zigzag import gather_sequence, shard_sequence
-from labsupport.profiling.timing import format_ms, now
+from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 
 # Largest relative errors: of the output, and of a gradient.
@@ -79,22 +74,15 @@ def in_every_process(
     they are started here: `processes`, or one for each GPU, or 2 on a CPU.
 
     Raises:
-        ValueError: an unknown backend; more processes than GPUs. LaunchError: a process failed.
+        ValueError: more processes than GPUs. LaunchError: a process failed.
     """
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f'--backend {backend}: it is "nccl" (GPUs) or "gloo" (CPU)')
     if "RANK" in os.environ:
         return _in_a_group(function, options, backend, timeout)
     gpus = torch.cuda.device_count() if backend != "gloo" else 0
-    if (gpus or backend == "nccl") and (processes or 1) > gpus:
-        raise ValueError(
-            f"--processes {processes or 1}: each needs a GPU, and there are {gpus}; --backend gloo "
-            "computes on the CPU"
-        )
-    where: dict[str, Any] = {"processes": processes or gpus or 2}
-    where["device"] = "cuda" if gpus else "cpu"
-    job = function, options, "nccl" if gpus else "gloo", timeout
-    return launch(_in_a_group, job, timeout=timeout, **where)[0]
+    device = "cuda" if gpus or backend == "nccl" else "cpu"
+    job = function, options, backend or ("nccl" if gpus else "gloo"), timeout
+    count = processes or gpus or 2
+    return launch(_in_a_group, job, timeout=timeout, processes=count, device=device)[0]
 
 
 def _in_a_group(
@@ -122,42 +110,27 @@ def _in_a_group(
 
 
 def attempt(action: Callable[..., Any], *args: Any) -> str | None:
-    """Run something on every rank; None if it went well on all, else who could not, and why."""
+    """Run something on every rank; None if it went well on all, else who could not, and why.
+
+    A rank that leaves a collective alone would let the others wait for it.
+    """
     reason = None
     try:
         action(*args)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     reasons = all_gather_object(reason)
-    failed = [rank for rank, why in enumerate(reasons) if why]
-    if not failed:
+    if not any(reasons):
         return None
-    who = "all ranks" if len(failed) == len(reasons) > 1 else f"rank {failed[0]}"
-    return f"{who}: {reasons[failed[0]]}"
+    rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
+    who = "all ranks" if all(reasons) and len(reasons) > 1 else f"rank {rank}"
+    return f"{who}: {why}"
 
 
 def advice(text: str) -> str | None:
     """Return what helps against an error with this text, if it is known."""
     text = text.lower()
     return next((help for signs, help in ADVICE if any(s in text for s in signs.split(" "))), None)
-
-
-def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute a causal ring without messages: a rank alone compiles, allocates, computes alike."""
-    ring = _Silent()
-    plan = Plan.of(ring.size, q.shape[1], causal=True, zigzag=layout == "zigzag")
-    block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
-    call = RingCall(ring, plan, block_kernel, q.shape[-1] ** -0.5)
-    return RingAttentionFunction.apply(q, k, v, call)[0]
-
-
-class _Silent(Ring):
-    def post(self, sends: Any, receives: Any) -> Callable[[], None]:
-        """Fill the buffers on a CPU, where leftover numbers cause warnings; a GPU takes any."""
-        for tensor, _ in receives:
-            if tensor.device.type == "cpu":
-                tensor.zero_()
-        return lambda: None
 
 
 def check(
@@ -176,7 +149,6 @@ def check(
         kernels: the ring's kernels; None: all that can run here.
         dtype: a key of `MARKS`; None: bfloat16 on GPUs, float32 on CPUs.
         seqlen: tokens of the whole sequence; None: 256 a rank on GPUs, 16 on CPUs.
-        heads, kv_heads, head_dim: of the tensors.
         speeds: measure latency and bandwidth, too.
 
     Returns:
@@ -193,7 +165,14 @@ def check(
 
     for line in _devices(info):
         say(line)
-    problem = attempt(_check_all_reduce, info)
+
+    def all_reduce() -> None:
+        total = torch.full((1000,), float(info.rank), device=info.device)
+        dist.all_reduce(total)
+        if (total != info.world * (info.world - 1) // 2).any():
+            raise ValueError("a sum over all ranks is wrong")
+
+    problem = attempt(all_reduce)
     say(f"all-reduce: {problem or 'right'}")
     if problem:
         failed.append(problem)
@@ -231,8 +210,18 @@ def check(
             if problem := attempt(_whole_ring, got, info, layout, kernel.name, whole, dout):
                 say(f"{of} FAILED: {problem}")
                 failed.append(f"{of}: {problem}")
-            for i, (name, result) in enumerate(zip(("out", "dq", "dk", "dv"), got, strict=False)):
-                errors, fault = _judge(result, textbook[i], oracle[i], MARKS[dtype], i > 0)
+                continue
+            names = ("out", "dq", "dk", "dv")
+            for name, *tensors in zip(names, got, textbook, oracle, strict=True):
+                gradient, fault = name != "out", ""
+                report = compare_with_oracle(*tensors, gradient=gradient)
+                mark = MARKS[dtype][gradient]
+                rmse = (tensors[0].double() - tensors[2]).square().mean().sqrt().item()
+                if not report.relative_error <= mark:
+                    fault = f"relative error {report.relative_error:.1e} is above {mark:g}"
+                elif not report.ok:
+                    fault = f"maximum error {report.max_error:.1e} is above {report.allowed:.1e}"
+                errors = f"{report.max_error:9.1e} {rmse:9.1e} {report.relative_error:9.1e}"
                 say(f"{of} {name:4} {errors}  {fault or 'ok'}")
                 failed += [f"{of} {name}: {fault}"] if fault else []
     if failed:
@@ -256,37 +245,17 @@ def _whole_ring(
     zigzag = layout == "zigzag"
     *qkv, dout = (shard_sequence(x, info.rank, info.world, zigzag=zigzag) for x in (*whole, dout))
     qkv = [x.requires_grad_() for x in qkv]
-
-    def silently() -> None:  # what does not compile or fit must not leave the others waiting
-        torch.autograd.grad(silent_ring(layout, kernel, *qkv), qkv, dout)
-        now(info.device)
-
-    if problem := attempt(silently):
-        raise RuntimeError(problem.partition(": ")[2])
     out = ring_attention(*qkv, causal=True, layout=layout, kernel=kernel)
     results = [out, *torch.autograd.grad(out, qkv, dout)]
     got += [gather_sequence(x, zigzag=zigzag) for x in results]
-
-
-def _judge(
-    got: Tensor, textbook: Tensor, oracle: Tensor, marks: tuple[float, float], gradient: bool
-) -> tuple[str, str]:
-    """Return a tensor's errors as text, and why it does not pass."""
-    report = compare_with_oracle(got, textbook, oracle, gradient=gradient)
-    rmse, fault = (got.double() - oracle).square().mean().sqrt().item(), ""
-    if not report.relative_error <= marks[gradient]:
-        fault = f"relative error {report.relative_error:.1e} is above {marks[gradient]:g}"
-    elif not report.ok:
-        fault = f"maximum error {report.max_error:.1e}, the textbook's allow {report.allowed:.1e}"
-    return f"{report.max_error:9.1e} {rmse:9.1e} {report.relative_error:9.1e}", fault
 
 
 def _one_device(attend: Callable[..., Any], qkv: list[Tensor], dout: Tensor) -> list[Tensor]:
     inputs = [x.clone().requires_grad_() for x in qkv]
     group = inputs[0].shape[2] // inputs[1].shape[2]
     q, k, v = (x.transpose(1, 2) for x in inputs)
-    out = attend(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), causal=True)
-    out = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    out = attend(q, k, v, causal=True)[0].transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
@@ -304,15 +273,6 @@ def _devices(info: RankInfo) -> Iterator[str]:
             yield subprocess.run(topology, capture_output=True, text=True, timeout=15).stdout
         except (OSError, subprocess.TimeoutExpired) as error:
             yield f"links: unknown ({error})"
-
-
-def _check_all_reduce(info: RankInfo) -> None:
-    """Raise ValueError if a sum over all ranks is wrong on this one."""
-    own, world = torch.arange(1000, dtype=torch.float32, device=info.device), info.world
-    total = own + info.rank
-    dist.all_reduce(total)
-    if not torch.equal(total, own * world + world * (world - 1) // 2):
-        raise ValueError("a sum over all ranks is wrong")
 
 
 def begin_together(info: RankInfo, action: Callable[[], Any]) -> float:

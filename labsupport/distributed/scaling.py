@@ -1,20 +1,17 @@
 """Predictions for several devices: ring attention and DDP, from compute and links.
 
-Nothing here is measured. A prediction takes what one device needs alone and what a link carries,
-and follows the schedule. What it leaves out (starting kernels, links that share a switch, clocks
-that fall when all devices work) makes the real run slower. So it is a bound on efficiency, and the
-distance to it is what could be won.
+A prediction takes what one device needs alone and what a link carries, and follows the schedule of
+`Plan`. It leaves out starting kernels, links that share a switch, and clocks that fall when all
+devices work: so it is a bound on efficiency. Theory chapter 7 derives it.
 
 A ring. In each step a rank computes with the keys that it holds, while those of the next step
-travel. A message begins when both ends have come to the step, and a step ends when its compute and
-its messages have:
+travel:
 
     begin[rank, step + 1] = max(begin[rank, step] + compute[rank, step], messages of this step)
 
-`Plan` says which pairs a rank computes in a step and what it sends: imbalance under a causal mask
-and hops that are left out are exact. Compute is proportional to pairs: for each and each head 4 d
-FLOPs forward, 10 d backward (two and five products; Dao, FlashAttention-2, arXiv 2307.08691,
-section 4.1). A hop carries K and V; in the backward also dK and dV, in float32.
+For each pair and head, compute is 4 d FLOPs forward, 10 d backward (two and five products; Dao,
+FlashAttention-2, arXiv 2307.08691, section 4.1). A hop carries K and V; in the backward also dK and
+dV, in float32.
 
 DDP. Gradients become ready at an even rate during the backward, in buckets; each is all-reduced
 when it is ready and the one before is done (Li et al., PyTorch Distributed, arXiv 2006.15704,
@@ -24,6 +21,7 @@ section 3.2). What is not done when the backward ends is exposed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
 Layout = Literal["contiguous", "zigzag"]
 Direction = Literal["forward", "backward", "forward+backward"]
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
+ZIGZAG = {"contiguous": False, "zigzag": True}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -65,18 +64,14 @@ class RingPrediction:
 
     Attributes:
         total_ms: until the last rank is done.
-        compute_ms: the busiest rank's compute, in all steps.
         exposed_ms: by how much the total exceeds what it would be if messages took no time.
-        waiting_ms: the rest: ranks that wait for busier ones.
         hop_ms: the longest message of a step.
         sent_bytes: by the rank that sends most.
         efficiency: world * single_ms / total_ms.
     """
 
     total_ms: float
-    compute_ms: float
     exposed_ms: float
-    waiting_ms: float
     hop_ms: float
     sent_bytes: int
     efficiency: float
@@ -112,8 +107,8 @@ def predict_ring(
             float32 and reads the new part. None: that is free.
 
     Raises:
-        ValueError: not exactly one of single_ms and tflops; sizes that do not fit; a layout, dtype
-            or direction that does not exist.
+        ValueError: not exactly one of single_ms and tflops; sizes that do not fit.
+        KeyError: no such layout, dtype or direction.
 
     >>> one = predict_ring(8, 32768, heads=32, kv_heads=8, head_dim=128, single_ms=23.0)
     >>> round(one.efficiency, 2)
@@ -126,16 +121,14 @@ def predict_ring(
         raise ValueError(
             f"no ring: {world} ranks, {seqlen_per_rank} tokens, {heads}/{kv_heads} heads"
         )
-    _check_known("direction", direction, PRODUCTS)
-    _check_known("dtype", dtype, ELEMENT)
-    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=_is_zigzag(layout))
+    plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=ZIGZAG[layout])
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     if single_ms is None:
         single_ms = one * batch * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
     narrow, wide = batch * head_dim * ELEMENT[dtype], batch * head_dim * 4  # a head of a token
     add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6
-    total = compute = free = longest = sent = 0.0
-    for name in ("forward", "backward") if direction == "forward+backward" else (direction,):
+    total = free = longest = sent = 0.0
+    for name in direction.split("+"):
         backward = name == "backward"
         pair_ms = single_ms * PRODUCTS[name] / PRODUCTS[direction] / one
         row_ms, col_ms = add_ms * heads, add_ms * 2 * kv_heads * backward
@@ -159,27 +152,22 @@ def predict_ring(
         ]
         total += _end(work, times)
         free += _end(work, [dict.fromkeys(step, 0.0) for step in times])
-        compute += max(math.fsum(row) for row in work)
         longest = max([longest, *(ms for step in times for ms in step.values())])
         sent += max(
             sum(size for step in nbytes for (sender, _), size in step.items() if sender == rank)
             for rank in range(world)
         )
-    efficiency = world * single_ms / total
-    return RingPrediction(
-        total, compute, total - free, free - compute, longest, int(sent), efficiency
-    )
+    return RingPrediction(total, total - free, longest, int(sent), world * single_ms / total)
 
 
 def _messages(plan: Plan, kv_bytes: int, gradient_bytes: int) -> list[dict[tuple[int, int], int]]:
     """Bytes of each step by (sender, receiver); without gradients it is a forward's."""
-    steps = []
+    steps = list[dict[tuple[int, int], int]]()
     for messages in plan.messages[: len(plan.route) + bool(gradient_bytes)]:
-        sent: dict[tuple[int, int], int] = {}
+        sent = Counter[tuple[int, int]]()
         for what, sender, receiver in messages:
-            if nbytes := kv_bytes if what == "keys" else gradient_bytes:
-                sent[sender, receiver] = sent.get((sender, receiver), 0) + nbytes
-        steps.append(sent)
+            sent[sender, receiver] += kv_bytes if what == "keys" else gradient_bytes
+        steps.append(+sent)  # without messages of no bytes
     return steps
 
 
@@ -202,12 +190,12 @@ def imbalance(world: int, seqlen_per_rank: int, *, layout: Layout = "contiguous"
     """Return the busiest rank's pairs under a causal mask, over the mean: 1 is balanced.
 
     Raises:
-        ValueError: no such layout, or a zigzag shard of an odd length.
+        KeyError: no such layout. ValueError: a zigzag shard of an odd length.
 
     >>> round(imbalance(8, 4096), 3), imbalance(8, 4096, layout="zigzag")
     (1.875, 1.0)
     """
-    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=_is_zigzag(layout))
+    plan = Plan.of(world, seqlen_per_rank, causal=True, zigzag=ZIGZAG[layout])
     work = [sum(plan.pairs(rank)) for rank in range(world)]
     return max(work) * world / sum(work)
 
@@ -228,13 +216,8 @@ def hides_from(
     """Return the fewest tokens of a rank whose step of compute is as long as its messages.
 
     A step of n queries and n keys (half of the pairs in a zigzag ring) takes a n^2, its messages
-    c n + latency. So n = (c + sqrt(c^2 + 4 a latency)) / 2a, which is c / a without latency:
-
-        forward, zigzag       n = b (kv_heads / heads) F / β              b bytes of a number,
-        backward, zigzag      n = 2 (b + 4) / 5 (kv_heads / heads) F / β  F FLOP/s, β bytes/s
-
-    `balanced_causal` False is no mask: all pairs, half of that n. Neither head_dim nor batch is in
-    it, except with latency.
+    c n + latency. So n = (c + sqrt(c^2 + 4 a latency)) / 2a; theory chapter 7 derives it.
+    `balanced_causal` False is no mask: all pairs, half of that n.
 
     >>> round(hides_from(600, 25, heads=32, kv_heads=8, head_dim=128))
     12000
@@ -245,16 +228,6 @@ def hides_from(
     travels = element + (4 if direction == "backward" else 0)
     c = 2 * kv_heads * head_dim * batch * travels / (gb_s * 1e9)
     return (c + math.sqrt(c * c + 4 * a * latency_us / 1e6)) / (2 * a)
-
-
-def _is_zigzag(layout: str) -> bool:
-    _check_known("layout", layout, ("contiguous", "zigzag"))
-    return layout == "zigzag"
-
-
-def _check_known(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} {value!r}: there are {', '.join(known)}")
 
 
 # --- DDP ------------------------------------------------------------------------------------------

@@ -1,22 +1,21 @@
-"""Processes that the tests of this folder share: each takes seconds to import PyTorch."""
+"""Processes that the tests of this folder share."""
 
 import pytest
 
-from tests.distributed.workers import Workers
+from labsupport.distributed import cleanup_ddp, setup_ddp
+from tests.distributed.workers import pool
 
-
-@pytest.fixture(scope="session")
-def pools(tmp_path_factory):
-    """The pool in use; a test that breaks it leaves the next one to start another."""
-    pools = []
-    yield pools
-    for pool in pools:
-        pool.close()
+__all__ = ["pool"]
 
 
 @pytest.fixture
-def workers(pools, tmp_path_factory):
+def workers(pool):
     """Four processes in one process group."""
-    if not pools or pools[-1].closed:
-        pools.append(Workers(4, tmp_path_factory.mktemp("workers")))
-    return pools[-1]
+    return pool(4)
+
+
+@pytest.fixture
+def group_of_one():
+    """This process as the only rank."""
+    yield setup_ddp("gloo")
+    cleanup_ddp()

@@ -1,17 +1,18 @@
 """Ring attention gives what one device gives, forward and backward."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from labsupport.attention import compare_with_oracle
-from labsupport.attention.accuracy import relative_error
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.reference import masked_attention, oracle_attention
 from labsupport.distributed.minimal_ring import minimal_ring_attention
 from labsupport.distributed.ring import gather_sequence, ring_attention, shard_sequence
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
-from tests.distributed.rings import FUNCTIONS, MASKS, distributed, refusal
+from tests.distributed.rings import MASKS, distributed, refusal
 
 
 def expected(attention, inputs, dout, **options):
@@ -29,7 +30,7 @@ def assert_like_one_device(
     inputs = make_model_qkv(2, seqlen, seqlen, 4, 2, head_dim, dtype=dtype)
     dout = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     got, reports = distributed(workers, ranks, inputs, dout, function, kernel=kernel, **options)
-    assert {report["kernel"] for report in reports} == {kernel}
+    assert {report.kernel for report in reports} == {kernel}
     textbook = expected(masked_attention, inputs, dout, return_lse=True, **options)
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     oracle = expected(oracle_attention, exact_inputs, dout, **options)
@@ -37,44 +38,48 @@ def assert_like_one_device(
         assert triple[0].dtype == (torch.float32 if name == "lse" else dtype)
         report = compare_with_oracle(*triple, gradient=name.startswith("d"))
         assert report.ok, f"{name}: {report}"
-    return got, oracle
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+LAYOUTS = pytest.mark.parametrize("function", ["ring", "zigzag"])
+
+
+@LAYOUTS
 @pytest.mark.parametrize("mask", MASKS)
-def test_both_layouts_agree_with_one_device(workers, mask, ranks):
-    options = {"length": 6, "dtype": torch.float32, **MASKS[mask]}
-    assert_like_one_device(workers, ranks, **options)
-    assert_like_one_device(workers, ranks, function="zigzag", **options)
+def test_both_layouts_agree_with_one_device(workers, mask, function):
+    for ranks in (2, 3, 4) if mask == "causal" else (3,):
+        options = {"length": 6, "dtype": torch.float32, "function": function, **MASKS[mask]}
+        assert_like_one_device(workers, ranks, **options)
 
 
-@pytest.mark.parametrize("length", [1, 5])
-def test_shards_of_one_token_and_of_an_odd_number(workers, length):
-    for dtype in (torch.float32, torch.bfloat16):
+class Here:
+    """A pool of this process alone."""
+
+    def run(self, function, *args, ranks):
+        return [function(0, None, *args)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_rank_merges_its_own_block_pairs(group_of_one, mask):
+    options = {"length": 8, "dtype": torch.float32, "function": "zigzag", **MASKS[mask]}
+    assert_like_one_device(Here(), 1, **options)
+
+
+def test_shards_of_one_token_and_of_an_odd_number(workers):
+    for length, dtype in ((1, torch.float32), (5, torch.bfloat16)):
         assert_like_one_device(workers, 4, length=length, dtype=dtype, causal=True)
 
 
-@pytest.mark.parametrize("function", ["ring", "zigzag"])
-@pytest.mark.parametrize(("causal", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_pytorchs_own_kernel_gives_the_same(workers, dtype, causal, function):
-    options = {"length": 6, "dtype": dtype, "function": function, "kernel": "native"}
-    assert_like_one_device(workers, 3, causal=causal, **options)
+@LAYOUTS
+def test_pytorchs_own_kernel_gives_the_same(workers, function):
+    options = {"length": 6, "function": function, "kernel": "native"}
+    assert_like_one_device(workers, 3, causal=True, dtype=torch.float32, **options)
+    assert_like_one_device(workers, 2, causal=False, dtype=torch.bfloat16, **options)
 
 
 @pytest.mark.parametrize("mask", ["window on both sides", "alibi"])
 def test_the_triton_kernels_interpreted_give_the_same(workers, mask):
     options = {"length": 3, "dtype": torch.float32, "head_dim": 16, "kernel": "flash_triton"}
     assert_like_one_device(workers, 2, function="triton", **options, **MASKS[mask])
-
-
-@pytest.mark.parametrize("function", ["ring", "zigzag"])
-def test_bfloat16_stays_below_the_marks(workers, function):
-    """1e-2 for the output and 5e-2 for the gradients, relative to one device in float64."""
-    options = {"length": 64, "dtype": torch.bfloat16, "function": function, "head_dim": 64}
-    got, oracle = assert_like_one_device(workers, 4, causal=True, **options)
-    errors = [relative_error(*pair) for pair in zip(got, oracle, strict=True)]
-    assert errors[0] < 1e-2
-    assert max(errors[2:]) < 5e-2
 
 
 def test_bfloat16_results_are_rounded_once_at_the_end(workers):
@@ -98,81 +103,24 @@ def test_bfloat16_results_are_rounded_once_at_the_end(workers):
 def both_rings(rank, group, q, k, v, dout):
     """Out and gradients of the minimal ring and of the general one, on this rank."""
     found = []
-    for ring in ("minimal", "general"):
-        *inputs, shard = (shard_sequence(x, rank, 4, dim=2).clone() for x in (q, k, v, dout))
-        inputs = [x.requires_grad_() for x in inputs]
-        if ring == "minimal":
-            out = minimal_ring_attention(*inputs)
-        else:
-            out = ring_attention(*(x.transpose(1, 2) for x in inputs), causal=True).transpose(1, 2)
-        found.append([out.detach(), *torch.autograd.grad(out, inputs, shard)])
+    for heads, ring in ((1, minimal_ring_attention), (2, partial(ring_attention, causal=True))):
+        whole = (x.transpose(1, heads) for x in (q, k, v, dout))
+        *inputs, shard = (shard_sequence(x, rank, 4, dim=3 - heads).clone() for x in whole)
+        out = ring(*(x.requires_grad_() for x in inputs))
+        found += [out.detach(), *torch.autograd.grad(out, inputs, shard)]
     return found
 
 
-def test_the_minimal_ring_is_the_general_one_and_one_device(workers):
+def test_the_minimal_ring_and_the_general_one_are_one_device(workers):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = torch.randn(4, 2, 3, 20, 8, generator=generator, dtype=torch.float64)
-    answers = workers.run(both_rings, q, k, v, dout)
-    minimal, general = (
-        [torch.cat(part, 2) for part in zip(*ranks, strict=True)]
-        for ranks in zip(*answers, strict=True)
-    )
+    answers = list(zip(*workers.run(both_rings, q, k, v, dout), strict=True))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out, _ = oracle_attention(*inputs, causal=True)
-    wanted = [out, *torch.autograd.grad(out, inputs, dout)]
-    for one, other, truth in zip(minimal, general, wanted, strict=True):
-        torch.testing.assert_close(one, truth, rtol=1e-11, atol=1e-12)
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-
-
-# --- its derivative, by finite differences --------------------------------------------------------
-
-
-class Replicated(torch.autograd.Function):
-    """The same tensor on all ranks; its gradient is the sum of what they found."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        dx = dx.clone()
-        dist.all_reduce(dx, group=ctx.group)
-        return dx, None
-
-
-class Gathered(torch.autograd.Function):
-    """All ranks' shards on all ranks; the gradient of this rank's is its part."""
-
-    @staticmethod
-    def forward(ctx, x, group, zigzag):
-        ctx.options = {"zigzag": zigzag}
-        ctx.ranks = dist.get_rank(group), dist.get_world_size(group)
-        return gather_sequence(x, group=group, zigzag=zigzag)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return shard_sequence(dx, *ctx.ranks, **ctx.options), None, None
-
-
-def check_gradient(rank, group, function, options):
-    """Both ranks perturb the same numbers of the whole sequence in step."""
-    inputs = make_model_qkv(1, 4, 4, 2, 1, 2, dtype=torch.float64)
-    zigzag, size = function == "zigzag", dist.get_world_size(group)
-
-    def whole(*qkv):
-        same = [Replicated.apply(x, group) for x in qkv]
-        shards = [shard_sequence(x, rank, size, zigzag=zigzag) for x in same]
-        return Gathered.apply(FUNCTIONS[function](*shards, group=group, **options), group, zigzag)
-
-    return torch.autograd.gradcheck(whole, inputs)
-
-
-@pytest.mark.parametrize("function", ["ring", "zigzag"])
-def test_gradients_agree_with_finite_differences(workers, function):
-    assert workers.run(check_gradient, function, {"causal": True}, ranks=2) == [True, True]
+    for i, truth in enumerate([out, *torch.autograd.grad(out, inputs, dout)]):
+        minimal, general = torch.cat(answers[i], 2), torch.cat(answers[4 + i], 1).transpose(1, 2)
+        torch.testing.assert_close(minimal, truth, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(general, truth, rtol=1e-11, atol=1e-12)
 
 
 # --- groups, and what surrounds a call ------------------------------------------------------------

@@ -1,27 +1,19 @@
 """A ring sends only what is needed, while it computes, and counts what it sends."""
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from labsupport.distributed.ring import (
-    Plan,
-    last_ring_call,
-    ring_flash_attn_func,
-)
+from labsupport.distributed.ring import Plan, last_ring_call, ring_flash_attn_func
 from labsupport.distributed.ring.algorithm import RingCall, ring_backward, ring_forward
-from labsupport.distributed.ring.attention import all_ring_calls
-from labsupport.distributed.ring.kernels import KERNELS
-from labsupport.distributed.ring.transport import Ring, Traffic
+from labsupport.distributed.ring.kernels import FLASH_TORCH
+from labsupport.distributed.ring.transport import TOTAL, Ring
 from tests.attention.cases import make_model_qkv
-from tests.distributed.rings import (
-    MASKS,
-    distributed,
-    shards_of,
-)
+from tests.distributed.rings import MASKS, distributed, shards_of
 
 
 @pytest.mark.parametrize(
@@ -41,45 +33,37 @@ from tests.distributed.rings import (
     ],
     ids=["full", "causal", "window 5", "window 6", "two-sided window", "window 0"],
 )
-def test_only_keys_that_somebody_needs_are_sent(workers, mask, hops, forward, gradients):
-    inputs = make_model_qkv(1, 20, 20, 2, 2, 8)
-    _, reports = distributed(workers, 4, inputs, torch.ones(1, 20, 2, 8), **mask)
-    assert [report["hops"] for report in reports] == [hops] * 4
-    assert [report["forward"] for report in reports] == forward
-    assert [report["both"] for report in reports] == [2 * count for count in forward]
-    assert [report["gradients"] for report in reports] == gradients
+def test_only_keys_that_somebody_needs_are_sent(mask, hops, forward, gradients):
+    plan = Plan.of(4, 5, **mask)
+    sent = Counter((m.what == "keys", m.sender) for messages in plan.messages for m in messages)
+    assert plan.hops == hops
+    assert [sent[True, rank] for rank in range(4)] == forward
+    assert [sent[False, rank] for rank in range(4)] == gradients
 
 
 @pytest.mark.parametrize(
-    ("mask", "zigzag", "ranks"),
-    [
-        ("full", True, 3),
-        ("causal", False, 4),
-        ("causal", True, 4),
-        ("short window", True, 3),
-        ("window on both sides", False, 3),
-    ],
+    ("mask", "function", "ranks"),
+    [("causal", "ring", 4), ("short window", "zigzag", 3), ("window on both sides", "ring", 3)],
 )
-def test_a_plan_says_what_each_rank_sends(workers, mask, zigzag, ranks):
+def test_a_plan_says_what_each_rank_sends(workers, mask, function, ranks):
     """Counted by the plan beside what really went out: messages and bytes."""
-    options = MASKS[mask]
     inputs = make_model_qkv(1, 4 * ranks, 4 * ranks, 2, 1, 8)
     dout = torch.ones(1, 4 * ranks, 2, 8)
-    function = "zigzag" if zigzag else "ring"
-    _, reports = distributed(workers, ranks, inputs, dout, function, **options)
-    plan = Plan.of(ranks, 4, zigzag=zigzag, **options)
-    assert plan.hops > 0
+    _, reports = distributed(workers, ranks, inputs, dout, function, **MASKS[mask])
+    plan = Plan.of(ranks, 4, zigzag=function == "zigzag", **MASKS[mask])
     for rank, report in enumerate(reports):
-        keys = sum(m.what == "keys" and m.sender == rank for step in plan.messages for m in step)
-        sums = sum(m.what != "keys" and m.sender == rank for step in plan.messages for m in step)
-        assert (report["forward"], report["both"], report["gradients"]) == (keys, 2 * keys, sums)
-        assert report["bytes"] == (2 * keys + sums) * 2 * 4 * 8 * 4
+        sent = [m.what == "keys" for step in plan.messages for m in step if m.sender == rank]
+        keys, sums = sum(sent), len(sent) - sum(sent)
+        traffic = report.traffic
+        assert (traffic.kv_messages, traffic.gradient_messages) == (2 * keys, sums)
+        assert traffic.kv_bytes == 2 * keys * 2 * 4 * 8 * 4
+        assert traffic.gradient_bytes == sums * 2 * 4 * 8 * 4
 
 
 def computed_again(rank, group):
     """Reports after a layer that its backward, in another thread as on a GPU, computes again."""
     q, k, v = (x.detach().requires_grad_() for x in shards_of(4))
-    before = all_ring_calls().traffic if last_ring_call() else Traffic()
+    before = replace(TOTAL)
 
     def layer(q):
         return ring_flash_attn_func(q, k, v, group=group, kernel="native")
@@ -89,8 +73,7 @@ def computed_again(rank, group):
     thread = threading.Thread(target=lambda: out.sum().backward())
     thread.start()
     thread.join()
-    total = all_ring_calls().traffic
-    in_all = {name: n - getattr(before, name) for name, n in vars(total).items()}
+    in_all = {name: n - getattr(before, name) for name, n in vars(TOTAL).items()}
     return first is last_ring_call(), vars(first.traffic), vars(last_ring_call().traffic), in_all
 
 
@@ -102,47 +85,28 @@ def test_what_a_layer_sends_when_it_is_computed_again_is_counted(workers):
         assert in_all == {name: first[name] + last[name] for name in first}
 
 
-class Watched(Ring):
-    """A ring that writes down when messages are posted and awaited."""
-
-    diary: list[str]
-
-    def post(self, sends, receives):
-        wait = super().post(sends, receives)
-        if sends or receives:
-            self.diary.append("post")
-
-        def noted():
-            if sends or receives:
-                self.diary.append("wait")
-            wait()
-
-        return noted
-
-
 def diary_of(rank, group, q, k, v):
     """What a rank does in the forward, and in the backward, in order."""
-    ring = Watched(group)
-    ring.diary = []
+    diary = []
+
+    class Watched(Ring):
+        def post(self, sends, receives):
+            wait, some = super().post(sends, receives), bool(sends or receives)
+            diary.extend(["post"] * some)
+            return lambda: (diary.extend(["wait"] * some), wait())
 
     def noted(compute):
-        def call(*args):
-            ring.diary.append("compute")
-            return compute(*args)
+        return lambda *args: (diary.append("compute"), compute(*args))[1]
 
-        return call
-
-    torch_kernel = next(kernel for kernel in KERNELS if kernel.name == "flash_torch")
     kernel = replace(
-        torch_kernel,
-        forward=noted(torch_kernel.forward),
-        backward=noted(torch_kernel.backward),
+        FLASH_TORCH, forward=noted(FLASH_TORCH.forward), backward=noted(FLASH_TORCH.backward)
     )
+    ring = Watched(group)
     call = RingCall(ring, Plan.of(ring.size, q.shape[1]), kernel, 1.0)
     out, lse = ring_forward(call, q, k, v)
-    forward, ring.diary = ring.diary, []
+    forward = diary.copy()
     ring_backward(call, out, q, k, v, out, lse)
-    return forward, ring.diary
+    return forward, diary[len(forward) :]
 
 
 def test_hops_are_posted_before_the_compute_and_awaited_after_it(workers):

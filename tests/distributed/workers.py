@@ -1,23 +1,27 @@
-"""A pool of processes in one process group, which serves many tests.
+"""Pools of processes that serve many tests: forks of one process that has imported what they need.
 
-Smaller worlds are groups of its first ranks. Nothing waits for ever: a task has a time limit. When
-it is over, or when a process has died, all of them are ended, and the test fails.
+Nothing waits for ever: a task has a time limit. When it is over, or when a process has died, all of
+them are ended, and the test fails.
 """
 
-import contextlib
+import gc
 import os
 import pickle
-import queue
+import signal
+import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-START_SECONDS = 180.0  # several processes may import PyTorch on a busy machine at the same time
+START_SECONDS = 120.0  # on a busy machine
 TASK_SECONDS = 60.0
 
 
@@ -26,72 +30,140 @@ class WorkerError(AssertionError):
 
 
 class Workers:
-    """`world_size` processes with gloo groups of 1, 2, ..., world_size ranks."""
+    """Ranks 0 to `world_size` - 1.
 
-    def __init__(self, world_size, folder):
-        self.world_size, self.closed = world_size, False
-        context = mp.get_context("spawn")
-        self.results = context.Queue()
-        self.tasks = [context.Queue() for _ in range(world_size)]
-        common = world_size, str(folder / "rendezvous")
-        self.processes = [
-            context.Process(target=_serve, args=(rank, *common, tasks, self.results), daemon=True)
-            for rank, tasks in enumerate(self.tasks)
-        ]
-        for process in self.processes:
-            process.start()
-        self._collect(world_size, START_SECONDS)
+    joined: they are in one process group of gloo, and in one of the first 1, 2, ... of them each.
+    Otherwise each finds the environment that torchrun sets, and joins a group when it likes.
+    """
+
+    def __init__(self, server, forks, world_size, folder, *, joined=True):
+        self.world_size, self.joined, self.closed = world_size, joined, False
+        forks.send((world_size, str(folder), joined))
+        arrived = [Connection(server.accept()[0].detach()) for _ in range(world_size)]
+        ranks = sorted((*connection.recv(), connection) for connection in arrived)
+        _, self.pids, self.connections = map(list, zip(*ranks, strict=True))
 
     def run(self, function, *args, ranks=None, **options):
-        """Results of `function(rank, group, *args, **options)` on the first `ranks` ranks."""
-        ranks = ranks or self.world_size
-        # As bytes: tensors in a queue would share memory with a process that may be gone.
-        task = pickle.dumps((function, ranks, args, options))
-        for tasks in self.tasks[:ranks]:
-            tasks.put(task)
-        return self._collect(ranks, TASK_SECONDS)
+        """Results of a function on the first `ranks` ranks.
 
-    def close(self):
-        self.closed = True
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-    def _collect(self, ranks, seconds):
-        results, failures, end = {}, {}, time.monotonic() + seconds
-        while len(results) + len(failures) < ranks:
-            try:
-                rank, failed, answer = self.results.get(timeout=0.5)
-            except queue.Empty:
-                dead = [rank for rank, p in enumerate(self.processes) if not p.is_alive()]
-                if not dead and time.monotonic() < end:
-                    continue
-                self.close()
-                why = f"ranks {dead} have died" if dead else f"{seconds} s are over"
-                raise WorkerError("\n".join([why, *failures.values()])) from None
-            (failures if failed else results)[rank] = pickle.loads(answer)
+        It is called as `function(rank, group, *args, **options)` in a joined pool, and otherwise as
+        `function(*args, **options)`.
+        """
+        ranks, port = ranks or self.world_size, 0
+        if not self.joined:  # groups of different tests must not meet in one store
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        # As bytes: tensors would share memory with a process that may be gone.
+        task = pickle.dumps((function, ranks, port, args, options))
+        waiting = {connection: rank for rank, connection in enumerate(self.connections[:ranks])}
+        for connection in waiting:
+            connection.send_bytes(task)
+        results, failures, end = {}, {}, time.monotonic() + TASK_SECONDS
+        while waiting and (ready := wait(list(waiting), max(0, end - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    failed, answer = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    failed, answer = True, "has died"
+                    end = min(end, time.monotonic() + TASK_SECONDS / 2)
+                    self.closed = True
+                (failures if failed else results)[rank] = answer
+        failures |= dict.fromkeys(waiting.values(), "did not end in time")
+        if self.closed or waiting:
+            self.close()
         if failures:
             raise WorkerError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
         return [results[rank] for rank in range(ranks)]
 
+    def close(self):
+        self.closed = True
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-def _serve(rank, world_size, rendezvous, tasks, results):
+
+@pytest.fixture(scope="session")
+def pool(python, tmp_path_factory):
+    """`pool(world_size, joined=True)`: a pool, another one if a test has broken it."""
+    pools = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(START_SECONDS)
+        process = python.start("-m", __name__, server.getsockname()[1])
+        forks = Connection(server.accept()[0].detach())
+
+        def get(world_size, *, joined=True):
+            key = world_size, joined
+            if key not in pools or pools[key].closed:
+                folder = tmp_path_factory.mktemp("workers")
+                pools[key] = Workers(server, forks, world_size, folder, joined=joined)
+            return pools[key]
+
+        yield get
+        for one in pools.values():
+            one.close()
+        forks.close()
+        process.finish()
+
+
+# --- in the processes -----------------------------------------------------------------------------
+
+
+def connect(port):
+    return Connection(socket.create_connection(("127.0.0.1", int(port))).detach())
+
+
+def serve(connection, rank, world_size, folder, joined):
     torch.set_num_threads(1)
     # All are on this machine: what its name resolves to need not matter.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
-        # A rank that fails on its own leaves the others waiting: gloo gives up for them.
-        timeout=timedelta(seconds=TASK_SECONDS / 2),
-    )  # fmt: skip
-    groups = {size: dist.new_group(range(size)) for size in range(1, world_size + 1)}
-    results.put((rank, False, pickle.dumps(None)))
-    parent = os.getppid()
-    while os.getppid() == parent:
-        with contextlib.suppress(queue.Empty):
-            function, ranks, args, options = pickle.loads(tasks.get(timeout=5.0))
-            try:
-                answer = False, pickle.dumps(function(rank, groups[ranks], *args, **options))
-            except Exception:
-                answer = True, pickle.dumps(traceback.format_exc())
-            results.put((rank, *answer))
+    if not joined:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
+            # A rank that fails on its own leaves the others waiting: gloo gives up for them.
+            timeout=timedelta(seconds=TASK_SECONDS / 3),
+        )  # fmt: skip
+        groups = [None, *(dist.new_group(range(size + 1)) for size in range(world_size))]
+    connection.send((rank, os.getpid()))
+    while True:
+        function, ranks, store, args, options = pickle.loads(connection.recv_bytes())
+        if joined:
+            args = rank, groups[ranks], *args
+        else:
+            sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store}
+            os.environ.update({name: str(value) for name, value in sizes.items()})
+            # Rank 0 must not start a store: the test has it.
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        try:
+            answer = False, function(*args, **options)
+        except Exception:
+            answer = True, traceback.format_exc()
+        if not joined and dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def main(port):
+    for name in ("data_parallel", "sequence_parallel", "ring_bench"):
+        import_module(f"labsupport.distributed.{name}")
+    import_module("tests.models.tiny")
+    gc.freeze()  # a collection in a fork would copy what it shares
+    requests, forks = connect(port), []
+    with suppress(EOFError, ConnectionError):  # the test process has ended
+        while True:
+            world_size, folder, joined = requests.recv()
+            for rank in range(world_size):
+                forks.append(os.fork())
+                if forks[-1] == 0:
+                    requests.close()
+                    with suppress(EOFError, ConnectionError):
+                        serve(connect(port), rank, world_size, folder, joined)
+                    os._exit(0)
+    for fork in forks:
+        os.waitpid(fork, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

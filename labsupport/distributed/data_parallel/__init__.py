@@ -5,12 +5,6 @@ ddp          every rank holds everything; gradients are averaged once a step
 fsdp         every rank holds a part of everything; parameters come when a block needs them
 checkpoints  distributed checkpoints, which another number of ranks can read
 costs        bytes sent a step, bytes held by a rank
-
-                    DDP                                  FSDP
-held by a rank      parameters, gradients, states        1/W of each (W ranks)
-sent by a rank      2 (W-1)/W of the gradients' bytes    about 3 (W-1)/W: half as much again
-sent when           during the backward of the last      before each block's forward, before
-                    micro-batch                          its backward, and after it
 """
 
 from labsupport.distributed.data_parallel.ddp import train_with_ddp

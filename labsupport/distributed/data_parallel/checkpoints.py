@@ -3,26 +3,21 @@
     step-000200/
         .metadata            which file holds which rows of which tensor
         __0_0.distcp         what rank 0 wrote
-        __1_0.distcp         what rank 1 wrote
         run.json             the steps done, the run's configuration, the history
     partial-000300/          being written, or left by a killed run
 
-`get_model_state_dict` and `get_optimizer_state_dict` give tensors by the names of the parameters,
-whether the model is whole, in DDP or sharded. `torch.distributed.checkpoint` writes which rows each
-shard is; when it loads, a rank reads those rows that it needs now. So a run of two ranks goes on
-with one, or with eight; and what DDP saved, FSDP can load.
-
-A checkpoint gets its name when all ranks have written theirs: it is there as a whole, or not at
-all. The folder must be one that all ranks see. (The loop on one device also sees damaged files:
-`labsupport.training.checkpoint`. This one leaves that to the file system.)
+Tensors go by the names of the parameters, whether the model is whole, in DDP or sharded; when
+`torch.distributed.checkpoint` loads, a rank reads those rows that it needs now. So what DDP saved
+on two ranks, FSDP can load on eight. A checkpoint gets its name when all ranks have written theirs.
+The folder must be one that all ranks see.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +51,21 @@ class DistributedCheckpoints:
         self, folder: Path | str, info: RankInfo, run_config: Mapping[str, Any], *, keep: int = 2
     ) -> None:
         self.folder, self.info, self.keep = Path(folder), info, keep
-        self.run_config = json.loads(
-            json.dumps(run_config)
-        )  # as it will be read back: lists, no tuples
-        self._lock = ExitStack()
+        self.run_config = json.loads(json.dumps(run_config))  # as it is read back: lists, no tuples
 
-    def open(self, *, fresh: bool) -> None:
+    @contextmanager
+    def in_use(self, *, fresh: bool) -> Iterator[None]:
         """Keep other programs out, and delete what a killed run left; with `fresh`, all of it.
 
         Raises:
             CheckpointError: on rank 0, if another program trains here.
         """
-        if self.info.rank == 0:
-            self._lock.enter_context(Checkpoints(self.folder).in_use())
-            for path in [*self.folder.glob("partial-*"), *(self.paths() if fresh else [])]:
-                shutil.rmtree(path)
-        self.info.barrier()
-
-    def close(self) -> None:
-        """Let other programs in."""
-        self._lock.close()
+        with Checkpoints(self.folder).in_use() if self.info.rank == 0 else nullcontext():
+            if self.info.rank == 0:
+                for path in [*self.folder.glob("partial-*"), *(self.paths() if fresh else [])]:
+                    shutil.rmtree(path)
+            self.info.barrier()
+            yield
 
     def paths(self) -> list[Path]:
         """Return all whole checkpoints, the newest first."""

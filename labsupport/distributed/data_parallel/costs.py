@@ -6,10 +6,8 @@ With W ranks in a ring, tensors of n bytes take
     all-gather        (W-1)/W · n    sent by each rank: it gets the parts of the others
     all-reduce      2 (W-1)/W · n    it is the two, one after the other
 
-DDP all-reduces the gradients. FSDP all-gathers the parameters before the forward pass and again
-before the backward pass, and reduce-scatters the gradients: 3 (W-1)/W · n, 1.5 times DDP's, if
-parameters and gradients have the same dtype (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7:
-2Ψ for data parallelism, 3Ψ for ZeRO-3, without the factor (W-1)/W).
+DDP all-reduces the gradients; FSDP all-gathers the parameters twice and reduce-scatters the
+gradients (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 
@@ -90,10 +88,8 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = parameters, [p.grad for p in parameters], states
-    return StateBytes(*(sum(map(_local_bytes, values)) for values in held))
 
+    def nbytes(value: Any) -> int:
+        return getattr(value.to_local() if isinstance(value, DTensor) else value, "nbytes", 0)
 
-def _local_bytes(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return 0
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
+    return StateBytes(*(sum(map(nbytes, values)) for values in held))

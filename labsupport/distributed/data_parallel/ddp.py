@@ -8,14 +8,8 @@ One step of a rank with three micro-batches:
                                it is all-reduced while the backward pass goes on
     clip, AdamW                the same on every rank, so that the weights stay the same
 
-What is sent: the gradients, once a step, in buckets (25 MiB by default; Li et al., PyTorch
-Distributed, arXiv 2006.15704, section 3.2); in the first step in one bucket, since it is there that
-DDP sees in which order gradients are done. By ring all-reduce each rank sends 2 (W-1)/W of their
-bytes: `costs.ddp_bytes_sent`. Without no_sync() it would be that for each micro-batch, for the same
-result.
-
-What is held: everything, on each rank. With float32 and AdamW 16 bytes a parameter: 4 for the
-weight, 4 for the gradient (the buckets are the gradients: `gradient_as_bucket_view`), 8 for AdamW.
+Buckets have 25 MiB (Li et al., PyTorch Distributed, arXiv 2006.15704, section 3.2); the first step
+has one only, since it is there that DDP sees in which order gradients are done.
 """
 
 from contextlib import AbstractContextManager
@@ -89,8 +83,8 @@ def train_with_ddp(
         model: the same on each rank but for its weights, which become rank 0's. In float32 (or
             float64); it is moved to this rank's device, and `model(**batch)` returns the mean loss
             over the labels that are not -100.
-        batches: step -> THIS rank's micro-batches, at most `settings.gradient_accumulation_steps`,
-            for each rank and step as many as it likes, none too. `share_of` deals out one stream.
+        batches: step -> THIS rank's micro-batches, none to `settings.gradient_accumulation_steps`.
+            `share_of` deals out one stream.
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
         bucket_mib: the size of a bucket of gradients.

@@ -7,21 +7,10 @@ One step, with W ranks, for each block:
     after its backward     reduce-scatter: each rank gets the average of its part of the gradients
     at the end             clip, AdamW on the rank's own part of everything
 
-Nobody holds the whole model. Layers are NOT dealt out to ranks (that is pipeline parallelism):
-every rank computes every layer, on its own data.
-
-    block's parameters, on rank 0   [0 0 0 . . . . . .]     its third of each tensor's rows
-    during the block                [0 0 0 1 1 1 2 2 2]     all, for a moment
-
-What is held: (parameters + gradients + AdamW) / W, and one or two whole blocks at a time.
-What is sent: the parameters twice and the gradients once, 1.5 times DDP's bytes (`costs`;
-Rajbhandari et al., ZeRO, arXiv 1910.02054, section 7). The next block's parameters travel while
-this one computes. The root (embedding, last norm, classifier) is kept from forward to backward,
-since the backward pass begins with it: it is gathered once.
-
-Accumulation. FSDP2 has no no_sync(); `set_requires_gradient_sync(False)` puts off the
-reduce-scatter. But the gradients that wait for it are whole, not sharded, on every rank: it trades
-memory for traffic. And each micro-batch gathers the parameters anew, however that is set.
+The root (embedding, last norm, classifier) is kept from forward to backward, since the backward
+pass begins with it. FSDP2 has no no_sync(): `set_requires_gradient_sync(False)` puts off the
+reduce-scatter, and the gradients that wait for it are whole on every rank; each micro-batch gathers
+the parameters anew, however that is set. `costs` has the bytes, theory chapter 7 the comparison.
 """
 
 from __future__ import annotations
@@ -60,7 +49,6 @@ def shard(
     blocks: Iterable[nn.Module] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
     mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Shard a model in place over the process group: each block by itself, then what is left.
@@ -73,8 +61,6 @@ def shard(
             shards, and AdamW's states, keep theirs.
         cpu_offload: keep shards, gradients and AdamW's states in the CPU's memory, and compute the
             update there. On a GPU it saves memory and costs time; without one it changes nothing.
-        reshard_after_forward: False keeps whole blocks from forward to backward: less traffic
-            (DDP's), more memory. (ZeRO calls that stage 2.)
         mesh: the ranks to share it, in one dimension; None: all of them.
 
     Raises:
@@ -90,22 +76,20 @@ def shard(
     blocks = list(blocks)
     if not blocks:
         raise ValueError(
-            "the model has no nn.ModuleList, so that it would be gathered as a whole: say which "
-            "modules are its blocks, shard(model, blocks=model.layers)"
+            "the model has no nn.ModuleList: say which modules are its blocks, "
+            "shard(model, blocks=model.layers)"
         )
     mesh = mesh or init_device_mesh(info.device.type, (info.world,))
     _check_same_weights(model, mesh)
-    offload = OffloadPolicy()
-    if cpu_offload:
-        # Pinned memory is what a GPU can copy from while it computes; without one there is none.
-        offload = CPUOffloadPolicy(pin_memory=info.device.type != "cpu")
+    # Pinned memory is what a GPU can copy from while it computes; without one there is none.
+    offload = CPUOffloadPolicy(pin_memory=info.device.type != "cpu")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        "offload_policy": offload,
+        "offload_policy": offload if cpu_offload else OffloadPolicy(),
     }
     for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(block, **options)
     return fully_shard(model, **options)
 
 

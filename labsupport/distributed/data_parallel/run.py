@@ -1,25 +1,21 @@
 """The training loop that DDP, FSDP and the sharded sequence share.
 
-As in `labsupport.training`, step k depends on nothing but the weights, the optimizer's state
-and k; random numbers are seeded anew in each step, from k and the rank. So a run may go on with
-another number of ranks.
+Step k depends on nothing but the weights, the optimizer's state and k; random numbers are seeded
+anew in each step, from k and the rank. So a run may go on with another number of ranks.
 
-WEIGHTS. The step's loss is the mean over ALL labels of all ranks' micro-batches. Micro-batch i of
-rank r has a mean of its own, over its n_ri labels, and DDP as FSDP *averages* gradients over the W
-ranks. So with N the sum of all n_ri
+WEIGHTS. The step's loss is the mean over ALL N labels of all ranks' micro-batches; micro-batch i of
+rank r has n_ri of them. DDP as FSDP *averages* gradients over the W ranks, so
 
     backward of   W · (n_ri / N) · loss_ri        gives, averaged over ranks:
 
     (1/W) Σ_r Σ_i  W · (n_ri / N) · grad loss_ri  =  grad of the mean over all N labels
 
-Averaging the ranks' means is right only if all have the same number of labels. Documents that are
-packed, padded or masked do not.
+Averaging the ranks' means is right only if all have the same number of labels.
 
 UNEVEN INPUTS. A collective needs every rank. So the ranks first tell one another what they have;
 then a rank that has too few computes empty micro-batches, of one token and with the weight 0. DDP
 needs one per step, since it only communicates in the last backward pass; FSDP as many as the
-busiest rank has, since it gathers parameters for each. (DDP's own remedy,
-`torch.distributed.algorithms.join.Join`, does not know of labels' numbers, nor of FSDP2.)
+busiest rank has, since it gathers parameters for each.
 """
 
 from __future__ import annotations
@@ -81,10 +77,8 @@ class Share:
 
     Attributes:
         micro_batches: (tensors on the rank's device, weight n_ri / N); those without labels are
-            left out, empty ones of weight 0 filled in. All ranks' weights add up to 1.
-        labels: N, of all ranks.
-        tokens: of all ranks, without empty micro-batches and `fillers` (tokens of a micro-batch
-            that only fill a sequence up, if it says so).
+            left out, empty ones of weight 0 filled in.
+        labels, tokens: of all ranks, without empty micro-batches and a micro-batch's `fillers`.
     """
 
     micro_batches: list[tuple[Batch, float]]
@@ -222,9 +216,8 @@ def run_steps(
     del everything["gradient_accumulation_steps"]
     if folder is not None:
         checkpoints = DistributedCheckpoints(folder, info, everything, keep=settings.keep)
-    try:
+    with nullcontext() if checkpoints is None else checkpoints.in_use(fresh=fresh):
         if checkpoints is not None:
-            checkpoints.open(fresh=fresh)
             run.history = checkpoints.load_newest(model, optimizer) or History()
         model.train()
         with progress_bar(run.history, settings, shown=progress and info.rank == 0) as bar:
@@ -232,17 +225,18 @@ def run_steps(
                 began = time.perf_counter()
                 reset_peak(info.device)
                 torch.manual_seed(settings.seed + step * 2**16 + info.rank)
-                share = deal(
-                    step,
-                    batches,
-                    info,
-                    accumulation=settings.gradient_accumulation_steps,
-                    same_number=same_number,
-                )
+                most = settings.gradient_accumulation_steps
+                share = deal(step, batches, info, accumulation=most, same_number=same_number)
                 loss = add_gradients(share)
                 dist.all_reduce(loss)
                 norm = clip_gradients(model, settings.max_grad_norm)
-                _check_finite(step, float(loss), norm, run.history)
+                if not math.isfinite(norm + float(loss)):  # on all ranks alike
+                    raise TrainingDivergedError(
+                        f"step {step}: the loss is {loss:g}, the gradients' norm {norm:g}. The "
+                        "step was not taken: run it with labsupport.training.train in one process "
+                        "to find the micro-batch and the layer",
+                        step, None, run.history,
+                    )  # fmt: skip
                 rate = learning_rate(step, settings)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
@@ -256,9 +250,6 @@ def run_steps(
                     on_step(row)
                 if checkpoints is not None and settings.saves_after(step):
                     checkpoints.save(step + 1, model, optimizer, run.history)
-    finally:
-        if checkpoints is not None:
-            checkpoints.close()
     run.memory = state_bytes(model, optimizer)
     return run
 
@@ -275,16 +266,3 @@ def clip_gradients(model: nn.Module, limit: float | None) -> float:
     if limit is not None and bool(norm.isfinite()):
         nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return float(norm)
-
-
-def _check_finite(step: int, loss: float, norm: float, history: History) -> None:
-    # Both are the same on all ranks: all of them stop here, or none.
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise TrainingDivergedError(
-            f"step {step}: the loss is {loss}, the gradients' norm {norm}. The step was not taken, "
-            "the weights are those from before it. To find the micro-batch and the layer, run that "
-            "step with labsupport.training.train in one process",
-            step,
-            None,
-            history,
-        )

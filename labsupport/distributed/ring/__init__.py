@@ -12,7 +12,6 @@ zigzag     how a sequence is sharded and put together again; balanced causal wor
 from labsupport.distributed.ring.attention import (
     RingOptions,
     RingReport,
-    available_ring_kernels,
     last_ring_call,
     ring_attention,
     ring_flash_attn_func,
@@ -31,7 +30,6 @@ __all__ = [
     "Plan",
     "RingOptions",
     "RingReport",
-    "available_ring_kernels",
     "gather_sequence",
     "last_ring_call",
     "positions_of",

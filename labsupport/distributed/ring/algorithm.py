@@ -1,40 +1,23 @@
 """Ring attention: every rank keeps its queries, and all keys and values come past.
 
-A sequence of N tokens is cut over W ranks; each holds Q, K and V of its N / W tokens. A query needs
-all keys it may see, and those of other ranks travel: in each step a rank sends the K and V it holds
-to the next rank and gets those of the one before. Four ranks, causal, which rank holds which K/V:
-
-              step 0     step 1     step 2     step 3
-    rank 0    K0 d       -          -          -            d   its own keys: the diagonal
-    rank 1    K1 d       K0         -          -                earlier keys: no mask
-    rank 2    K2 d       K1         K0         -            -   later keys: hidden, not even sent
-    rank 3    K3 d       K2         K1         K0
-
-`labsupport.distributed.minimal_ring` is this table and nothing else, in 60 lines: read it first.
-
-Besides its own, a rank holds two ranks' keys at most: those it works on, and those that are coming.
-The hop is posted before the compute and awaited after it. A block of n queries and n keys costs n^2
-work and n of communication, so with long shards the hop hides behind the compute.
-
-Forward. Each step gives a normalised partial output and its log-sum-exp. `merged` adds it to what
-came before, in float32 (the online softmax, between whole results instead of tiles).
+`labsupport.distributed.minimal_ring` has the table of who holds whose keys when, and the same
+algorithm in 60 lines: read it first. Besides its own, a rank holds two ranks' keys at most: those
+it works on, and those that are coming. `merged` adds each step's result to what came before, in
+float32.
 
 Backward. Given L, the log-sum-exp of the WHOLE row, and D = rowsum(dO * O) with the whole output,
 
     P = exp(S - L)    dV = P^T dO    dS = P * (dO V^T - D)    dQ = dS K    dK = dS^T Q
 
-splits over blocks of keys: each block's P is the right slice of the whole row's. So a kernel's
-backward, given L and O from outside, returns this block's exact share of the gradients. dQ adds up
-where Q is. dK and dV belong to another rank: a second ring carries them behind their keys, in
-float32, each rank adds its share, and the last one that sees the keys sends the sums home:
+splits over blocks of keys: each block's P is the right slice of the whole row's. dQ adds up where Q
+is. dK and dV belong to another rank: a second ring carries them behind their keys, in float32, each
+rank adds its share, and the last one that sees the keys sends the sums home:
 
               step 0     step 1        step 2         step 3
     rank 0    dK0        -             -              -
     rank 1    dK1        dK0           -              -
     rank 2    dK2        dK1           dK0 +          -              +      to what came with it
     rank 3    dK3        dK2, home     dK1 +, home    dK0 +, home    home   to the keys' owner
-
-Nothing of size N exists on any rank, and only Q, K, V, O and L are kept for the backward.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
 Context" (2023), section 3; the merge and the backward from Dao, "FlashAttention-2" (2023), 3.1.
@@ -54,7 +37,7 @@ from labsupport.distributed.ring.blocks import BlockPair
 from labsupport.distributed.ring.kernels import BlockKernel, BlockOptions
 from labsupport.distributed.ring.merging import added, merged
 from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.transport import Ring
+from labsupport.distributed.ring.transport import TOTAL, Ring
 
 Pair = tuple[Tensor, Tensor]
 
@@ -172,11 +155,11 @@ def _hop(
             pair = leaving if gradients else keys
             assert pair is not None
             sends += [(x, receiver) for x in pair]
-            call.ring.count(pair, gradients=gradients)
+            for traffic in (call.ring.traffic, TOTAL):
+                traffic.count(pair, gradients=gradients)
         if receiver == rank:
-            dtype = own[0].dtype
-            dtype = torch.promote_types(dtype, torch.float32) if gradients else dtype
             k, v = own
+            dtype = torch.promote_types(k.dtype, torch.float32) if gradients else k.dtype
             arriving[what] = torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)
             receives += [(x, sender) for x in arriving[what]]
     return sends, receives, arriving

@@ -1,18 +1,14 @@
 """Ring attention in flash-attn's layout, one shard of the sequence on each rank.
 
-    out = ring_flash_attn_func(q, k, v, causal=True)              on each rank, with its shard
-    out = triton_ring_flash_attn_func(q, k, v, causal=True)       the same by the lab's own kernel
-    out = zigzag_ring_flash_attn_func(q, k, v, causal=True)       shards with balanced work
-
-All three are `ring_attention` with a layout and a kernel: same options, same result.
-`shard_sequence` cuts a sequence (with `zigzag=True` for the last one), `gather_sequence` puts the
-results together, `last_ring_call` says what ran and what was sent.
+`shard_sequence` cuts a sequence, `ring_attention` computes a shard of the output (the field's names
+are it with a layout and a kernel), `gather_sequence` puts the results together, and
+`last_ring_call` says what ran and what was sent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,9 +23,9 @@ from labsupport.attention.inputs import (
 from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.process_group import all_gather_object
 from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
-from labsupport.distributed.ring.kernels import KERNELS, BlockKernel, choose
+from labsupport.distributed.ring.kernels import choose
 from labsupport.distributed.ring.plan import Plan
-from labsupport.distributed.ring.transport import TOTAL, Ring, Traffic
+from labsupport.distributed.ring.transport import Ring, Traffic
 from labsupport.distributed.ring.zigzag import check_even
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -44,17 +40,16 @@ class RingOptions:
             causal mask all ranks then compute equally much, in every step. Such shards come from
             `shard_sequence(..., zigzag=True)`, RoPE's positions from `positions_of`.
         kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
-            "auto", the first that can: see `available_ring_kernels`. "auto" is cuDNN on Hopper;
-            its gradients differ in the last bits from run to run, unless `deterministic`.
+            "auto", the first of `kernels.KERNELS` that can: on Hopper cuDNN, whose gradients differ
+            in the last bits from run to run, unless `deterministic`.
         causal, window_size, alibi_slopes: by positions in the whole sequence, as in
             `labsupport.attention.attention`. Keys outside of the window are not sent.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         dropout_p: must be 0.
         deterministic: refuse kernels whose gradients differ from run to run.
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
-        check_ranks: compare shapes and options among the ranks first, so that a difference, or a
-            call that one rank refuses, is an error on all of them and not a hang. One small
-            message; a GPU is waited for.
+        check_ranks: compare shapes and options among the ranks first, so that a difference is an
+            error on all of them and not a hang. One small message; a GPU is waited for.
     """
 
     layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -106,15 +101,6 @@ def last_ring_call() -> RingReport | None:
     return _last
 
 
-def all_ring_calls() -> RingReport | None:
-    """Return the last report, with the traffic of all rings of this process so far.
-
-    A layer under activation checkpointing is several rings: that of the forward, to which the
-    backward belongs, and one for each time that it is computed again.
-    """
-    return None if _last is None else replace(_last, traffic=replace(TOTAL))
-
-
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any
 ) -> Any:
@@ -126,8 +112,7 @@ def ring_attention(
         q: (batch, seqlen_local, heads, head_dim), this rank's shard; equally long on all ranks.
         k, v: (batch, seqlen_local, kv_heads, head_dim), `heads` a multiple of `kv_heads`.
         return_lse: also return the log-sum-exp over the whole sequence (not differentiable).
-        options: the fields of `RingOptions`: layout, kernel, causal, softmax_scale, window_size,
-            alibi_slopes, dropout_p, deterministic, group, check_ranks.
+        options: the fields of `RingOptions`.
 
     Returns:
         out (batch, seqlen_local, heads, head_dim) in q's dtype: this rank's shard of the output;
@@ -144,20 +129,15 @@ def ring_attention(
     global _last
     chosen = RingOptions(**options)
     try:
-        prepared = _prepared(q, k, v, chosen)
+        call, request, refused = _prepared(q, k, v, chosen)
     except Exception as error:
         if chosen.check_ranks and dist.is_initialized() and dist.get_rank(chosen.group) >= 0:
             all_gather_object(str(error), chosen.group)  # the others wait for this rank
         raise
-    ring, plan, call, kernel, refused = prepared
-    if chosen.check_ranks and ring.size > 1:
-        _validate_across_ranks(prepared)
-    slopes = chosen.alibi_slopes
-    slopes = None if slopes is None else slopes.detach().to(q.device, torch.float32)
-    _last = RingReport(kernel.name, refused, plan, ring.traffic)
-    out, lse = RingAttentionFunction.apply(
-        q, k, v, RingCall(ring, plan, kernel, call.scale, slopes)
-    )
+    if chosen.check_ranks and call.ring.size > 1:
+        _validate_across_ranks(call, request)
+    _last = RingReport(call.kernel.name, refused, call.plan, call.ring.traffic)
+    out, lse = RingAttentionFunction.apply(q, k, v, call)
     return (out, lse) if return_lse else out
 
 
@@ -178,29 +158,15 @@ def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any)
     return ring_attention(q, k, v, **options)
 
 
-def available_ring_kernels(
-    q: Tensor, k: Tensor, v: Tensor, **options: Any
-) -> dict[str, tuple[str, ...]]:
-    """Return every kernel, and why it cannot compute a ring with these options: () if it can."""
-    ring = RingOptions(**options)
-    call = AttentionCall(q, k, v, ring.causal, None, ring.window_size, ring.alibi_slopes, True)
-    return {kernel.name: tuple(kernel.reasons(call, ring.deterministic)) for kernel in KERNELS}
-
-
-class _Prepared(NamedTuple):
-    ring: Ring
-    plan: Plan
-    call: AttentionCall
-    kernel: BlockKernel
-    refused: dict[str, tuple[str, ...]]
-
-
-def _prepared(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> _Prepared:
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, options: RingOptions
+) -> tuple[RingCall, AttentionCall, dict[str, tuple[str, ...]]]:
     """Everything that can be said without the other ranks; raises what this rank refuses."""
+    slopes = options.alibi_slopes
     check_model_layout(q, k, v)
     check_window(options.window_size)
-    if options.alibi_slopes is not None:
-        check_alibi_slopes(options.alibi_slopes, q.shape[0], q.shape[2])
+    if slopes is not None:
+        check_alibi_slopes(slopes, q.shape[0], q.shape[2])
     if options.layout not in LAYOUTS:
         raise AttentionInputError(f"layout {options.layout!r}: there are {', '.join(LAYOUTS)}.")
     if q.shape[1] != k.shape[1]:
@@ -212,9 +178,8 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> _Prepare
     check_even(q.shape[1], zigzag=zigzag)
     if options.dropout_p != 0.0:
         raise AttentionInputError(
-            f"ring attention has no dropout, but dropout_p={options.dropout_p} was given: the "
-            "backward recomputes each block, and would have to draw the forward's random mask "
-            "again on every rank. Pass dropout_p=0.0, and drop out after attention if you need it."
+            f"ring attention has no dropout, but dropout_p={options.dropout_p} was given: pass "
+            "0.0, and drop out after attention if you need it."
         )
     ring = Ring(options.group)
     plan = Plan.of(
@@ -223,30 +188,33 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, options: RingOptions) -> _Prepare
         causal=options.causal,
         window_size=tuple(options.window_size),
         zigzag=zigzag,
-        alibi=options.alibi_slopes is not None,
+        alibi=slopes is not None,
     )
     # To the plan, a window that covers the whole sequence is none.
     window = (-1 if plan.left is None else plan.left, -1 if plan.right is None else plan.right)
-    scale, slopes = options.softmax_scale, options.alibi_slopes
-    call = AttentionCall(q, k, v, plan.right == 0, scale, window, slopes, True)
-    return _Prepared(ring, plan, call, *choose(options.kernel, call, options.deterministic))
+    request = AttentionCall(
+        q, k, v, plan.right == 0, options.softmax_scale, window, slopes, return_lse=True
+    )
+    kernel, refused = choose(options.kernel, request, options.deterministic)
+    slopes = None if slopes is None else slopes.detach().to(q.device, torch.float32)
+    return RingCall(ring, plan, kernel, request.scale, slopes), request, refused
 
 
-def _validate_across_ranks(prepared: _Prepared) -> None:
+def _validate_across_ranks(call: RingCall, request: AttentionCall) -> None:
     """Raise AttentionInputError, on all ranks, if one of them does something else or refuses."""
-    ring, plan, call, kernel, _ = prepared
+    plan = call.plan
     local = {
-        **dict(zip(("batch", "seqlen_local", "heads", "head_dim"), call.q.shape, strict=True)),
-        "kv_heads": call.kv_heads,
-        "dtype": call.q.dtype,
+        **dict(zip(("batch", "seqlen_local", "heads", "head_dim"), request.q.shape, strict=True)),
+        "kv_heads": request.kv_heads,
+        "dtype": request.q.dtype,
         "window": (plan.left, plan.right),
         "layout": LAYOUTS[plan.zigzag],
         "alibi_slopes": plan.alibi,
         "softmax_scale": call.scale,
-        "kernel": kernel.name,
-        "gradients wanted": call.needs_grad,
+        "kernel": call.kernel.name,
+        "gradients wanted": request.needs_grad,
     }
-    by_rank = all_gather_object(local, ring.group)
+    by_rank = all_gather_object(local, call.ring.group)
     for rank, there in enumerate(by_rank):
         if isinstance(there, str):
             raise AttentionInputError(
@@ -257,6 +225,6 @@ def _validate_across_ranks(prepared: _Prepared) -> None:
         if len(set(values)) > 1:
             hint = " Pad the sequence to a multiple of the number of ranks."
             raise AttentionInputError(
-                f"the ranks of a ring must agree, but {name} on ranks 0 to {ring.size - 1} is "
+                f"the ranks of a ring must agree, but {name} on ranks 0 to {len(values) - 1} is "
                 f"{', '.join(map(str, values))}.{hint if name == 'seqlen_local' else ''}"
             )

@@ -6,9 +6,8 @@ for the one after it. Causal masks and windows look at positions in the whole se
 
     query i sees key j    when    delta - left  <=  j - i  <=  delta + right
 
-and a block's visible pairs are always a range of its diagonals, low <= j - i <= high. Kernels know
-windows around the main diagonal only. A range beside it (low > 0, or high < 0) fills a smaller
-square in a corner; there it is a window around the main diagonal again:
+and a block's visible pairs are a range of its diagonals, low <= j - i <= high. Kernels know windows
+around the main diagonal only. A range beside it (low > 0, or high < 0) is one in a smaller square:
 
     n = 5, left = 6, delta = 8:   2 <= j - i          the square of keys 2.. and queries ..2:
         k 0 1 2 3 4                                       k 2 3 4
@@ -18,14 +17,13 @@ square in a corner; there it is a window around the main diagonal again:
     q 3   . . . . .        <- sees none of them
     q 4   . . . . .
 
-In such a square each query sees at least one key. So no kernel is asked about empty rows.
+There each query sees at least one key: no kernel is asked about empty rows.
 
-ALiBi adds -s * |distance|, and the distance in the whole sequence is |delta - (j - i)|, while a
-kernel counts |j - i|. For keys before the queries, |delta - (j - i)| = delta + (i - j). That is the
-kernel's own bias plus a constant where i >= j, and where i < j it is the kernel's bias for the
-slope -s. So the block is cut in two along its diagonal; the constant s * delta changes the
-log-sum-exp and not the output. (Its price: biases up to s * n are rounded. In float32, with s = 1/2
-and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7; bfloat16 rounds more anyway.)
+ALiBi adds -s * |delta - (j - i)|, while a kernel counts |j - i|. For keys before the queries it is
+-s * (delta + i - j): the kernel's own bias plus a constant where i >= j, and where i < j the
+kernel's bias for the slope -s. So the block is cut in two along its diagonal; the constant
+s * delta changes the log-sum-exp and not the output. (Biases up to s * n are rounded: in float32,
+with s = 1/2 and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7.)
 """
 
 from __future__ import annotations
@@ -116,11 +114,7 @@ def joined(pairs: list[BlockPair]) -> list[BlockPair]:
 
 
 def _staircase(pairs: list[BlockPair]) -> list[BlockPair]:
-    """Join two causal squares on the diagonal and what lies left of the second: one causal square.
-
-    The two chunks of a zigzag rank are this to each other: the later one sees all of the earlier
-    one, however far apart they stand.
-    """
+    """Join the two chunks of a zigzag rank: the later one sees all of the earlier one."""
     if len(pairs) != 3:
         return pairs
     first, left, second = sorted(pairs, key=lambda pair: (pair.rows.start, pair.cols.start))

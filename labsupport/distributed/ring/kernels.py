@@ -1,13 +1,11 @@
 """The kernels that can compute a block pair of the ring, and the choice among them.
 
-A ring asks more of a kernel than attention does. The forward must return the log-sum-exp, or
-partial results cannot be merged. The backward must take the output and the log-sum-exp from
-outside: those of the whole row, over the keys of all ranks. A kernel whose backward is reached
-through autograd alone uses those of its own block, and gives gradients of another function.
+A kernel's forward must return the log-sum-exp, or partial results cannot be merged. Its backward
+must take the output and the log-sum-exp of the whole row from outside: autograd's would use those
+of its own block, and give gradients of another function.
 
 To add a kernel, write its forward and backward, and add an entry to `KERNELS`. All tensors are in
 flash-attn's layout, (batch, seqlen, heads, head_dim); lse is (batch, heads, seqlen), natural log.
-This file is the only one of the ring that calls the kernels of `labsupport.attention`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,7 +23,6 @@ from labsupport.attention.adapters import run_fa4
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
 from labsupport.attention.implementations import by_name
 from labsupport.attention.inputs import AttentionInputError
-from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.config import Geometry
 from labsupport.attention.registry import AttentionCall, BackendUnavailableError
 
@@ -51,10 +47,8 @@ class BlockKernel:
     Attributes:
         name: what users pass as `kernel=`.
         backend: the entry of `labsupport.attention`'s table whose limits apply.
-        forward: (q, k, v, options) -> out, float32 where the kernel can, and lse. Both are the
-            ring's to overwrite.
-        backward: (dout, q, k, v, out, lse, options) -> dq, dk, dv, with `out` and `lse` of the
-            whole rows.
+        forward: (q, k, v, options) -> out (float32 where it can) and lse, the ring's to overwrite.
+        backward: (dout, q, k, v, out, lse, options) -> dq, dk, dv; out and lse of whole rows.
         windows: it can compute the slanted edge of a window through a block.
         ordered: its gradients are the same bits every time: "always", "on request" by
             torch.use_deterministic_algorithms(True), or "never".
@@ -86,8 +80,8 @@ class BlockKernel:
             )
         if call.needs_grad and not self.has_backward():
             reasons.append(
-                "has no backward here that takes the log-sum-exp from outside, which a ring's "
-                "gradients need: its forward only, under torch.no_grad()"
+                "has no backward here that takes the log-sum-exp from outside: its forward only, "
+                "under torch.no_grad()"
             )
         return reasons
 
@@ -221,12 +215,6 @@ def _triton_backward(
     return backward(dout, q, k, v, out, lse, geometry)
 
 
-@cache
-def triton_is_missing() -> str | None:
-    """Return why Triton's kernels cannot run here, or None."""
-    return mode.missing()
-
-
 # --- flash-attn-4: its public forward, and the private backward behind autograd's -----------------
 
 
@@ -287,9 +275,8 @@ FA4 = BlockKernel(
     in_auto=lambda device: False,  # its backward is private
 )  # fmt: skip
 
-# In order of preference. On Hopper cuDNN is the fastest. Its gradients, like those of native,
-# differ in the last bits from run to run; `deterministic=True` passes over both. On a CPU the lab's
-# own comes first: its partial results are float32.
+# In order of preference. On Hopper cuDNN is the fastest. On a CPU the lab's own comes first: its
+# partial results are float32.
 KERNELS: tuple[BlockKernel, ...] = (CUDNN, NATIVE, FLASH_TRITON, FLASH_TORCH, FA4)
 
 
@@ -302,15 +289,14 @@ def choose(
         AttentionInputError: there is no such kernel.
         BackendUnavailableError: it cannot compute this call; says every reason.
     """
-    names = [kernel.name for kernel in KERNELS]
-    if name not in ("auto", *names):
+    candidates = [kernel for kernel in KERNELS if name in ("auto", kernel.name)]
+    if not candidates:
+        names = ", ".join(kernel.name for kernel in KERNELS)
         raise AttentionInputError(
-            f"ring attention has no kernel {name!r}: there are auto, {', '.join(names)}."
+            f"ring attention has no kernel {name!r}: there are auto, {names}."
         )
     rejected: dict[str, tuple[str, ...]] = {}
-    for kernel in KERNELS:
-        if name not in ("auto", kernel.name):
-            continue
+    for kernel in candidates:
         reasons = kernel.reasons(call, deterministic)
         if not reasons and (name != "auto" or kernel.in_auto(call.q.device)):
             return kernel, rejected

@@ -1,9 +1,7 @@
 """Triton kernels that merge or add a step's result into the sum, in one pass over memory.
 
-A step's results are as large as its inputs: at 32,768 tokens of 32 heads, a partial output is a
-quarter of a gigabyte, and the sum in float32 half of one. PyTorch merges two of them in about ten
-passes (a widened copy, two products, a sum, ...). These kernels read the sum and the part once, and
-write the sum.
+PyTorch merges two results in about ten passes (a widened copy, two products, a sum, ...), and at
+32,768 tokens of 32 heads a partial output is a quarter of a gigabyte.
 """
 # Triton's arguments have no Python types.
 # ruff: noqa: ANN001, ANN201

@@ -1,19 +1,22 @@
-"""The sums of a ring's steps: in place, in float32, in as few passes over memory as possible.
+"""The sums of a ring's steps: in place, in float32.
 
 The first result that covers all rows is taken as it is. What follows is merged (outputs, by their
-log-sum-exps) or added (gradients) to its rows. On a GPU one Triton kernel does each of the two;
-elsewhere, and for tensors that the kernels do not take, PyTorch does the same.
+log-sum-exps) or added (gradients): on a GPU by one Triton kernel each, elsewhere by PyTorch.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from labsupport.attention.kernels import mode
 from labsupport.attention.online_softmax import merge_attention
-from labsupport.distributed.ring.kernels import triton_is_missing, widened
+from labsupport.distributed.ring.kernels import widened
 
 Result = tuple[Tensor, Tensor]
+_triton_is_missing = cache(mode.missing)
 
 
 def merged(so_far: Result | None, like: Tensor, rows: slice, part: Tensor, lse: Tensor) -> Result:
@@ -88,5 +91,5 @@ def _kernels_take(total: Tensor, part: Tensor) -> bool:
         and part.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and total.stride(-1) == part.stride(-1) == 1
         and total.numel() > 0
-        and triton_is_missing() is None
+        and _triton_is_missing() is None
     )

@@ -1,12 +1,9 @@
 """The schedule of a ring: how far each rank's keys travel, known to all before anything is sent.
 
-Keys and values travel around the ring, one hop a step. `route` lists how far what a rank holds has
-come, step by step: (0, 1, 2, 3) is one full round of four ranks. Under a window a rank needs its
-neighbours only, and the route is short: (0, 1) when each rank needs the keys of the one before, and
-(0, 1, -1) when it also needs those of the one after, which come the other way round.
-
-A hop that no later rank needs is left out. Under a causal mask the keys of rank r go up to the
-last rank and never on to rank 0: half of all the traffic.
+`route` lists how far what a rank holds has come, step by step: (0, 1, 2, 3) is one full round of
+four ranks. Under a window it is short: (0, 1) when each rank needs the keys of the one before, and
+(0, 1, -1) when it also needs those of the one after, which come the other way round. A hop that no
+later rank needs is left out: causal keys never go on to rank 0, which is half of all the traffic.
 
 A plan is a function of sizes and options alone. So all ranks come to the same one, and each knows
 without asking what its neighbours will send.
@@ -14,7 +11,6 @@ without asking what its neighbours will send.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -104,30 +100,20 @@ class Plan:
             for distance in self.route
         ]
 
-    # --- how far keys travel ----------------------------------------------------------------------
+    def owner(self, rank: int, distance: int) -> int:
+        """Return whose keys a rank holds when they have come `distance` ranks."""
+        return (rank - distance) % self.world_size
 
     @cached_property
     def route(self) -> tuple[int, ...]:
         """Ranks that what is held has come, by step; negative: against the ring's direction."""
-        ranks = range(self.world_size)
-        needed = sorted(
-            {
-                (r - owner) % self.world_size
-                for r in ranks
-                for owner in ranks
-                if self.table[r][owner]
-            }
-            - {0}
-        )
-        # The first `cut` of these distances are reached forwards, the rest backwards.
-        ways = [
-            (
-                needed[cut - 1] if cut else 0,
-                self.world_size - needed[cut] if cut < len(needed) else 0,
-            )
-            for cut in range(len(needed), -1, -1)
-        ]
-        forwards, backwards = min(ways, key=sum)
+        world = self.world_size
+        ranks = range(world)
+        needed = {(r - owner) % world for r in ranks for owner in ranks if self.table[r][owner]}
+        # The keys of distances up to a cut come forwards, the rest backwards: in fewest hops.
+        near = sorted(needed | {0})
+        far = [*(world - distance for distance in near[1:]), 0]
+        forwards, backwards = min(reversed(list(zip(near, far, strict=True))), key=sum)
         return (0, *range(1, forwards + 1), *range(-1, -backwards - 1, -1))
 
     @property
@@ -135,59 +121,28 @@ class Plan:
         """Steps that wait for a hop: W - 1 for a full round."""
         return len(self.route) - 1
 
-    def owner(self, rank: int, distance: int) -> int:
-        """Return whose keys a rank holds when they have come `distance` ranks."""
-        return (rank - distance) % self.world_size
-
-    def _uses(self, owner: int, distance: int) -> list[int]:
-        """Distances, in the direction of `distance`, at which the keys of `owner` are needed."""
-        return [
-            abs(far)
-            for far in self.route
-            if far * distance > 0 and self.table[(owner + far) % self.world_size][owner]
-        ]
-
-    def travels(self, owner: int, distance: int) -> bool:
-        """True if the keys of `owner` make the hop to `distance`: needed there, or further on."""
-        return abs(distance) <= max(self._uses(owner, distance), default=0)
-
-    def goes_on(self, owner: int, distance: int) -> bool:
-        """True if dK and dV of `owner` leave the rank at `distance` for the next one."""
-        uses = self._uses(owner, distance)
-        return bool(uses) and min(uses) <= abs(distance) < max(uses)
-
-    def goes_home(self, owner: int, distance: int) -> bool:
-        """True if dK and dV of `owner` are complete at `distance`: no later rank adds to them."""
-        return abs(distance) == max(self._uses(owner, distance), default=None)
-
-    # --- what is sent -----------------------------------------------------------------------------
-
     @cached_property
-    def messages(self) -> tuple[tuple[Message, ...], ...]:
-        """Messages that travel while a step computes, by step; keys come before gradients.
+    def messages(self) -> list[list[Message]]:
+        """Messages that travel while a step computes, by step.
 
-        A forward sends the keys only. A backward has one step more: the last gradients go home.
+        A forward sends the keys only: what the next step needs. In a backward the sums follow one
+        step after their keys, so it has one step more: the last gradients go home.
         """
-        return tuple(
-            (*self._keys_sent(step), *self._gradients_sent(step))
-            for step in range(len(self.route) + 1)
-        )
-
-    def _keys_sent(self, step: int) -> Iterator[Message]:
-        """The hop that the next step needs."""
-        for coming in self.route[step + 1 : step + 2]:
-            way = 1 if coming > 0 else -1
+        steps: list[list[Message]] = [[] for _ in range(len(self.route) + 1)]
+        for step, distance in enumerate(self.route[1:], start=1):
+            way = 1 if distance > 0 else -1
             for rank in range(self.world_size):
-                if self.travels(self.owner(rank, coming - way), coming):
-                    yield Message("keys", rank, (rank + way) % self.world_size)
-
-    def _gradients_sent(self, step: int) -> Iterator[Message]:
-        """Sums that the step before added to: one step after the keys."""
-        before = self.route[step - 1] if step else 0
-        for rank in range(self.world_size) if before else ():
-            owner = self.owner(rank, before)
-            if self.goes_on(owner, before):
-                way = 1 if before > 0 else -1
-                yield Message("sums", rank, (rank + way) % self.world_size)
-            elif self.goes_home(owner, before):
-                yield Message("home", rank, owner)
+                owner = self.owner(rank, distance)
+                uses = [  # distances, in this direction, at which the keys are needed
+                    abs(far)
+                    for far in self.route
+                    if far * way > 0 and self.table[(owner + far) % self.world_size][owner]
+                ]
+                if not uses or abs(distance) > max(uses):
+                    continue
+                steps[step - 1].append(Message("keys", (rank - way) % self.world_size, rank))
+                if abs(distance) == max(uses):  # no later rank adds to dK and dV
+                    steps[step + 1].append(Message("home", rank, owner))
+                elif abs(distance) >= min(uses):
+                    steps[step + 1].append(Message("sums", rank, (rank + way) % self.world_size))
+        return steps

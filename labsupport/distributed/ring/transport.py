@@ -1,13 +1,11 @@
 """Messages between ranks: posted before the compute, awaited after it.
 
 All messages of one step are posted together (`batch_isend_irecv`), on every rank in the same order:
-first keys and values, then gradients. NCCL runs them as one group, which cannot wait in a circle.
-
-On a GPU nothing here waits: NCCL copies on a stream of its own, and awaiting a message makes the
-compute's stream wait. A hop hides behind a step's compute only if NCCL gets some multiprocessors
-while a kernel with thousands of blocks has them all. So give its stream priority: set
-TORCH_NCCL_HIGH_PRIORITY=1 before the process group is made, or `is_high_priority_stream` in
-ProcessGroupNCCL.Options; `labsupport ring` does the former.
+NCCL runs them as one group, which cannot wait in a circle. On a GPU nothing here waits: NCCL copies
+on a stream of its own, and awaiting a message makes the compute's stream wait. A hop hides behind a
+step's compute only if NCCL gets some multiprocessors while a kernel with thousands of blocks has
+them all: give its stream priority by TORCH_NCCL_HIGH_PRIORITY=1 before the process group is made,
+as `labsupport ring` does.
 """
 
 from __future__ import annotations
@@ -50,7 +48,11 @@ class Traffic:
 
 
 TOTAL = Traffic()
-"""Traffic of all rings of this process so far."""
+"""Traffic of all rings of this process so far.
+
+A layer under activation checkpointing is several rings: that of the forward, to which the backward
+belongs, and one for each time that it is computed again.
+"""
 
 
 class Ring:
@@ -76,11 +78,6 @@ class Ring:
             )
         self.size = dist.get_world_size(self.group)
         self.traffic = Traffic()
-
-    def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
-        """Note that this rank sends a message of two tensors."""
-        self.traffic.count(pair, gradients=gradients)
-        TOTAL.count(pair, gradients=gradients)
 
     def post(self, sends: Messages, receives: Messages) -> Callable[[], None]:
         """Start all messages of a step; the returned function waits for them.

@@ -1,8 +1,8 @@
 """Sharding of a sequence over ranks, and the positions that a rank holds.
 
-Contiguous shards are simple, and unfair under a causal mask: the last rank's queries see all keys,
-the first rank's only themselves, and each step lasts as long as the busiest rank. Zigzag cuts the
-sequence into 2W chunks and gives rank r an early one and a late one, r and 2W - 1 - r:
+Under a causal mask contiguous shards are unfair: the last rank's queries see all keys, the first
+rank's only themselves. Zigzag cuts the sequence into 2W chunks, and gives rank r an early one and a
+late one, r and 2W - 1 - r; so each rank computes two full blocks in each step with another's keys:
 
     W = 4        contiguous                 zigzag
     rank 0       0 1                        0             7
@@ -10,14 +10,8 @@ sequence into 2W chunks and gives rank r an early one and a late one, r and 2W -
     rank 2               4 5                    2     5
     rank 3                   6 7                  3 4
 
-Now each rank computes two full blocks in each step with another rank's keys. With those of an
-earlier rank s < r, both chunks of queries see chunk s, and neither sees 2W - 1 - s. With those of a
-later one, queries r see nothing, and queries 2W - 1 - r see both.
-
-Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2. Brandon et al., "Striped
-Attention" (2023), balance the same work with stripes of single tokens.
-
-Nothing but attention asks where a token stands, except for positions: give `positions_of` to RoPE.
+Source: Llama Team, "The Llama 3 Herd of Models" (2024), section 3.3.2. Besides attention, only
+positions ask where a token stands: give `positions_of` to RoPE.
 """
 
 from __future__ import annotations

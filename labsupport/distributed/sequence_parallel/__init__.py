@@ -5,21 +5,10 @@ model       shard_model: the lab's Decoder, or Transformers' GPT-2 or Llama, and
             its loss
 run         train_with_ring: the training loop
 
-    rank 0    tokens 0 1 . . . . 6 7     embedding, norms, MLP, classifier, loss: each token by
-    rank 1    tokens . . 2 3 4 5 . .     itself, so each rank computes those of its own tokens
-                                         attention: the only part that needs the other ranks
-
-                       data parallelism                  sequence parallelism
-    a rank works on    other sequences                   a part of each sequence
-    activations        of its sequences: the longest     1/W of the sequence's: W times as long
-                       must fit on one device            a sequence fits
-    sent in a layer    nothing                           K and V around the ring; dK and dV
-    sent in a step     the gradients                     the gradients
-    held               all weights and states            all weights and states
-
+Attention needs the other ranks: K and V go around the ring, dK and dV come home. All else computes
+each token by itself, so activations are 1/W of the sequence's; weights and states are whole.
 Source: Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective"
-(arXiv 2105.13120), section 3; with FlashAttention's blocks in the ring it is Liu, Zaharia and
-Abbeel, "Ring Attention" (arXiv 2310.01889).
+(arXiv 2105.13120), section 3; with a ring of FlashAttention's blocks, arXiv 2310.01889.
 """
 
 from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model

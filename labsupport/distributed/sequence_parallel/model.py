@@ -4,23 +4,15 @@ The loss of a step is the mean over all N labels. Rank r has n_r of them, with t
 
     loss = Σ_r  m_r · n_r / N            each rank returns its own term
 
-Each rank runs the backward pass of its term. Where the terms depend on other ranks' tokens, that is
-through K and V only, and the ring's backward brings dK and dV home. So a rank ends up with the
-gradient of the WHOLE loss by way of its own tokens. The weights are the same on all ranks, and
-worked on all tokens: their gradients are summed over the ranks, once a step. (Summed, not averaged
-as in data parallelism: the terms have been divided by N already.)
+and runs the backward pass of its term. Where the terms depend on other ranks' tokens, that is
+through K and V only, the ring's backward brings dK and dV home. So the ranks' gradients of the
+weights are summed, once a step (not averaged as in data parallelism: the terms are divided by N).
+A ring needs all ranks: one without labels computes too, with a term of 0.
 
-All ranks compute in the same order, layers that are computed again in the backward pass too: a ring
-needs all of them. So a rank without labels computes too, with a term of 0.
-
-ATTENTION is the only part of a model that looks at other tokens. So a model computes a shard of a
-sequence when its attention goes around the ring and its positions are those in the whole sequence:
-
-    Decoder             each block's `attention` becomes a `RingAttention` with the same layers
-    Transformers'       the attention function of GPT-2 or Llama, under the name "lab_ring"
-                        (labsupport.models.integration says how that works)
-
-The names of the parameters stay the same, so that checkpoints fit both ways.
+Only attention looks at other tokens. So a model computes a shard when its attention goes around the
+ring and its positions are those in the whole sequence: each `Decoder` block's `attention` becomes a
+`RingAttention` with the same layers; Transformers' GPT-2 and Llama get the attention function
+"lab_ring". The names of the parameters stay the same, so that checkpoints fit both ways.
 """
 
 from __future__ import annotations
@@ -61,7 +53,7 @@ def shard_model(
             device, with the same weights on all ranks. Its attention goes around the ring until
             `restore()`; its weights stay whole, in place, and under their names.
         zigzag: the layout with balanced work; False: contiguous shards.
-        kernel: of the ring, "auto" or a name: `ring.available_ring_kernels`.
+        kernel: of the ring, "auto" or a name in `ring.kernels.KERNELS`.
         loss_chunk: tokens at a time through the classifier, for a Transformers model (a Decoder has
             it in its savings).
         group: the ranks that share the sequence; None: all.
@@ -112,7 +104,11 @@ class SequenceParallel:
             all ranks alike.
         """
         shard = shard_batch(batch, self.rank, self.world, zigzag=self.ring.layout == "zigzag")
-        learned = _learned_positions(self.model)
+        config: Any = self.model.config
+        if isinstance(self.model, Decoder):
+            learned = config.max_positions if config.positions == "learned" else None
+        else:
+            learned = config.n_positions if config.model_type == "gpt2" else None
         if learned is not None and shard.farthest >= learned:
             raise ValueError(
                 f"position {shard.farthest:,} was asked for, but this model has learned "
@@ -142,16 +138,10 @@ class SequenceParallel:
 
     def sum_gradients(self) -> None:
         """Add up the parameters' gradients over the ranks, in place; all ranks call it."""
-        pending = []
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.contiguous()
-                pending.append(
-                    dist.all_reduce(parameter.grad, group=self.ring.group, async_op=True)
-                )
-        for work in pending:
-            if work is not None:
-                work.wait()
+                dist.all_reduce(parameter.grad, group=self.ring.group)
 
     def _mean_loss(self, shard: Shard) -> Tensor:
         model: Any = self.model
@@ -173,24 +163,15 @@ class SequenceParallel:
         return compute_loss(logits, shard.labels, dtype=wide)
 
 
-def _learned_positions(model: nn.Module) -> int | None:
-    """Number of positions that a model has learned; None if its positions have no end."""
-    config: Any = model.config
-    if isinstance(model, Decoder):
-        return config.max_positions if config.positions == "learned" else None
-    return config.n_positions if config.model_type == "gpt2" else None
-
-
 def _check_no_dropout(model: nn.Module) -> None:
     """Raise ValueError if a layer of the model drops out."""
     for name, module in model.named_modules():
         rate = getattr(module, "p" if isinstance(module, nn.Dropout) else "attention_dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
             raise ValueError(
-                f"{name} drops out with {rate}: each rank would draw other random numbers than one "
-                "device does, and the ring has no dropout. Build or load the model without "
-                "(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0; attention_dropout=0.0), or call "
-                "model.eval()"
+                f"{name} drops out with {rate}, and the ring has no dropout. Load the model "
+                "without (attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0; attention_dropout=0.0), "
+                "or call model.eval()"
             )
 
 
@@ -208,8 +189,6 @@ class RingAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, backend: str) -> Tensor:
         """(batch, seqlen_local, width) to the same; `backend` is one device's business."""
-        if cu_seqlens is not None:
-            raise ValueError("the ring knows no documents: cu_seqlens must be None")
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim))
             for project in (self.query, self.key, self.value)
@@ -221,54 +200,47 @@ class RingAttention(nn.Module):
 
 
 def _install(model: Any, ring: RingOptions) -> Callable[[], None]:
-    """Let a model's attention go around the ring until the returned function is called.
-
-    Raises:
-        ValueError: a model that is neither a Decoder nor Transformers' GPT-2 or Llama with a head;
-            whose positions depend on the length; whose attention goes around a ring already.
-    """
+    """Let a model's attention go around the ring until the returned function is called."""
     family = getattr(getattr(model, "config", None), "model_type", None)
+    twice = ValueError("the model's attention goes around a ring already: restore() it first")
     if isinstance(model, Decoder):
-        layers: list[Any] = list(model.blocks)
-        before: Any = [block.attention for block in layers]
-        already = any(isinstance(attention, RingAttention) for attention in before)
-    elif family in FAMILIES and hasattr(model, "lm_head"):
-        layers = [
-            module
-            for module in model.modules()
-            if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
-        ]
-        before = model.config._attn_implementation
-        already = before == _NAME
-    else:
+        blocks: list[Any] = list(model.blocks)
+        before = [block.attention for block in blocks]
+        if any(isinstance(attention, RingAttention) for attention in before):
+            raise twice
+        for block in blocks:
+            block.attention = RingAttention(block.attention, ring)
+
+        def restore() -> None:
+            for block, attention in zip(blocks, before, strict=True):
+                block.attention = attention
+
+        return restore
+    if family not in FAMILIES or not hasattr(model, "lm_head"):
         raise ValueError(
             f"a {type(model).__name__} was given, but only a Decoder, a GPT2LMHeadModel or a "
             "LlamaForCausalLM can be computed with a sharded sequence"
         )
-    if already:
-        raise ValueError("the model's attention goes around a ring already: restore() it first")
-    if isinstance(model, Decoder):
-        for block in layers:
-            block.attention = RingAttention(block.attention, ring)
-
-        def restore() -> None:
-            for block, attention in zip(layers, before, strict=True):
-                block.attention = attention
-
-        return restore
+    implementation = model.config._attn_implementation
+    if implementation == _NAME:
+        raise twice
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         raise ValueError(
-            f"this model's rotary positions ({rope['rope_type']}) depend on the length of the "
-            "sequence, and a rank would take its shard's"
+            f"this model's rotary positions ({rope['rope_type']}) depend on the sequence's length"
         )
     _register()
     model.set_attn_implementation(_NAME)
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
+    ]
     for layer in layers:
         layer.ring = ring
 
     def restore_transformers() -> None:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(implementation)
         for layer in layers:
             del layer.ring
 

@@ -1,14 +1,9 @@
 """The training loop with a sharded sequence: every rank works on each of its tokens' part.
 
-One step of a rank with two micro-batches (sequences):
-
-    cut the shard of sequence 0     forward, backward: K, V, dK, dV go around in each layer
-    cut the shard of sequence 1     the same; gradients add up in .grad
-    all-reduce the gradients        once a step: 2 (W-1)/W of their bytes, as DDP
-    clip, AdamW                     the same on every rank, so that the weights stay the same
-
-The steps, the history and the checkpoints are those of data parallelism (`data_parallel.run`): what
-W ranks saved, another number goes on with, and DDP or FSDP too.
+A rank cuts its shard from each micro-batch of a step, and computes it forward and backward: K, V,
+dK, dV go around in each layer. Gradients add up in .grad, and are summed over the ranks once a
+step. The steps, the history and the checkpoints are those of data parallelism
+(`data_parallel.run`): what W ranks saved, another number goes on with, and DDP or FSDP too.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.distributed.sequence_parallel.model import SequenceParallel, shard_model
+from labsupport.distributed.sequence_parallel.model import shard_model
 from labsupport.distributed.sequence_parallel.sharding import Shard
 from labsupport.training.train import TrainConfig, check_weights, tensors
 
@@ -74,15 +69,35 @@ def train_with_ring(
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
     optimizer, dtype = make_optimizer(model, settings), settings.autocast
+    shards: list[Shard] = []  # of the step in progress
     with shard_model(model, zigzag=zigzag, kernel=kernel, loss_chunk=loss_chunk) as sharded:
-        stream = _Stream(sharded, batches)
+
+        def cut(step: int) -> list[dict[str, Tensor]]:
+            """This rank's shards as a `Share` counts them, with the labels of whole sequences."""
+            checksum = 0
+            shards.clear()
+            for batch in batches(step):
+                for name, tensor in sorted(tensors(batch).items()):
+                    data = tensor.detach().cpu().contiguous().numpy().tobytes()
+                    checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
+                shards.append(sharded.shard(batch))
+            checksums = all_gather_object(checksum)
+            if others := [rank for rank, own in enumerate(checksums) if own != checksums[0]]:
+                raise ValueError(
+                    f"step {step}: rank {', '.join(map(str, others))} was given other "
+                    "micro-batches than rank 0. With a sharded sequence each rank gets all of "
+                    "them, whole: no share_of, and the same seed"
+                )
+            return [
+                {"tokens": x.tokens, "labels": x.all_labels, "fillers": torch.tensor(x.fillers)}
+                for x in shards
+            ]
 
         def add_gradients(share: Share) -> Tensor:
             optimizer.zero_grad()
-            stream.check_same()
             total = share.labels // info.world  # each rank has counted the labels of all
             loss = torch.zeros((), device=info.device)
-            for shard in stream.shards:
+            for shard in shards:
                 with torch.autocast(info.device.type, dtype=dtype, enabled=dtype is not None):
                     part = sharded(shard.to(info.device), total)
                 part.backward()
@@ -90,39 +105,4 @@ def train_with_ring(
             sharded.sum_gradients()
             return loss
 
-        return run_steps(model, optimizer, stream, settings, add_gradients, **options)
-
-
-class _Stream:
-    """step -> this rank's shards, in the form that a `Share` counts.
-
-    Their labels are those of the whole sequence, on each rank.
-    """
-
-    def __init__(self, sharded: SequenceParallel, batches: Batches) -> None:
-        self.sharded, self.batches = sharded, batches
-        self.step = self.checksum = 0
-        self.shards: list[Shard] = []
-
-    def __call__(self, step: int) -> list[dict[str, Tensor]]:
-        self.step, self.checksum, self.shards = step, 0, []
-        for batch in self.batches(step):
-            for name, tensor in sorted(tensors(batch).items()):
-                data = tensor.detach().cpu().contiguous().numpy()
-                self.checksum = zlib.crc32(data.tobytes(), zlib.crc32(name.encode(), self.checksum))
-            self.shards.append(self.sharded.shard(batch))
-        return [
-            {"tokens": own.tokens, "labels": own.all_labels, "fillers": torch.tensor(own.fillers)}
-            for own in self.shards
-        ]
-
-    def check_same(self) -> None:
-        """Raise ValueError, on all ranks, if they were not given the same micro-batches."""
-        checksums = all_gather_object(self.checksum)
-        different = [str(rank) for rank, own in enumerate(checksums) if own != checksums[0]]
-        if different:
-            raise ValueError(
-                f"step {self.step}: rank {', '.join(different)} was given other micro-batches than "
-                "rank 0. With a sharded sequence each rank gets all of them, whole: no share_of, "
-                "and the same seed"
-            )
+        return run_steps(model, optimizer, cut, settings, add_gradients, **options)

@@ -1,22 +1,17 @@
 """A rank's part of a micro-batch: tokens, labels, positions, cut from whole sequences.
 
-Every rank is given the whole sequence, 8 bytes a token, and cuts its shard from it. What is large,
-the activations, only ever exists for a shard's tokens. Two things must be done before the cut:
+Every rank is given the whole sequence, and cuts its shard from it. Before the cut:
 
-    labels      the label of a token is the token after it. That of a shard's last token lies on
-                another rank, so labels are shifted first, and sharded then. (A model that shifts
-                labels itself, as Transformers' do, would lose one label for each chunk, and with
-                zigzag shards give chunk r's last token the first one of chunk 2W - 1 - r.)
-    positions   a token keeps its place in the whole sequence, for RoPE or the table of positions:
-                otherwise each rank would count from 0.
-
-A length that the ranks cannot share is filled up at the end, by 2W - 1 tokens at most. Nothing of
-the result changes: no token sees a later one, and fillers have no labels.
+    labels      are shifted, since that of a shard's last token lies on another rank. (A model that
+                shifts labels itself would lose one for each chunk, and with zigzag shards give
+                chunk r's last token the first one of chunk 2W - 1 - r.)
+    positions   are counted, or each rank would count from 0.
+    fillers     are added at the end, 2W - 1 at most, to a length that the ranks cannot share: no
+                token sees a later one, and fillers have no labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,11 +89,23 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
             f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} must both be "
             "(batch, seqlen), at least one of each"
         )
-    if "cu_seqlens" in given:
-        _check_one_document(given["cu_seqlens"], labels)
-    positions = _positions(given, tokens)
-    farthest = int(positions.max())
     rows, seqlen = tokens.shape
+    ends = [end for end in given.get("cu_seqlens", torch.empty(0)).tolist() if end > 0]
+    # What follows the first document sees it here. Without labels it leaves no trace.
+    if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
+        raise ValueError(
+            f"the sequence holds {len(ends)} documents with labels, and the ring has no mask that "
+            "separates them. Give it one document in each sequence, or let documents see those "
+            "before them: leave cu_seqlens and positions out of the batch (--join-documents)"
+        )
+    positions = given.get("positions", torch.arange(seqlen, device=tokens.device))
+    positions = positions.unsqueeze(0) if positions.ndim == 1 else positions
+    if tuple(positions.shape) not in ((1, seqlen), (rows, seqlen)):
+        raise ValueError(
+            f"positions {tuple(positions.shape)} must be ({seqlen},) or {(rows, seqlen)}, one for "
+            "each token of the whole sequence"
+        )
+    farthest = int(positions.max())
     own_length = shard_length(seqlen, world_size, zigzag=zigzag)
     short = world_size * own_length - seqlen
     tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
@@ -109,28 +116,3 @@ def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) 
     places = positions_of(own_length, rank, world_size, zigzag=zigzag)
     fillers = rows * int((places >= seqlen).sum())
     return Shard(own_tokens, own_labels, own_positions, labels, farthest, fillers)
-
-
-def _positions(given: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-    if "positions" not in given:
-        return torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    positions = given["positions"]
-    positions = positions.unsqueeze(0) if positions.ndim == 1 else positions
-    if tuple(positions.shape) not in ((1, tokens.shape[1]), tuple(tokens.shape)):
-        raise ValueError(
-            f"positions {tuple(given['positions'].shape)} must be ({tokens.shape[1]},) or "
-            f"{tuple(tokens.shape)}, one for each token of the whole sequence"
-        )
-    return positions
-
-
-def _check_one_document(cu_seqlens: Tensor, labels: Tensor) -> None:
-    ends = [end for end in cu_seqlens.tolist() if end > 0]
-    # What follows the first document sees it here. Without labels it leaves no trace.
-    if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
-        raise ValueError(
-            f"the sequence holds {len(ends)} documents with labels, which must not see one "
-            "another, and the ring knows no such mask. Give it one document in each sequence; or "
-            "let documents see those before them, as GPT-3 was trained: leave cu_seqlens and "
-            "positions out of the batch (--join-documents)"
-        )
