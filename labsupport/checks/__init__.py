@@ -9,8 +9,8 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
 
-`verdict` judges results and finds the mistake. `cases` stores the inputs of checks with the results
-of the solution and of each mistake.
+`verdict` judges results and finds the mistake. A check calls its reference by `cases.reference`, so
+that stored results can take the place of the solutions in an exam.
 """
 
 from labsupport.checks.amdahl import (

@@ -1,134 +1,115 @@
-"""Stored cases: the inputs of an exercise's checks, with the right results and each mistake's.
+"""Stored cases: inputs, and what references and their mistakes give, for an edition without them.
 
-A record holds no solution, and still names mistakes. It does not hold what a check measures beside
-results, such as memory, and its inputs are always the same. An exam edition has records in place
-of the files in `STORED`.
+A check computes its right results inside of `reference`, and draws inputs (`verdict.draw`) and
+applies mistakes (`verdict.results`) there too. With one seed it does so in one order, whoever's
+function it checks. So a machine that has the solutions can write all of it down (`recording`), and
+an edition that lacks them reads it back in that order (`stored`): the check judges and names
+mistakes as before, with the same inputs every time.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import copy
-import importlib
-import io
-import math
-import zlib
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
-from typing import Any
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import CheckFailed, Mistake, Student, call, mutant, passed
+T = TypeVar("T")
+Tape = list[Any]  # the results of one check, in order
+FILE = Path(__file__).with_name("cases.safetensors")
 
-CLOSE = 1e-3  # of results that are rounded; whole numbers are compared as such
-STORED = {  # file: check, solution, table of mistakes
-    "amdahl": (
-        ("check_amdahl", "overall_speedup", "SPEEDUP_MISTAKES"),
-        ("check_attention_share", "flop_share", "SHARE_MISTAKES"),
-    ),
-    "counting": (
-        ("check_textbook_traffic", "textbook_traffic", "TEXTBOOK_MISTAKES"),
-        ("check_tiled_traffic", "tiled_traffic", "TILED_MISTAKES"),
-        ("check_tiled_causal", "tiled_traffic", "CAUSAL_MISTAKES"),
-    ),
-    "decoding": tuple(
-        (f"check_visible_{what}", "visible", "MISTAKES")
-        for what in ("positions", "padding", "decoding")
-    ),
-    "planning": tuple(
-        (f"check_kept_{what}", "held_bytes", "MISTAKES")
-        for what in ("blocks", "checkpoint", "loss")
-    ),
-}
+_written: Tape | None = None
+_read: Iterator[Any] | None = None
 
 
-def export_cases(
-    checks: Iterable[Callable[..., None]],
-    solution: Callable[..., Any],
-    mistakes: Iterable[Mistake],
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Record checks of a solution for `check_cases`; `torch.save` stores the record.
-
-    Returns:
-        calls: arguments and options of each call; right: its results; mistakes: the diagnosis and
-        the results of each mistake. A call that raises has None as result.
-    """
-    calls: list[tuple[Any, Any]] = []
-
-    def student(*args: Any, **options: Any) -> Any:
-        with contextlib.suppress(TypeError):  # a generator cannot be stored
-            calls.append(copy.deepcopy((args, options)))
-        return solution(*args, **options)
-
-    def answers(function: Callable[..., Any]) -> list[Any]:
-        found: list[Any] = [None] * len(calls)
-        for i, (args, options) in enumerate(copy.deepcopy(calls)):
-            with contextlib.suppress(Exception):
-                found[i] = function(*args, **options)
-        return found
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        for check in checks:
-            check(student, seed=seed)
-    wrong = [(mistake.say, answers(mutant(solution, mistake.edit))) for mistake in mistakes]
-    return {"calls": calls, "right": answers(solution), "mistakes": wrong}
+def reference(compute: Callable[[], T]) -> T:
+    """Return a reference's result: computed here, or the stored one where there is no reference."""
+    global _written
+    if _read is not None:
+        return next(_read)
+    if (tape := _written) is None:
+        return compute()
+    _written = None  # a reference that calls another one counts once
+    result: Any = compute()
+    tape.append(list(result) if isinstance(result, Iterator) else result)
+    _written = tape
+    return tape[-1]
 
 
-def check_cases(student: Student, cases: dict[str, Any]) -> None:
-    """Judge a student's function by a record of `export_cases` alone.
-
-    Raises:
-        CheckFailed: a result is wrong; names the mistake that explains all of them.
-    """
-    given = [call(student, *args, **options) for args, options in copy.deepcopy(cases["calls"])]
-    if all(map(_alike, given, cases["right"])):
-        passed(f"{len(given)} stored cases")
-        return
-    known = (say for say, wrong in cases["mistakes"] if all(map(_alike, given, wrong)))
-    first = list(map(_alike, given, cases["right"])).index(False)
-    raise CheckFailed(next(known, f"the result of stored case {first} is wrong."))
+@contextlib.contextmanager
+def recording() -> Iterator[Tape]:
+    """Write down the results of all references that run inside the `with` block."""
+    global _written
+    _written = tape = []
+    try:
+        yield tape
+    finally:
+        _written = None
 
 
-def stored_source(name: str) -> str:
-    """Return the text of a module that takes the place of a file in `STORED`."""
-    module = importlib.import_module(f"labsupport.checks.{name}")
-    lines = [
-        '"""Stored cases in place of the solution: see labsupport.checks.cases."""\n',
-        "from labsupport.checks.cases import stored_check",
-        "from labsupport.left_out import LeftOutFunction\n",
-    ]
-    for check, solution, table in STORED[name]:
-        functions = [getattr(module, check)], getattr(module, solution)
-        file = io.BytesIO()
-        torch.save(export_cases(*functions, getattr(module, table)), file)
-        text = base64.b85encode(zlib.compress(file.getvalue(), 9)).decode("ascii")
-        lines.append(f"{check} = stored_check({text!r})")
-        lines.append(f'{solution} = LeftOutFunction("checks.{solution}", "that it checks")')
-    return "\n".join(lines) + "\n"
+def stored(check: Callable[..., None]) -> Callable[..., None]:
+    """Return a check that reads stored results; a seed makes no difference to it."""
+
+    @functools.wraps(check)
+    def run(*students: Any, seed: int = 0) -> None:
+        global _read
+        _read = iter(stored_tape(check.__name__))
+        try:
+            check(*students)
+        finally:
+            _read = None
+
+    return run
 
 
-def stored_check(text: str) -> Callable[..., None]:
-    """Return a check by a record of `stored_source`; its inputs are the same for every seed."""
+def save_cases(tapes: dict[str, Tape], file: Path) -> None:
+    """Store the tapes of checks, by the checks' names."""
+    from safetensors.torch import save_file
 
-    def check(student: Student, seed: int = 0) -> None:
-        file = io.BytesIO(zlib.decompress(base64.b85decode(text)))
-        check_cases(student, torch.load(file, weights_only=False))
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}  # equal tensors are stored once
 
-    return check
+    def encoded(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"array": encoded(torch.from_numpy(value))}
+        if isinstance(value, Tensor):
+            plain = value.detach().contiguous()
+            bits = plain.view(-1).view(torch.uint8).numpy().tobytes()
+            name = names.setdefault((plain.dtype, plain.shape, bits), str(len(names)))
+            tensors.setdefault(name, plain.clone())
+            return {"tensor": name}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, tuple):
+            return {"tuple": [encoded(one) for one in value]}
+        return [encoded(one) for one in value] if isinstance(value, list) else value
+
+    structure = json.dumps({name: encoded(tape) for name, tape in tapes.items()})
+    save_file(tensors, file, metadata={"cases": structure})
 
 
-def _alike(given: Any, stored: Any) -> bool:
-    if isinstance(stored, Tensor):
-        same = isinstance(given, Tensor) and given.shape == stored.shape
-        pair = (given.double(), stored.double()) if same else ()
-        return same and torch.allclose(*pair, rtol=CLOSE, atol=CLOSE / 10, equal_nan=True)
-    if isinstance(stored, Sequence) and not isinstance(stored, str):
-        same = isinstance(given, Sequence) and len(given) == len(stored)
-        return same and all(map(_alike, given, stored))
-    if isinstance(stored, Real) and isinstance(given, Real):
-        return math.isclose(given, stored, rel_tol=1e-9 if isinstance(stored, int) else CLOSE)
-    return bool(given == stored)
+def stored_tape(check: str) -> Tape:
+    """Return the stored results of a check."""
+    from safetensors import safe_open
+
+    with safe_open(FILE, framework="pt") as file:
+
+        def decoded(value: Any) -> Any:
+            if isinstance(value, list):
+                return [decoded(one) for one in value]
+            if not isinstance(value, dict):
+                return value
+            ((kind, content),) = value.items()
+            if kind == "tensor":
+                return file.get_tensor(content)
+            if kind == "array":
+                return decoded(content).numpy()
+            return getattr(torch, content) if kind == "dtype" else tuple(map(decoded, content))
+
+        return decoded(json.loads(file.metadata()["cases"])[check])

@@ -21,6 +21,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -30,6 +31,7 @@ from labsupport.checks.verdict import (
     kind,
     mistakes,
     passed,
+    results,
 )
 
 if TYPE_CHECKING:
@@ -144,12 +146,14 @@ def check_choice_sources(student: Student, seed: int = 0) -> None:
 
 
 def _judge(student: Student, workloads: Sequence[Workload], known: Sequence[Mistake]) -> None:
-    given = [_answer(student, *workload) for workload in workloads]
-    right = [choice(*workload) for workload in workloads]
+    right = reference(lambda: [choice(*workload) for workload in workloads])
+    run = lambda f: [f(*one) for one in workloads]  # noqa: E731
+    mistaken = results(choice, known, run)
+    given = [_answer(student, *one, best) for one, best in zip(workloads, right, strict=True)]
     wrong = [i for i, answer in enumerate(given) if answer != right[i]]
     if not wrong:
         return
-    say = explain(given, choice, known, lambda f: [f(*one) for one in workloads], operator.eq)
+    say = explain(given, mistaken, operator.eq)
     i = max(wrong, key=lambda i: right[i] is not None)  # a table with a choice says more
     rows, memory, dtype = workloads[i]
     shown = [
@@ -163,7 +167,9 @@ def _judge(student: Student, workloads: Sequence[Workload], known: Sequence[Mist
     raise CheckFailed("\n".join([message, *(["The rows in question:", *shown] if shown else [])]))
 
 
-def _answer(student: Student, rows: list[Row], memory: int, dtype: str) -> str | None:
+def _answer(
+    student: Student, rows: list[Row], memory: int, dtype: str, right: str | None
+) -> str | None:
     import pandas as pd
 
     def answering(table: pd.DataFrame, **options: Any) -> tuple[Any]:
@@ -175,7 +181,7 @@ def _answer(student: Student, rows: list[Row], memory: int, dtype: str) -> str |
     try:
         (answer,) = call(answering, table, memory_bytes=memory, dtype=dtype)
     except CheckFailed as problem:
-        if choice(rows, memory, dtype) or "not written" in str(problem):
+        if right or "not written" in str(problem):
             raise
         raise CheckFailed(f"return None where no row is left. {problem}") from None
     if not table.equals(before):

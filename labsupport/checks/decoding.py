@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labsupport.attention import oracle_attention
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -18,6 +19,7 @@ from labsupport.checks.verdict import (
     explain,
     mistakes,
     passed,
+    results,
     short,
     tensor,
 )
@@ -97,7 +99,8 @@ def check_visible_decoding(student: Student, seed: int = 0) -> None:
             ) from error
         for row, length in enumerate(lengths):
             padding = n - length
-            alone, _ = oracle_attention(*(x[row, :, padding:end] for x in (q, k, v)), causal=True)
+            text = [x[row, :, padding:end] for x in (q, k, v)]
+            alone = reference(lambda text=text: oracle_attention(*text, causal=True)[0])
             real = max(start, padding)  # what padding computes, nobody reads
             wanted, given = alone[:, real - padding :], out[row, :, real - start :]
             if not torch.allclose(given, wanted, rtol=0.0, atol=1e-10):
@@ -112,7 +115,8 @@ def check_visible_decoding(student: Student, seed: int = 0) -> None:
 def _judge(student: Student, seqlen_q: int, seqlen_k: int, valid: Tensor | None = None) -> None:
     arguments: Any = (seqlen_q, seqlen_k) if valid is None else (seqlen_q, seqlen_k, valid)
     where = f"visible({seqlen_q}, {seqlen_k}{', valid' if valid is not None else ''})"
-    given, right = tensor(call(student, *arguments), where), visible(*arguments)
+    given, right = tensor(call(student, *arguments), where), reference(lambda: visible(*arguments))
+    known = results(visible, MISTAKES, lambda f: f(*arguments))
     if given.dtype != torch.bool:
         raise CheckFailed(
             f"{where} is {short(given.dtype)}: return booleans. scaled_dot_product_attention adds "
@@ -128,7 +132,7 @@ def _judge(student: Student, seqlen_q: int, seqlen_k: int, valid: Tensor | None 
         )
     if equal(given, right):
         return
-    if say := explain(given, visible, MISTAKES, lambda f: f(*arguments)):
+    if say := explain(given, known):
         raise CheckFailed(f"{where} is wrong. {say}")
     place = tuple((given != right).nonzero()[0].tolist())
     *_, query, key = place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import compare_with_oracle, oracle_attention, standard_attention
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -18,6 +20,7 @@ from labsupport.checks.verdict import (
     explain,
     mistakes,
     passed,
+    results,
     short,
     tensor,
 )
@@ -102,13 +105,14 @@ def check_half_dtype_edges(student: Student, seed: int = 0) -> None:
 
 def _judge_dtypes(student: Student, cases: list[Inputs]) -> None:
     given = [call(student, *case) for case in cases]
-    for case, dtype in zip(cases, given, strict=True):
+    best = reference(lambda: [half_dtype(*case) for case in cases])
+    known = results(half_dtype, DTYPE_MISTAKES, lambda f: [f(*case) for case in cases])
+    for case, dtype, right in zip(cases, given, best, strict=True):
         if not isinstance(dtype, torch.dtype):
             raise CheckFailed(f"return a dtype such as torch.float16, not {dtype!r}.")
-        if dtype == (right := half_dtype(*case)):
+        if dtype == right:
             continue
-        known, run = DTYPE_MISTAKES, lambda f: [f(*case) for case in cases]
-        say = explain(given, half_dtype, known, run, lambda a, b: a == b)
+        say = explain(given, known, operator.eq)
         if not say and dtype not in (F16, BF16):
             say = "These kernels take float16 and bfloat16 only."
         shown = [f"{short(x.dtype)} up to {x.abs().max().item():,.6g}" for x in case]
@@ -124,7 +128,7 @@ def check_half_attention(student: Student, seed: int = 0) -> None:
     cases += [_inputs((BF16, F32, F16), seed, 32), _inputs((F32,) * 3, seed, 32)]
     cases[-1][2].view(-1)[9] = 1e5
     for inputs in cases:
-        half = half_dtype(*inputs)
+        half = reference(lambda inputs=inputs: half_dtype(*inputs))
         where = f"q, k, v are {', '.join(short(x.dtype) for x in inputs)}: "
         if inputs is cases[-1]:
             where = where.replace(":", " with a value of 1e5:")
@@ -163,7 +167,7 @@ def _of_output(out: Tensor, dtype: torch.dtype, half: torch.dtype) -> str:
     return ""
 
 
-def _judge_errors(results: list[Tensor], inputs: Inputs, half: torch.dtype, where: str) -> None:
+def _judge_errors(tensors: list[Tensor], inputs: Inputs, half: torch.dtype, where: str) -> None:
     """Judge output and gradients by flash-attn's rule, with the textbook in `half`."""
 
     def by(function: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
@@ -171,24 +175,24 @@ def _judge_errors(results: list[Tensor], inputs: Inputs, half: torch.dtype, wher
         out = function(*(x.transpose(1, 2) for x in leaves))[0].transpose(1, 2)
         return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    exact, textbook = by(oracle_attention, torch.float64), by(standard_attention, half)
+    exact = reference(lambda: by(oracle_attention, torch.float64))
+    textbook = reference(lambda: by(standard_attention, half))
+    doubled = [x.detach().double() for x in inputs]
+    known = results(full_attention, ATTENTION_MISTAKES, lambda f: f(*doubled))
     names = ("the output", "q's gradient", "k's gradient", "v's gradient")
-    for name, *three in zip(names, results, textbook, exact, strict=True):
+    for name, *three in zip(names, tensors, textbook, exact, strict=True):
         result, yardstick, right = (x.detach().double() for x in three)
         report = compare_with_oracle(result, yardstick, right, gradient=name != "the output")
         # The last rounding, to the caller's own dtype, is not the textbook's.
         steps = 3 * max(torch.finfo(dtype).eps for dtype in (half, three[0].dtype))
         if report.max_error <= report.allowed + steps * float(right.abs().max()):
             continue
-        given = [x.detach().double() for x in inputs]
-        say = explain(
-            result,
-            full_attention,
-            ATTENTION_MISTAKES,
-            lambda f, given=given: f(*given),
-            lambda a, b: torch.allclose(a, b, rtol=0.0, atol=0.02 * b.abs().max().item()),
-        )
+        say = explain(result, known, _near)
         raise CheckFailed(f"{where}{name} is wrong. {say or report}")
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=0.02 * b.abs().max().item())
 
 
 def _check_that_the_kernel_gets_half(student: Student) -> None:
@@ -198,7 +202,7 @@ def _check_that_the_kernel_gets_half(student: Student) -> None:
     k[0, :, 0, :2] = torch.tensor([[10.02, 10.02], [10.04, 9.985]])
     v[0, 1] = 1.0
     out = call(student, q, k, v)
-    exact = full_attention(*(x.double() for x in (q, k, v))).mean()
+    exact = reference(lambda: full_attention(*(x.double() for x in (q, k, v))).mean())
     if abs(out.double().mean() - exact) < 0.002:  # with k, or the scores, rounded: at least 0.004
         raise CheckFailed(
             "the inputs reach the kernel in float32, and only the result is rounded: cast q, k and "

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -133,7 +134,7 @@ def check_predict(student: Student, seed: int = 0) -> None:
             "expected. Plain arithmetic does numbers and arrays."
         )
     each = [number(one, "each time") for one in many]
-    if not np.allclose(each, predict_time(work, 0.5, 100.0), rtol=1e-6):
+    if not np.allclose(each, reference(lambda: predict_time(work, 0.5, 100.0)), rtol=1e-6):
         raise CheckFailed("for an array of FLOPs other times come back than for each alone.")
     passed("a time from work, start and rate", seed)
 
@@ -175,7 +176,9 @@ def _measured(rng: np.random.Generator, rows: int, noise: float) -> tuple[np.nda
     rate, start = rng.uniform(100, 700), rng.uniform(0.02, 0.2)
     flops = 10 ** np.linspace(9, 14, rows) * rng.uniform(0.5, 2, rows)
     rng.shuffle(flops)
-    ms = predict_time(flops, start, rate) * np.exp(noise * rng.standard_normal(rows))
+    ms = reference(lambda: predict_time(flops, start, rate)) * np.exp(
+        noise * rng.standard_normal(rows)
+    )
     return flops, ms
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -196,7 +197,7 @@ def check_forward_memory(student: Student) -> None:
             output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
-    exact = flash_forward(*inputs, False, 32, 32)[0]
+    exact = reference(lambda: flash_forward(*inputs, False, 32, 32)[0])
     _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, "out", exact)
 
 
@@ -241,10 +242,10 @@ def check_backward_memory(student: Student) -> None:
     dout = torch.ones_like(inputs[0])
 
     def arguments(is_causal: bool) -> Any:
-        return dout, *inputs, *flash_forward(*inputs, is_causal, 32, 32)
+        return dout, *inputs, *reference(lambda: flash_forward(*inputs, is_causal, 32, 32))
 
     unmasked: Any = (*arguments(False), False, 32, 32)
-    exact = flash_backward(*unmasked)[2]
+    exact = reference(lambda: flash_backward(*unmasked)[2])
     _judge_memory(student, arguments, BACKWARD_NAMES, "dv", exact)
 
 
@@ -253,7 +254,8 @@ def _judge_backward(
 ) -> None:
     inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
     dout = draw(*inputs[0].shape, seed=seed + 7)
-    arguments = (dout, *inputs, *flash_forward(*inputs, is_causal, 8, 16), is_causal, 8, 16)
+    forward = reference(lambda: flash_forward(*inputs, is_causal, 8, 16))
+    arguments = (dout, *inputs, *forward, is_causal, 8, 16)
     names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
     judge_call(student, flash_backward, known, arguments, names, where=where, factor=3)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from labsupport.attention.kernels import mode
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import CheckFailed, draw, judge, mistakes, passed, results, short
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
@@ -151,14 +152,15 @@ def _judge(
 ) -> None:
     given = _run(student, inputs, causal=causal, softmax_scale=softmax_scale)
     options = inputs, causal, softmax_scale
-    expected = _reference(*options)
+    expected = reference(lambda: _reference(*options))
+    known = results(update, MISTAKES, lambda f: _reference(*options, f))
     if allowed is None:
         # Half a unit in the last place of float16 for each weight, and one for the output.
         allowed = 2**-10 * float(inputs[2].abs().max())
     limits = allowed, 1e-4, 1e-4 * float(expected[2].max())
     if _agree(given, expected, limits):
         return
-    for say, wrong in results(update, MISTAKES, lambda f: _reference(*options, f)):
+    for say, wrong in known:
         near = [max(limit, 1e-3 * _size(x)) for limit, x in zip(limits, wrong, strict=True)]
         # On some inputs a mistake does no harm: there it explains nothing.
         if _agree(given, wrong, near) and not _agree(wrong, expected, near):

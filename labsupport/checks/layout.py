@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -18,6 +19,7 @@ from labsupport.checks.verdict import (
     judge,
     mistakes,
     passed,
+    results,
     tensor,
     unpack,
 )
@@ -137,9 +139,9 @@ def _judge(
     run: Callable[[Callable[..., Any]], Tensor],
 ) -> None:
     """Refuse anything but the expected numbers in the memory of `source`."""
-    expected = run(solution)
+    expected, mistaken = reference(lambda: run(solution)), results(solution, known, run)
     if not equal(tensor(result, name), expected):
-        if say := explain(result, solution, known, run):
+        if say := explain(result, mistaken):
             raise CheckFailed(f"{name} is wrong. {say}")
         judge(name, result, expected, allowed=0.0)
     if result.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -131,13 +132,9 @@ def _cases(
     checkpoints: Iterable[bool],
     chunks: Iterable[int | None],
 ) -> list[dict[str, Any]]:
-    return [
-        {**shape, "stores_scores": stores, "checkpoint": checkpoint, "loss_chunk": chunk}
-        for shape in shapes
-        for stores in scores
-        for checkpoint in checkpoints
-        for chunk in chunks
-    ]
+    names = ("stores_scores", "checkpoint", "loss_chunk")
+    choices = itertools.product(shapes, scores, checkpoints, chunks)
+    return [shape | dict(zip(names, chosen, strict=True)) for shape, *chosen in choices]
 
 
 def _drawn(seed: int) -> list[dict[str, int]]:

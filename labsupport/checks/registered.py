@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from labsupport.attention import oracle_attention, standard_attention
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -156,19 +157,18 @@ def check_registered_memory(student: Student) -> None:
             out = _output(student, *given)
         if largest.numel > max(q.numel(), k.numel()):
             repeated = kv_heads < 4 and largest.numel == k.numel() * 4
+            why = "that is a matrix of scores, or a mask. This is textbook attention; call "
+            why += "flash_attention."
+            if repeated:
+                why = "k or v was repeated to 4 heads. flash_attention takes grouped heads."
             raise CheckFailed(
                 f"a tensor of shape {largest.shape} was created (by {largest.op}) for q "
-                f"{tuple(q.shape)} and k {tuple(k.shape)}: "
-                + (
-                    "k or v was repeated to 4 heads. flash_attention takes grouped heads."
-                    if repeated
-                    else "that is a matrix of scores, or a mask. This is textbook attention; call "
-                    "flash_attention."
-                )
+                f"{tuple(q.shape)} and k {tuple(k.shape)}: {why}"
             )
         if not is_causal:
             where = "(no mask; memory counts where the result is right) out"
-            judge(where, out, lab_attention(*given)[0], allowed=1e-3)
+            right = reference(lambda given=given: lab_attention(*given)[0])
+            judge(where, out, right, allowed=1e-3)
     passed("no matrix of scores, and no repeated keys")
 
 
@@ -206,7 +206,7 @@ def check_registered_refusals(student: Student, seed: int = 0) -> None:
 def _output(function: Callable[..., Any], *given: Any, **options: Any) -> Tensor:
     """Return out of (out, None); refuse anything that has another form."""
     result = call(function, *given, **options)
-    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[0], Tensor)
     if not pair or result[1] is not None:
         raise CheckFailed(
             f"return out, None: two values, not {kind(result)}. The second one is for the weights, "

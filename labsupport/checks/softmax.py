@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from labsupport.checks.row_watch import RowWatch
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -90,7 +90,7 @@ def check_running_streams(student: Student) -> None:
             result is no maximum and sum.
     """
     scores = draw(2, 60, seed=3)
-    with _Watch() as seen:
+    with RowWatch() as seen:
         result = call(student, scores, 10)
     require_maximum(result, scores)
     if seen.longest > 10:
@@ -121,30 +121,3 @@ def require_maximum(result: Any, scores: Tensor) -> None:
     judge("m", m, scores.amax(-1), allowed=0.0)
     if l.shape != m.shape or not (l.isfinite() & (l > 0)).all():
         raise CheckFailed(f"l must be a positive sum for each row, but it is {l}.")
-
-
-class _Watch(TorchDispatchMode):
-    """A watch on operators that read along the last dimension: length and order."""
-
-    MAXIMA = ("amax", "max", "cummax", "sort", "topk")
-    OTHERS = (
-        *("sum", "mean", "norm", "cumsum", "prod", "softmax", "logsumexp", "logcumsumexp"),
-        *("mm", "bmm", "mv", "dot"),
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.longest, self.operator = 0, ""
-        self.maxima_before_exp, self._exp_seen = 0, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.lstrip("_")
-        self._exp_seen |= name in ("exp", "exp_", "exp2")
-        first = args[0] if args and isinstance(args[0], Tensor) and args[0].ndim else None
-        # max(a, b) of two tensors compares entry by entry: it reduces nothing.
-        elementwise = name == "max" and len(args) > 1 and isinstance(args[1], Tensor)
-        if first is not None and not elementwise and name in (*self.MAXIMA, *self.OTHERS):
-            if first.shape[-1] > self.longest:
-                self.longest, self.operator = first.shape[-1], name
-            self.maxima_before_exp += name in self.MAXIMA and not self._exp_seen
-        return func(*args, **(kwargs or {}))

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.cases import reference
+
 Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
 
@@ -88,7 +90,7 @@ def mutant(solution: Callable[..., Any], edit: tuple[str, ...]) -> Callable[...,
 
 @cache
 def _source(solution: Any) -> str:
-    """Return a function's or autograd function's text; `inspect` finds no class that is sealed."""
+    """Return a function's or autograd function's text."""
     code = getattr(solution, "forward", solution).__code__
     text = "".join(linecache.getlines(code.co_filename))
     (node,) = (n for n in ast.parse(text).body if getattr(n, "name", "") == solution.__name__)
@@ -97,12 +99,19 @@ def _source(solution: Any) -> str:
 
 def results(
     solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield each mistake's diagnosis with the result of `run(mutant)`, unless that raises."""
-    for mistake in mistakes:
-        wrong = mutant(solution, mistake.edit)
-        with suppress(Exception):
-            yield mistake.say, run(wrong)
+) -> Iterable[tuple[str, Any]]:
+    """Return each mistake's diagnosis with the result of `run(mutant)`, unless that raises.
+
+    Call it in every run of a check, before it is known whether something is wrong: see `cases`.
+    """
+
+    def computed() -> Iterator[tuple[str, Any]]:
+        for mistake in mistakes:
+            wrong = mutant(solution, mistake.edit)
+            with suppress(Exception):
+                yield mistake.say, run(wrong)
+
+    return reference(computed)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -111,14 +120,10 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def explain(
-    given: Any,
-    solution: Any,
-    mistakes: Iterable[Mistake],
-    run: Callable[[Any], Any],
-    same: Callable[[Any, Any], bool] = equal,
+    given: Any, known: Iterable[tuple[str, Any]], same: Callable[[Any, Any], bool] = equal
 ) -> str:
-    """Return the diagnosis of the first mistake with the `same` result as given, otherwise ""."""
-    return next((say for say, wrong in results(solution, mistakes, run) if same(given, wrong)), "")
+    """Return the diagnosis of the first of `results` that is the `same` as given, otherwise ""."""
+    return next((say for say, wrong in known if same(given, wrong)), "")
 
 
 # --- a student's function -------------------------------------------------------------------------
@@ -225,8 +230,9 @@ def number(value: Any, name: str) -> float:
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return random normal numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    """Return random normal numbers; stored ones with stored results, since processors round."""
+    generator = torch.Generator().manual_seed(seed)
+    return reference(lambda: torch.randn(*shape, generator=generator, dtype=dtype)).clone()
 
 
 def judge(
@@ -307,7 +313,7 @@ def judge_call(
         return unpack(result, names) if len(names) > 1 else (tensor(result, names[0]),)
 
     given, exact = run(student, arguments), exactly(arguments)
-    right, rounded = run(solution, exact), run(solution, arguments)
+    right, rounded = reference(lambda: (run(solution, exact), run(solution, arguments)))
     for name in judged or names:
         i = names.index(name)
         wrong = results(solution, mistakes, lambda f, i=i: run(f, exact)[i])
@@ -413,9 +419,10 @@ def judge_numbers(
         return [pick(function(*args, **options)) for args, options in asked]
 
     given = run(partial(call, student))
-    for (args, options), ours, theirs in zip(asked, run(solution), given, strict=True):
+    right, known = reference(lambda: run(solution)), results(solution, mistakes, run)
+    for (args, options), ours, theirs in zip(asked, right, given, strict=True):
         if not same([ours], [theirs]):
-            say = explain(given, solution, mistakes, run, same) or f"Right is {show(ours)}."
+            say = explain(given, known, same) or f"Right is {show(ours)}."
             arguments = inspect.signature(solution).bind(*args, **options).arguments
             sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
             raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")

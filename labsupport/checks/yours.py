@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,23 +31,33 @@ def solution_or_reference(
     return yours
 
 
-def compare_prediction(what: str, predicted: float | None, measured: float, unit: str = "") -> None:
+def compare_prediction(
+    what: str, predicted: float | str | None, measured: float, unit: str = ""
+) -> None:
     """Print a prediction beside the measurement, and the factor between them.
 
     Args:
         what: the predicted quantity.
-        predicted: the student's number; None if they made no prediction.
+        predicted: the student's number, or a text that begins with it; None for no prediction.
         measured: the measurement, in the same unit.
         unit: e.g. "MiB" or "times".
     """
     unit = f" {unit}" if unit else ""
-    if not isinstance(predicted, int | float) or predicted <= 0 or measured <= 0:
-        print(f"{what}: measured {_short(measured)}{unit}; you made no prediction.")
+    if isinstance(predicted, str):  # with its unit, perhaps
+        number = re.match(r"\s*[-+]?[\d,]*\.?\d+(e[-+]?\d+)?", predicted)
+        predicted = float(number[0].replace(",", "")) if number else None
+    if predicted is None:
+        print(f"{what}: {_short(measured)}{unit}; you made no prediction.")
         return
-    factor = max(predicted / measured, measured / predicted)
-    verdict = "close" if factor < 1.5 else f"off by a factor of {factor:.1f}"
+    if predicted == measured:
+        verdict = "exact"
+    elif predicted <= 0 or measured <= 0:
+        verdict = f"{_short(abs(predicted - measured))}{unit} off"
+    else:
+        factor = max(predicted / measured, measured / predicted)
+        verdict = "within a third" if factor <= 4 / 3 else f"off by a factor of {factor:.1f}"
     guess, result = f"{_short(predicted)}{unit}", f"{_short(measured)}{unit}"
-    print(f"{what}: you predicted {guess}, measured {result} ({verdict}).")
+    print(f"{what}: you predicted {guess}, it is {result} ({verdict}).")
 
 
 def _short(number: float) -> str:

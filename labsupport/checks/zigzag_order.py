@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labsupport.checks.cases import reference
 from labsupport.checks.verdict import (
     CheckFailed,
     Mistake,
@@ -19,6 +20,7 @@ from labsupport.checks.verdict import (
     judge,
     mistakes,
     passed,
+    results,
     tensor,
 )
 
@@ -89,12 +91,13 @@ def check_zigzag_chunks(student: Student, seed: int = 0) -> None:
     for world in (4, 3, 8, 2, 5 + seed % 7, 1):
         cases = [(rank, world) for rank in range(world)]
         given = [_pair(call(student, *case)) for case in cases]
-        right = [zigzag_chunks(*case) for case in cases]
+        run = lambda f, cases=cases: [f(*case) for case in cases]  # noqa: E731
+        right = reference(lambda run=run: run(zigzag_chunks))
+        known = results(zigzag_chunks, CHUNK_MISTAKES, run)
         wrong = [rank for rank in range(world) if repr(given[rank]) != repr(right[rank])]
         if not wrong:
             continue
-        rank, run = wrong[0], lambda f, cases=cases: [f(*case) for case in cases]
-        say = explain(given, zigzag_chunks, CHUNK_MISTAKES, run, lambda a, b: repr(a) == repr(b))
+        rank, say = wrong[0], explain(given, known, lambda a, b: repr(a) == repr(b))
         ours = f"They should be {right[rank]}: its own number, and the one as far from the end."
         raise CheckFailed(f"(world {world}) rank {rank} has chunks {given[rank]}. {say or ours}")
     passed("each rank holds an early chunk and a late one", seed)
@@ -107,9 +110,8 @@ def check_zigzag_positions(student: Student, seed: int = 0) -> None:
         for rank in reversed(range(world)):
             where = f"(seqlen {seqlen}, rank {rank} of {world}) the positions"
             case = (seqlen, rank, world)
-            _judge(
-                student, case, zigzag_positions(*case), zigzag_positions, POSITION_MISTAKES, where
-            )
+            right = reference(lambda case=case: zigzag_positions(*case))
+            _judge(student, case, right, zigzag_positions, POSITION_MISTAKES, where)
     passed("positions in the whole sequence", seed)
 
 
@@ -136,16 +138,18 @@ def _judge(
 ) -> None:
     """Judge a tensor that must be right in every entry."""
     given = tensor(call(student, *arguments), name)
+    mistaken = results(solution, known, lambda f: f(*arguments))
     if equal(given, right) and given.dtype == right.dtype:
         return
-    if say := explain(given, solution, known, lambda f: f(*arguments)):
+    if say := explain(given, mistaken):
         raise CheckFailed(f"{name} is wrong. {say}")
     judge(name, given, right, allowed=0.0, dtype=right.dtype)
 
 
 def _order(seqlen: int, world: int) -> Tensor:
     """Return the positions of all tokens, shard after shard."""
-    return torch.cat([zigzag_positions(seqlen, rank, world) for rank in range(world)])
+    ranks = range(world)
+    return reference(lambda: torch.cat([zigzag_positions(seqlen, r, world) for r in ranks]))
 
 
 def _pair(given: Any) -> tuple[Any, ...]:

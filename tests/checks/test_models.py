@@ -80,7 +80,6 @@ OLD, NEW = 'device_type == "cuda" and capability < (8, 0)', "FlashAttentionConfi
 RIGHT = {
     "float32 stream everywhere": (NEW, NEW + "residual=torch.float32"),
     "float32 norms": (NEW, NEW + 'norm_weights="float32"'),
-    "finer attention": (NEW, NEW + "attention=torch.float16"),
     "float16's default": ("residual=torch.float32", ""),
     "others in 16 bits": (NEW, NEW + "loss=torch.float16, optimizer=torch.bfloat16"),
 }

@@ -1,12 +1,9 @@
 """Wrong work outside the tables of mistakes: each gets a message that helps."""
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from labsupport import checks
-from labsupport.attention import standard_attention
 from labsupport.checks import (
     amdahl,
     chunked_loss,
@@ -17,7 +14,6 @@ from labsupport.checks import (
     intensity,
     layout,
     merging,
-    planning,
     rotary,
     softmax,
     textbook,
@@ -25,46 +21,18 @@ from labsupport.checks import (
 )
 from labsupport.checks.verdict import mistakes, mutant
 from tests.checks.solutions import diagnosis, each, function, solution_source
-from tests.checks.test_exercises import BACKWARD, BYTES, FORWARD, MERGE, RUNNING, TEXTBOOK, VISIBLE
+from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE
 from tests.checks.test_right_ways import Recomputes
 
 TEXTBOOKS = mistakes("""
-return 2 values (output, weights), not a float32 tensor of shape
-    return weights @ v, weights -> return weights @ v
-in place
-    scores = q -> q /= 2; scores = 2 * q
-`return`
-    return weights -> weights
 weights is wrong. A softmax over -inf alone
     weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0) -> weights
     weights @ v, -> torch.nan_to_num(weights @ v),
 """)
-RUNS = mistakes("""
-m is wrong
-    return m, l -> return l, m
-in place
-    return m, l -> return m, l * scores.sub_(1).exp_().amax(-1)
-""")
-FORWARDS = mistakes("""
-return 2 values
-    return out, lse -> return out
-in place
-    scale = 1 / math.sqrt(q.shape[-1]) -> q *= q.shape[-1] ** -0.5; scale = 1
-""")
-BACKWARDS = mistakes("""
-dq is wrong. Each block overwrites
-    dq[..., rows, :] += -> dq[..., rows, :] =
-return 3 values
-    return dq, dk, dv -> return dq, dk
-""")
 CUTS = mistakes("""
-the order is q, k, v
-    return q, k, v -> return q, v, k
 not equally wide
     qkv.split(widths, dim=-1) -> qkv.chunk(3, -1)
     (-1, head_dim) -> (heads, -1) if len(x) == 2 and x.shape[-1] == 12 else (-1, head_dim)
-return 3 values
-    return q, k, v -> return qkv
 they were copied
     return q, k, v -> return q, k, v.contiguous()
 entries are wrong
@@ -81,9 +49,7 @@ is at position
     return mask -> return mask.roll(1, -2)
 """)
 DECODED = mistakes("""
-gets other outputs than alone
-    tril(seqlen_k - seqlen_q) -> tril()
-3 tokens of padding
+3 tokens of padding on its left, gets other outputs than alone
     valid is not None -> False
 step 0 to 3 (prefill
     - seqlen_q ->
@@ -102,79 +68,40 @@ is NaN
 not a bool
     1 / (1 - share + share / speedup) -> True
 """)
-ANGLES = mistakes(r"""
+ANGLES = mistakes("""
 base not given
     10_000.0 -> 500_000.0
-has shape (40, 16), but (40, 8) was expected
-    return -> angles = torch.cat((angles, angles), -1)\n    return
 float32
     .float() ->
-cos has dtype torch.bfloat16
-    .float() -> .bfloat16()
 """)
 TURNS = mistakes("""
-in bfloat16
-    x.to(cos.dtype) -> x
-    cos[:, None, :], sin[:, None, :] -> cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
 in bfloat16
     cos[:, None, :], sin[:, None, :] -> cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
 cast it back
     .to(x.dtype) ->
-must be one tensor, not a tuple
-    return torch.cat(turned, dim=-1).to(x.dtype) -> return turned
 """)
 ROWS = mistakes("""
 has shape
     .reshape(weight.shape) ->
 Row 2i
     pairs.transpose(1, 2).reshape(weight.shape) -> weight.flip(0)
-in place
-    return -> return weight.copy_(weight.flip(0)) +
-""")
-LOSSES = mistakes("""
-the loss has shape (1,)
-    total / count -> (total / count)[None]
-entries are wrong
-    total / count -> total / count + 1
-`return`
-    return total / count -> total / count
-in place
-    labels.masked_fill( -> labels.masked_fill_(
 """)
 GRADIENTS = mistakes("""
-gradient of weight is wrong. The incoming
-    grad_weight * grad_loss -> grad_weight
 It returns four values
     , None, None ->
-It returns four values
-    return grad_hidden * grad_loss, grad_weight -> return grad_weight * grad_loss, grad_hidden
 returns None for weight
     grad_weight * grad_loss -> None
 backward raised AttributeError
     ctx.saved_tensors -> ctx.saved
-entries are wrong
-    -torch.ones -> -2 * torch.ones
-""")
-SIZES = mistakes("""
-must be a number, not a str
-    return itemsize * -> return f"{itemsize}" or
-Right is bytes
-    return itemsize * -> return 1000 + itemsize *
 """)
 MERGES = mistakes(r"""
 stays in float32
     return weight -> return (1.0 * weight
     * part, both -> * part).to(part.dtype), both
-in place
-    return -> out *= weight[..., None]\n    return
-return 2 values
-    part, both -> part
 is wrong
     torch.logaddexp(lse, part_lse) -> part_lse + torch.log1p((lse - part_lse).clamp(max=0).exp())
 -1e+09 instead of -inf
     torch.logaddexp(lse, part_lse) -> torch.logaddexp(lse, part_lse).clamp(min=-1e9)
-0 instead of -inf
-    part, both -> part, safe
 """)
 LOOPS = mistakes(r"""
 cast the result
@@ -204,16 +131,6 @@ entries are wrong
 has shape
     in chunks]) -> in chunks])[:-1]
 """)
-INVERSES = mistakes(r"""
-has shape
-    ], dim=1) -> ], dim=0)
-entries are wrong
-    ], dim=1) -> ], dim=1).roll(1, 1)
-has dtype
-    ], dim=1) -> ], dim=1).double()
-in place
-    return -> shards[0].mul_(2)\n    return
-""")
 COSTS = mistakes("""
 return 2 values (flops, moved), not an int
     return flops, moved -> return flops
@@ -231,12 +148,8 @@ You say so in every case
     arithmetic >= memory -> False
 not 'compute'
     by = ARITHMETIC -> by = "compute"
-return 3 values
-    max(arithmetic, memory), by -> max(arithmetic, memory)
 """)
 TRAFFIC = mistakes("""
-return 2 values (read, written), not an int
-    return read, written -> return read + written
 Right is read 12,800, written 8,704.
     return read, written -> return read + seqlen, written
 """)
@@ -247,48 +160,11 @@ each time must be a number
     return -> return np.array([f"{x} ms" for x in flops]) if np.ndim(flops) else
 """)
 TESTED = mistakes(r"""
-error is NaN: did a row without a measurement get in
-    table[table.status == "ok"] -> table.fillna({"median_ms": table.median_ms.where(~table.held_out, np.nan).mean()})
-    (predicted - measured) -> (predicted - measured * np.nan)
 the table was changed
     ran = -> table["work"] = table.flops / 1e9\n    ran =
-return 3 values
-    return start, rate, float(error) -> return start, rate
 your fit looks at them
     ran[~ran.held_out], -> ran,
-your fit looks at them
-    seen, unseen = -> unseen, seen =
 """)
-
-
-@each(
-    (TEXTBOOK, textbook.textbook_attention, TEXTBOOKS),
-    (RUNNING, softmax.running_max_and_sum, RUNS),
-    (FORWARD, flash.flash_forward, FORWARDS),
-    (BACKWARD, flash.flash_backward, BACKWARDS),
-    (checks.check_split_qkv, layout.split_qkv, CUTS),
-    (VISIBLE, decoding.visible, MASKS),
-    (checks.check_visible_decoding, decoding.visible, DECODED),
-    (checks.check_amdahl, amdahl.overall_speedup, SPEEDUPS),
-    (checks.check_rope_angles, rotary.rotary_angles, ANGLES),
-    (checks.check_rope_values, rotary.apply_rope, TURNS),
-    (checks.check_rope_conventions, rotary.pairs_to_halves, ROWS),
-    (checks.check_loss_values, chunked_loss.ChunkedLoss, LOSSES),
-    (checks.check_loss_gradients, chunked_loss.ChunkedLoss, GRADIENTS),
-    (BYTES, planning.held_bytes, SIZES),
-    (MERGE, merging.merge, MERGES),
-    (checks.check_merge_all, merging.merge_all, LOOPS),
-    (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, CHUNKS),
-    (checks.check_zigzag_positions, zigzag_order.zigzag_positions, POSITIONS),
-    (checks.check_unzigzag, zigzag_order.unzigzag, INVERSES),
-    (checks.check_cost_flops, intensity.attention_cost, COSTS),
-    (checks.check_roof, intensity.roof, ROOFS),
-    (checks.check_textbook_traffic, counting.textbook_traffic, TRAFFIC),
-    (checks.check_predict, fitting.predict_time, TIMES),
-    (checks.check_held_out, fitting.held_out_error, TESTED),
-)
-def test_other_wrong_work_is_refused(check, student, said):
-    assert said in diagnosis(check, student)
 
 
 POSITIONAL = mistakes(r"""
@@ -301,28 +177,48 @@ cast it back
 """)
 
 
-@each((checks.check_rope_positions, rotary.apply_rope, POSITIONAL))
-def test_positions_are_judged_on_both_functions_together(check, student, said):
-    assert said in diagnosis(check, rotary.rotary_angles, student)
+def on_positions(apply):
+    checks.check_rope_positions(rotary.rotary_angles, apply)
 
 
-@pytest.mark.parametrize(
-    "first", ["torch.arange(len(positions))", "(positions - positions[0] % 200)"]
+@each(
+    (TEXTBOOK, textbook.textbook_attention, TEXTBOOKS),
+    (checks.check_split_qkv, layout.split_qkv, CUTS),
+    (VISIBLE, decoding.visible, MASKS),
+    (checks.check_visible_decoding, decoding.visible, DECODED),
+    (checks.check_amdahl, amdahl.overall_speedup, SPEEDUPS),
+    (checks.check_rope_angles, rotary.rotary_angles, ANGLES),
+    (checks.check_rope_values, rotary.apply_rope, TURNS),
+    (on_positions, rotary.apply_rope, POSITIONAL),
+    (checks.check_rope_conventions, rotary.pairs_to_halves, ROWS),
+    (checks.check_loss_gradients, chunked_loss.ChunkedLoss, GRADIENTS),
+    (MERGE, merging.merge, MERGES),
+    (checks.check_merge_all, merging.merge_all, LOOPS),
+    (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, CHUNKS),
+    (checks.check_zigzag_positions, zigzag_order.zigzag_positions, POSITIONS),
+    (checks.check_cost_flops, intensity.attention_cost, COSTS),
+    (checks.check_roof, intensity.roof, ROOFS),
+    (checks.check_textbook_traffic, counting.textbook_traffic, TRAFFIC),
+    (checks.check_predict, fitting.predict_time, TIMES),
+    (checks.check_held_out, fitting.held_out_error, TESTED),
 )
-def test_angles_that_do_not_come_from_positions_are_found(first):
-    angles = mutant(rotary.rotary_angles, ("positions[:, None]", f"{first}[:, None]"))
-    assert "6 ... 11" in diagnosis(checks.check_rope_positions, angles, rotary.apply_rope)
+def test_other_wrong_work_is_refused(check, student, said):
+    assert said in diagnosis(check, student)
+
+
+def test_angles_that_do_not_come_from_positions_are_found():
+    for first in ("torch.arange(len(positions))", "(positions - positions[0] % 200)"):
+        angles = mutant(rotary.rotary_angles, ("positions[:, None]", f"{first}[:, None]"))
+        assert "6 ... 11" in diagnosis(checks.check_rope_positions, angles, rotary.apply_rope)
 
 
 LAST = 'return tied.loc[tied.peak_memory_bytes.idxmin(), "backend"]'
 CHOICES = {
     "a row": ((LAST, "return tied.loc[tied.peak_memory_bytes.idxmin()]"), "not a row"),
-    "its label": ((LAST, "return tied.peak_memory_bytes.idxmin()"), "return the name of a backend"),
     "a list": ((LAST, f"return [{LAST.removeprefix('return ')}]"), "you return a list"),
     "no answer": (("    if rows.empty:\n        return None\n", ""), "None where no row is left"),
     "a text for nothing": (("return None", 'return "standard"'), "Nothing is left here"),
     "a change": (("    rows = table[", "    table['ms'] = 1\n    rows = table["), "was changed"),
-    "no return": ((LAST, LAST.removeprefix("return ")), "you choose None"),
     "another": ((LAST, 'return tied.sort_values("backend").iloc[-1]["backend"]'), "is right"),
 }  # fmt: skip
 
@@ -373,65 +269,37 @@ def test_a_dtype_that_no_kernel_takes_is_refused():
 # --- right values, at too high a price ------------------------------------------------------------
 
 
-def whole_row_by_amax(scores, block_size):
-    m = scores.amax(-1)
-    return m, (scores - m.masked_fill(m == -torch.inf, 0.0)[..., None]).exp().sum(-1)
-
-
-def whole_row_by_logsumexp(scores, block_size):
-    m = torch.stack([column.squeeze(-1) for column in scores.split(1, dim=-1)]).amax(0)
-    return m, (scores.logsumexp(-1) - m.masked_fill(m == -torch.inf, 0.0)).exp()
-
-
-def whole_row_by_matmul(scores, block_size):
-    m = scores.cummax(-1).values[..., -1]
-    p = (scores - m.masked_fill(m == -torch.inf, 0.0)[..., None]).exp()
-    return m, p @ torch.ones(scores.shape[-1])
-
-
-def two_passes(scores, block_size):
-    m = torch.stack([b.amax(-1) for b in scores.split(block_size, -1)]).amax(0)
-    shift = m.masked_fill(m == -torch.inf, 0.0)[..., None]
-    return m, sum((b - shift).exp().sum(-1) for b in scores.split(block_size, -1))
+EARLY = "m = torch.stack([b.amax(-1) for b in scores.split(block_size, -1)]).amax(0)"
 
 
 @pytest.mark.parametrize(
-    "student", [whole_row_by_amax, whole_row_by_logsumexp, whole_row_by_matmul, two_passes]
+    ("edit", "said"),
+    [
+        (("scores.split(block_size, dim=-1)", "(scores,)"), "but a block has 10"),
+        (("    for block", f"    {EARLY}\n    for block"), "reads the scores twice"),
+    ],
 )
-def test_more_than_one_look_at_one_block_is_refused(student):
+def test_more_than_one_look_at_one_block_is_refused(edit, said):
+    student = mutant(softmax.running_max_and_sum, edit)
     checks.check_running_values(student)
-    said = diagnosis(checks.check_running_streams, student)
-    assert "one block" in said or "reads the scores twice" in said
-
-
-def naive_forward(q, k, v, is_causal, block_q, block_k):
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    keep = torch.ones(scores.shape[-2:]).tril(k.shape[-2] - q.shape[-2]).bool()
-    scores = scores.masked_fill(~keep & is_causal, -torch.inf)
-    return standard_attention(q, k, v, causal=is_causal)[0], scores.logsumexp(-1)
-
-
-def naive_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    with torch.enable_grad():
-        output, _ = standard_attention(*leaves, causal=is_causal)
-    return torch.autograd.grad(output, leaves, dout)
+    assert said in diagnosis(checks.check_running_streams, student)
 
 
 SCALE = "scale = 1 / math.sqrt(q.shape[-1])"
+WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
 
 
 @pytest.mark.parametrize(
     ("student", "right", "memory", "said"),
     [
-        (naive_forward, FORWARD, checks.check_forward_memory, "256, 256)"),
+        (mutant(flash.flash_forward, WHOLE), FORWARD, checks.check_forward_memory, "256, 256)"),
         (
             mutant(flash.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")),
             FORWARD,
             checks.check_forward_memory,
             "is_causal=True",
         ),
-        (naive_backward, BACKWARD, checks.check_backward_memory, "256, 256)"),
+        (mutant(flash.flash_backward, WHOLE), BACKWARD, checks.check_backward_memory, "256, 256)"),
     ],
 )
 def test_a_matrix_of_scores_is_refused_although_the_values_are_right(student, right, memory, said):
@@ -440,34 +308,18 @@ def test_a_matrix_of_scores_is_refused_although_the_values_are_right(student, ri
     assert said in diagnosis(memory, student)
 
 
-class AllAtOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk):
-        ctx.save_for_backward(hidden, weight, labels)
-        count = (labels != -100).sum().clamp(min=1)
-        return F.cross_entropy(hidden @ weight.T, labels, reduction="sum") / count
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        hidden, weight, labels = ctx.saved_tensors
-        kept = labels != -100
-        d = (hidden @ weight.T).softmax(-1) - F.one_hot(labels * kept, len(weight))
-        d = d * kept[:, None] / kept.sum().clamp(min=1) * grad_loss
-        return d @ weight, d.T @ hidden, None, None
-
-
-class InBackward(AllAtOnce):
-    forward = Recomputes.forward
-
-
+START = "counted = labels != IGNORED"
 KEPT = ("d = log_p.exp()", "d = log_p.exp(); ctx.kept.append(log_p)", "total =", "ctx.kept = []; total =")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("student", "said"),
     [
-        (AllAtOnce, "forward created a tensor of shape (1024, 512)"),
-        (InBackward, "backward created"),
+        (
+            mutant(chunked_loss.ChunkedLoss, (START, f"chunk = len(labels); {START}")),
+            "forward created a tensor of shape (1024, 512)",
+        ),
+        (mutant(Recomputes, ("ctx.count = chunk", "ctx.count = len(labels)")), "backward created"),
         (mutant(chunked_loss.ChunkedLoss, KEPT), "kept for the backward pass"),
     ],
 )
@@ -478,12 +330,10 @@ def test_all_the_logits_are_refused_although_the_values_are_right(student, said)
 
 
 def test_a_half_written_autograd_function_is_told_apart():
-    class HalfStub(Recomputes):
-        @staticmethod
-        def backward(ctx, grad_loss):
-            raise NotImplementedError
-
-    assert "backward is not written" in diagnosis(checks.check_loss_gradients, HalfStub)
+    stub = mutant(
+        chunked_loss.ChunkedLoss, ("grad_hidden, grad_weight = ctx", "raise NotImplementedError #")
+    )
+    assert "backward is not written" in diagnosis(checks.check_loss_gradients, stub)
     assert "the class itself" in diagnosis(checks.check_loss_values, lambda *args: args[0].sum())
 
 
@@ -508,15 +358,7 @@ def test_parts_that_come_one_at_a_time_must_be_merged_as_they_come(student, said
     assert said in diagnosis(checks.check_merge_all, student)
 
 
-class NoGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, chunk):
-        ctx.save_for_backward(hidden, weight)
-        return hidden.new_tensor(3.0)
-
-    @staticmethod
-    def backward(ctx, given):
-        return *(torch.zeros_like(x) for x in ctx.saved_tensors), None, None
+NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
 
 
 @pytest.mark.parametrize(
@@ -528,39 +370,35 @@ class NoGradients(torch.autograd.Function):
         (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
         (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dv is"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
-        (checks.check_loss_memory, NoGradients, "gradient of hidden is zero"),
+        (checks.check_loss_memory, mutant(chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],
 )  # fmt: skip
 def test_nothing_computed_is_no_merit_although_it_takes_no_memory(check, student, said):
     assert said in diagnosis(check, student)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_favourites_and_theorems_do_not_pass_for_a_count(seed):
-    for backend in ("sdpa_flash", "flex", None):
-        diagnosis(checks.check_choice_limits, lambda table, b=backend, **limits: b, seed=seed)
+def test_favourites_and_theorems_do_not_pass_for_a_count():
+    for backend in ("sdpa_flash", None):
+        diagnosis(checks.check_choice_limits, lambda table, b=backend, **limits: b)
     diagnosis(
         checks.check_tiled_traffic,
         lambda seqlen, head_dim, block_q, block_k, **o: (2 * seqlen**2 * head_dim // block_q, 0),
-        seed=seed,
     )
-    diagnosis(checks.check_held_out, lambda table: (0.05, 400.0, 0.0), seed=seed)
-    diagnosis(checks.check_cost_flops, lambda *shape, **options: (2**24, 2**17), seed=seed)
+    diagnosis(checks.check_held_out, lambda table: (0.05, 400.0, 0.0))
+    diagnosis(checks.check_cost_flops, lambda *shape, **options: (2**24, 2**17))
 
 
 def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
     """Two fits on the right rows; the one that does better on the held-out rows is kept."""
 
     def best_of_two(table):
-        ran = table[table.status == "ok"]
-        seen, unseen = ran[~ran.held_out], ran[ran.held_out]
-        start, rate = checks.fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())
+        start, rate, _ = checks.held_out_error(table)
+        unseen = table[(table.status == "ok") & table.held_out]
         fits = []
         for factor in (1.0, 0.7):
             off = checks.predict_time(unseen.flops, start, rate * factor) - unseen.median_ms
-            fits.append(((off.abs() / unseen.median_ms).mean(), start, rate * factor))
-        error, start, rate = min(fits)
+            fits.append(((off.abs() / unseen.median_ms).mean(), rate * factor))
+        error, rate = min(fits)
         return start, rate, error
 
     assert "your fit looks at them" in diagnosis(checks.check_held_out, best_of_two)
-    assert np.isfinite(checks.held_out_error(fitting._table(np.random.default_rng(0)))).all()
