@@ -7,7 +7,8 @@ Every program is a file of this folder with three functions:
     show(table, options) -> text what the terminal shows
 
 Here are the options of all: --device, --save NAME (keep the table under data/runs/NAME),
---overwrite. A table with a column `ok` that is not all true ends with exit status 1.
+--overwrite. A table with a column `ok` that is not all true ends with exit status 1. Weights, and
+not a table, come from `python -m benchmarks.recall`.
 """
 
 from __future__ import annotations

@@ -40,24 +40,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     device = resolve_device(options.device)
+    named = ("batch", "heads", "kv_heads", "head_dim", "dtype", "direction")
     cases = grid(
-        options.backends or measurable_backends(device),
-        options.seqlen,
-        batch=options.batch,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
+        options.backends or measurable_backends(device), options.seqlen,
         causal={"no": [False], "yes": [True], "both": [False, True]}[options.causal],
-        direction=options.direction,
-    )
+        **{name: getattr(options, name) for name in named},
+    )  # fmt: skip
     return run_grid(
-        cases,
-        device=device,
-        measure_error=not options.no_error,
-        max_seconds=options.max_seconds,
-        seed=options.seed,
-    )
+        cases, device=device, measure_error=not options.no_error,
+        max_seconds=options.max_seconds, seed=options.seed,
+    )  # fmt: skip
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:

@@ -105,7 +105,7 @@ def _direction(
     rows.append(_claim(f"time flash_torch / {library}", lost, 3.0))
     if backward:
         spared = memory["textbook"] / memory["flash_torch"]
-        ratio = Ratio((spared,), times["textbook"], times["flash_torch"])
+        ratio = Ratio((spared,))
         rows.append(_claim("memory textbook / flash_torch", ratio, 20, at_least=True))
     return rows
 

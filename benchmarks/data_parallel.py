@@ -4,13 +4,12 @@ torchrun --nproc-per-node 8 -m benchmarks data_parallel --save NAME
 python -m benchmarks data_parallel --processes 2      (starts them itself)
 
 One start measures all numbers of ranks: each case runs on a group of the first ranks, and the
-others wait. Weak scaling: each rank has the same work, however many there are, so that at best a
-step takes as long as one rank's alone, and W ranks train W times as many tokens a second:
+others wait. Weak scaling: each rank has the same work, however many there are:
 
     efficiency = tokens/s of W ranks / (W · tokens/s of one rank alone)
 
-A case that fails is a row that says why. If a rank is left waiting, the process group's timeout
-ends the wait; with NCCL it ends the program, and what was measured until then is kept (--save).
+If a rank is left waiting, the process group's timeout ends the wait; with NCCL it ends the program,
+and what was measured until then is kept (--save).
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -43,12 +41,7 @@ from labsupport.distributed.data_parallel.fsdp import shard
 from labsupport.distributed.data_parallel.run import clip_gradients, make_optimizer
 from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
-from labsupport.distributed.process_group import (
-    RankInfo,
-    all_gather_object,
-    cleanup_ddp,
-    setup_ddp,
-)
+from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
 from labsupport.profiling.provenance import command_line
 from labsupport.profiling.timing import quantile
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
@@ -114,19 +107,11 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> pd.DataFrame | None:
     for preset in options.presets:
         shape_of(preset)  # an unknown one is refused before anything starts
-    names = "length", "batch", "dtype", "attention"
-    chosen = list(
-        cases(
-            options.presets,
-            options.worlds,
-            strategies=options.strategies,
-            accumulation=options.accumulation,
-            **{name: getattr(options, name) for name in names},
-        )
-    )
+    given = vars(options)
+    names = "presets", "worlds", "strategies", "accumulation", "length", "batch", "dtype"
+    chosen = list(cases(**{name: given[name] for name in (*names, "attention")}))
     names = "steps", "warmup", "timeout", "seconds"
-    settings = {name: getattr(options, name) for name in names}
-    function = partial(measure_scaling, chosen, **settings)
+    function = partial(measure_scaling, chosen, **{name: given[name] for name in names})
     return on_all_ranks(function, options, options.timeout)
 
 
@@ -220,19 +205,15 @@ def measure_scaling(
 
     Args:
         chosen: what to measure, the same on all ranks. Worlds larger than the group are left out.
-        steps, warmup: of each case; the first ones are not counted.
         timeout: seconds that a rank may wait for another within a case.
         seconds: after so many no further case is begun; its row says "not tried".
         on_rows: is given the table so far after each case, on rank 0.
 
     Returns:
-        On all ranks, a row for each case: its fields; parameters; predicted_state_bytes,
-        predicted_sent_bytes (`costs`: by each rank, in a step); status ("ok", "out of memory",
-        "failed", "not tried") and reason; step_ms, q1_ms, q3_ms (the slowest rank of each step
-        counts); tokens_s of all ranks; efficiency against "single" on one rank, NaN without it;
-        parameter_bytes, gradient_bytes, optimizer_bytes, state_bytes (their sum) and
-        peak_memory_bytes of the rank that holds most (peak: GPUs only); all_reduces and
-        all_reduced_bytes of a step (DDP).
+        On all ranks, a row for each case: its fields and predictions (`row_of`); status ("ok",
+        "out of memory", "failed", "not tried") and reason; what `columns_of` has: times of the
+        slowest rank of each step, bytes of the rank that holds most (peak: GPUs only); efficiency
+        against "single" on one rank, NaN without it.
     """
     info = RankInfo.current()
     meeting: Any = dist.new_group(backend="gloo", timeout=MEETING)
@@ -277,32 +258,6 @@ def measure_case(
     case: Case, group: dist.ProcessGroup, info: RankInfo, *, steps: int, warmup: int
 ) -> dict[str, Any]:
     """Measure one rank of `group`: milliseconds of each step; bytes; all-reduces of one step."""
-    step, model, optimizer, counter = _prepared(case, group, info)
-    times: list[float] = []
-    for i in range(warmup + steps):
-        if i == warmup:
-            reset_peak(info.device)
-        counter.calls = counter.nbytes = 0
-        info.barrier(group)
-        began = time.perf_counter()
-        step()
-        if info.device.type == "cuda":
-            torch.cuda.synchronize(info.device)
-        times.append(1000 * (time.perf_counter() - began))
-    nan = float("nan")
-    return {
-        "times": times[warmup:],
-        "state": state_bytes(model, optimizer),
-        # On a CPU the system knows the peak of the process's whole life only.
-        "peak": read_peak(info.device) if info.device.type == "cuda" else nan,
-        "all_reduces": counter.calls if case.strategy == "ddp" else nan,
-        "all_reduced_bytes": counter.nbytes if case.strategy == "ddp" else nan,
-    }
-
-
-def _prepared(
-    case: Case, group: dist.ProcessGroup, info: RankInfo
-) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer, AllReduces]:
     device, bfloat16, config = info.device, case.dtype == "bfloat16", shape_of(case.preset)
     # The loss in chunks, or logits would be most of the memory.
     residual = torch.bfloat16 if bfloat16 else None
@@ -322,28 +277,42 @@ def _prepared(
 
     elif case.strategy == "fsdp":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else None
-        sharded = shard(
-            model, mixed_precision=policy, mesh=DeviceMesh.from_group(group, device.type)
-        )
+        mesh = DeviceMesh.from_group(group, device.type)
+        sharded = shard(model, mixed_precision=policy, mesh=mesh)
 
         def sync(last: bool) -> None:
             sharded.set_requires_gradient_sync(case.sync_every or last)
 
     optimizer = make_optimizer(model, TrainConfig(steps=1))
     autocast = bfloat16 and case.strategy != "fsdp"
-
-    def step() -> None:
+    times: list[float] = []
+    for i in range(warmup + steps):
+        if i == warmup:
+            reset_peak(device)
+        counter.calls = counter.nbytes = 0
+        info.barrier(group)
+        began = time.perf_counter()
         # DDP's gradients are views of its buckets: they are set to zero, not thrown away.
         optimizer.zero_grad(set_to_none=case.strategy != "ddp")
-        for i in range(case.micro_batches):
-            sync(i == case.micro_batches - 1)
+        for micro_batch in range(1, case.micro_batches + 1):
+            sync(micro_batch == case.micro_batches)
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss = called(tokens, labels) / case.micro_batches
             loss.backward()
         clip_gradients(model, 1.0)
         optimizer.step()
-
-    return step, model, optimizer, counter
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1000 * (time.perf_counter() - began))
+    nan = float("nan")
+    return {
+        "times": times[warmup:],
+        "state": state_bytes(model, optimizer),
+        # On a CPU the system knows the peak of the process's whole life only.
+        "peak": read_peak(device) if device.type == "cuda" else nan,
+        "all_reduces": counter.calls if case.strategy == "ddp" else nan,
+        "all_reduced_bytes": counter.nbytes if case.strategy == "ddp" else nan,
+    }
 
 
 def row_of(case: Case) -> dict[str, Any]:

@@ -3,10 +3,9 @@
     python -m benchmarks decode                           on this GPU
     python -m benchmarks decode --keys 32768 --save NAME  a part of it, saved
 
-Decoding reads K and V once and computes little, so the time that memory needs for them is the
-least possible one. Bytes per second are compared with the measured speed of a copy, which reads and
-writes; what only reads can be a little faster. All implementations are measured in turns, each
-recorded as a CUDA graph; `flash_triton` is our forward kernel, which does not split the keys.
+Decoding reads K and V once and computes little: memory sets the pace, so that bytes per second are
+compared with the measured speed of a copy. All implementations are measured in turns, each recorded
+as a CUDA graph; `flash_triton` is our forward kernel, which does not split the keys.
 
 In Triton's interpreter the command compares results, in tiny sizes; its times mean nothing.
 """
@@ -31,7 +30,6 @@ from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.hardware import measured_ceilings
 from labsupport.profiling.timing import resolve_device
-from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,10 +77,9 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
     Returns:
         A row each: the fields of `DecodeShape`, implementation, status (also "wrong"), reason,
-        in_graph, relative_error (of the first group of heads, against the float64 oracle),
-        median_ms, q1_ms, q3_ms, repeats, cache_bytes, gb_s (10^9 bytes of cache a second), of_copy
-        (over the measured copy), times_sdpa (how many times as fast as the fastest SDPA backend).
-        On a CPU of_copy is missing.
+        relative_error (of the first group of heads, against the float64 oracle), times as in
+        `in_turns`, cache_bytes, gb_s (10^9 bytes of cache a second), of_copy (over a measured copy,
+        on a GPU), times_sdpa (how many times as fast as the fastest SDPA backend).
     """
     check_triton(options)
     device = resolve_device(options.device)
@@ -108,9 +105,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 def means_of(table: pd.DataFrame) -> pd.DataFrame:
     """Geometric means of each implementation over the shapes that it ran, a row each.
 
-    Returns:
-        implementation, shapes, gb_s, of_copy, times_sdpa, and ours: how many times as fast as it
-        `decode` is, over the shapes that both ran.
+    Column ours: how many times as fast as it `decode` is, over the shapes that both ran.
     """
     import numpy as np
 
@@ -138,9 +133,12 @@ def _measure_shape(
         name: {"implementation": name, "cache_bytes": shape.cache_bytes, "in_graph": False}
         for name in names
     }
-    if reason := _shortage(shape, device):
-        return [row | {"status": "out of memory", "reason": reason} for row in rows.values()]
-    q, k, v = _inputs(shape, device)
+    # Unit normal, drawn on the device: a cache of gigabytes would take minutes on a CPU.
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": device}
+    cache = shape.batch, shape.keys, shape.kv_heads, shape.head_dim
+    q = torch.randn(shape.batch, 1, shape.heads, shape.head_dim, generator=generator, **options)
+    k, v = (torch.randn(cache, generator=generator, **options) for _ in range(2))
     group = shape.heads // shape.kv_heads
     # Heads that share keys are the queries of one head here.
     exact, _ = oracle_attention(q[0, 0, :group], k[0, :, 0], v[0, :, 0])
@@ -160,26 +158,6 @@ def _measure_shape(
             row |= {"status": "wrong", "reason": "differs from the float64 oracle"}
     measured = in_turns(calls, device, max_seconds)
     return [row | measured.get(name, {}) for name, row in rows.items()]
-
-
-def _inputs(shape: DecodeShape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit normal, drawn on the device: a cache of gigabytes would take minutes on a CPU."""
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": device}
-    cache = shape.batch, shape.keys, shape.kv_heads, shape.head_dim
-    q = torch.randn(shape.batch, 1, shape.heads, shape.head_dim, generator=generator, **options)
-    k, v = (torch.randn(cache, generator=generator, **options) for _ in range(2))
-    return q, k, v
-
-
-def _shortage(shape: DecodeShape, device: torch.device) -> str:
-    """Reason why the caches do not fit beside 2 GiB for the rest; empty if they do."""
-    import psutil
-
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    needed = shape.cache_bytes + 2 * 2**30
-    return "" if needed <= free else f"needs {format_bytes(needed)}, {format_bytes(free)} free"
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:

@@ -49,10 +49,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     Returns:
         A row for each combination and caller: q, k, v, caller, outcome ("runs", "refuses", "NaN"),
         out (dtype of the result), computed_in (what the safe function cast to), error (relative,
-        against the float64 oracle), message (what was raised, or what was said). Callers are the
-        backends' names, "sdpa" (PyTorch's own choice among its kernels), "sdpa in autocast" (to
-        bfloat16), "attention" (this lab's function), "safe_flash_attention", and the latter with
-        `float64="keep"` and `float64="cast"`.
+        against the float64 oracle), message (what was raised).
     """
     device = resolve_device(options.device)
     callers = _callers(device, options.backends)
@@ -61,26 +58,18 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
-    """Return a line for each combination, and the messages below, each once."""
-    callers = list(dict.fromkeys(table["caller"]))
-    notes: dict[str, str] = {}
-    lines = [["q", "k", "v", *callers]]
-    for (q, k, v), rows in table.groupby(["q", "k", "v"], sort=False):
-        cells = []
-        for row in rows.set_index("caller").loc[callers].itertuples():
-            text = str(row.computed_in or row.out) if row.outcome == "runs" else row.outcome
-            said = _without_figures(str(row.message))
-            mark = notes.setdefault(said, f"[{len(notes) + 1}]") if said else ""
-            cells.append(f"{text} {mark}".strip())
-        lines.append([q, k, v, *cells])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(c.ljust(w) for c, w in zip(ln, widths, strict=True)).rstrip() for ln in lines]
+    """Return a line for each combination, and below what each caller said, each text once."""
+    ran = table.computed_in.where(table.computed_in != "", table.out)
+    cells = table.assign(does=ran.where(table.outcome == "runs", table.outcome))
+    wide = cells.pivot(index=["q", "k", "v"], columns="caller", values="does")
+    refused = table[table.message != ""]
+    said = (refused.caller + ": " + refused.message.map(_without_figures)).unique()
     record = table.attrs["provenance"]
     head = f"{record['device']}, torch {record['versions']['torch']}"
-    return "\n".join([head, *text, "", *(f"{mark} {said}" for said, mark in notes.items())])
+    return "\n".join([head, wide[table.caller.unique()].to_string(), "", *said])
 
 
-Caller = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, torch.dtype | None]]
+Caller = Callable[[Tensor, Tensor, Tensor], tuple[Any, torch.dtype | None]]
 
 
 def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Caller]:
@@ -93,7 +82,7 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
     return callers | {
         "sdpa": _sdpa,
         "sdpa in autocast": _sdpa_in_autocast,
-        "attention": _attention,
+        "attention": lambda q, k, v: (attention(q, k, v), None),
         SAFE: _safe("refuse"),
         '... float64="keep"': _safe("keep"),
         '... float64="cast"': _safe("cast"),
@@ -112,10 +101,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
 def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     with torch.autocast(q.device.type, dtype=torch.bfloat16):
         return _sdpa(q, k, v)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, None]:
-    return attention(q, k, v), None
 
 
 def _safe(float64: Float64) -> Caller:

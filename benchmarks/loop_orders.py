@@ -3,10 +3,9 @@
     python -m benchmarks loop_orders               on this GPU
     python -m benchmarks loop_orders --save NAME   saved
 
-Version 1 (`version1.py`) has one program a head, which reads and writes O, m and l once for each
-block of keys. Version 2 (`forward.py`, on Hopper GPUs too) has one a block of queries, which writes
-O and L once. Both have the same inner arithmetic, so that their times tell the orders apart: once
-with version 1's small tiles for both ("same tiles"), once with the tiles that version 2 can afford.
+Version 1 (`version1.py`) has one program a head, version 2 (`forward.py`) one a block of queries.
+Both have the same inner arithmetic, so that their times tell the orders apart: once with version
+1's small tiles for both ("same tiles"), once with the tiles that version 2 can afford.
 
 All shapes have the same number of tokens; long sequences come in small batches. In Triton's
 interpreter the command compares results, in tiny sizes; its times mean nothing.
@@ -51,11 +50,10 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     """Measure both versions on each shape, in turns.
 
     Returns:
-        A row a shape: the fields of `LoopShape`; version1_ms, same_tiles_ms, version2_ms (medians)
-        with their quartiles (_q1_ms, _q3_ms) and repeats; order_ratio = version1 / same_tiles and
-        ratio = version1 / version2; version1_programs, version2_programs, multiprocessors (missing
-        on a CPU); version1_bytes (`rewritten_bytes`), version2_bytes (`written_bytes`); difference:
-        the largest between the two outputs. Versions that do not agree are a row that failed.
+        A row a shape: the fields of `LoopShape`; for version1, same_tiles and version2 medians
+        (_ms) and quartiles (_q1_ms, _q3_ms); order_ratio = version1 / same_tiles and ratio =
+        version1 / version2; programs and bytes of each version; the largest difference between
+        the outputs. Versions that do not agree are a row that failed.
     """
     check_triton(options)
     device = resolve_device(options.device)

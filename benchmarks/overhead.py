@@ -74,9 +74,7 @@ def _measure(
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
-    lines = [table.attrs["provenance"]["device"]]
-    ran = table[table.status == "ok"]
-    if len(ran):
-        columns = ["backend", "grad", "us", "above_sdpa"]
-        lines.append(ran[columns].round(1).to_string(index=False))
-    return "\n".join(lines + not_measured(table, "backend"))
+    columns = [name for name in ("backend", "grad", "us", "above_sdpa") if name in table]
+    shown = table.loc[table.status == "ok", columns].round(1).to_string(index=False)
+    about = table.attrs["provenance"]["device"]
+    return "\n".join([about, shown, *not_measured(table, "backend")])

@@ -3,14 +3,9 @@
     python -m benchmarks peers                              flash_triton on this GPU
     python -m benchmarks peers --head-dim 64 --save NAME    a part of the grid, saved
 
-Each call works on the same number of tokens and the same hidden size: short sequences come in large
-batches. All implementations of a shape are measured in turns, and their ratios printed, which are
-those of one run.
-
-Two times are measured on a GPU. `median_ms` is what its kernels take: the call is recorded as a
-CUDA graph, whose replay costs the CPU nothing. `call_ms` is the same call from Python, where the
-GPU may have to wait for the next kernel's launch: with sequences of 512 tokens it does, whatever
-the implementation. A model that is compiled or replayed meets the first, a short script the second.
+Each call works on the same number of tokens and the same hidden size. All implementations of a
+shape are measured in turns. `median_ms` is what the kernels take: the call is replayed as a CUDA
+graph. `call_ms` is the same call from Python, where a GPU may have to wait for the next launch.
 """
 
 from __future__ import annotations
@@ -79,16 +74,13 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         same).
     """
     device = resolve_device(options.device)
-    runs = {status.name: status.runs for status in available_backends(device=device)}
-    if unknown := {options.ours, *options.peers} - set(runs):
-        raise SystemExit(f"there is no backend {', '.join(sorted(unknown))}")
-    here = [name for name in options.peers if runs[name] and name != options.ours]
+    here = [n for n in options.peers if available_backends(device=device)[n].runs]
     cases = [
         Case(
             {name: getattr(shape[0], name) for name in PEER_SHAPE},
             partial(_measure_shape, shape, device, options.max_seconds),
         )
-        for shape in shapes(options, [options.ours, *here])
+        for shape in shapes(options, list(dict.fromkeys([options.ours, *here])))
     ]
     return run(cases, device, seed=0)
 
@@ -127,10 +119,7 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
             means = geometric_means(compare_with_peers(table, options.ours, column=column))
             lines += [f"Geometric means over all shapes, {what}:"]
             lines += [means.round(2).to_string(index=False)]
-        if table.in_graph.any():
-            plain = table[(table.status == "ok") & ~table.in_graph.astype(bool)]
-            lines += [
-                f"{name}: no CUDA graph, called from Python ({len(group)})"
-                for name, group in plain.groupby("backend", sort=False)
-            ]
+        plain = table[(table.status == "ok") & (table.in_graph != table.in_graph.any())]
+        if len(plain):
+            lines += [f"no CUDA graph, called from Python: {', '.join(plain.backend.unique())}"]
     return "\n".join(lines + not_measured(table, "backend"))

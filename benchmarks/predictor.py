@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labsupport.analysis.predictor.device import CPU_CACHE_MIB
-from labsupport.analysis.profile import attention_call
 from labsupport.attention.backends import last_call
-from labsupport.profiling.benchmark import predicted_shortage, refusal
+from labsupport.profiling.benchmark import call_of, make_inputs, predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
 from labsupport.profiling.hardware import last_level_cache_mib, measured_ceilings
 from labsupport.profiling.memory import measure_peak_memory
@@ -130,7 +129,7 @@ def record(
         for number in range(passes):
             ceilings.append(measured_ceilings.__wrapped__(str(where)))
             for group in groups:
-                calls = {case: attention_call(case, where) for case in group}
+                calls = {case: call_of(case, make_inputs(case, where)) for case in group}
                 if number == 0:
                     rows |= {case: _first_call(case, calls[case], where) for case in group}
                 runnable = {case: calls[case] for case in group if rows[case]["status"] == "ok"}

@@ -1,22 +1,16 @@
 """Compile report of the Triton kernels, for a GPU that need not be there.
 
     python -m benchmarks resources --capability 90 --head-dim 64,128
-    python -m benchmarks resources --kernel keys --head-dim 128 --search
+    python -m benchmarks resources --kernel keys --head-dim 128 --causal
     python -m benchmarks resources --capability 90 --hopper
 
 Triton compiles for any NVIDIA GPU on any machine, and brings NVIDIA's `cuobjdump`, which takes the
 result apart. So one can see before anything runs whether a tiling fits, and what limits it:
 
     registers     of one thread, 255 at most. What does not fit is spilled to memory, byte by byte
-    shared_kib    for tiles of Q, K, V, dO; more stages need more of it
-    programs      that fit on one multiprocessor together: the first to run out of registers,
-                  shared memory or warps decides. 0: the kernel cannot run there
-    hgmma, hmma, exp2, async_copies, local
-                  instructions in the program's text, however often they run: on the tensor cores
-                  (HGMMA is Hopper's, for products of 64 rows and more; HMMA is what came before),
-                  MUFU.EX2, LDGSTS or UTMALDG, and loads and stores of what was spilled
-
-Few registers or many programs are no end in themselves: only a GPU tells which tiling is fastest.
+    programs      that fit on one multiprocessor together; 0: the kernel cannot run there
+    hgmma, hmma   instructions on the tensor cores (HGMMA is Hopper's) in the program's text
+    local         loads and stores of what was spilled
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner import Case, numbers, run, some_of
+from benchmarks.runner import Case, numbers, one_line, run, some_of
 from labsupport.attention.kernels.config import KernelConfig, padded, tiling
 from labsupport.attention.kernels.mode import VARIABLE
 
@@ -74,11 +68,8 @@ class Limits:
     registers: int = 65_536
 
     def fitting(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """How many programs fit at once.
-
-        A warp gets its registers, in lots of 256, from a quarter of the multiprocessor; each
-        program costs 1 KiB of shared memory more than it asks for.
-        """
+        """Programs that fit at once: each takes 1 KiB of shared memory beyond its own."""
+        # A warp gets its registers, in lots of 256, from a quarter of the multiprocessor.
         a_warp = -(-registers * 32 // 256) * 256
         return min(
             4 * (self.registers // 4 // a_warp) // warps,
@@ -106,19 +97,15 @@ def compile_report(
     grouped: bool = False,
     precision: str = "ieee",
     hopper: bool = False,
-    search: bool = False,
     tilings: Sequence[KernelConfig] | None = None,
-    progress: bool = True,
 ) -> pd.DataFrame:
     """Compile kernels and count what they need; no GPU is used. One to three seconds a row.
 
     Args:
         capabilities: compute capabilities times ten, of `LIMITS`: 90 is 9.0.
         kernels: among "forward", "keys" (dK and dV) and "queries" (dQ).
-        causal, grouped: with a causal mask; with fewer key/value heads than heads.
-        precision: "ieee" or "tf32", for float32.
+        grouped: with fewer key/value heads than heads.
         hopper: the kernels for Hopper: capability 90, half precision, head_dim 64 or 128.
-        search: besides the tilings of `config.py`, also their `neighbours`.
         tilings: these instead of the ones of `config.py`.
 
     Returns:
@@ -127,11 +114,8 @@ def compile_report(
         multiprocessor, and the counts of `INSTRUCTIONS`.
 
     Raises:
-        ModuleNotFoundError: Triton is not installed.
         ValueError: the kernels for Hopper are asked for something else.
     """
-    if find_spec("triton") is None:
-        raise ModuleNotFoundError("Triton is not installed: pip install -e '.[triton]' (Linux)")
     if hopper and not (
         set(capabilities) == {90} and set(head_dims) <= {64, 128} and torch.float32 not in dtypes
     ):
@@ -148,26 +132,14 @@ def compile_report(
             "dtype": str(dtype).removeprefix("torch."), "causal": causal, "grouped": grouped,
             "precision": precision, "hopper": hopper,
         }  # fmt: skip
-        plans = tilings or ([chosen, *neighbours(chosen)] if search else [chosen])
-        jobs += [shared | asdict(plan) for plan in plans]
+        jobs += [shared | asdict(plan) for plan in tilings or [chosen]]
     # In processes of their own: without a GPU, this one interprets its kernels. Each takes seconds
     # to start.
     count = max(1, min(-(-len(jobs) // 4), os.cpu_count() or 1, 12))
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_compiled, job) for job in jobs]
         cases = [Case(job, future.result) for job, future in zip(jobs, futures, strict=True)]
-        return run(cases, torch.device("cpu"), progress=progress)
-
-
-def neighbours(plan: KernelConfig) -> list[KernelConfig]:
-    """The tilings that differ from `plan` in one number, by one step."""
-    steps = [
-        *(replace(plan, block_q=n) for n in (plan.block_q // 2, plan.block_q * 2)),
-        *(replace(plan, block_k=n) for n in (plan.block_k // 2, plan.block_k * 2)),
-        *(replace(plan, warps=n) for n in (4, 8) if n != plan.warps),
-        *(replace(plan, stages=n) for n in (plan.stages - 1, plan.stages + 1)),
-    ]
-    return [t for t in steps if min(t.block_q, t.block_k) >= 16 and t.stages >= 1]
+        return run(cases, torch.device("cpu"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -180,18 +152,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--causal", action="store_true", help="with a causal mask")
     add("--grouped", action="store_true", help="fewer key/value heads than heads")
     add("--hopper", action="store_true", help="the kernels for Hopper GPUs")
-    add("--search", action="store_true", help="also tilings next to the table's")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
-    given = {name: getattr(options, name) for name in ("causal", "grouped", "precision")}
+    if find_spec("triton") is None:
+        raise SystemExit("Triton is not installed: pip install -e '.[triton]' (Linux)")
+    names = ("causal", "grouped", "precision", "hopper")
+    given = {name: getattr(options, name) for name in names}
     try:
         return compile_report(
             capabilities=list(map(int, options.capability)), head_dims=options.head_dim,
             dtypes=[getattr(torch, name) for name in options.dtype], kernels=options.kernel,
-            hopper=options.hopper, search=options.search, **given,
+            **given,
         )  # fmt: skip
-    except (ValueError, ModuleNotFoundError) as error:
+    except ValueError as error:
         raise SystemExit(str(error)) from error
 
 
@@ -211,11 +185,10 @@ def _compiled(job: dict[str, Any]) -> dict[str, Any]:
     try:
         built = triton.compile(_source(job), target=target, options=options)
     except (RuntimeError, triton.errors.TritonError) as error:
-        reason: BaseException = error
-        while reason.__cause__ is not None:  # the first error: the others say where
-            reason = reason.__cause__
-        last = str(reason).strip().splitlines()[-1:]
-        return {"status": "failed", "reason": ": ".join([type(reason).__name__, *last])}
+        first: BaseException = error
+        while first.__cause__ is not None:  # the others say where
+            first = first.__cause__
+        return {"status": "failed", "reason": f"{type(first).__name__}: {one_line(first)[-200:]}"}
     registers, stack, text = machine_code(built)
     shared = built.metadata.shared
     return {
@@ -266,12 +239,9 @@ def _source(job: dict[str, Any]) -> Any:
 def source_of(
     kernel: Any, constants: dict[str, Any], element: str, types: dict[str, str] | None = None
 ) -> Any:
-    """A kernel as Triton's compiler takes it, for contiguous tensors.
+    """A kernel as Triton's compiler takes it, for contiguous tensors of an `element` type.
 
-    Args:
-        constants: values of constants; names that the kernel does not have are ignored.
-        element: the dtype of the inputs, as Triton abbreviates it.
-        types: of other parameters.
+    Constants that the kernel does not have are ignored; `types` are those of other parameters.
     """
     from triton.compiler import ASTSource
 

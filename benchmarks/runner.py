@@ -124,7 +124,8 @@ def _measured(case: Case) -> list[dict[str, Any]]:
 
 def not_measured(table: pd.DataFrame, *columns: str) -> list[str]:
     """Return a line for each reason why rows of a table were not measured, by these columns."""
-    others = table[table.status != "ok"].groupby([*columns, "status", "reason"], sort=False)
+    by = [*columns, "status", "reason"]
+    others = table.loc[table.status != "ok", by].fillna("all").groupby(by, sort=False)
     return [": ".join(map(str, key)) + f" ({len(group)})" for key, group in others]
 
 

@@ -16,7 +16,6 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,12 +30,12 @@ from labsupport.distributed.data_parallel.run import make_optimizer
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
-from labsupport.distributed.sequence_parallel import SequenceParallel, shard_model
+from labsupport.distributed.sequence_parallel import shard_model
 from labsupport.distributed.sequence_parallel.sharding import shard_length
 from labsupport.profiling.timing import quantile
 from labsupport.training import PRESETS, Decoder, DecoderConfig
 from labsupport.training.history import read_peak, reset_peak
-from labsupport.training.memory import is_out_of_memory, memory_limit
+from labsupport.training.memory import is_out_of_memory
 from labsupport.training.planner import STRATEGIES, MemoryStrategy
 from labsupport.training.train import TrainConfig
 
@@ -49,7 +48,7 @@ class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
     kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.STRATEGIES`,
-    whose savings and autocast apply. limit: bytes of each device, as text; None: all it has.
+    whose savings and autocast apply.
     """
 
     preset: str
@@ -57,7 +56,6 @@ class Case:
     kernel: str = "auto"
     layout: str = "zigzag"
     rung: int = len(STRATEGIES) - 1
-    limit: str | None = None
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -70,7 +68,6 @@ def add_options(parser: ArgumentParser) -> None:
     add("--kernels", type=kernels, default="auto", help="of the ring, separated by commas")
     add("--layouts", type=layouts, default="zigzag", help="zigzag, contiguous, or both")
     add("--rung", type=int, choices=rungs, default=rungs[-1], help="how memory is saved")
-    add("--limit", help="of each device's memory, such as 16GiB")
     add("--repeats", type=int, default=3, help="steps that are timed (default: %(default)s)")
     add("--max-seconds", type=float, default=60.0, help="for the steps of a case")
     add("--processes", type=int, default=2, help="to start where torchrun did not")
@@ -79,7 +76,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def measure(options: Namespace) -> pd.DataFrame | None:
     cases = [
-        Case(options.preset, length, kernel, layout, options.rung, options.limit)
+        Case(options.preset, length, kernel, layout, options.rung)
         for length in options.lengths
         for kernel in options.kernels
         for layout in options.layouts
@@ -149,7 +146,6 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
     """Measure training steps; every rank of the process group calls this.
 
     Args:
-        case: what is computed.
         repeats: steps that are timed, after one that is not.
         max_seconds: no further step is begun after so long; one is always timed.
 
@@ -163,8 +159,7 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
     """
     info, row, failed = RankInfo.current(), {}, ""
     try:
-        with nullcontext() if case.limit is None else memory_limit(case.limit, info.device):
-            row = _timed(case, STRATEGIES[case.rung], info, repeats, max_seconds)
+        row = _timed(case, STRATEGIES[case.rung], info, repeats, max_seconds)
     except (BackendUnavailableError, ValueError) as error:  # on all ranks alike
         return {"status": "unsupported", "reason": runner.one_line(error)}
     except (RuntimeError, MemoryError) as error:
@@ -196,7 +191,17 @@ def _timed(
         while len(seconds) <= repeats:
             info.barrier()
             start = time.perf_counter()
-            losses.append(_step(sharded, batch, optimizer, rung, case.seqlen, info))
+            optimizer.zero_grad(set_to_none=True)
+            shard = sharded.shard(batch).to(info.device)
+            dtype = rung.autocast
+            with torch.autocast(info.device.type, dtype, enabled=dtype is not None):
+                part = sharded(shard, case.seqlen)
+            part.backward()
+            sharded.sum_gradients()
+            optimizer.step()
+            loss = part.detach().clone()
+            dist.all_reduce(loss)
+            losses.append(float(loss))  # waits for a GPU
             now = time.perf_counter()
             times = all_gather_object((now - start, now - began))
             seconds.append(max(step for step, _ in times))
@@ -224,24 +229,3 @@ def _timed(
         "peak_memory_by_rank": " ".join(map(str, peaks)),
         "loss": losses[0],
     }
-
-
-def _step(
-    sharded: SequenceParallel,
-    batch: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    rung: MemoryStrategy,
-    labels: int,
-    info: RankInfo,
-) -> float:
-    """Take one step, the cutting of the shard included; return the loss."""
-    optimizer.zero_grad(set_to_none=True)
-    shard = sharded.shard(batch).to(info.device)
-    with torch.autocast(info.device.type, rung.autocast, enabled=rung.autocast is not None):
-        part = sharded(shard, labels)
-    part.backward()
-    sharded.sum_gradients()
-    optimizer.step()
-    loss = part.detach().clone()
-    dist.all_reduce(loss)
-    return float(loss)  # waits for a GPU

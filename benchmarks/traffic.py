@@ -171,9 +171,10 @@ def _program(case: Case) -> list[str]:
     """One forward and one backward of flash_triton: the program that ncu watches."""
     both = replace(case, direction="forward+backward")
     code = (
-        "import torch; from labsupport.analysis.profile import attention_call as call; "
-        "from labsupport.profiling import Case; "
-        f"call({both}, torch.device('cuda'))(); torch.cuda.synchronize()"
+        "import torch; from labsupport.profiling import Case; "
+        "from labsupport.profiling.benchmark import call_of, make_inputs; "
+        f"case = {both}; call_of(case, make_inputs(case, torch.device('cuda')))(); "
+        "torch.cuda.synchronize()"
     )
     return [sys.executable, "-c", code]
 

@@ -4,28 +4,23 @@
     python -m benchmarks tune --direction backward --head-dim 128
     python -m benchmarks tune --direction decode --save NAME
 
-Several processes compile the candidates; those that do not fit on a multiprocessor are left out.
-The others are timed in turns on a few shapes. A candidate's score is its time over the fastest
-one's, as a geometric mean over the shapes: 1 is the fastest everywhere. "backward" times the whole
-backward pass: the tiling of dK and dV first (kernel "keys"), then that of dQ ("queries") beside the
-winner.
+Candidates are timed in turns on a few shapes. A candidate's score is its time over the fastest
+one's, as a geometric mean over the shapes. "backward" times the whole backward pass: the tiling of
+dK and dV first (kernel "keys"), then that of dQ ("queries").
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.runner import Case, check_triton, numbers, one_line, run
+from benchmarks.runner import Case, check_triton, numbers, run
 from benchmarks.turns import in_turns
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import backward, forward
@@ -38,14 +33,13 @@ from labsupport.attention.kernels.config import (
     padded,
     tiling,
 )
-from labsupport.profiling.timing import now, resolve_device
+from labsupport.profiling.timing import resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
 
 KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}
 PLAN = ["block_q", "block_k", "warps", "stages"]
-TIMEOUT_S = 180  # for one process
 # Blocks and warps to try, and stages. A Hopper tensor-core instruction takes 64 rows for each group
 # of 4 warps. In "keys" five tiles are alive at the same time, so they have to be smaller.
 GRIDS: dict[str, tuple[Sequence[tuple[int, int, int]], Sequence[int]]] = {
@@ -91,7 +85,9 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     def tuned(kernel: str, head_dim: int) -> list[dict[str, Any]]:
         shapes = shapes_for(options.direction, head_dim, options.dtype)
         plans = candidates(kernel, head_dim, dtype)
-        rows = tune_kernel(kernel, plans, shapes, device, chosen[head_dim], options.max_seconds)
+        rows = time_plans(kernel, plans, shapes, device, chosen[head_dim], options.max_seconds)
+        if not any("ratio" in row for row in rows):
+            raise RuntimeError(f"no tiling runs: {rows[0]['reason']}")
         chosen[head_dim][kernel] = best_plan(rows)
         return rows
 
@@ -103,15 +99,9 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     return run(cases, device)
 
 
-# --- what is tried --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Shape:
-    """A call to time: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen, kv_heads, …).
-
-    seqlen_q is seqlen, and 1 for "decode".
-    """
+    """A call to time: q (batch, seqlen, heads, head_dim), with seqlen 1 for "decode"."""
 
     direction: str
     head_dim: int
@@ -175,9 +165,8 @@ def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], 
     elif shape.direction == "forward":
         call = partial(forward, q, k, v, geometry)
     else:
-        out, lse = forward(q, k, v, geometry)
         dout = draw(shape.seqlen, shape.heads)
-        call = partial(backward, dout, q, k, v, out, lse, geometry)
+        call = partial(backward, dout, q, k, v, *forward(q, k, v, geometry), geometry)
 
     def planned() -> Any:
         with override(**plans):
@@ -186,29 +175,20 @@ def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], 
     return planned
 
 
-# --- one kernel -----------------------------------------------------------------------------------
-
-
-def tune_kernel(
+def time_plans(
     kernel: str,
     plans: Sequence[KernelConfig],
     shapes: Sequence[Shape],
     device: torch.device,
-    fixed: Plans | None = None,
+    fixed: Plans,
     max_seconds: float = 0.15,
 ) -> list[dict[str, Any]]:
-    """Compile and time plans of one kernel; `fixed` are those of the other kernels."""
-    fixed, out, left = fixed or {}, {}, list(plans)
-    if device.type == "cuda":
-        out = compile_in_parallel(kernel, left, fixed, shapes)
-        left = [plan for plan in left if plan not in out]
-    if not left:
-        raise RuntimeError(f"no tiling runs: {out}")
-    rows = [{**asdict(plan), "status": "left out", "reason": why} for plan, why in out.items()]
+    """Time plans of one kernel; `fixed` are those of the other kernels."""
+    rows = []
     for shape in shapes:
-        calls = {plan: make_call(shape, device, fixed | {kernel: plan}) for plan in left}
+        calls = {plan: make_call(shape, device, fixed | {kernel: plan}) for plan in plans}
         times = in_turns(calls, device, max_seconds)
-        fastest = min(row.get("median_ms", float("inf")) for row in times.values())
+        fastest = min((row["median_ms"] for row in times.values() if "median_ms" in row), default=0)
         for plan, row in times.items():
             if "median_ms" in row:
                 ms = {"median_ms": row["median_ms"], "ratio": row["median_ms"] / fastest}
@@ -218,44 +198,15 @@ def tune_kernel(
     return rows
 
 
-def compile_in_parallel(
-    kernel: str, plans: Sequence[KernelConfig], fixed: Plans, shapes: Sequence[Shape]
-) -> dict[KernelConfig, str]:
-    """Run each plan once on each shape in other processes, which fills Triton's cache.
-
-    Returns:
-        why plans failed there.
-    """
-    count = max(1, min(len(plans), (os.cpu_count() or 2) - 2, 12))
-    failed: dict[KernelConfig, str] = {}
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-        jobs = {plan: pool.submit(_try, fixed | {kernel: plan}, shapes) for plan in plans}
-        for plan, job in jobs.items():
-            try:
-                job.result(TIMEOUT_S)
-            except Exception as error:
-                failed[plan] = f"{type(error).__name__}: {one_line(error)[-200:]}"
-    return failed
-
-
-def _try(plans: Plans, shapes: Sequence[Shape]) -> None:
-    device = resolve_device(None)
-    for shape in shapes:
-        make_call(shape, device, plans)()
-        now(device)
-
-
-# --- what is chosen -------------------------------------------------------------------------------
-
-
 def scores(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each plan of one kernel, the best first: score (mean ratio) and worst ratio."""
+    """A row for each plan that ran every shape, the best first: score (mean ratio), worst ratio."""
     import numpy as np
     import pandas as pd
 
     ratios = table.dropna(subset="ratio").groupby(PLAN, sort=False).ratio
     means = ratios.apply(lambda x: float(np.exp(np.log(x).mean())))
-    return pd.DataFrame({"score": means, "worst": ratios.max()}).sort_values("score").reset_index()
+    table = pd.DataFrame({"score": means, "worst": ratios.max()})
+    return table[ratios.size() == ratios.size().max()].sort_values("score").reset_index()
 
 
 def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> KernelConfig:
@@ -269,17 +220,18 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines, chosen = [], []
     for (head_dim, kernel), rows in table.groupby(["head_dim", "kernel"], sort=False):
         lines.append(f"\n{kernel}, head_dim {head_dim}, {options.dtype}")
-        if "ratio" not in rows or rows.ratio.isna().all():
-            lines += [f"{row.status}: {row.reason}" for row in rows.itertuples()]
-            continue
-        now = current(kernel, head_dim, getattr(torch, options.dtype))
-        lines.append(format_scores(rows, now, options.most))
-        chosen.append(f"{kernel:>8}  {max(64, padded(head_dim))}: {_text(best_plan(rows))},")
+        if "ratio" in rows and rows.ratio.notna().any():
+            now = current(kernel, head_dim, getattr(torch, options.dtype))
+            lines.append(format_scores(rows, now, options.most))
+            chosen.append(f"{kernel:>8}  {max(64, padded(head_dim))}: {_text(best_plan(rows))},")
+        for row in rows[rows.status != "ok"].itertuples():
+            plan = _text(row) if row.status == "left out" else kernel
+            lines.append(f"  {row.status}: {plan}  {row.reason}")
     return "\n".join([*lines, "", *chosen])
 
 
 def format_scores(table: pd.DataFrame, now: KernelConfig, most: int) -> str:
-    """The best plans with their times on each shape, the current one marked, and those left out."""
+    """The best plans with their times on each shape, and the current one, marked."""
     ranked, ran = scores(table), table[table.status == "ok"]
     labels = ran.seqlen.astype(int).astype(str) + ran.causal.map({True: " causal", False: ""})
     labels = ran.batch.astype(int).astype(str) + " x " + labels
@@ -287,14 +239,8 @@ def format_scores(table: pd.DataFrame, now: KernelConfig, most: int) -> str:
     shown = ranked.merge(times[list(dict.fromkeys(labels))].reset_index(), on=PLAN)
     plans = [KernelConfig(*values) for values in shown[PLAN].itertuples(index=False)]
     shown.insert(0, "", ["now" if plan == now else "" for plan in plans])
-    shown = shown[(shown.index < most) | (shown[""] == "now")]
-    left_out = table[table.status == "left out"]
-    lines = [shown.round(3).to_string(index=False)]
-    if len(left_out):
-        lines.append(f"left out, {len(left_out)} of {len(left_out) + len(ranked)}:")
-        lines += [f"  {_text(row)}  {row.reason}" for row in left_out.itertuples()]
-    return "\n".join(lines)
+    return shown[(shown.index < most) | (shown[""] == "now")].round(3).to_string(index=False)
 
 
 def _text(plan: Any) -> str:
-    return f"KernelConfig({plan.block_q}, {plan.block_k}, {plan.warps}, {plan.stages})"
+    return f"KernelConfig({plan.block_q:g}, {plan.block_k:g}, {plan.warps:g}, {plan.stages:g})"

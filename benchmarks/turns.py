@@ -19,12 +19,7 @@ def in_turns(
     *,
     graphs: bool = True,
 ) -> dict[Any, dict[str, Any]]:
-    """Time each call, all in turns.
-
-    Args:
-        calls: by any key.
-        max_seconds: for the repeats of one call, on average; three are made at least.
-        graphs: record CUDA graphs, so that the time that Python takes does not count.
+    """Time each call, all in turns; at least three repeats, `max_seconds` for each on average.
 
     Returns:
         by key: in_graph, median_ms, q1_ms, q3_ms and repeats; or status and reason of a call that

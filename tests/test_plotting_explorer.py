@@ -1,3 +1,5 @@
+"""Pictures of tiles: of a score matrix, and of what block sizes need and move."""
+
 import itertools
 
 import pytest
@@ -13,71 +15,66 @@ def table():
     return tile_choices(1024, 64, fast_bytes=99 * KIB)
 
 
-def chosen(figure):
-    """Column and row of the marked cell."""
-    [mark] = [patch for patch in figure.axes[0].patches if patch.get_gid() == "chosen"]
-    return mark.get_x() + 0.5, mark.get_y() + 0.5
+@pytest.mark.parametrize(
+    ("sizes", "causal", "counts"),
+    [
+        ((4, 4, 1, 1), True, "10 tiles computed, 0 tiles computed, with a mask, 6 tiles skipped"),
+        ((4, 6, 2, 4), False, "4 tiles computed, 0 tiles computed, with a mask, 0 tiles skipped"),
+        # Rows 0, 1 see keys up to 1, 2; rows 2, 3 up to 3, 4; row 4 up to 5.
+        ((5, 6, 2, 3), True, "3 tiles computed, 2 tiles computed, with a mask, 1 tiles skipped"),
+    ],
+)
+def test_the_picture_of_tiles_counts_what_the_causal_mask_leaves(sizes, causal, counts):
+    names = ("seqlen_q", "seqlen_k", "block_q", "block_k")
+    figure = plotting.plot_tiles(**dict(zip(names, sizes, strict=True)), causal=causal)
+    assert counts in figure.description
 
 
-def curve(figure):
-    [line] = [x for x in figure.axes[1].get_lines() if x.get_label() == "the best pair that fits"]
-    return line.get_xdata(), line.get_ydata()
-
-
-def test_the_chosen_pair_is_marked(table):
-    assert chosen(plotting.plot_tile_choices(table, chosen=(128, 32))) == (1, 3)
-
-
-def test_only_cells_that_do_not_fit_are_hatched_and_only_the_others_have_numbers(table):
-    axes = plotting.plot_tile_choices(table).axes[0]
+def test_the_chosen_pair_is_marked_and_only_cells_that_do_not_fit_are_hatched(table):
+    figure = plotting.plot_tile_choices(table, chosen=(128, 32), title="A finding")
+    axes = figure.axes[0]
+    [mark] = [patch for patch in axes.patches if patch.get_gid() == "chosen"]
+    assert (mark.get_x() + 0.5, mark.get_y() + 0.5) == (1, 3)
     [hatched] = [c for c in axes.collections if c.get_hatch()]
-    assert len(hatched.get_paths()) == (~table["fits"]).sum()
+    lost = (~table["fits"]).sum()
+    assert len(hatched.get_paths()) == lost
     assert len(axes.texts) == table["fits"].sum()
     assert "hatched: does not fit" in axes.get_title(loc="left")
+    words = plotting.alt_text(figure)
+    assert words.startswith(f"A finding. Left: a map of 49 pairs of block sizes; {lost} of them do")
+    assert "The textbook: " in words
+    assert "M = 99 KiB" in words
 
 
 def test_the_curve_never_rises_and_lies_above_both_limits(table):
     figure = plotting.plot_tile_choices(table)
-    memory, least = curve(figure)
+    lines = {line.get_label().split(":")[0]: line for line in figure.axes[1].get_lines()}
+    memory, least = lines["the best pair that fits"].get_data()
     assert all(a >= b for a, b in itertools.pairwise(least))
-    lines = {line.get_label(): line for line in figure.axes[1].get_lines()}
-    [theorem] = [line for label, line in lines.items() if "theorem 2" in label]
-    [floor] = [line for label, line in lines.items() if "compulsory" in label]
-    constant = theorem.get_xdata()[0] * theorem.get_ydata()[0]
-    assert theorem.get_xdata()[1] * theorem.get_ydata()[1] == pytest.approx(constant)
-    assert all(y * x >= constant for x, y in zip(memory, least, strict=True))
-    assert min(least) >= floor.get_ydata()[0]
+    (first, last) = (x * y for x, y in zip(*lines["theorem 2"].get_data(), strict=True))
+    assert first == pytest.approx(last)
+    assert all(y * x >= first for x, y in zip(memory, least, strict=True))
+    assert min(least) >= lines["compulsory"].get_ydata()[0]
 
 
-def test_a_pair_that_does_not_fit_makes_the_headline(table):
+def test_pairs_that_do_not_fit_make_the_headline_and_stay_inside_of_the_picture(table):
     figure = plotting.plot_tile_choices(table, chosen=(1024, 1024))
     assert "does not fit: it needs" in figure.get_suptitle()
     assert figure.axes[1].get_legend().get_texts()[-1].get_text() == "too large: 1024 × 1024"
-
-
-def test_a_memory_that_holds_no_pair_can_be_drawn_and_is_inside_of_the_picture():
-    figure = plotting.plot_tile_choices(
-        tile_choices(512, 256, fast_bytes=48 * KIB, dtype="float32")
-    )
+    none_fits = tile_choices(512, 256, fast_bytes=48 * KIB, dtype="float32")
+    figure = plotting.plot_tile_choices(none_fits)
     low, high = figure.axes[1].get_xlim()
     assert low < 48 < high
     assert figure._repr_mimebundle_()["image/png"]
 
 
-def test_the_description_says_what_both_panels_show(table):
-    words = plotting.alt_text(plotting.plot_tile_choices(table, title="A finding"))
-    assert words.startswith("A finding. Left: a map of 49 pairs of block sizes; ")
-    assert f"{(~table['fits']).sum()} of them do not fit" in words
-    assert "The textbook: " in words
-    assert "M = 99 KiB" in words
-
-
 def test_what_is_no_table_of_tiles_is_refused(table):
-    with pytest.raises(ValueError, match=r"lacks traffic_bytes: pass what tile_choices\(\)"):
-        plotting.plot_tile_choices(table.drop(columns="traffic_bytes"))
     bare = table.copy()
     bare.attrs = {}
-    with pytest.raises(ValueError, match="lacks its case"):
-        plotting.plot_tile_choices(bare)
-    with pytest.raises(ValueError, match="no pair Br = 8, Bc = 8"):
-        plotting.plot_tile_choices(table, chosen=(8, 8))
+    for wrong, options, message in (
+        (table.drop(columns="traffic_bytes"), {}, r"lacks traffic_bytes: pass what tile_choices\("),
+        (bare, {}, "lacks its case"),
+        (table, {"chosen": (8, 8)}, "no pair Br = 8, Bc = 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plotting.plot_tile_choices(wrong, **options)

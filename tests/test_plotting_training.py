@@ -1,4 +1,4 @@
-"""Charts of training: what fills the memory, how losses run, what a longer context brings."""
+"""Charts of training: what fills the memory, how losses run, what more context or devices bring."""
 
 import math
 
@@ -6,26 +6,34 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
+from labsupport.distributed.ring.plan import Plan
 from labsupport.plotting import (
     Reference,
     alt_text,
     plot_by_window,
     plot_memory_parts,
+    plot_ring_steps,
     plot_runs,
+    plot_scaling,
+    plot_timeline,
+    style,
 )
 
-MIB = 2**20
+MIB, BLUE = 2**20, "#0072b2"
 
 
-@pytest.fixture
-def parts():
-    rows = [("standard", "scores", 900), ("standard", "weights", 100), ("flash", "weights", 100)]
+def parts_of(rows):
     table = pd.DataFrame(rows, columns=["case", "part", "bytes"])
     return table.assign(bytes=table["bytes"] * MIB)
 
 
+PARTS = parts_of(
+    [("standard", "scores", 900), ("standard", "weights", 100), ("flash", "weights", 100)]
+)
+
+
 @pytest.fixture
-def courses():
+def runs():
     rows = [
         (backend, seed, step, 5.0 - step + 0.001 * n)
         for n, (backend, seed) in enumerate([("standard", 0), ("sdpa_flash", 0), ("standard", 1)])
@@ -34,62 +42,59 @@ def courses():
     return pd.DataFrame(rows, columns=["backend", "seed", "step", "loss"])
 
 
+def data_of(axes):
+    return {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+
+
 def bars(figure):
-    return [
-        (to_hex(bar.get_facecolor()), bar.get_x(), bar.get_width())
+    return sorted(
+        (round(bar.get_x()), round(bar.get_width()), to_hex(bar.get_facecolor()))
         for bar in figure.axes[0].patches
         if bar.get_width()
-    ]
-
-
-def test_the_bars_are_cut_into_parts_that_add_up(parts):
-    figure = plot_memory_parts(parts, title="Scores fill the memory")
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["standard", "flash"]
-    widths = sorted((round(x), round(width)) for _, x, width in bars(figure))
-    assert widths == [(0, 100), (0, 900), (900, 100)]
-    assert "(MiB)" in figure.axes[0].get_xlabel()
-    assert "standard: 1e+03 MiB; flash: 100 MiB" in alt_text(figure)
-
-
-def test_what_was_measured_and_what_is_allowed_are_marked(parts):
-    figure = plot_memory_parts(
-        parts, title="x", measured={"flash": 96 * MIB}, limit=("allowed: 512 MiB", 512 * MIB)
     )
-    labels = {line.get_label(): line.get_xdata() for line in figure.axes[0].get_lines()}
-    assert list(labels["measured"]) == [96.0]
-    assert list(labels["allowed: 512 MiB"]) == [512.0, 512.0]
-    assert "Measured: flash: 96 MiB" in alt_text(figure)
+
+
+def test_the_bars_are_cut_into_parts_that_add_up_beside_what_was_measured_and_is_allowed():
+    figure = plot_memory_parts(
+        PARTS, title="x", measured={"flash": 96 * MIB}, limit=("allowed: 512 MiB", 512 * MIB)
+    )
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["standard", "flash"]
+    assert [bar[:2] for bar in bars(figure)] == [(0, 100), (0, 900), (900, 100)]
+    assert "(MiB)" in axes.get_xlabel()
+    lines = {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()}
+    assert lines == {"measured": [96.0], "allowed: 512 MiB": [512.0, 512.0]}
+    words = alt_text(figure)
+    assert "standard: 1e+03 MiB; flash: 100 MiB. Measured: flash: 96 MiB" in words
+    with pytest.raises(ValueError, match="no part"):
+        plot_memory_parts(PARTS.iloc[:0], title="x")
 
 
 def test_many_small_parts_are_drawn_as_one():
-    rows = [("a", f"part {n}", (20 - n) * MIB) for n in range(20)]
-    figure = plot_memory_parts(pd.DataFrame(rows, columns=["case", "part", "bytes"]), title="x")
-    assert len(bars(figure)) == 7
-    assert sum(width for _, _, width in bars(figure)) == pytest.approx(sum(range(1, 21)))
-    assert len({colour for colour, _, _ in bars(figure)}) == 7
+    figure = plot_memory_parts(parts_of([("a", f"part {n}", 20 - n) for n in range(20)]), title="x")
+    drawn = bars(figure)
+    assert len(drawn) == len({colour for _, _, colour in drawn}) == 7
+    assert sum(width for _, width, _ in drawn) == sum(range(1, 21))
 
 
-def test_courses_are_drawn_with_their_distance_from_the_first(courses):
-    figure = plot_runs(courses, title="They agree")
+def test_runs_are_drawn_with_their_distance_from_the_first(runs):
+    figure = plot_runs(runs, title="They agree")
     upper, lower = figure.axes
-    assert [line.get_label() for line in upper.get_lines()] == [
-        "standard, seed 0", "sdpa_flash, seed 0", "standard, seed 1"
-    ]  # fmt: skip
+    names = ["standard, seed 0", "sdpa_flash, seed 0", "standard, seed 1"]
+    colours = ["#000000", "#0072B2", "#808080"]  # another seed is grey
+    assert [(x.get_label(), x.get_color()) for x in upper.get_lines()] == list(
+        zip(names, colours, strict=True)
+    )
     distances = [line.get_ydata()[0] for line in lower.get_lines()]
     assert distances == pytest.approx([0.001, 0.002])
     assert lower.get_yscale() == "log"
     assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
+    with pytest.raises(ValueError, match="one run"):
+        plot_runs(runs[runs.seed == 1], title="x")
 
 
-def test_the_same_implementation_has_its_colour_and_another_seed_is_grey(courses):
-    figure = plot_runs(courses, title="x")
-    colours = [line.get_color() for line in figure.axes[0].get_lines()]
-    assert colours == ["#000000", "#0072B2", "#808080"]
-
-
-def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(courses):
-    courses["loss"] = 5.0
-    figure = plot_runs(courses, title="x")
+def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(runs):
+    figure = plot_runs(runs.assign(loss=5.0), title="x")
     figure.savefig("/dev/null", format="png")
     assert all(math.isnan(y) for line in figure.axes[1].get_lines() for y in line.get_ydata())
     assert "at most 0.0e+00" in alt_text(figure)
@@ -97,26 +102,82 @@ def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(courses):
 
 def test_scores_are_drawn_against_the_window():
     table = pd.DataFrame({"window": [512, 128], "right": [1.0, 0.2], "search": [1.0, 0.3]})
+    references = [Reference("guessing", 0.01), Reference("visible", lambda w: w / 512)]
     figure = plot_by_window(
-        table,
-        {"right": "the model", "search": "a search"},
-        title="More context, more answers",
-        ylabel="share of right answers",
-        unit="bytes",
-        references=[Reference("guessing", 0.01), Reference("visible", lambda w: w / 512)],
-    )
-    axes = figure.axes[0]
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert lines == {
+        table, {"right": "the model", "search": "a search"}, title="More context, more answers",
+        ylabel="share of right answers", unit="bytes", references=references,
+    )  # fmt: skip
+    assert data_of(figure.axes[0]) == {
         "the model": [0.2, 1.0], "a search": [0.3, 1.0],
         "guessing": [0.01, 0.01], "visible": [0.25, 1.0],
     }  # fmt: skip
-    assert axes.get_xlabel() == "context that the model sees (bytes)"
-    assert "the model: 0.2 at first, 1 at last" in alt_text(figure)
+    assert figure.axes[0].get_xlabel() == "context that the model sees (bytes)"
+    assert "the model: 0.2 at " in alt_text(figure)
 
 
-def test_nothing_to_draw_or_to_compare_is_refused(parts, courses):
-    with pytest.raises(ValueError, match="no part"):
-        plot_memory_parts(parts.iloc[:0], title="x")
-    with pytest.raises(ValueError, match="one run"):
-        plot_runs(courses[courses.seed == 1], title="x")
+# --- several devices ------------------------------------------------------------------------------
+
+
+def test_a_rings_cells_are_filled_as_far_as_visible_and_its_time_is_that_of_the_fullest():
+    rows = [
+        {"layout": layout, "rank": r, "step": s, "owner": plan.owner(r, way), "pairs": pairs}
+        for layout in ("contiguous", "zigzag")
+        for plan in [Plan.of(4, 64, causal=True, zigzag=layout == "zigzag")]
+        for r in range(plan.world_size)
+        for s, (way, pairs) in enumerate(zip(plan.route, plan.pairs(r), strict=True))
+    ]
+    figure = plot_ring_steps(pd.DataFrame(rows), block=64**2, title="Zigzag is fair")
+    filled = [
+        {round(box.get_height() / 0.92, 1) for box in axes.patches
+         if to_hex(box.get_facecolor()) == BLUE}
+        for axes in figure.axes
+    ]  # fmt: skip
+    assert filled == [{0.0, 0.5, 1.0}, {0.5}]
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == ["contiguous: 3.5 blocks of time", "zigzag: 2 blocks of time"]
+    assert "contiguous: the steps last 0.51, 1, 1, 1 blocks" in alt_text(figure)
+
+
+def test_spans_are_bars_by_rank_and_kind():
+    rows = [("zigzag", 0, "compute", 0.0, 8.0), ("zigzag", 0, "message", 1.0, 5.0),
+            ("zigzag", 1, "compute", 0.5, 3.0), ("zigzag", 1, "compute", 4.0, 9.0)]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["layout", "rank", "what", "start_ms", "end_ms"])
+    figure = plot_timeline(table, title="Both end together")
+    (axes,) = figure.axes
+    bars = [path for group in axes.collections for path in group.get_paths()]
+    spans = sorted((p.vertices[:, 0].min(), p.vertices[:, 0].max()) for p in bars)
+    assert spans == [(0.0, 8.0), (0.5, 3.0), (1.0, 5.0), (4.0, 9.0)]
+    assert axes.get_title(loc="left") == "zigzag: 9 ms"
+    assert "(ms)" in axes.get_xlabel()
+    assert "rank 1: computes for 8 ms" in alt_text(figure)
+
+
+def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
+    """A table of `labsupport ring bench`: two layouts, one case that could not run."""
+    directions = ("forward", "forward and backward")
+    rows = []
+    for world in (1, 2, 4, 8):
+        for direction in directions:
+            rows += [
+                (world, "native, contiguous", direction, 0.9 * world / (2 * world - 1)),
+                (world, "native, zigzag", direction, 0.9),
+                (world, "fa4, zigzag", direction, 0.8 if direction == "forward" else math.nan),
+            ]
+    recorded = pd.DataFrame(rows, columns=["world", "who", "direction", "efficiency"])
+    chart = {"column": "efficiency", "series": "who", "title": "x", "ylabel": "y"}
+    references = [Reference("ideal", 1.0), Reference("contiguous", lambda w: w / (2 * w - 1))]
+    figure = plot_scaling(recorded, **chart, panel="direction", references=references)
+    forward, both = figure.axes
+    assert data_of(forward)["contiguous"] == pytest.approx([1, 2 / 3, 4 / 7, 8 / 15])
+    assert data_of(forward)["native, zigzag"] == pytest.approx([0.9] * 4)
+    assert forward.get_ylim() == (0, 1.05)
+    assert "fa4, zigzag" not in data_of(both)  # it never ran there
+    assert "native, contiguous: 0.9 at 1, " in alt_text(figure)
+    # An implementation has its colour, and its second layout is dashed.
+    looks = {x.get_label(): (x.get_color(), x.get_linestyle()) for x in forward.get_lines()}
+    assert looks["native, contiguous"] == (style("sdpa_flash")[0], "-")
+    assert looks["native, zigzag"] == (style("sdpa_flash")[0], "--")
+    assert looks["fa4, zigzag"] == (style("fa4")[0], "-")
+    for table, message in ((recorded, "same who, world"), (recorded[:0], "no row")):
+        with pytest.raises(ValueError, match=message):
+            plot_scaling(table, **chart)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,15 +13,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Option = typer.Option
+CHART_TYPES = (".png", ".svg", ".pdf")
 
 
 def _run_name(name: str | None) -> str | None:
     """Refuse a bad name before anything is measured."""
     from labsupport.profiling.runs import check_run_name
 
-    if name is not None:
-        check_run_name(name)
-    return name
+    return name and check_run_name(name)
 
 
 # One shape: `bench` and `compare`.
@@ -52,6 +53,12 @@ Save = Annotated[
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace a run of that name.")]
 
 
+def check_chart(path: Path | None) -> None:
+    """Raise ValueError for a file that no chart can be written to, before anything long begins."""
+    if path is not None and path.suffix.lower() not in CHART_TYPES:
+        raise ValueError(f"{path}: a chart's name ends in {', '.join(CHART_TYPES)}")
+
+
 def show_table(
     text: str,
     table: pd.DataFrame,
@@ -61,11 +68,24 @@ def show_table(
     overwrite: bool,
     **further: object,
 ) -> None:
-    """Print a table's report, export the rows, and save them as a recorded run if asked to."""
-    from labsupport.profiling.bench import export
+    """Print a table's report, export the rows, and save them as a recorded run if asked to.
+
+    The JSON object has "provenance", `further`, and "results": an object for each row.
+    """
     from labsupport.profiling.runs import keep_run
 
     typer.echo(text, err=to_json == "-")
-    export(table, to_json=to_json, to_csv=to_csv, **further)
+    if to_csv is not None:
+        to_csv.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(to_csv, index=False)
+    if to_json is not None:
+        rows = json.loads(table.to_json(orient="records"))  # NaN, which JSON lacks, becomes null
+        record = {"provenance": table.attrs.get("provenance", {}), **further, "results": rows}
+        written = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        if to_json == "-":
+            sys.stdout.write(written)
+        else:
+            Path(to_json).parent.mkdir(parents=True, exist_ok=True)
+            Path(to_json).write_text(written, encoding="utf-8")
     if save is not None:
         typer.echo(keep_run(table, save, overwrite=overwrite), err=True)

@@ -15,19 +15,19 @@ from typing import Annotated
 import psutil
 import typer
 
+from labsupport.commands.grid_options import check_chart
 from labsupport.profiling.monitoring import (
     DEFAULT_INTERVAL_S,
     checked_interval,
     live_line,
     monitor,
-    peak_rss,
+    own_peak,
 )
 from labsupport.profiling.units import format_bytes
 
 GRACE_S = 30.0
 TERM_S = 5.0  # from SIGTERM to SIGKILL
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
-CHART_TYPES = (".png", ".svg", ".pdf")
 
 
 def monitor_command(
@@ -97,18 +97,9 @@ def run_monitored(
 ) -> int:
     """Run a program, sample its memory, and print on stderr what was found.
 
-    The program keeps stdin, stdout and stderr. What it leaves running is ended with it.
-
-    Args:
-        command: the program and its arguments.
-        interval: seconds between samples.
-        out: a CSV file, written while the program runs.
-        chart: a picture of the curve, written at the end.
-        device: the GPU, in PyTorch's count.
-        grace: seconds that an interrupted program has to end, before SIGTERM and then SIGKILL. A
-            third interrupt ends it immediately.
-        force: overwrite `out` and `chart`.
-        live: seconds between lines about GPU and machine on stderr; None for none.
+    The program keeps stdin, stdout and stderr. What it leaves running is ended with it. When it is
+    interrupted it has `grace` seconds to end before SIGTERM and SIGKILL; a third interrupt ends it
+    immediately. `live` are the seconds between lines about GPU and machine.
 
     Returns:
         The program's exit status; 128 + n if signal n ended it; 127 if it was not found, 126 if it
@@ -119,8 +110,7 @@ def run_monitored(
         OSError: a file exists already, or its folder does not. Then nothing is run.
     """
     checked_interval(interval)
-    if chart is not None and chart.suffix.lower() not in CHART_TYPES:
-        raise ValueError(f"{chart}: a chart's name ends in {', '.join(CHART_TYPES)}")
+    check_chart(chart)
     for path in filter(None, (out, chart)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
@@ -147,7 +137,7 @@ def run_monitored(
         _say(f"  it had left {len(left)} processes running, which were ended")
     for line in str(watch).splitlines():
         _say(f"  {line}")
-    largest = format_bytes(peak_rss(resource.RUSAGE_CHILDREN))
+    largest = format_bytes(own_peak(resource.RUSAGE_CHILDREN))
     _say(f"  the operating system's own peak of its largest process: {largest}")
     if chart is not None:
         watch.chart(program).savefig(chart)

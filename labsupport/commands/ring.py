@@ -59,10 +59,11 @@ def check_command(
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
     from labsupport.distributed.ring_check import MARKS, check, table
+    from labsupport.profiling.bench import listed
 
-    kernels = _names(kernel)
+    kernels = kernel and listed(kernel, str)
     _check_known("kernel", kernels, [entry.name for entry in table.KERNELS])
-    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_known("dtype", dtype and [dtype], MARKS)
     _check_heads(heads, [kv_heads])
     options = {"kernels": kernels, "dtype": dtype, "seqlen": seqlen, "speeds": speeds}
     options |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -122,19 +123,20 @@ def bench_command(
 
     from labsupport.distributed import ring_bench
     from labsupport.distributed.ring_check import LAYOUTS, MARKS, table
+    from labsupport.profiling.bench import listed
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
 
     small = backend == "gloo" or not torch.cuda.is_available()
     options = {
-        "seqlens": _numbers(seqlen or ("512,1024" if small else "8192,32768")),
+        "seqlens": listed(seqlen or ("512,1024" if small else "8192,32768"), int),
         "heads": heads or (4 if small else 32),
-        "kv_heads": _numbers(kv_heads or ("4" if small else "8,32")),
+        "kv_heads": listed(kv_heads or ("4" if small else "8,32"), int),
         "head_dim": head_dim or (64 if small else 128),
         "dtype": dtype,
-        "implementations": _names(implementations),
-        "layouts": _names(layouts),
-        "directions": _names(directions),
+        "implementations": implementations and listed(implementations, str),
+        "layouts": layouts and listed(layouts, str),
+        "directions": listed(directions, str),
         "max_seconds_per_case": max_seconds_per_case,
         "limit": limit,
         "rows_file": None if rows is None else str(rows.absolute()),
@@ -143,14 +145,12 @@ def bench_command(
     _check_known("implementations", options["implementations"], kernels)
     _check_known("layouts", options["layouts"], LAYOUTS)
     _check_known("directions", options["directions"], ring_bench.DIRECTIONS)
-    _check_known("dtype", [dtype] if dtype else None, MARKS)
+    _check_known("dtype", dtype and [dtype], MARKS)
     _check_heads(options["heads"], options["kv_heads"])
     if save is not None:
         check_run_name(save)
         if save in list_runs() and not overwrite:
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
-    if rows is not None and not rows.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--rows {rows}: there is no folder {rows.absolute().parent}")
     done = _in_every_process(ring_bench.measure_ring, options, backend, processes, timeout)
     if done is not None and save is not None:
         done.attrs["provenance"]["command"] = command_line()
@@ -187,18 +187,4 @@ def _check_known(option: str, names: Iterable[str] | None, known: Iterable[str])
 def _check_heads(heads: int, kv_heads: Iterable[int]) -> None:
     for count in kv_heads:
         if count < 1 or heads < 1 or heads % count:
-            raise ValueError(
-                f"--heads {heads} --kv-heads {count}: each key/value head serves equally many "
-                f"query heads, so --heads is a multiple of --kv-heads"
-            )
-
-
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{text!r}: numbers and commas are expected, such as 8192,32768") from None
+            raise ValueError(f"--heads must be a multiple of --kv-heads: {heads} and {count}")

@@ -42,19 +42,13 @@ def sweep_command(
     labsupport sweep --seqlen 512,1024,2048,4096 --no-grad --chart time.png
     labsupport sweep --batch 1,4 --backends sdpa_flash,standard --csv rows.csv
     """
-    from labsupport.profiling.bench import (
-        check_chart,
-        dtype_named,
-        listed,
-        measurable_backends,
-        write_charts,
-    )
+    from labsupport.profiling.bench import dtype_named, listed, measurable_backends, write_charts
     from labsupport.profiling.benchmark import run_grid
     from labsupport.profiling.cases import DIRECTIONS, grid
     from labsupport.profiling.tables import format_table
     from labsupport.profiling.timing import resolve_device
 
-    check_chart(chart)
+    options.check_chart(chart)
     where = resolve_device(device)
     cases = grid(
         measurable_backends(where) if backends is None else listed(backends, str),

@@ -25,23 +25,16 @@ Option = typer.Option
 
 
 def train_command(
-    preset: Annotated[
-        str, Option(help="The shape: tiny, gpt2-small, gpt2-medium, llama-110m.")
-    ] = "tiny",
+    preset: Annotated[str, Option(help="tiny, gpt2-small, gpt2-medium, llama-110m.")] = "tiny",
     family: Annotated[
         str | None,
         Option(help="gpt2 (layer norm, GELU) or llama (RMS norm, SwiGLU). Default: the preset's."),
     ] = None,
     positions: Annotated[
-        str | None,
-        Option(help="rotary, without an end, or learned, as GPT-2 has them: up to --length."),
+        str | None, Option(help="rotary, without an end, or learned, up to --length.")
     ] = None,
-    rope_base: Annotated[
-        float | None, Option(help="Of rotary positions: larger for longer contexts.")
-    ] = None,
-    rope_scaling: Annotated[
-        float | None, Option(help="Rotary positions divided by it: position interpolation.")
-    ] = None,
+    rope_base: Annotated[float | None, Option(help="Larger for longer contexts.")] = None,
+    rope_scaling: Annotated[float | None, Option(help="Position interpolation: divides.")] = None,
     layers: Annotated[int | None, Option(help="In place of the preset's.")] = None,
     width: Annotated[int | None, Option(help="In place of the preset's.")] = None,
     heads: Annotated[int | None, Option(help="In place of the preset's.")] = None,
@@ -53,16 +46,9 @@ def train_command(
     length: Annotated[str, Option(help="Tokens in a sequence: 8192, 128K, 1M.")] = "1024",
     steps: Annotated[int, Option(help="Optimizer steps of the whole run.")] = 100,
     join_documents: Annotated[
-        bool,
-        Option(
-            "--join-documents",
-            help="Let documents in one sequence see those before them, as GPT-3.",
-        ),
+        bool, Option("--join-documents", help="Documents in one sequence see those before them.")
     ] = False,
-    accumulation: Annotated[
-        int,
-        Option(help="Sequences in a step, one after the other; ddp and fsdp deal them out."),
-    ] = 1,
+    accumulation: Annotated[int, Option(help="Sequences in a step, of all ranks.")] = 1,
     learning_rate: Annotated[float, Option(help="At its highest.")] = 6e-4,
     warmup_steps: Annotated[int | None, Option(help="Default: a tenth of --decay-steps.")] = None,
     decay_steps: Annotated[
@@ -77,10 +63,7 @@ def train_command(
     ] = None,
     policy: Annotated[
         str | None,
-        Option(
-            help="In place of --dtype: bfloat16, float16, float32, also for stored weights, "
-            "whose updates float32 masters take (labsupport.precision)."
-        ),
+        Option(help="In place of --dtype: a dtype for stored weights, too, with float32 masters."),
     ] = None,
     attention: Annotated[
         str, Option(help="auto, or a backend's name; with --parallel ring a ring kernel's.")
@@ -89,23 +72,14 @@ def train_command(
         bool, Option("--checkpoint-layers", help="Keep each block's input only; compute it twice.")
     ] = False,
     mlp_chunk: Annotated[int | None, Option(help="Tokens at a time through the MLP.")] = None,
-    loss_chunk: Annotated[
-        int | None, Option(help="Tokens at a time through the classifier.")
-    ] = None,
-    residual: Annotated[
-        str | None,
-        Option(help="Dtype of the stream between blocks. Default: float32, or the policy's."),
-    ] = None,
-    memory_limit: Annotated[
-        str | None, Option(help="16GiB: a device that has no more, really.")
-    ] = None,
+    loss_chunk: Annotated[int | None, Option(help="The same of the classifier.")] = None,
+    residual: Annotated[str | None, Option(help="Dtype of the stream between blocks.")] = None,
+    memory_limit: Annotated[str | None, Option(help="16GiB: a device without more.")] = None,
     folder: Annotated[
         Path | None,
         Option(help="For checkpoints, history.csv and loss.png. A run in it goes on."),
     ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="Delete the run in --folder, and begin anew.")
-    ] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,
     checkpoint_every: Annotated[
         int, Option(help="Steps between checkpoints, validation losses and samples of text.")
     ] = 50,
@@ -117,9 +91,7 @@ def train_command(
             "too), ring (each sequence is shared out). Under torchrun, or with --processes."
         ),
     ] = None,
-    processes: Annotated[
-        int | None, Option(help="With --parallel: on this machine. Default: one for each GPU.")
-    ] = None,
+    processes: Annotated[int | None, Option(help="Ranks here. Default: one for each GPU.")] = None,
     contiguous: Annotated[
         bool, Option("--contiguous", help="ring: shards without the zigzag that balances work.")
     ] = False,
@@ -188,9 +160,8 @@ def train_command(
         typer.echo(out_of_memory(error, run), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        if folder is not None:
-            typer.echo("stopped; the same command goes on from the last checkpoint", err=True)
+        typer.echo("stopped; with --folder, the same command goes on", err=True)
         raise typer.Exit(interrupted_status()) from None
-    typer.echo(summary(history, chosen, last_call() if taken else None))
+    typer.echo(summary(history, last_call() if taken else None))
     if folder is not None:
         keep_curves(history, folder)

@@ -49,9 +49,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The command's options, understood.
+    """The command's options, understood; `length` of a sequence in tokens.
 
-    length: of a sequence, in tokens.
     run_config: what the weights depend on besides the settings.
     open_batches: reads the texts; takes a split, returns step -> micro-batches.
     sample: lets a model write a text.
@@ -67,11 +66,7 @@ class Prepared:
 
 
 def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
-    """Understand the options of `train_command`, by their names.
-
-    Raises:
-        ValueError: unknown names; values that do not fit together.
-    """
+    """Understand the options of `train_command`; raise ValueError for what does not fit."""
     import torch
 
     from labsupport.precision import FlashAttentionConfig
@@ -82,13 +77,9 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
 
     tokenizer, size = named_tokenizer(options["tokens"]), parse_tokens(options["length"])
     chosen = ("layers", "width", "heads", "kv_heads", "positions", "rope_base", "rope_scaling")
-    config = shape(
-        options["preset"],
-        options["family"],
-        tokenizer.vocab_size,
-        max_positions=size if options["positions"] == "learned" else None,
-        **{name: options[name] for name in chosen},
-    )
+    sizes = {name: options[name] for name in chosen}
+    sizes["max_positions"] = size if options["positions"] == "learned" else None
+    config = shape(options["preset"], options["family"], tokenizer.vocab_size, **sizes)
     savings = MemoryOptions(
         options["attention"],
         options["checkpoint_layers"],
@@ -97,9 +88,9 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
         dtype_named(options, "residual"),
     )
     policy, dtype = options["policy"], dtype_named(options, "dtype")
-    if options["dtype"] is None and device.type == "cuda" and policy is None:
+    dtype_named(options, "policy")  # its names are dtypes, too
+    if dtype is None and policy is None and device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else None
-    dtype_named(options, "policy")
     steps, decay, warmup = (options[name] for name in ("steps", "decay_steps", "warmup_steps"))
     settings = TrainConfig(
         steps,
@@ -134,39 +125,30 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
 def shape(preset: str, family: str | None, vocab_size: int, **sizes: Any) -> DecoderConfig:
     """Return a preset's shape with the tokenizer's vocabulary, in a family, with other sizes.
 
-    Args:
-        preset: a name of `labsupport.training.PRESETS`.
-        family: "gpt2", "llama", or None for the preset's own.
-        vocab_size: of the tokenizer.
-        sizes: layers, width, heads, and other fields; None for the preset's own.
-
-    A swiglu MLP gets Llama's width for the model's: 8/3 of it, up to the next multiple of 64.
+    `sizes` are fields of `DecoderConfig`; None leaves the preset's own. A swiglu MLP gets Llama's
+    width for the model's: 8/3 of it, up to the next multiple of 64.
 
     Raises:
         ValueError: an unknown name, or sizes that do not fit together.
     """
     from labsupport.training import DecoderConfig
 
-    changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    base = DecoderConfig.preset(preset)
-    if family == "gpt2":
-        changes |= {"norm": "layer", "mlp": "gelu", "mlp_width": None, "bias": True}
-    elif family == "llama":
-        changes |= {"norm": "rms", "mlp": "swiglu", "bias": False}
-    elif family is not None:
+    families: dict[str | None, dict[str, Any]] = {
+        None: {},
+        "gpt2": {"norm": "layer", "mlp": "gelu", "mlp_width": None, "bias": True},
+        "llama": {"norm": "rms", "mlp": "swiglu", "bias": False},
+    }
+    if family not in families:
         raise ValueError(f"unknown family {family!r}; known: gpt2, llama")
-    swiglu = changes.get("mlp", base.mlp) == "swiglu"
-    if swiglu and (family is not None or "width" in changes):
+    base = DecoderConfig.preset(preset)
+    changes = {name: size for name, size in sizes.items() if size is not None} | families[family]
+    if changes.get("mlp", base.mlp) == "swiglu" and (family or "width" in changes):
         changes["mlp_width"] = -(-8 * changes.get("width", base.width) // (3 * 64)) * 64
     return DecoderConfig.preset(preset, vocab_size=vocab_size, **changes)
 
 
 def dtype_named(options: Mapping[str, Any], name: str) -> torch.dtype | None:
-    """Return an option's dtype: float32, bfloat16, float16, or None.
-
-    Raises:
-        ValueError: another name.
-    """
+    """Return an option's dtype, or None; raise ValueError for another name."""
     import torch
 
     value = options[name]
@@ -192,51 +174,42 @@ def plan(run: Prepared, device: torch.device) -> str:
     from labsupport.precision.dtypes import short
 
     config, savings, settings = run.config, run.savings, run.settings
-    heads = f"{config.heads} heads"
-    if config.key_heads != config.heads:
-        heads += f" on {config.key_heads}"
     count = settings.gradient_accumulation_steps
-    tokens, each = count * run.length, f" ({count} x {run.length:,})" if count > 1 else ""
-    kept = "each block's input is kept" if savings.checkpoint else "all activations are kept"
-    if savings.residual is not None:
-        kept += f", residual stream in {short(savings.residual)}"
-    for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
-        kept += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
-    positions = f"{config.max_positions:,} learned positions"
+    each = f" ({count} x {run.length:,})" if count > 1 else ""
+    positions = f"{config.positions} positions"
     if config.positions == "rotary":
-        base = f", base {config.rope_base:,.0f}" if config.rope_base != 10_000 else ""
-        scaled = f", divided by {config.rope_scaling:g}" if config.rope_scaling != 1 else ""
-        positions = f"rotary positions{base}{scaled}"
-    if settings.policy is None:
-        dtype = short(settings.autocast or torch.float32)
-    else:
-        masters = settings.policy.mlp != settings.policy.optimizer
-        dtype = f"{short(settings.policy.mlp)} policy{', with masters,' if masters else ''}"
+        positions += f", base {config.rope_base:,.0f}, divided by {config.rope_scaling:g}"
+    dtype = short(settings.autocast or torch.float32)
+    if settings.policy is not None:
+        dtype = f"{short(settings.policy.mlp)} policy"
+    saved = "each block's input is kept" if savings.checkpoint else "all activations are kept"
+    if savings.residual is not None:
+        saved += f", residual stream in {short(savings.residual)}"
+    for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
+        saved += f", {part} at once" if chunk is None else f", {part} in chunks of {chunk:,} tokens"
     return (
         f"{config.parameters / 1e6:.1f}M parameters ({config.layers} layers of {config.width}, "
-        f"{heads}, {config.mlp}, {positions}), "
-        f"{tokens:,} tokens a step{each}, {dtype} on {device}\n"
-        f"{kept}; attention: {savings.attention}"
+        f"{config.heads} heads, {config.mlp}, {positions}), "
+        f"{count * run.length:,} tokens a step{each}, {dtype} on {device}\n"
+        f"{saved}; attention: {savings.attention}"
     )
 
 
-def summary(history: History, device: torch.device, call: Any) -> str:
+def summary(history: History, call: Any) -> str:
     """Say what came of it: losses, speed, memory, a sample, and which attention ran (or None)."""
     from labsupport.profiling.units import format_bytes
 
     first, last = history.rows[0], history.rows[-1]
-    skipped = sum(row.skipped for row in history)
-    whose = "" if device.type == "cuda" else ", the whole program's"
     lines = [
         f"loss       {first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"
     ]
     if last.validation_loss is not None:
         lines.append(f"validation {last.validation_loss:.3f} after step {last.step}")
-    if skipped:
+    if skipped := sum(row.skipped for row in history):
         lines.append(f"skipped    {skipped} steps, whose float16 gradients overflowed")
     lines += [
         f"speed      {history.tokens_per_s:,.0f} tokens/s (median step)",
-        f"memory     {format_bytes(history.peak_bytes)} at the peak{whose}",
+        f"memory     {format_bytes(history.peak_bytes)} at the peak (CPU: of all the program)",
         f"attention  {call or 'none ran: the run in the folder is complete'}",
     ]
     if last.sample is not None:
@@ -246,37 +219,19 @@ def summary(history: History, device: torch.device, call: Any) -> str:
 
 def out_of_memory(error: BaseException, run: Prepared) -> str:
     """Say what happened, and what helps that is not in use yet, the best first."""
-    import torch
-
-    from labsupport.precision import FlashAttentionConfig
-
     savings, settings = run.savings, run.settings
-    policy = settings.policy or FlashAttentionConfig.float32()
-    float32 = settings.autocast is None and policy.mlp == torch.float32
-    wide = (savings.residual or policy.residual) == torch.float32
-    remedies = (
-        (
-            savings.attention in ("standard", "sdpa_math"),
-            "--attention auto: no matrix of length x length is stored",
-        ),
-        (
-            savings.loss_chunk is None,
-            "--loss-chunk 1024: never all the logits; costs no time",
-        ),
-        (
-            not savings.checkpoint,
-            "--checkpoint-layers: a block's input is kept, the rest computed twice",
-        ),
-        (
-            savings.mlp_chunk is None,
-            "--mlp-chunk 4096: the MLP's wide tensors exist for some tokens at a time",
-        ),
-        (float32, "--dtype bfloat16: activations of two bytes, not four"),
-        (wide, "--residual bfloat16: what is kept between blocks takes half"),
-        (True, f"--length {max(run.length // 2, 1)}, or a smaller --preset"),
-    )
+    low = settings.autocast is not None or settings.policy is not None
+    remedies = {
+        "--attention auto: no matrix of length x length": savings.attention != "standard",
+        "--loss-chunk 1024: never all the logits; costs no time": savings.loss_chunk is not None,
+        "--checkpoint-layers: only a block's input is kept": savings.checkpoint,
+        "--mlp-chunk 4096: the MLP's wide tensors for some tokens": savings.mlp_chunk is not None,
+        "--dtype bfloat16: activations of two bytes, not four": low,
+        "--residual bfloat16: half between blocks": savings.residual or settings.policy,
+        f"--length {max(run.length // 2, 1)}, or a smaller --preset": False,
+    }
     # Without PyTorch's hints, and those of memory_limit, which are for Python.
     head = re.split(r"Of the allocated memory|What helps,", " ".join(str(error).split()))[0].strip()
-    helpful = [text for helps, text in remedies if helps]
+    helpful = [text for text, in_use in remedies.items() if not in_use]
     listed = "\n".join(f"  {place}. {text}" for place, text in enumerate(helpful, 1))
     return f"labsupport: {head}\nWhat helps, in this order:\n{listed}"

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,7 +39,17 @@ def train_in_parallel(options: dict[str, Any]) -> None:
         ValueError: options that make no sense together; before any process is started.
         typer.Exit: a rank has failed; the message says which one, and why.
     """
-    _check_kernel(options)
+    from labsupport.attention.implementations import by_name
+    from labsupport.distributed.ring.kernels import KERNELS
+
+    device, attention = options["device"], options["attention"]
+    known = ["auto", *(kernel.name for kernel in KERNELS)]
+    if options["parallel"] == "ring" and attention not in known:
+        raise ValueError(f"--attention {attention!r}: a ring has {', '.join(known)}")
+    if options["parallel"] != "ring" and attention != "auto":
+        by_name(attention)
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device {device!r}: with --parallel it is cpu or cuda")
     if "RANK" in os.environ:
         if options["processes"] is not None:
             world = os.environ.get("WORLD_SIZE", "the")
@@ -49,7 +60,6 @@ def train_in_parallel(options: dict[str, Any]) -> None:
 
     from labsupport.distributed.launch import LaunchError, launch
 
-    device = _device(options["device"])
     gpus, processes = torch.cuda.device_count(), options["processes"]
     if device == "cuda" and gpus < (processes or 1):
         raise ValueError(f"--device cuda: each rank needs a GPU, and {gpus or 'none'} is there")
@@ -59,20 +69,12 @@ def train_in_parallel(options: dict[str, Any]) -> None:
     prepare(options, torch.device("cpu"))  # refuses here, once, what each rank would refuse
     _check_share(options, processes)
     try:
-        launch(
-            train_as_rank,
-            (options,),
-            processes=processes,
-            device=device,
-            timeout=TIMEOUT_S,
-        )
+        launch(train_as_rank, (options,), processes=processes, device=device, timeout=TIMEOUT_S)
     except LaunchError as error:
         typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        goes_on = "the same command goes on from the last checkpoint"
-        nothing = "--folder FOLDER would keep checkpoints, from which a run goes on"
-        typer.echo(f"stopped; {nothing if options['folder'] is None else goes_on}", err=True)
+        typer.echo("stopped; with --folder, the same command goes on", err=True)
         raise typer.Exit(interrupted_status()) from None
 
 
@@ -86,13 +88,14 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
 
     from labsupport.attention.backends import last_call
     from labsupport.distributed.process_group import all_gather_object, cleanup_ddp, setup_ddp
-    from labsupport.distributed.ring.attention import all_ring_calls
+    from labsupport.distributed.ring import last_ring_call
+    from labsupport.distributed.ring.transport import TOTAL
     from labsupport.profiling.units import format_bytes
     from labsupport.training import StepRow, TrainingDivergedError, memory_limit
     from labsupport.training.memory import is_out_of_memory
 
     folder = options["folder"]
-    place = setup_ddp({"cpu": "gloo", "cuda": "nccl", None: None}[_device(options["device"])])
+    place = setup_ddp({"cpu": "gloo", "cuda": "nccl", None: None}[options["device"]])
     _check_share(options, place.world)
     run = prepare(options, place.device)
     batches = run.open_batches("all")
@@ -116,8 +119,9 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
         raise torch.OutOfMemoryError(message) from None
     peaks = all_gather_object(max((row.peak_bytes for row in taken), default=0))
     if place.rank == 0:
-        calls: Any = all_ring_calls() or last_call()
-        typer.echo(summary(done.history, place.device, calls if taken else None))
+        ring = last_ring_call()
+        calls: Any = last_call() if ring is None else replace(ring, traffic=TOTAL)
+        typer.echo(summary(done.history, calls if taken else None))
         if taken:
             memory, listed = done.memory, ", ".join(map(format_bytes, peaks))
             typer.echo(
@@ -177,38 +181,13 @@ def _division(options: Mapping[str, Any], run: Prepared, place: RankInfo) -> str
 # --- what is refused, and torchrun ----------------------------------------------------------------
 
 
-def _device(name: str | None) -> str | None:
-    if name not in (None, "cpu", "cuda"):
-        raise ValueError(
-            f"--device {name!r}: with --parallel it is cpu or cuda, and each rank takes its own GPU"
-        )
-    return name
-
-
 def _check_share(options: Mapping[str, Any], ranks: int) -> None:
     sequences = options["accumulation"]
     if options["parallel"] != "ring" and sequences < ranks:
         raise ValueError(
-            f"--accumulation {sequences} gives {ranks} ranks {sequences} of the sequences of a "
-            f"step: take --accumulation {ranks} or more, or --parallel ring, which divides each "
-            "sequence"
+            f"--accumulation {sequences} leaves some of {ranks} ranks without a sequence: take "
+            f"--accumulation {ranks} or more, or --parallel ring, which divides each sequence"
         )
-
-
-def _check_kernel(options: Mapping[str, Any]) -> None:
-    name = options["attention"]
-    if name == "auto":
-        return
-    if options["parallel"] != "ring":
-        from labsupport.attention.implementations import by_name
-
-        by_name(name)
-        return
-    from labsupport.distributed.ring.kernels import KERNELS
-
-    known = [kernel.name for kernel in KERNELS]
-    if name not in known:
-        raise ValueError(f"--attention {name!r}: a ring has auto, {', '.join(known)}")
 
 
 def _train_under_torchrun(options: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 An implementation has the same colour and marker in every chart (colours of Okabe and Ito, and of
 Paul Tol, told apart by readers with any colour vision).
 
-    charts       time, memory, error and speed-up against sequence length; predictions; rooflines
+    charts       time and memory against sequence length; predictions; rooflines
     explorer     how the score matrix is cut into tiles; block sizes, fast memory and traffic
     precision    dtypes and magnitudes from layer to layer
     training     what fills the memory, how losses run, what a longer context brings
@@ -18,11 +18,9 @@ the lab is imported here.
 
 from labsupport.plotting.charts import (
     RoofLine,
-    plot_error,
     plot_memory,
     plot_predictions,
     plot_roofline,
-    plot_speedup,
     plot_time,
 )
 from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
@@ -45,7 +43,6 @@ __all__ = [
     "alt_text",
     "plot_by_window",
     "plot_dtype_flow",
-    "plot_error",
     "plot_memory",
     "plot_memory_parts",
     "plot_predictions",
@@ -53,7 +50,6 @@ __all__ = [
     "plot_roofline",
     "plot_runs",
     "plot_scaling",
-    "plot_speedup",
     "plot_tile_choices",
     "plot_tiles",
     "plot_time",

@@ -74,41 +74,6 @@ def plot_memory(
     return _plot(table, recorded, "peak_memory_bytes", label, title, references, scale=scale)
 
 
-def plot_error(
-    table: pd.DataFrame,
-    *,
-    title: str,
-    recorded: pd.DataFrame | None = None,
-    references: Sequence[Reference] = (),
-    column: str = "max_error",
-) -> Chart:
-    """Plot the error against the float64 oracle; `column` is "max_error" or "relative_error".
-
-    Arguments and errors as `plot_time`.
-    """
-    labels = {"max_error": "largest absolute error", "relative_error": "relative error (norm)"}
-    if column not in labels:
-        raise ValueError(f"column must be one of {', '.join(labels)}, not {column!r}")
-    return _plot(table, recorded, column, labels[column], title, references)
-
-
-def plot_speedup(
-    table: pd.DataFrame,
-    *,
-    title: str,
-    over: str = "standard",
-    recorded: pd.DataFrame | None = None,
-    references: Sequence[Reference] = (),
-) -> Chart:
-    """Plot the speed relative to `over` against sequence length; needs a column `speedup`.
-
-    The table is that of `labsupport.profiling.tables.speedup`. Other arguments and errors as
-    `plot_time`.
-    """
-    lines = [Reference(f"as fast as {over}", 1.0), *references]
-    return _plot(table, recorded, "speedup", f"times as fast as {over}", title, lines)
-
-
 def _plot(
     table: pd.DataFrame,
     recorded: pd.DataFrame | None,

@@ -178,7 +178,6 @@ def plot_scaling(
     groups = list(dict.fromkeys(table[panel])) if panel else [None]
     figure = Chart(figsize=(3.4 + 3.4 * len(groups), 4.4))
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    words = []
     for axes, group in zip(panels, groups, strict=True):
         rows = table if group is None else table[table[panel] == group]
         for name, look in zip(lines, _looks(lines), strict=True):
@@ -189,11 +188,6 @@ def plot_scaling(
             axes.plot(
                 shown["world"], shown[column], markersize=7, linewidth=1.8, label=label, **look
             )
-            known = shown[shown[column].notna()]
-            values = ", ".join(
-                f"{y:.3g} on {x:g}" for x, y in zip(known["world"], known[column], strict=True)
-            )
-            words.append(f"{f'{group}, ' if group is not None else ''}{label}: {values}.")
         draw_references(axes, references, worlds)
         log2_axis(axes, worlds, "number of devices")
         axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -204,8 +198,7 @@ def plot_scaling(
     heights = [line.get_ydata() for axes in panels for line in axes.get_lines()]
     panels[0].set_ylim(0, 1.05 * float(np.nanmax(np.concatenate(heights))))
     add_legend(figure, panels, 8.5)
-    words += [f"Reference line: {reference.label}." for reference in references]
-    figure.say(title, small_print, words)
+    figure.say(title, small_print)
     return figure
 
 

@@ -31,10 +31,11 @@ STYLES: dict[str, tuple[str, str]] = {
     "fa2": ("#882255", "<"),
     "fa4": ("#332288", ">"),
     "xformers": ("#999933", "h"),
+    "mine": ("#117733", "p"),  # what a reader registered
 }
 # Inside of a model: Transformers' textbook, and whichever IO-aware backend runs.
 IN_MODELS = {"eager": STYLES["standard"], "flash": STYLES["sdpa_flash"]}
-_SPARE = ("#117733", "#661100", "#6699CC", "#AA4466")
+_SPARE = ("#661100", "#6699CC", "#AA4466")
 
 
 @dataclass(frozen=True)

@@ -220,22 +220,14 @@ def _finding(row: Any, case: dict[str, Any]) -> str:
 
 def _words(table: pd.DataFrame, fitting: pd.DataFrame, case: dict[str, Any]) -> str:
     """Say what both panels show, for readers who cannot see them."""
-    traffic, textbook = table["traffic_bytes"], case["textbook_bytes"]
+    traffic = table["traffic_bytes"]
     text = (
         f"Left: a map of {len(table)} pairs of block sizes; {len(table) - len(fitting)} of them do "
-        "not fit and are hatched."
+        "not fit and are hatched. Right: traffic of the best pair against the size of the fast "
+        f"memory; it falls from {_mib(traffic.max())} to {_mib(traffic.min())} MiB, above the "
+        f"theorem's line and the compulsory {_mib(case['compulsory_bytes'])} MiB."
     )
-    if len(fitting):
-        best = fitting.iloc[0]
-        text += (
-            f" The least of those that fit is {_mib(best['traffic_bytes'])} MiB, with "
-            f"Br = {best['block_q']}, Bc = {best['block_k']}."
-        )
-    text += (
-        " Right: traffic of the best pair against the size of the fast memory, both logarithmic; "
-        f"it falls from {_mib(traffic.max())} to {_mib(traffic.min())} MiB, above the theorem's "
-        f"line and the compulsory {_mib(case['compulsory_bytes'])} MiB."
-    )
+    textbook = case["textbook_bytes"]
     return text + (f" The textbook: {_mib(textbook)} MiB." if textbook == textbook else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -32,10 +33,12 @@ class Chart(Figure):
         # supxlabel is the one text at the bottom that the layout keeps clear of the axes.
         self.supxlabel(small_print, x=0.01, ha="left", fontsize=8, color="#444444")
 
-    def say(self, title: str, small_print: str, words: list[str], *, wrap: int = 80) -> None:
-        """Set headline, small print, and the description: the title and `words`."""
+    def say(
+        self, title: str, small_print: str, words: Sequence[str] = (), *, wrap: int = 80
+    ) -> None:
+        """Set headline, small print and, of title and `words`, the description."""
         self.headline(textwrap.fill(title, wrap), textwrap.fill(small_print, 130))
-        self.description = " ".join([f"{title.rstrip('.')}.", *words])
+        self.description = " ".join([f"{title.rstrip('.')}.", *words]) if words else ""
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         image = io.BytesIO()
@@ -53,17 +56,21 @@ def alt_text(figure: Chart) -> str:
         if panel := axes.get_title(loc="left"):
             parts.append(f"Panel: {panel}.")
         if axes.get_ylabel():
-            parts.append(f"{axes.get_ylabel()} against {axes.get_xlabel()}, both logarithmic.")
+            scales = {axes.get_xscale(), axes.get_yscale()}
+            both = ", both logarithmic" * (scales == {"log"})
+            below = axes.get_xlabel() or figure.axes[-1].get_xlabel()  # panels may share it
+            parts.append(f"{axes.get_ylabel()} against {below}{both}.")
         for line in axes.get_lines():
-            x, y = list(line.get_xdata()), list(line.get_ydata())  # type: ignore[arg-type]
+            places = zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type]
+            points = [(x, y) for x, y in places if y == y]
             label = str(line.get_label())
-            if label.startswith("_") or not x:
+            if label.startswith("_") or not points:
                 continue
             if line.get_gid() == "out of memory":
-                parts.append(f"{label} at {', '.join(f'{value:g}' for value in x)}.")
+                parts.append(f"{label} at {', '.join(f'{x:g}' for x, _ in points)}.")
             elif line.get_gid() == "reference":
                 parts.append(f"Reference line: {label}.")
             else:
-                ends = (0, -1) if len(x) > 1 else (0,)
-                parts.append(f"{label}: {', '.join(f'{y[i]:.3g} at {x[i]:g}' for i in ends)}.")
+                ends = dict.fromkeys((points[0], points[-1]))
+                parts.append(f"{label}: {', '.join(f'{y:.3g} at {x:g}' for x, y in ends)}.")
     return " ".join(parts)

@@ -1,26 +1,22 @@
-"""Memory over time: what a program, or a block of code, used from its start to its end.
-
-One panel for the memory of the processes; on a GPU two more, for its memory and its utilisation.
-`plot_monitor` takes the samples of `labsupport.profiling.monitor` and of `labsupport monitor`.
-"""
+"""Memory over time: of the processes and, on a GPU, of the device, with its utilisation."""
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
+
+from labsupport.plotting.drawing import BLUE, GREEN, GREY, RED, SKY, plain
+from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from labsupport.plotting.figure import Chart
-
-# column: (panel, colour of Okabe and Ito, words)
+# column: (panel, colour, words)
 _LINES = {
-    "rss_bytes": ("memory", "#0072B2", "resident memory"),
-    "gpu_tree_bytes": ("GPU memory", "#D55E00", "GPU memory of these processes"),
-    "gpu_used_bytes": ("GPU memory", "#56B4E9", "GPU memory of all processes"),
-    "gpu_util_percent": ("GPU in use", "#009E73", "share of time in which some kernel ran"),
+    "rss_bytes": ("memory", BLUE, "resident memory"),
+    "gpu_tree_bytes": ("GPU memory", RED, "GPU memory of these processes"),
+    "gpu_used_bytes": ("GPU memory", SKY, "GPU memory of all processes"),
+    "gpu_util_percent": ("GPU in use", GREEN, "share of time in which some kernel ran"),
 }
 _NEAR = 3.0  # a limit is a line in the panel if it is at most so many times the peak
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
@@ -49,30 +45,31 @@ def plot_monitor(
     Raises:
         ValueError: a column is missing, or there is no sample.
     """
-    from labsupport.plotting.figure import Chart
-
     if samples.empty or not {"time_s", "rss_bytes"} <= set(samples):
         raise ValueError("samples with time_s and rss_bytes are expected, as monitor takes them")
     panels: dict[str, list[str]] = {}
     for column, (panel, _, _) in _LINES.items():
         if column in samples and samples[column].notna().any():
             panels.setdefault(panel, []).append(column)
-    figure = Chart(figsize=(8.6, 1.7 + 3.1 * len(panels)), dpi=110, layout="constrained")
-    figure.description = f"{title.rstrip('.')}."
+    figure = Chart(figsize=(8.6, 1.7 + 3.1 * len(panels)))
+    words: list[str] = []
     all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (panel, columns) in zip(all_axes, panels.items(), strict=True):
-        axes.grid(True, color="#dddddd", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
         axes.set_xlim(left=0)
         if panel == "GPU in use":
-            words = [_draw_share(axes, samples)]
+            read = samples[samples[columns[0]].notna()]
+            _, colour, label = _LINES[columns[0]]
+            axes.plot(read["time_s"], read[columns[0]], color=colour, linewidth=1.4)
+            axes.set(ylim=(0, 105), ylabel="GPU in use (%)")
+            axes.set_title(label, fontsize=8.5, loc="left")
+            words.append(f"{label}: {read[columns[0]].mean():.0f}% on average.")
         else:
             gpu = panel == "GPU memory"
             most, start = (gpu_limit, None) if gpu else (limit, start_bytes)
-            words = _draw_memory(axes, samples, panel, columns, most, start)
-        figure.description += f" {' '.join(words)}"
+            words += _draw_memory(axes, samples, panel, columns, most, start)
     all_axes[-1].set_xlabel("time since the start (s)")
-    figure.headline(textwrap.fill(title, 76), textwrap.fill(small_print, 130))
+    figure.say(title, small_print, words, wrap=76)
     return figure
 
 
@@ -112,18 +109,8 @@ def _draw_memory(
     return words
 
 
-def _draw_share(axes: Axes, samples: pd.DataFrame) -> str:
-    read = samples[samples["gpu_util_percent"].notna()]
-    _, colour, label = _LINES["gpu_util_percent"]
-    axes.plot(read["time_s"], read["gpu_util_percent"], color=colour, linewidth=1.4)
-    axes.set_ylim(0, 105)
-    axes.set_ylabel("GPU in use (%)")
-    axes.set_title(label, fontsize=8.5, loc="left")
-    return f"{label}: {read['gpu_util_percent'].mean():.0f}% on average."
-
-
 def _reference(axes: Axes, y: float, label: str, dashes: str) -> str:
-    axes.axhline(y, color="#444444", linestyle=dashes, linewidth=1.2, label=label, gid="reference")
+    axes.axhline(y, color=GREY, linestyle=dashes, linewidth=1.2, label=label, gid="reference")
     return f"Reference: {label}."
 
 

@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.patches import Patch, Rectangle
 
-from labsupport.plotting.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, plain
+from labsupport.plotting.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    need,
+    plain,
+)
 from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
@@ -50,11 +61,7 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
     Raises:
         ValueError: a column is missing, or the frame holds no forward call.
     """
-    if missing := [name for name in _NEEDED if name not in frame]:
-        raise ValueError(
-            f"the frame lacks {', '.join(missing)}: "
-            "pass what PrecisionTracker.to_dataframe returned"
-        )
+    need(frame, *_NEEDED, hint="pass what PrecisionTracker.to_dataframe returned")
     shown = frame[(frame["pass"] == "forward") & (frame["kind"] != "block") & (frame["call"] == 0)]
     if shown.empty:
         raise ValueError("no forward call was recorded: call the model inside the with-block")
@@ -194,20 +201,15 @@ def _groups(columns: list[Any]) -> list[tuple[str, int, int]]:
 def _labels(columns: list[Any], pitch: float) -> list[tuple[float, str]]:
     """Return (place, words): each column's name, or each layer's where the columns are many.
 
-    Columns are `pitch` inches wide. Single modules side by side share one label, and what still
-    has no room is left out.
+    Columns are `pitch` inches wide; a label that has no room is left out.
     """
     if len(columns) <= MOST_LABELS:
         return [(float(x), _label(row)) for x, row in enumerate(columns)]
     kept: list[tuple[float, str]] = []
-    for single, groups in groupby(_groups(columns), lambda group: group[1] == group[2]):
-        each = list(groups)
-        if single:
-            each = [(", ".join(name for name, *_ in each), each[0][1], each[-1][2])]
-        for words, first, last in each:
-            place = (first + last) / 2
-            if not kept or (place - kept[-1][0]) * pitch >= LABEL_HEIGHT:
-                kept.append((place, words))
+    for words, first, last in _groups(columns):
+        place = (first + last) / 2
+        if not kept or (place - kept[-1][0]) * pitch >= LABEL_HEIGHT:
+            kept.append((place, words))
     return kept
 
 

@@ -113,23 +113,16 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
     figure = Chart(figsize=(8.6, 4.6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     marker = "o" if len(table) == 1 else ""
-    upper.plot(steps, losses, color=_PARTS[0], linewidth=1.6, marker=marker)
+    upper.plot(steps, losses, color=BLUE, linewidth=1.6, marker=marker, label="loss")
     upper.set_ylabel("loss (nats a token)")
-    lower.plot(steps, norms, color=_PARTS[3], linewidth=1.2, marker=marker)
+    lower.plot(steps, norms, color=RED, linewidth=1.2, marker=marker, label="gradient norm")
     if (norms > 0).any():
         log10_axis(lower)
     lower.set_ylabel("gradient norm")
     lower.set_xlabel("step")
     plain(upper)
     plain(lower)
-    highest, raw = losses.idxmax(), table["grad_norm"]
-    words = (
-        f"Loss over steps: {losses.iloc[0]:.3g} at step {steps.iloc[0]}, highest "
-        f"{losses[highest]:.3g} at {steps[highest]}, {losses.iloc[-1]:.3g} at {steps.iloc[-1]}. "
-        f"Gradient norm, on a logarithmic axis: {raw.iloc[0]:.3g} at first, {raw.iloc[-1]:.3g} at "
-        "last."
-    )
-    figure.say(title, small_print, [words])
+    figure.say(title, small_print)
     return figure
 
 
@@ -222,19 +215,15 @@ def plot_by_window(
     windows = list(table["window"])
     figure = Chart(figsize=(8.6, 4.4))
     axes = figure.subplots()
-    words = []
     for (column, label), (colour, marker) in zip(columns.items(), _LINES, strict=False):
-        values = table[column]
         look = {"color": colour, "marker": marker, "markersize": 7, "linewidth": 1.8}
-        axes.plot(windows, values, label=label, **look)
-        words.append(f"{label}: {values.iloc[0]:.3g} at first, {values.iloc[-1]:.3g} at last.")
+        axes.plot(windows, table[column], label=label, **look)
     draw_references(axes, references, windows)
-    words += [f"Reference line: {reference.label}." for reference in references]
     log2_axis(axes, sorted(set(windows)), f"context that the model sees ({unit})")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_ylabel(ylabel)
     axes.set_ylim(bottom=0)
     plain(axes)
     axes.legend(frameon=False, fontsize=8.5)
-    figure.say(title, small_print, words)
+    figure.say(title, small_print)
     return figure

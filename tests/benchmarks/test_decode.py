@@ -1,13 +1,10 @@
 """Decoding beside others: bytes by definition, right results only, ratios out of one run."""
 
-import math
-
-import pandas as pd
 import pytest
 
 from benchmarks import decode as program
 from benchmarks.__main__ import parser_of
-from benchmarks.decode import DecodeShape, means_of
+from benchmarks.decode import DecodeShape
 from labsupport.attention.kernels import mode
 
 runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
@@ -20,27 +17,16 @@ def measure(shapes):
     return table, program.show(table, options)
 
 
-def measured(times):
-    """A table as `decode` returns it, from {(implementation, keys): ms or None}."""
-    rows = [
-        {
-            "batch": 1, "keys": keys, "implementation": name, "median_ms": ms or math.nan,
-            "status": "ok" if ms else "failed", "gb_s": 1.0, "of_copy": 0.5, "times_sdpa": 1.0,
-        }
-        for (name, keys), ms in times.items()
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 def test_the_bytes_are_those_of_k_and_v_read_once():
     shape = DecodeShape(batch=8, keys=1000, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16")
     assert shape.cache_bytes == 8 * 1000 * 8 * 128 * 2 * 2
 
 
 @runs_kernels
-def test_every_implementation_becomes_a_row_and_ratios_are_against_the_fastest_sdpa():
-    table, printed = measure("--keys 70,40 --batch 1,2 --peers sdpa_flash,fa2")
-    assert list(table.implementation) == ["decode", "sdpa_flash", "fa2"] * 4
+def test_every_implementation_is_a_row_and_ratios_are_against_the_fastest_sdpa():
+    table, printed = measure("--keys 70,20 --batch 1 --peers sdpa_flash,sdpa_efficient,fa3")
+    names = ["decode", "sdpa_flash", "sdpa_efficient", "fa3"]
+    assert list(table.implementation) == names * 2
     ran = table[table.status == "ok"]
     assert set(ran.implementation) >= {"decode", "sdpa_flash"}
     assert (ran.relative_error < (1e-5 if mode.interpreted() else 1e-2)).all()
@@ -50,20 +36,11 @@ def test_every_implementation_becomes_a_row_and_ratios_are_against_the_fastest_s
         times = shape.set_index("implementation").median_ms
         ratio = shape.set_index("implementation").times_sdpa["decode"]
         assert ratio == pytest.approx(times["sdpa_flash"] / times["decode"])
-    assert {"device", "versions", "interpreted"} <= set(table.attrs["provenance"])
     assert "one query, 4 heads over 2" in printed
     assert ("times mean nothing" in printed) == mode.interpreted()
-
-
-@runs_kernels
-def test_what_cannot_run_or_does_not_fit_is_a_row_that_says_so():
-    table, printed = measure("--keys 40,1000000000 --batch 1 --peers sdpa_efficient,fa3")
     rows = table.set_index(["keys", "implementation"])
-    assert rows.status[40, "sdpa_efficient"] == "unsupported"
-    assert "grouped-query heads" in rows.reason[40, "sdpa_efficient"]
-    assert set(rows.status[10**9]) == {"out of memory"}
-    assert "needs" in rows.reason[10**9, "decode"]
-    assert math.isnan(rows.median_ms[10**9, "decode"])
+    assert rows.status[20, "sdpa_efficient"] == "unsupported"
+    assert "grouped-query heads" in rows.reason[20, "sdpa_efficient"]
     assert "sdpa_efficient: unsupported: " in printed
     assert "unknown backend" in printed
 
@@ -77,27 +54,9 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
     right = program.decode
     monkeypatch.setattr(program, "decode", half)
-    table, printed = measure("--keys 70 --batch 1 --peers decode")
+    table, printed = measure("--keys 20 --batch 1 --peers decode")
     (row,) = table.itertuples()
     assert row.status == "wrong"
     assert row.relative_error > 0.05
     assert "median_ms" not in table
     assert "wrong" in printed
-
-
-def test_means_are_geometric_and_over_the_shapes_that_both_ran():
-    table = measured(
-        {
-            ("decode", 1): 1.0,
-            ("decode", 2): 2.0,
-            ("flex", 1): 4.0,
-            ("flex", 2): 2.0,
-            ("fa4", 1): 3.0,
-        }
-        | {("fa4", 2): None}
-    )
-    means = means_of(table).set_index("implementation")
-    assert means.ours["flex"] == pytest.approx(2.0)
-    assert means.ours["fa4"] == pytest.approx(3.0)
-    assert means.ours["decode"] == 1
-    assert list(means.shapes[["decode", "fa4"]]) == [2, 1]

@@ -3,9 +3,7 @@
 from argparse import Namespace
 
 import pandas as pd
-import pytest
 
-from benchmarks.__main__ import main
 from benchmarks.tasks import long_form, show
 
 
@@ -30,9 +28,3 @@ def test_each_number_becomes_a_row_under_its_keys_and_is_shown_as_a_table():
         ["8", "all", "4.0", "0.5"],
         ["16", "new", "2.0", "1.0"],
     ]
-
-
-def test_a_task_that_is_none_is_refused_before_a_model_is_loaded(capsys):
-    with pytest.raises(SystemExit):
-        main(["tasks", "--tasks", "code,poems", "--model", "no such model"])
-    assert "there is no poems, only windows, document, code, summary" in capsys.readouterr().err

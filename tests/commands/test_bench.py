@@ -27,21 +27,15 @@ def program(*arguments, status=0):
     return done
 
 
-def test_bench_prints_times_speed_memory_and_the_ceiling():
-    said = program(
-        "bench", "--seqlen", 64, *SMALL[:-1], "--repeats", 5, "--backend", "sdpa_flash"
-    ).stdout
+def test_bench_prints_and_writes_times_speed_memory_and_the_ceiling(tmp_path):
+    grad = SMALL[:-1]
+    said = program("bench", "--seqlen", 64, *grad, "--repeats", 3, "--backend", "sdpa_flash").stdout
     wanted = "sdpa_flash, forward+backward, batch 1, 64 tokens, 2 heads, head_dim 16, float32"
-    assert wanted in said
-    for part in ("n=5", "kernel", "time     min", "median", "speed    peak", "memory", "ceiling"):
+    for part in (wanted, "n=3", "kernel", "time     min", "median", "speed    peak", "memory",
+                 "ceiling"):  # fmt: skip
         assert part in said
-
-
-def test_bench_writes_json_and_csv(tmp_path):
-    done = program(
-        "bench", "--seqlen", 64, *SMALL, "--repeats", 3, "--json", "-", "--csv", tmp_path / "a.csv"
-    )
-    written = json.loads(done.stdout)
+    files = ["--json", "-", "--csv", tmp_path / "a.csv"]
+    written = json.loads(program("bench", "--seqlen", 64, *SMALL, "--repeats", 3, *files).stdout)
     assert written["results"][0]["seqlen"] == 64
     assert written["provenance"]["device_kind"] == "cpu"
     assert pd.read_csv(tmp_path / "a.csv").repeats.tolist() == [3]
@@ -68,7 +62,7 @@ def test_sweep_measures_each_case_and_draws_a_chart(tmp_path):
 
 
 def test_compare_names_the_fastest_and_the_leanest():
-    said = program("compare", "--seqlen", 64, *SMALL, "--max-seconds", 0.01).stdout
+    said = program("compare", "--seqlen", 32, *SMALL, "--max-seconds", 0.01).stdout
     for name in ("standard", "sdpa_flash", "flash_torch", "fastest", "leanest", "of ceiling"):
         assert name in said
 
@@ -101,14 +95,11 @@ def test_the_bound_is_the_slower_of_arithmetic_and_memory():
     assert bound_of(replace(one_query, dtype="float64"), CEILINGS) is None
 
 
-def test_verdicts_follow_the_papers_marks():
+def test_verdicts_and_advice_follow_from_the_first_rule_that_applies():
     shares = (0.51, 0.26, 0.24, 1.2, math.nan)
     assert [verdict(share) for share in shares] == ["good", "fair", "to improve", "-", "-"]
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "words"),
-    [
+    usual = {"ms": 1.0, "share": math.nan, "bound_by": "", "best": (1.0, "x"), "sms": None}
+    for case, changes, words in (
         (Case("standard", 4096), {"best": (0.5, "x")}, "writes the scores"),
         (Case("sdpa_flash", 4096, dtype="float32"), {"sms": 132}, "tensor cores idle"),
         (Case("sdpa_flash", 4096, dtype="bfloat16"), {"sms": 9, "ms": 0.01}, "too short"),
@@ -118,11 +109,8 @@ def test_verdicts_follow_the_papers_marks():
         (Case("sdpa_flash", 4096), {"bound_by": "memory"}, "fewer key/value heads"),
         (Case("sdpa_flash", 64), {}, "short sequences"),
         (Case("sdpa_flash", 4096), {}, "see where the time goes"),
-    ],
-)
-def test_advice_follows_from_the_first_rule_that_applies(case, changes, words):
-    usual = {"ms": 1.0, "share": math.nan, "bound_by": "", "best": (1.0, "x"), "sms": None}
-    assert words in what_next(case, **usual | changes)
+    ):
+        assert words in what_next(case, **usual | changes)
 
 
 def test_out_of_memory_says_what_would_fit():
@@ -133,29 +121,21 @@ def test_out_of_memory_says_what_would_fit():
     assert "nothing like it" in what_would_fit(case, CPU, available=10)[0]
 
 
-@pytest.mark.parametrize(
-    ("status", "reason", "words"),
-    [
+def test_trouble_and_abnormal_times_have_their_advice():
+    for status, reason, words in (
         ("out of memory", "it was too much", "free: "),
         ("failed", "ImportError: undefined symbol: _ZN", "another PyTorch"),
         ("unsupported", "flash-attn is not installed", "labsupport doctor"),
         ("failed", "InductorError: no g++", "needs none"),
         ("failed", "RuntimeError: a bug", "--report"),
-    ],
-)
-def test_each_trouble_has_its_advice(status, reason, words):
-    first, *rest = why_not({"status": status, "reason": reason}, Case("fa2", 512), CPU)
-    assert first == reason
-    assert words in rest[0]
-
-
-def test_abnormal_times_are_explained():
+    ):
+        first, *rest = why_not({"status": status, "reason": reason}, Case("fa2", 512), CPU)
+        assert first == reason
+        assert words in rest[0]
     row = {"median_ms": 10.0, "q1_ms": 8.0, "q3_ms": 12.0}
     lines = advice.why_slow(row, Case("standard", 512), CPU, 0.01)
     assert "there to be read" in lines[0]
     assert "unsteady" in lines[1]
-    assert "fp32" in advice.why_slow(row, Case("x", 512, dtype="float16"), CPU, 0.01)[0]
-    assert "too low" in advice.why_slow(row | {"q3_ms": 8.0}, Case("x", 512), CPU, 1.2)[0]
     assert advice.why_slow(row | {"q3_ms": 8.0}, Case("x", 512), CPU, math.nan) == []
 
 
@@ -171,9 +151,3 @@ def test_a_time_below_the_least_possible_is_not_judged():
     slow = judge_table(pd.DataFrame([row | {"median_ms": 30.0}]), case, CEILINGS)
     assert slow["verdict"].tolist() == ["good"]
     assert "not judged" not in compare_report(slow, case, CEILINGS)
-    refused = row | {"backend": "fa2", "status": "unsupported", "reason": "because"}
-    both = judge_table(pd.DataFrame([refused, row | {"median_ms": 30.0}]), case, CEILINGS)
-    lines = compare_report(both, case, CEILINGS).splitlines()
-    assert [line.split()[0] for line in lines if "because" in line or "30" in line] == [
-        "sdpa_flash", "fa2", "fastest:",
-    ]  # fmt: skip

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -75,21 +72,22 @@ def test_verbose_says_the_attention_of_each_layer_and_twice_the_time_of_each_ste
     assert "step 2: " in done.stderr
 
 
-def test_options_reach_the_generation(program, tmp_path):
-    greedy = program(TEXTS[0], "--max-new-tokens", 8).stdout.splitlines()[0]
+def test_options_reach_the_generation(program, tmp_path, monkeypatch):
+    short = ["--max-new-tokens", 4]
+    greedy = program(TEXTS[0], *short).stdout.splitlines()[0]
     for cache in ("static", "graphed"):
-        again = program(TEXTS[0], "--max-new-tokens", 8, "--cache", cache)
-        assert again.stdout.splitlines()[0] == greedy
-    sampling = [TEXTS[0], "--max-new-tokens", 8, "--temperature", 2, "--batch", 2, "--seed"]
+        assert program(TEXTS[0], *short, "--cache", cache).stdout.splitlines()[0] == greedy
+    sampling = [TEXTS[0], *short, "--temperature", 2, "--batch", 2, "--seed"]
     one, same, other = (program(*sampling, seed).stdout.splitlines()[:2] for seed in (1, 1, 2))
     assert one == same != other
     assert one[0].startswith("[1] w")
     assert one[1].startswith("[2] w")
     assert one[0][4:] != one[1][4:]
     (tmp_path / "prompt.txt").write_text(TEXTS[0], encoding="utf-8")
-    from_file = ["--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 8]
-    assert program(*from_file, "--warm-up").stdout.splitlines()[0] == greedy
-    assert "bfloat16" not in program(TEXTS[0], "--dtype", "bfloat16").stdout
+    monkeypatch.setenv("LABSUPPORT_ATTENTION", "standard")
+    done = program("--prompt-file", tmp_path / "prompt.txt", *short, "--warm-up")
+    assert done.stdout.splitlines()[0] == greedy
+    assert "attention  standard attention (standard: " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -115,43 +113,24 @@ def test_wrong_options_are_errors_before_the_model_is_loaded(
     assert (tmp_path / "there.json").read_text() == "mine"
 
 
-def test_the_environment_variable_chooses_the_attention_of_the_program(project, folder):
-    command = [sys.executable, "-m", "labsupport.cli", "generate", "w05", "--device", "cpu"]
-    command += ["--model", str(folder), "--max-new-tokens", "2"]
-    environment = {**os.environ, "LABSUPPORT_ATTENTION": "standard"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment)
-    assert "attention  standard attention (standard: " in done.stdout
-
-
 @pytest.mark.parametrize(
-    ("variable", "options", "second"),
-    [
-        ("flash_torch", [], "flash_torch"),
-        ("flash_torch", ["--attention", "sdpa_flash"], "sdpa_flash"),
-        ("standard", [], "flash"),
-    ],
+    ("variable", "options", "second", "tokens"),
+    [("flash_torch", ["--attention", "sdpa_flash"], "sdpa_flash", 1), ("standard", [], "flash", 3)],
 )
-def test_compare_sets_the_chosen_attention_against_the_standard_one(
-    program, monkeypatch, variable, options, second
+def test_compare_sets_the_chosen_attention_against_the_standard_one_and_writes_no_nan(
+    program, monkeypatch, tmp_path, variable, options, second, tokens
 ):
     monkeypatch.setenv("LABSUPPORT_ATTENTION", variable)
-    done = program(TEXTS[1], "--max-new-tokens", 2, "--compare", "-v", *options)
-    assert "standard (labsupport" in done.stdout
-    assert f"\n{second} (" in done.stdout
+    file = tmp_path / "result.json"
+    compare = ["--max-new-tokens", tokens, "--compare", "-v", "--json", file]
+    done = program(TEXTS[1], *compare, *options)
     lines = [line for line in done.stderr.splitlines() if line.startswith("Using")]
     assert len(lines) == len(set(lines)) == 8  # four layers, two kinds
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_compare_says_how_far_both_kinds_agree_and_writes_no_nan(program, tmp_path, tokens):
-    file = tmp_path / "result.json"
-    done = program(TEXTS[1], "--max-new-tokens", tokens, "--compare", "--json", file)
     assert f"the same {tokens} tokens" in done.stdout
     assert "nan" not in done.stdout
+    assert ("decode" in done.stdout) == (tokens > 1)
     result = strict(file)
     assert result["agree"]
-    assert [row["backend"] for row in result["table"]] == ["standard", "flash"]
-    assert result["gap"] is None
+    assert [row["backend"] for row in result["table"]] == ["standard", second]
     rates = [row["decode_tokens_per_s"] for row in result["table"]]
     assert [rate is None for rate in rates] == [tokens == 1] * 2
-    assert ("decode" in done.stdout) == (tokens > 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,17 +10,15 @@ from typer.testing import CliRunner
 from labsupport.commands.ring import ring_app
 from labsupport.distributed import ring_bench, ring_check
 from labsupport.distributed.ring import kernels
-from labsupport.profiling.runs import list_runs
-from tests.distributed.workers import Workers
+from labsupport.profiling import runs
 
 SIZES = {"seqlens": [8], "heads": 2, "kv_heads": [1], "head_dim": 4, "max_seconds_per_case": 0.01}
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    pool = Workers(2, tmp_path_factory.mktemp("ring-command"))
-    yield pool
-    pool.close()
+@pytest.fixture
+def workers(pool):
+    """Two processes in one process group."""
+    return pool(2)
 
 
 def command(*arguments):
@@ -86,21 +83,12 @@ def benched(rank, group, changes, ranks, options):
 # --- check ----------------------------------------------------------------------------------------
 
 
-def test_a_right_ring_passes(workers):
-    for status, printed in workers.run(checked, {}, {"heads": 2, "kv_heads": 1}):
-        assert status == 0, printed
-    (_, printed), (_, silent) = workers.run(checked, {}, {"dtype": "bfloat16"})
-    assert "all is well" in printed
-    assert "rank 1:" in printed
-    assert silent == "", "only rank 0 prints"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"forward": without_shift}, "flash_torch  out: relative error"),
         ({"backward": with_its_own_lse}, "flash_torch  dq: relative error"),
-        ({"forward": that_fails}, "all ranks: RuntimeError: RuntimeError: CompilationError"),
+        ({"forward": that_fails}, "all ranks: RuntimeError: CompilationError"),
     ],
     ids=["forward without the shift", "backward with its own lse", "does not compile"],
 )
@@ -113,20 +101,23 @@ def test_a_wrong_ring_is_found_on_all_ranks(workers, changes, message):
 
 
 def test_a_kernel_that_is_not_here_and_a_length_that_cannot_be_cut_fail(workers):
-    (status, printed), _ = workers.run(checked, {}, {}, "fa4")
-    assert status == 1
-    assert "FAILED: fa4 cannot run here" in printed
-    (status, printed), _ = workers.run(checked, {}, {"seqlen": 33})
-    assert status == 1
-    assert "--seqlen 36 can" in printed
+    for options, kernel, message in (
+        ({}, "fa4", "FAILED: fa4 cannot run here"),
+        ({"seqlen": 33}, "flash_torch", "--seqlen 36 can"),
+    ):
+        (status, printed), _ = workers.run(checked, {}, options, kernel)
+        assert status == 1
+        assert message in printed
 
 
 def test_the_command_starts_its_processes_itself(capfd):
-    status, printed = command("check", "--processes", "2", "--kernel", "native")
+    arguments = ["--processes", "2", "--kernel", "native,flash_torch", "--dtype", "bfloat16"]
+    status, printed = command("check", *arguments)
     printed += capfd.readouterr().out
     assert status == 0, printed
     assert "all is well" in printed
     assert "a hop of 8 bytes" in printed
+    assert "rank 1:" in printed
 
 
 @pytest.mark.parametrize(
@@ -134,11 +125,9 @@ def test_the_command_starts_its_processes_itself(capfd):
     [
         (["check", "--kernel", "flash"], "there are cudnn, native"),
         (["bench", "--layouts", "stripes"], "there are contiguous, zigzag"),
-        (["check", "--heads", "5"], "--heads is a multiple of --kv-heads"),
-        (["bench", "--heads", "5", "--kv-heads", "2"], "--heads is a multiple of --kv-heads"),
+        (["check", "--heads", "5"], "--heads must be a multiple of --kv-heads"),
         (["bench", "--save", "no/name"], "no name for a run"),
         (["bench", "--save", "ring-h200"], "there is a run ring-h200"),
-        (["bench", "--rows", "no/rows.csv"], "is no folder"),
     ],
 )
 def test_the_command_refuses_before_a_process_is_started(arguments, message):
@@ -154,11 +143,7 @@ def test_columns_mean_what_they_say(workers):
     (rows, printed), (nothing, _) = workers.run(benched, {}, (), options)
     assert nothing is None
     assert len(rows) == len(printed) == 2 * 2 * 2
-    native = {
-        (row["layout"], row["direction"]): row["median_ms"]
-        for row in rows
-        if row["implementation"] == "native"
-    }
+    native = {(row["layout"], row["direction"]): row["median_ms"] for row in rows[:4]}
     for row in rows:
         assert row["status"] == "ok", row["reason"]
         assert row["efficiency"] == pytest.approx(2 * row["single_ms"] / row["median_ms"])
@@ -186,25 +171,21 @@ def test_what_fails_on_one_rank_is_a_row_on_all_and_the_next_case_runs(workers):
     assert (native["status"], cudnn["status"]) == ("ok", "unsupported")
 
 
-def test_what_has_not_begun_in_time_is_skipped(workers, tmp_path):
-    file = tmp_path / "rows.csv"
-    options = {"implementations": ["native"], "limit": 0.0, "rows_file": str(file)}
-    (rows, _), _ = workers.run(benched, {}, (), options)
-    assert {row["status"] for row in rows} == {"skipped"}
-    assert file.read_text().count("skipped") == len(rows) == 4
+def bench_here(folder, arguments):
+    """Run the command as a rank of torchrun would, with the runs in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "runs_dir", lambda: folder)
+        return command("bench", *arguments)
 
 
-def test_the_bench_command_saves_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
+def test_the_bench_command_saves_a_run_and_skips_what_has_not_begun_in_time(pool, tmp_path):
     sizes = ["--seqlen", "8", "--heads", "2", "--kv-heads", "1", "--head-dim", "4"]
-    options = ["--implementations", "native", "--max-seconds-per-case", "0.01", "--save", "here"]
-    status, printed = command("bench", "--processes", "2", *sizes, *options)
-    assert status == 0, printed
-    assert (tmp_path / "here" / "results.csv").read_text().startswith("world,layout,")
-
-
-def test_the_examples_of_the_help_do_not_name_a_recorded_run():
-    _, printed = command("bench", "--help")
-    names = re.findall(r"--save (ring-[a-z0-9-]+)", printed)
-    assert names
-    assert not set(names) & set(list_runs())
+    options = ["--implementations", "native", "--limit", "0", "--save", "here"]
+    arguments = [*sizes, *options, "--rows", str(tmp_path / "rows.csv")]
+    one = pool(2, joined=False).run(bench_here, tmp_path, arguments, ranks=1)
+    assert one[0][0] == 0, one
+    for file in ("here/results.csv", "rows.csv"):
+        first, *rows = (tmp_path / file).read_text().splitlines()
+        assert first.startswith("world,layout,")
+        assert len(rows) == 4
+        assert all(",skipped," in row for row in rows)
