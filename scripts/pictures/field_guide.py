@@ -18,7 +18,8 @@ STYLES = {
 
 # A question, and what to ask for when the answer is yes.
 QUESTIONS = (
-    ("no NVIDIA GPU", "sdpa_flash on a CPU, in any floating dtype"),
+    ("no GPU", "sdpa_flash on a CPU, in any floating dtype"),
+    ("an AMD GPU", "sdpa_flash, of PyTorch's ROCm build (not tried by the lab)"),
     ("compute capability below 8.0 (T4, RTX 20xx)", "sdpa_efficient, in float16 or float32"),
     ("float32 on a GPU", "sdpa_efficient; flex"),
     ("a mask of your own", "flex, if it is a rule; sdpa_efficient, if it is a tensor"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from book.gather import gather, linked
+from book.gather import gather
 from book.notebook import page, stub
 
 SOLUTION = '''def square(x):
@@ -54,7 +54,7 @@ def project(tmp_path):
     return tmp_path
 
 
-def test_pages_keep_their_paths_and_what_they_link_to_comes_along(project, tmp_path):
+def test_what_pages_link_to_comes_along_and_a_second_time_only_what_changed(project, tmp_path):
     target = tmp_path / "out"
     gather(target, project)
     assert (target / "theory/01-a.md").read_text() == (project / "theory/01-a.md").read_text()
@@ -65,10 +65,6 @@ def test_pages_keep_their_paths_and_what_they_link_to_comes_along(project, tmp_p
     assert (target / "code/c.csv").is_file(), "what a page links to that came along"
     assert not (target / "code/b.py").exists(), "code blocks hold no links"
 
-
-def test_gathering_again_touches_only_what_changed(project, tmp_path):
-    target = tmp_path / "out"
-    gather(target, project)
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*.md")}
     (project / "theory" / "02-b.md").write_text("# B\n")
     (project / "code" / "a.py").unlink()
@@ -76,11 +72,6 @@ def test_gathering_again_touches_only_what_changed(project, tmp_path):
     assert (target / "theory/02-b.md").is_file()
     assert not (target / "code/a.py").exists()
     assert {path: path.stat().st_mtime_ns for path in before} == before
-
-
-def test_links_are_read_without_anchors_and_outside_ones_not_at_all():
-    text = "[a](b.md#c) [d](#e) [f](https://g.h) ![i](j%20k.png)"
-    assert list(linked(text)) == ["b.md", "j k.png"]
 
 
 def test_a_solution_stands_folded_behind_the_stub_of_the_student_edition():
@@ -106,21 +97,16 @@ def test_the_stub_is_the_one_that_students_get():
     assert stub(SOLUTION) == cell.source
 
 
-def test_hidden_tests_are_left_out():
+def test_hidden_tests_are_left_out_and_a_chart_is_described_by_the_words_that_it_carries():
     (shown,) = made(code(CHECK))
     assert shown["source"] == "check(square)"
-
-
-def test_a_chart_is_described_by_the_words_that_it_carries():
     picture = {"image/png": "aGk=", "text/plain": ["Memory grows.\n", "standard: 8 at 512."]}
     (shown,) = made(code("draw()", **picture))
     assert shown["metadata"]["mystnb"]["image"]["alt"] == "Memory grows. standard: 8 at 512."
 
-
-@pytest.mark.parametrize("words", ["", "<Figure size 640x480 with 1 Axes>"])
-def test_a_picture_without_words_stops_the_book(words):
-    with pytest.raises(ValueError, match="no description"):
-        made(code("draw()", **{"image/png": "aGk=", "text/plain": words}))
+    for words in ("", "<Figure size 640x480 with 1 Axes>"):
+        with pytest.raises(ValueError, match="no description"):
+            made(code("draw()", **{"image/png": "aGk=", "text/plain": words}))
 
 
 def test_a_pandas_table_gets_headers_that_say_what_they_head():

@@ -13,7 +13,6 @@ CHAPTERS = sorted((PROJECT / "theory").glob("[0-9]*.md"))
 PAGES = sorted(
     [*(PROJECT / "theory").glob("*.md"), *PROJECT.glob("*.md"), *PROJECT.glob("notebooks/*.py")]
 )
-PARTS = ("what this chapter answers", "worked example", "common mistakes", "review questions")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -48,15 +47,6 @@ def test_the_code_of_a_chapter_runs_and_prints_what_the_chapter_says(path):
         else:
             assert not printed.getvalue(), f"line {line} prints what the chapter does not show"
     assert ran, "a chapter without code that runs"
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=name)
-def test_a_chapter_has_the_parts_that_every_chapter_has(path):
-    text = path.read_text(encoding="utf-8")
-    headings = [h.lower() for h in re.findall(r"^## (.+)$", prose(text), re.MULTILINE)]
-    for part in PARTS:
-        assert any(part in heading for heading in headings), part
-    assert "<details>" in text, "review questions come with collapsed answers"
 
 
 def test_the_figures_that_pages_show_are_those_that_the_scripts_draw(monkeypatch):
