@@ -9,6 +9,11 @@
 # %% [markdown]
 # # 1 · Attention's memory bottleneck, and how FlashAttention removes it
 #
+# ![Memory against sequence length: textbook attention needs 100 GiB at some ten thousand tokens, FlashAttention at a hundred thousand.](../theory/figures/memory-by-length.png)
+#
+# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same numbers, exactly, in a memory that grows
+# with the length instead of its square. In this notebook you write it.
+#
 # **After this notebook you can**
 #
 # - write attention as the textbook does, with a mask, and say what it costs in memory;
@@ -72,19 +77,19 @@ lengths = [512, 1024, 2048, 4096]
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
 # queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
 #
-# How do you hide a key? Its weight is $e^{s}/\sum e^{s}$, so its score $s$ must become $-\infty$. Two
-# shortcuts are popular. Watch both of them fail.
+# How do you hide a key? Its weight is $e^{s}/\sum e^{s}$, so its score $s$ must become $-\infty$. Some programs write a large
+# negative number instead. Watch that fail; and see where $-\infty$ needs care, too.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
-hidden = torch.tensor([[False, True, False], [True, True, True]])  # query 1 may look nowhere
+mask = torch.tensor([[True, False, True], [False, False, False]])  # query 1 may look nowhere
 
 try:
-    scores.masked_fill(hidden, -1e9)
+    scores.masked_fill(~mask, -1e9)
 except RuntimeError as error:
     print("-1e9 in float16:", error)
 
-print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).tolist())
+print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).tolist())
 
 
 # %% [markdown]
@@ -107,7 +112,7 @@ print("-inf, then softmax:", scores.masked_fill(hidden, -torch.inf).softmax(dim=
 # <details><summary>Hint</summary>
 #
 # `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with
-# some entries replaced. `mask.any(dim=-1)` says which queries see anything.
+# some entries replaced. `mask.any(dim=-1, keepdim=True)` says which queries see anything.
 # </details>
 
 
@@ -171,7 +176,7 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # | | returns |
 # | --- | --- |
 # | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, a whole number |
-# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the longest sequence for which they fit into `memory` bytes (an integer): a whole number, rounded down |
+# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, as an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes; `memory` is an integer, too |
 #
 # <details><summary>Hint</summary>
 #
@@ -240,9 +245,15 @@ checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
 memory.round(1)
 
 # %% [markdown]
-# Each doubling of the length takes four times the memory, as the formula says; the small rest is the output. (Does
-# *your* function need about 1.5 times the formula? Then a third matrix of that size is alive at the same time: which
-# one?) Follow the formula a little further: a model with 32 heads in float16, one sequence.
+# Each doubling of the length takes four times the memory, as the formula says; the small rest is the output.
+#
+# <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
+#
+# The scores before they were scaled, or before they were masked: as long as a name (`scores`, say) still holds the old matrix, it
+# stays in memory while the next one is made.
+# </details>
+#
+# Follow the formula a little further: a model with 32 heads in float16, one sequence.
 
 # %% tags=["nbval-check-output"]
 for seqlen in (4096, 16_384, 65_536, 131_072):
@@ -294,8 +305,8 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 # (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
 # once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
 # arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
-# *measures* both speeds on your device, and takes those of an H200 from the table. Which bound is larger there, and by
-# how much?
+# *measures* both speeds on your device, and takes those of an H200 from the table. On the H200, which of the two bounds is larger,
+# and by what factor?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -326,8 +337,8 @@ ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
 checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
-# The bytes of $S$ and $P$ are `seqlen / head_dim` = 64 times those of Q, K, V and O together. On the H200, moving
-# them just four times takes 6.5 times as long as the arithmetic: its multiplying units would wait most of the time.
+# Moved four times, the scores are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
+# H200 the textbook's bytes take 6.5 times as long as the arithmetic: its multiplying units would wait most of the time.
 #
 # What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
 # bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
@@ -378,7 +389,18 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
 #
-# A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
+# Do it once by hand. A row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time:
+#
+# | block | $m$ before → after | the old $\ell$ shrinks | the block adds | $\ell$ |
+# | --- | --- | --- | --- | --- |
+# | 2, 1 | −∞ → 2 | 0 | $e^{0} + e^{-1}$ = 1.368 | 1.368 |
+# | 4, 3 | 2 → 4 | 1.368 · $e^{2-4}$ = 0.185 | $e^{0} + e^{-1}$ = 1.368 | 1.553 |
+# | 1, 0 | 4 → 4 | 1.553 · $e^{0}$ = 1.553 | $e^{-3} + e^{-4}$ = 0.068 | 1.621 |
+# | 5, 2 | 4 → 5 | 1.621 · $e^{4-5}$ = 0.596 | $e^{0} + e^{-3}$ = 1.050 | **1.646** |
+#
+# ![The eight scores with the running maximum above, and below the running sum, which shrinks when the maximum rises.](../theory/figures/running-max-and-sum.png)
+#
+# Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell. Now in general. A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
 # computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, so we correct it by one
 # multiplication:
 #
@@ -469,10 +491,13 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # O \leftarrow O / \ell, \quad L = m + \ln \ell .
 # $$
 #
-# (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
+# ![Left, the forward pass: one block of queries meets all blocks of keys, row by row. Right, the backward pass: one block of keys meets all blocks of queries.](../theory/figures/loop-order.png)
+#
+# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and $m$, $\ell$ and $O$ of that block stay
+# with it. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
 # had the loops the other way round and normalised in each step.)
 #
-# The picture shows the tiles of a causal mask. Tiles above the diagonal need not be computed at all. Only
+# The next picture shows the tiles of a causal mask. Tiles above the diagonal need not be computed at all. Only
 # tiles on the diagonal need a mask.
 
 # %%
@@ -592,8 +617,11 @@ checks.check_forward_memory(my_flash_forward)
 # Where does $D$ come from? The derivative of a softmax row is
 # $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. The sum runs over the whole row again, which would spoil the
 # tiling. But $dp_k = dO \cdot v_k$, so
-# $\sum_k p_k\, dp_k = dO \cdot \sum_k p_k v_k = dO \cdot O$. Hence $D = \operatorname{rowsum}(dO \circ O)$: computed
-# once, from tensors of the inputs' size.
+# $\sum_k p_k\, dp_k = dO \cdot \sum_k p_k v_k = dO \cdot O$. Hence $D = \operatorname{rowsum}(dO \circ O)$: one number for each query, a
+# column beside the tile. It is computed once, from tensors of the inputs' size, over the *whole* row and never from a tile alone.
+#
+# The right half of the drawing in section 1.5 is the loop: $dK$ and $dV$ of one block of keys stay with their worker, and $dQ$ is
+# added up from all of them.
 #
 # > **A common error.** "The backward costs twice the forward." It does five matrix products where the forward
 # > does two ($QK^\top$ again, and four above): 2.5 times the FLOPs.
@@ -687,29 +715,42 @@ backward = checks.solution_or_reference(
 
 class MyFlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, is_causal):
-        out, lse = forward(q, k, v, is_causal, 16, 16)
+    def forward(ctx, q, k, v, is_causal, block):
+        out, lse = forward(q, k, v, is_causal, block, block)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.is_causal = is_causal
+        ctx.options = is_causal, block, block
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        return *backward(dout, *ctx.saved_tensors, ctx.is_causal, 16, 16), None
+        return *backward(dout, *ctx.saved_tensors, *ctx.options), None, None
 
 
 # %%
 inputs = [torch.randn(2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
 for is_causal in (False, True):
     right = torch.autograd.gradcheck(
-        lambda *qkv, causal=is_causal: MyFlashAttention.apply(*qkv, causal), inputs
+        lambda *qkv, causal=is_causal: MyFlashAttention.apply(*qkv, causal, 16),
+        inputs,
+        fast_mode=True,
     )
     print(f"causal {is_causal}: gradients equal finite differences: {right}")
-out = MyFlashAttention.apply(*inputs, True)
+out = MyFlashAttention.apply(*inputs, True, 16)
 print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])
 
 # %% [markdown]
 # Q, K, V, O and one vector. Nothing has two dimensions of length 20.
+#
+# Now let it work. `register_backend` gives your function a name, `"mine"`, by which the lab's tables, charts and models take it
+# from here on, with larger blocks:
+
+# %%
+from labsupport.attention import register_backend
+
+if forward is my_flash_forward and backward is my_flash_backward:
+    register_backend("mine", lambda q, k, v, causal: MyFlashAttention.apply(q, k, v, causal, 256))
+else:
+    print("Your own line in the charts below waits for exercises 1-4 and 1-5.")
 
 # %% [markdown]
 # ## 1.7 · The fast ones, through one door
@@ -725,8 +766,8 @@ print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tenso
 # Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
 # stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
 # `(batch, heads, seqlen, head_dim)`. Mixing them up is the classic mistake: shapes still fit, and each token
-# then attends across heads. The lab's function refuses it where it can tell, from 129 "heads" on; a shorter
-# sequence in the wrong layout looks like a model with many heads, and passes silently. So look at your shapes.
+# then attends across heads. The lab's function raises an error when it sees more than 128 heads. A shorter sequence in the wrong
+# layout passes silently. So look at your shapes.
 
 # %%
 q, k, v = (
@@ -749,7 +790,7 @@ print(last_call())
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it takes its
 # > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
-# > generation; float32, or an explicit mask, is enough to lose FlashAttention. Look, do not assume.
+# > generation: on Hopper and Blackwell it tries cuDNN's kernel first; float32, or an explicit mask, is enough to lose FlashAttention. Look, do not assume.
 #
 # > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
 # > On older GPUs use `sdpa_efficient`. `available_backends()` says what is true on your machine:
@@ -760,8 +801,8 @@ available_backends(device=device)
 # %% [markdown]
 # ## 1.8 · The comparison
 #
-# We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), and PyTorch's
-# FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
+# We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), yours (`mine`), and
+# PyTorch's FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
 # dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than the textbook?
 
 # %%
@@ -774,9 +815,8 @@ dtype = "float32"
 if device.type == "cuda":
     dtype = "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
 here = [s.name for s in available_backends(device=device) if s.runs]
-chosen = [
-    name for name in ("standard", "flash_torch", "sdpa_flash", "sdpa_efficient") if name in here
-]
+wanted = ("standard", "flash_torch", "mine", "sdpa_flash", "sdpa_efficient")
+chosen = [name for name in wanted if name in here]
 table = run_grid(
     grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype),
     device=device,
@@ -817,8 +857,9 @@ plotting.plot_memory(
 
 # %% [markdown]
 # This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the formula's line; the others
-# rise far more slowly. (At the left end of theirs, fixed costs dominate: `flash_torch` holds one tile for all heads at once,
-# `sdpa_flash` some scratch memory for each thread.)
+# rise far more slowly, yours among them. (At the left end of theirs, fixed costs dominate: `flash_torch` and `mine` hold one tile for
+# all heads at once, `sdpa_flash` some scratch memory for each thread.) In time yours is a loop in Python, with a kernel for each line;
+# in memory it is FlashAttention.
 #
 # And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
 # at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)
@@ -836,7 +877,8 @@ checks.compare_prediction("Forward and backward, 512 tokens", predicted_small, s
 readable(training)
 
 # %% [markdown]
-# "FlashAttention is always faster" is not true of short sequences: there the recomputation may cost more than it saves.
+# "FlashAttention is always faster" is a common error. On short sequences the recomputation may cost more than it saves: did it, on
+# your device? The number above is small in any case.
 #
 # ### What a causal mask changes
 #
@@ -867,7 +909,8 @@ for row in wall.itertuples():
 #
 # In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
 # differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
-# nothing without a dtype and a measure. The table compares each implementation with a float64 oracle. Guess first: how
+# nothing without a dtype and a measure. The table compares each implementation with an *oracle*: the same mathematics in float64,
+# exact enough to judge the others. Guess first: how
 # many times larger is the textbook's error in bfloat16 than in float32?
 
 # %%
@@ -887,7 +930,7 @@ errors
 # the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
 # textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
 # is *closer* to the truth than the textbook, because it keeps scores and sums in float32. Fused kernels
-# round twice, $P$ before the second product, and the output; `flash_torch` rounds only the output. Compare their relative errors.
+# round twice: once $P$, once the output. `flash_torch` rounds only the output. Compare their relative errors.
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
@@ -916,10 +959,13 @@ except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(". ")[0])
 
 # %% [markdown]
-# Kernels want *one* dtype for q, k and v. Which ones a kernel takes depends on the kernel and on the device: PyTorch's
-# FlashAttention for CPUs takes float32 and float64 too; flash-attn's kernels, and SDPA's FlashAttention for GPUs, were
-# written for float16 and bfloat16, in which the matrix units are fast and exact enough (version 3 adds FP8). FlexAttention and this
-# lab's `flash_triton` take float32, too.
+# Kernels want *one* dtype for q, k and v. Which ones depends on the kernel and on the device:
+#
+# | kernel | takes |
+# | --- | --- |
+# | PyTorch's FlashAttention for CPUs | float16, bfloat16, float32, float64 |
+# | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): there the matrix units are fast |
+# | FlexAttention, this lab's `flash_triton` | float16, bfloat16, float32 |
 #
 # > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
 # > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
@@ -972,6 +1018,9 @@ overflow
 # | `torch.bfloat16` | one of the three is bfloat16 already, or holds a finite number that float16 would turn into infinity: a magnitude of 65,520 or more |
 # | `torch.float16` | otherwise: its steps are finer |
 #
+# (Why 65,520, when float16 ends at 65,504? Its last step is 32 wide. What lies less than half a step above the end is rounded down to
+# it; from half a step on, 65,504 + 16, rounding gives infinity.)
+#
 # `half_attention(q, k, v)` calls `attention` in that dtype, and returns the result in the dtype of `q`. All tensors are
 # `(batch, seqlen, heads, head_dim)`. Each input gets its gradient in its own dtype.
 #
@@ -1021,7 +1070,7 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` goes further. Where the kernel takes float32 it promotes instead of degrading. Tensors that
+# The lab's `safe_flash_attention` goes further. If the kernel accepts float32, it casts up to float32 rather than down. Tensors that
 # are too *small* for float16 send it to bfloat16 as well. It says what it did and why, and it measures what that cost, on a
 # sample of the queries. `dtypes=` plays the GPU on a CPU:
 
@@ -1055,7 +1104,7 @@ by_scale.map(lambda x: f"{x:.1g}" if x < 1 else f"{x:,.0f}")
 # %% [markdown]
 # Up to unit normal inputs the error is that of rounding the values and the result. Inputs ten times as large have scores a
 # hundred times as large, and some queries sit between two keys that rounding can swap: the error jumps. Beyond, it cannot grow
-# much more: the worst query already takes another value than it should. (At scale 100, in bfloat16, the error is as large as
+# much more: the worst query already follows the wrong key. (At scale 100, in bfloat16, the error is as large as
 # the output.) No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$
 # and by normalising q and k. Where yours do not, half precision is not safe, with or without FlashAttention. The report of
 # `safe_flash_attention` says so:
@@ -1132,7 +1181,7 @@ print(recorded.attrs["provenance"]["command"])
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
-# Recomputing $S$ costs one more matrix product, from five instead of four. But the textbook writes and reads
+# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads
 # matrices of $N \times N$ several times, and waits for memory meanwhile. Arithmetic is the cheaper of the two.
 # </details>
 #

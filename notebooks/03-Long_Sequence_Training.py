@@ -55,7 +55,7 @@ gpu = device.type == "cuda"
 #
 # FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
 # passage of 128 tokens from another file stands in it twice, 1,024 tokens apart. How well does the model predict the second
-# occurrence, if it sees the last 256, 512, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
+# occurrence, if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
 # tokens costs 10.8.)
 #
 # **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
@@ -70,7 +70,7 @@ repeat = windows.with_repeat(
     smollm2.tokenizer, models.source_text("argparse"), passage[passage.index("def merge(") :]
 )
 by_window = windows.nll_by_window(
-    smollm2.model, repeat.ids, repeat.target, [256, 512, 896, repeat.distance]
+    smollm2.model, repeat.ids, repeat.target, [256, 896, repeat.distance]
 )
 fall = by_window.nll.iloc[0] / by_window.nll.iloc[-1]
 checks.compare_prediction("Fall of the NLL", predicted_fall, fall, "times")
@@ -78,7 +78,7 @@ by_window.round(2)
 
 # %% [markdown]
 # Nothing happens for a long time, and then everything: the model *copies*. And without a planted repetition? The same model in
-# three real files, 64 tokens behind the first 4,096, in a recorded run (`python -m benchmarks tasks`). In one of them
+# three real files, on the 64 tokens after position 4,096, in a recorded run (`python -m benchmarks tasks`). In one of them
 # something returns by itself; can you tell in which, and how far back?
 
 # %%
@@ -117,7 +117,8 @@ plain.pivot_table(index="text", columns="window", values="value").round(2)
 #
 # Two conventions say which two numbers of a head are a pair $(x, y)$. With *halves* (Transformers), number $i$ belongs to number
 # $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
-# halves. `pairs_to_halves` moves rows, so that a model made for neighbours gives the same scores with `apply_rope`.
+# halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
+# `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
 # <details><summary>Hint</summary>
 #
@@ -309,8 +310,8 @@ pd.DataFrame(slopes).round(2)
 # `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of `hidden` and
 # `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
-# No tensor may be larger than one chunk's logits, forward or backward, unless it is as large as `hidden` or `weight`; and logits
-# must not be kept. There are two ways, both right: work the gradients out in `forward` and keep those, or work the logits out
+# Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`. And
+# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or work the logits out
 # again in `backward`.
 #
 # <details><summary>Hint</summary>
@@ -437,7 +438,7 @@ pd.Series(
 # | --- | --- |
 # | 1. the loss | `loss_chunk` is None: $3 N V$ (the log-softmax, and two gradients). Otherwise: the logits of one chunk, or of all $N$ tokens if the chunk is larger; and $V w$, the classifier's gradient |
 # | 2. the last block's backward pass, in its MLP | $V w$; a gradient of $N m$; with `checkpoint` the whole block, computed again |
-# | 3. the same, in its attention, if `stores_scores` | $V w$; two more matrices of $N^2$ for every head (gradients of probabilities and of scores); with `checkpoint` the whole block. The MLP's $2 N m$ of this block are gone |
+# | 3. the same, in its attention, if `stores_scores` | $V w$; two more matrices of $N^2$ for every head (gradients of probabilities and of scores); with `checkpoint` the whole block; less $2 N m$, since the MLP of this block is done and what it had kept is freed |
 #
 # The step needs as much as its largest moment. Small things are left out: tables of single rows, the angles, the normalised
 # last hidden states.
@@ -540,7 +541,7 @@ print(training.plan_memory(tiny, seqlen=8192, savings=MemoryOptions(attention="s
 # %% [markdown]
 # ## 3.6 · The wall, and what moves it
 #
-# The decoder again, now with GPT-2's vocabulary: 6.4 million more weights. We allow it 3 GiB and want 4,096 tokens. One remedy
+# The decoder again, now with GPT-2's vocabulary: 6.4 million more weights. We allow it 1.4 GiB and want 2,048 tokens. One remedy
 # after the other, each on top of those before it:
 #
 # **Predict first**: how many MiB does the loss in chunks save, on top of FlashAttention?
@@ -559,7 +560,7 @@ remedies = [
         "+ MLP in chunks", MemoryOptions(loss_chunk=256, checkpoint=True, mlp_chunk=512)
     ),
 ]
-ladder = measure_training(words, [4096], strategies=remedies, limit="3GiB", device=device)
+ladder = measure_training(words, [2048], strategies=remedies, limit="1.4GiB", device=device)
 peak = ladder.set_index("backend").peak_memory_bytes / 2**20
 saved = peak["flash"] - peak["+ loss in chunks"]
 checks.compare_prediction("Saved by the loss in chunks", predicted_saving, saved, "MiB")
@@ -567,7 +568,7 @@ readable(ladder)
 
 # %%
 parts = pd.concat(
-    training.plan_memory(words, seqlen=4096, savings=strategy.savings, device=device)
+    training.plan_memory(words, seqlen=2048, savings=strategy.savings, device=device)
     .frame()
     .query("peak")
     .assign(case=strategy.name)
@@ -578,32 +579,32 @@ plotting.plot_memory_parts(
     parts,
     title="After attention it is the logits, after the logits what the blocks keep",
     measured=ran.peak_memory_bytes.to_dict(),
-    limit=("allowed: 3 GiB", 3 * 2**30),
-    small_print=f"Bars: predicted. 4,096 tokens, vocabulary 50,257, float32, {device.type}",
+    limit=("allowed: 1.4 GiB", 1.4 * 2**30),
+    small_print=f"Bars: predicted. 2,048 tokens, vocabulary 50,257, float32, {device.type}",
 )
 
 
 # %% [markdown]
 # A remedy lowers the peak only if it works on what the peak is made of. Here chunks of the MLP bring nothing more: the highest
-# moment is the loss already: 256 rows of logits, the embedding's gradient, and, larger, the weights and AdamW's states. In a
-# wider model they do. What each one costs:
+# moment is already the loss. It holds 256 rows of logits, the embedding's gradient and, larger than both, the weights and AdamW's
+# states. In a wider model chunks of the MLP do help. What each one costs:
 #
 # | remedy | lowers | price |
 # | --- | --- | --- |
-# | FlashAttention | scores: $N^2$ a head | none: it is faster, too |
+# | FlashAttention | scores: $N^2$ a head | a sixth more FLOPs in attention, and faster all the same, except for short sequences |
 # | loss in chunks | logits: $N V$ | none, if `forward` makes the gradients |
-# | checkpointing | what blocks keep: to a sixteenth, and one block while it is computed again | each block's forward pass twice |
+# | checkpointing | what blocks keep: one number a token and channel instead of $8w + 2m = 16w$ with $m = 4w$, so a sixteenth; and one block while it is computed again | each block's forward pass twice |
 # | MLP in chunks | the widest tensors of one block | its forward pass once more |
 # | bfloat16 autocast | half of most activations | digits (notebook 1, section 1.10); copies of all weights |
 #
 # And two that are often named: a smaller *batch* helps until it is 1. *Accumulation*, several small batches before one update, is
-# how a small batch computes what a large one would. Neither shortens a sequence. (The last row, for comparison: what 16 bits
-# bring.)
+# how a small batch computes what a large one would. Neither makes room for a longer sequence. The next cell
+# measures that; its last row shows, for comparison, what 16 bits bring.
 
 
 # %%
 def peak_mib(**options):
-    return training.measure_step(tiny, seqlen=1024, device=device, **options).peak_bytes / 2**20
+    return training.measure_step(tiny, seqlen=512, device=device, **options).peak_bytes / 2**20
 
 
 pd.Series(
@@ -642,8 +643,9 @@ columns = {"backend": "remedy", "seqlen": "longest, tokens", "GiB": "peak, GiB",
 walls[[*columns, "by the plan"]].rename(columns=columns).round(2)
 
 # %% [markdown]
-# Against plain eager attention it is 128 times as far, against Transformers' best setting 21 times. The plan promised a little
-# more, for it counts tensors, while the limit counts all that the allocator has reserved. That a step fits does not mean that you can
+# Against plain eager attention it is 128 times as far, against Transformers' best setting 21 times. The plan promised
+# more, up to a third in the first row: it counts tensors, while the limit counts all that the allocator has reserved, and the search
+# went in steps of 1,024 tokens. That a step fits does not mean that you can
 # wait for it: time still grows with $N^2$, and the million takes four minutes.
 
 # %% [markdown]
@@ -688,11 +690,11 @@ source = [tokenizer.encode(document.text) for document in training.source_docume
 stream = training.batches(source, 8192, end_token=tokenizer.end_token)
 torch.manual_seed(0)
 model = training.Decoder(tiny, MemoryOptions(loss_chunk=1024)).to(device)
-history = training.train(model, stream, TrainConfig(steps=3, learning_rate=3e-3))
+history = training.train(model, stream, TrainConfig(steps=2, learning_rate=3e-3))
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
-# Three steps show that it runs, not that it learns; and a loss curve alone does not show that FlashAttention is *right*. Two runs
+# Two steps show that it runs, not that it learns; and a loss curve alone does not show that FlashAttention is *right*. Two runs
 # with equal seeds may part, because they round differently. What can be asked:
 #
 # 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
@@ -718,7 +720,7 @@ plotting.plot_runs(
 
 
 # %% [markdown]
-# No: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is float32 on a CPU. Of 16 bits it says
+# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is float32 on a CPU. Of 16 bits it says
 # nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are noisy (the text changes, the
 # model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into the weights:
 
@@ -765,14 +767,14 @@ print("the same to the last bit:", resumed == losses(8))
 # ### A long talk, a long list
 #
 # To look something up is what attention does. `recall` is a decoder of 0.25 million weights, which one command of the lab has
-# taught to find facts again, in dialogues and in lists of records (`python -m labsupport.training.tasks.recall`). The texts are
-# made from a seed, so no model can know the answers. The end of one, and a question about it:
+# taught to find facts again, in dialogues and in lists of records (`python -m benchmarks.recall`). The texts are
+# made from a seed, so no model can know the answers. Here is one text from the fact on, and a question about it:
 
 # %%
 unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
 talk = unseen[-1]
 question = talk.questions[0]
-print("...", talk.text[-330:], sep="")
+print("...", talk.text[question.evidence[0] :], sep="")
 print(question.prompt, f"(said {len(talk.text) - question.evidence[0]:,} bytes before)", sep="... ")
 
 # %% [markdown]
@@ -821,9 +823,9 @@ full = scores[(scores.window == 2048) & (scores.solver == "model")]
 full[["kind", "accuracy", "chance", "n"]].round(3)
 
 # %% [markdown]
-# And the evidence? One head is chosen on half of the texts and scored on the other half. It points at the fact, or up to 6 bytes
-# behind it (*found*). It is never *inside*: earlier heads have gathered the line there. So "where it looks" needs this tolerance,
-# and a chance level beside it.
+# And the evidence: does a head look at the fact? One head is chosen on half of the texts and scored on the other half. It counts as
+# *found* when its largest weight lies at most 6 bytes after the fact, because earlier layers have gathered the line there. *Inside* the
+# fact itself it never lies. The chance level stands beside it.
 
 # %%
 head = recall_scores.evidence_head(finder, unseen[::2], unseen[1::2])
@@ -905,9 +907,9 @@ context[(context.task == "code") & (context.measure == "model")].pivot_table(
 # %% [markdown]
 # The model beats every rule, at every window. But a longer context helps the search as well: the lead does not grow. (And the file
 # is public: the model may have seen it in training, which would explain some names that it cannot see.) *In the window*: the name
-# stands in what it sees; *further back*: only before that; *new*: nowhere yet. The rise comes from sites that move from *further
-# back* (49 of 113 with 256 tokens, 6 with 4,096) to *in the window*. Among the visible ones the share falls, from 72% to 66%: there
-# are more names to choose from.
+# stands in what it sees; *further back*: only before that; *new*: nowhere yet. Why does it rise? With 256 tokens, 49 of the
+# 113 names stand only *further back*; with 4,096 tokens just 6. Of the names that are visible the model gets fewer right, 66% instead of
+# 72%: there are more to choose from.
 #
 # ### And a summary?
 #
@@ -939,7 +941,7 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # <details><summary>1. Your step runs out of memory at 16,384 tokens: FlashAttention, a vocabulary of 128,000, batch 1. What first?</summary>
 #
 # The loss in chunks: the logits alone are 16,384 × 128,000 × 4 bytes = 7.8 GiB, and three tensors of that size exist at once. It
-# costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation shortens nothing.
+# costs next to no time. Checkpointing comes next. The batch is 1 already, and accumulation makes no room either.
 # </details>
 #
 # <details><summary>2. A colleague says that FlashAttention made attention linear. What does your table of slopes say?</summary>
@@ -992,8 +994,8 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
-# An H200, one of the largest GPUs, has 140 GiB. There the small model computes for 235 seconds, each step (section 3.6): $N^2$ again;
-# at the card's peak it would still be 93 (theory chapter 7 counts the FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million
+# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235 seconds, each step (section 3.6): $N^2$ again;
+# even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million
 # tokens. Several devices can share the work in three ways:
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
@@ -1359,8 +1361,9 @@ plotting.plot_timeline(
 )
 
 # %% [markdown]
-# By the count it is $1.5$ blocks to $1$. The message is posted before the first block is computed, and awaited after it. Then the next
-# block begins without a gap: it had arrived. So a hop costs nothing, as long as the block takes longer. The work grows with the
+# By the count it is $1.5$ blocks to $1$. A rank starts to send and receive before it computes its first block, and waits
+# for the message only afterwards. By then it has arrived, and the next block begins without a gap (in the picture, two blocks are one
+# bar). So a hop costs nothing, as long as the block takes longer. The work grows with the
 # square of a shard's length, the message with the length itself: *longer* shards hide it better.
 #
 # And the reason for all this, memory, at the peak of a forward and backward pass of a decoder of two layers. (One rank: the same
@@ -1417,7 +1420,7 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 
 # %% [markdown]
 # The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing.
-# (One all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB as soon as they are full, while the
+# (One all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1 MiB) as soon as they are full, while the
 # backward pass goes on.)
 #
 # FSDP pays with traffic: parameters are gathered before the forward and before the backward pass, gradients reduced: half as much
@@ -1471,7 +1474,7 @@ beside.pivot_table(
 
 # %% [markdown]
 # Longer shards lose less, as predicted. But all zigzag rings stay below the prediction, cuDNN with 8,192 tokens most: 84%, where 95%
-# were predicted, and we had hoped for 85. The last columns say why: if nothing is sent, next to nothing is missing (a block without a
+# were predicted. The last columns say why: without messages, almost nothing is lost (a block without a
 # mask may even be faster than one device's triangle). Messages that hide, it seems, still take multiprocessors and memory from the
 # compute, and ranks wait for each other. With 32 key heads, four times the bytes, it is 69%. PyTorch's `context_parallel` gathers all
 # keys first and hides nothing: 63 and 87%.

@@ -107,7 +107,7 @@ shown(traces["standard"])
 # The rest, the softmax above all, has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$ numbers; on a CPU
 # also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax).
 # On a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator calls. (PyTorch's own table has the same column as
-# `self_device_time_total`; the name `cuda_time_total`, which you find in older texts, is gone.) `MiB` are the bytes of the tensors
+# `self_device_time_total`. Older texts say `cuda_time_total`: in `sort_by` that name still works, as an attribute of averages it is gone.) `MiB` are the bytes of the tensors
 # that an operator reads and writes. Now FlashAttention:
 
 # %%
@@ -147,9 +147,8 @@ for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
 print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
 
 # %% [markdown]
-# How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 the cell above printed 237 ms, and then six
-# times 6 ms (torch 2.11); and this lab's own Triton kernels take 0.6 to 2.2 s, when the compiler's cache is empty
-# (`data/runs/peers-h200/notes.md`). And
+# How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 this lab's own Triton
+# kernels take 0.6 to 2.2 s, when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). And
 # the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median.
 #
 # **A clock that does not wait.** A GPU works while Python goes on. Whoever reads a clock right after the call measures the *launch*.
@@ -205,9 +204,9 @@ by_kind = {
 pd.DataFrame(by_kind).rename_axis("device_ms of").round(1)
 
 # %% [markdown]
-# With FlashAttention the step is shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All the rest* shrinks, too,
-# because in the textbook's step it also holds scaling, masking and copying of $N \times N$ numbers. Operators do not say for whom they
-# work.)
+# On a quiet machine the step with FlashAttention is shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All
+# the rest* shrinks, too, because in the textbook's step it also holds scaling, masking and copying of $N \times N$ numbers. Operators
+# do not say for whom they work.)
 #
 # A table forgets the order. The *timeline* keeps it: save it, open <https://ui.perfetto.dev> in a browser, and drag the file there.
 # (It is read on your machine, and not sent anywhere.) Look for gaps on the GPU's line: there it waited for Python.
@@ -339,7 +338,7 @@ print(forms_table.round(digits).to_string())
 # %% [markdown]
 # FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5
 # times the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length
-# of its cache. Its single query makes 1 FLOP of each byte, and 4 with grouped heads: four queries share a key. More tokens at once,
+# of its cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at once,
 # as speculative decoding does, multiply it.
 #
 # A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
@@ -418,8 +417,8 @@ plotting.plot_roofline(
 # %% [markdown]
 # The textbook stays near the same intensity, however long the sequence: FLOPs and bytes both grow with $N^2$. FlashAttention moves to
 # the right, under the flat part of the roof. How near a marker comes to the roof says how good the *kernel* is; where it stands from
-# left to right, what the *algorithm* asks for. Decode steps lie far below the slope: bound by memory is what they *could* be, but this
-# kernel is made for many queries, and has one. (A CPU blurs the picture. Its caches hold small cases whole, so that a marker may even
+# left to right, what the *algorithm* asks for. Decode steps lie far below the slope. They *could* be bound by memory, but this
+# kernel is made for many queries at once, and a decode step has one. (A CPU blurs the picture. Its caches hold small cases whole, so that a marker may even
 # lie above the slope; and the exponentials, which the roof does not know, cost it dearly.) `labsupport bench` prints the share of the
 # roof that a call reaches, with a verdict.
 #
@@ -480,7 +479,7 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 
 
 # %% [markdown]
-# The *worst* place for an attention kernel is where bandwidth use is high: it would mean that it moves too much. The forward uses 6%
+# The *worst* place for a prefill kernel is where bandwidth use is high: it would mean that it moves too much. The forward uses 6%
 # of the bandwidth and two thirds of the arithmetic. The kernel of row sums uses 87%, and must: it has nothing to compute. So first ask
 # what bounds a case, then look at the use of *that*. For a long prefill: the tensor cores. For a decode step: the bandwidth.
 #
@@ -676,8 +675,8 @@ print(shapes.join(gigabytes.round(2)).to_string(index=False))
 # %% [markdown]
 # Not one byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that border it gets less,
 # as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has 6% *more* there, and we
-# do not know why), and HBM gives each tensor about once, since K and V of the heads at work fit into L2 (at most 1.28 times here, with
-# grouped heads). That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
+# do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and V of the heads at work
+# fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
 # in front of it.
 #
 # ### The largest tensor
@@ -725,7 +724,7 @@ tile_explorer(seqlen=4096, head_dim=64)
 # The accumulator lies in *registers*: 512 rows of 64 float32 numbers are half of all that a multiprocessor has. Tensor cores multiply at
 # least 16 columns
 # at a time, and are fed well only with more. Several blocks of K and V must be on their way at once. And few large programs leave
-# multiprocessors idle. Traffic is one of several bills, and behind an L2 cache not the highest. So kernels are *tuned*:
+# multiprocessors idle. Traffic is one of several costs, and with an L2 cache in between not the highest. So kernels are *tuned*:
 
 # %%
 tuned = load_run("tune-forward-h200").query("seqlen == 4096 and head_dim == 64 and not causal")
@@ -735,7 +734,8 @@ tuned = tuned.sort_values("median_ms")[
 pd.concat([tuned.head(4), tuned.tail(3)]).round(3)
 
 # %% [markdown]
-# The lab's plain Triton kernel on an H200, 27 tilings, one and the same algorithm (`python -m benchmarks tune`).
+# These are the fastest four and the slowest three of 27 tilings: the lab's plain Triton kernel on an H200, always the same algorithm
+# (`python -m benchmarks tune`). *warps* are groups of 32 threads of a program; *stages*, how many blocks of K and V are loaded ahead.
 #
 # ## 4.4 · The kernel
 #
@@ -929,8 +929,9 @@ both["tokens x heads"] = both.batch * both.heads * both.seqlen
 both[["seqlen", "batch", "heads", "median_ms", "tflops"]].round(4)
 
 # %% [markdown]
-# Batch and heads are the same to a kernel: independent pieces. Their cost is about proportional, once the device is full; below that
-# they are cheaper, and beyond a cache dearer. The length counts twice.
+# To a kernel, batch and heads are alike: independent pieces. Once the device is full, twice as many take about twice the time. With
+# fewer, a device has idle units, and twice as many cost less than twice; when they no longer fit into a cache, more. The length
+# counts twice. (Calls of less than a millisecond scatter: on a busy machine, look at the long ones.)
 #
 # **"Flash is always faster."** Compare like with like: the same dtype. In bfloat16 on one thread of a server's CPU (`calibration-cpu`),
 # and in float32; how many times as fast as the textbook is FlashAttention?
@@ -1085,8 +1086,8 @@ checks.check_held_out(held_out_error, seed=43)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is calibrated on the same rows and tested on the same:
-# of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than FLOPs: tiles,
+# On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted to the same rows as yours, and tested on
+# the same rows: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than FLOPs: tiles,
 # exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only, errors in percent.
 #
 # **Predict first**: the error of your two numbers for cuDNN, without a mask.
@@ -1156,8 +1157,8 @@ for tile in (1, 64, 128, 256):
     print(f"tiles of {tile:3} x {tile:3}: {error:.1%} off")
 
 # %% [markdown]
-# It explains a part, and 256 explains more than 128, about what such kernels take: so something else along the diagonal costs time,
-# too. (The longest rows keep their multiprocessor busy while others are done, for instance.) The package has a term for it. And in a run
+# Tiles explain a part of the error. Those of 256 explain more than those of 128, which is about what such kernels use; so something else
+# along the diagonal costs time, too. (For instance, the longest rows keep their multiprocessor busy while others are done, for instance.) The package has a term for it. And in a run
 # in which batch times length is always the same, the diagonal costs the same in every row, and hides in the start:
 
 # %% tags=["nbval-check-output"]
@@ -1289,7 +1290,7 @@ plotting.plot_predictions(
 #
 # <details><summary>Hint</summary>
 #
-# A column `dtype` must be asked for as `table["dtype"]`: `table.dtype` may be something else. `isin` finds the backends that were
+# A column `dtype` must be asked for as `table["dtype"]`: pandas uses some names, such as `dtypes`, itself. `isin` finds the backends that were
 # measured. `idxmin` returns a row's label, with which `.loc` finds the name.
 # </details>
 
