@@ -32,7 +32,9 @@ LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 PYTEST = env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PY) -m pytest
 # Four workers pay off; more would only multiply the seconds that importing torch takes.
 # What the tests of a file share (a trained model, a pool of processes) is made once.
-WORKERS = -n auto --maxprocesses 4 --dist loadfile
+WORKERS = -n auto --maxprocesses 4 --dist loadfile --durations 10
+# The notebooks: every cell runs, and the outputs of those that say so are compared.
+NBVAL = --nbval-lax --nbval-current-env
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
@@ -43,8 +45,8 @@ TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 help:
 	@echo "make lab          open the notebooks in JupyterLab (your copies, in work/)"
 	@echo "make fetch        fetch the models of the notebooks (\`make lab\` does it too)"
-	@echo "make test         everything that must hold before a change is handed in"
-	@echo "make test-all     the same, and the slow tests"
+	@echo "make test         everything that must hold before a change is handed in: minutes"
+	@echo "make test-all     the same, then the slow tests"
 	@echo "make test-browser the lab and the book in a real browser (installs Chromium if there is none)"
 	@echo "make book         theory and notebooks as a web site, in build/book"
 	@echo "make benchmark    measure the attention implementations on this machine"
@@ -79,12 +81,10 @@ fetch: setup
 	@$(LABSUPPORT) fetch --quiet
 
 test: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(ARGS)
-	@$(MAKE) --no-print-directory notebook-tests
+	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) tests notebooks $(ARGS)
 
-test-all: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not browser" $(ARGS)
-	@$(MAKE) --no-print-directory notebook-tests
+test-all: test
+	$(PYTEST) $(WORKERS) -m "slow and not browser" tests $(ARGS)
 
 # Chromium comes from the system; see scripts/chromium.sh.
 test-browser: setup fetch
@@ -110,7 +110,7 @@ static:
 	$(TYPOS)
 
 notebook-tests:
-	$(PYTEST) --nbval-lax --nbval-current-env notebooks/
+	$(PYTEST) $(WORKERS) $(NBVAL) notebooks
 
 benchmark: setup
 	$(PY) -m benchmarks claims $(ARGS)

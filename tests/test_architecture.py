@@ -1,8 +1,7 @@
-"""Imports go down only and never in circles, and every optional package has one door."""
+"""Imports go down only, and every optional package has one door."""
 
 import ast
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,7 @@ COMMAND_HELPERS = {"grid_options", "train_options", "train_parallel"}
 OPTIONAL = ("flash_attn.cute", "flash_attn", "triton", "xformers")
 # Kernels are defined when their file is imported. So Triton's doors are a folder and a file, and
 # others import kernel files inside of functions only.
-DOORS = {
-    "triton": (
-        "labsupport/attention/kernels/",
-        "labsupport/distributed/ring/merge_kernel.py",
-    )
-}
+DOORS = {"triton": ("labsupport/attention/kernels/", "labsupport/distributed/ring/merge_kernel.py")}
 KERNELS = (
     *(
         f"labsupport.attention.kernels.{name}"
@@ -102,23 +96,6 @@ def upward_imports(files: dict[str, str]) -> list[str]:
     return wrong
 
 
-def import_circle(files: dict[str, str]) -> list[str]:
-    """The modules of one circle of imports, lazy ones included; empty if there is none."""
-    modules = {
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files
-    }
-    graph = {}
-    for module, path in modules.items():
-        targets = {target for target, _ in imports(path, files[path])}
-        targets = {t if t in modules else t.rpartition(".")[0] for t in targets}
-        graph[module] = targets & set(modules) - {module}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
     """Optional packages that are imported at import time, or in more than one file."""
     wrong, doors = [], {}
@@ -155,10 +132,6 @@ def test_imports_go_down_only(ours):
     assert upward_imports(ours) == []
 
 
-def test_imports_make_no_circle(ours):
-    assert import_circle(ours) == []
-
-
 def test_an_optional_package_is_imported_in_one_place_and_lazily(ours):
     library = {path: source for path, source in ours.items() if path.startswith("labsupport/")}
     assert misplaced_optional_imports(library) == []
@@ -175,97 +148,48 @@ def test_every_command_has_a_file(project):
 
     names = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     files = {path.stem for path in (project / "labsupport/commands").glob("*.py")} - {"__init__"}
-    assert files == names - {"grade", "release"} | COMMAND_HELPERS
+    assert files == names - {"collect", "grade", "release"} | COMMAND_HELPERS
 
 
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+def test_an_import_that_goes_up_is_found_and_one_that_goes_down_is_not():
+    for path, source in (
         ("labsupport/attention/a.py", "import labsupport.profiling.timing"),
-        ("labsupport/attention/a.py", "from labsupport import checks"),
         ("labsupport/attention/a.py", "from ..profiling import timing"),
-        ("labsupport/attention/sub/a.py", "from ...profiling import timing"),
-        ("labsupport/profiling/a.py", "from labsupport.precision.policy import x"),
         ("labsupport/precision/a.py", "from labsupport.analysis import x"),
         ("labsupport/profiling/a.py", "def f():\n    from labsupport.checks import x"),
         ("labsupport/profiling/a.py", "importlib.import_module('labsupport.commands')"),
-        ("labsupport/plotting/a.py", "from labsupport.attention import backends"),
         ("labsupport/plotting/a.py", "from labsupport import paths"),
         ("labsupport/newcomer/a.py", "from labsupport.attention import backends"),
         ("labsupport/attention/a.py", "from labsupport.newcomer import x"),
-        ("labsupport/__init__.py", "import labsupport.attention"),
         ("labsupport/cli.py", "def f():\n    import grader"),
-        ("labsupport/commands/a.py", "from benchmarks.attention import x"),
         ("grader/a.py", "from benchmarks import grading"),
         ("benchmarks/a.py", "from grader.grade import batch"),
         ("benchmarks/grading.py", "import tests.checks.solutions"),
-    ],
-)
-def test_an_import_that_goes_up_is_found(path, source):
-    assert len(upward_imports({path: source})) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
+    ):
+        assert len(upward_imports({path: source})) == 1, (path, source)
+    for path, source in (
         ("labsupport/attention/a.py", "from labsupport.attention.b import x\nfrom .c import y"),
         ("labsupport/attention/a.py", "import torch\nfrom labsupport import __version__"),
-        ("labsupport/checks/a.py", "from labsupport.attention import x"),
         ("labsupport/checks/a.py", "from ..profiling import timing"),
         ("labsupport/profiling/a.py", "from labsupport import paths, plotting"),
-        ("labsupport/cli.py", "def f():\n    from labsupport.commands import start"),
         ("grader/a.py", "from labsupport.commands import x\nfrom .b import y"),
         ("benchmarks/grading.py", "from grader.grade.batch import run_batch"),
-    ],
-)
-def test_an_import_that_goes_down_is_let_pass(path, source):
-    assert upward_imports({path: source}) == []
+    ):
+        assert upward_imports({path: source}) == [], (path, source)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import labsupport.a.one",
-        "from labsupport.a import one",
-        "from ..a.one import x",
-        "def f():\n    from labsupport.a.one import x",
-        "if TYPE_CHECKING:\n    from labsupport.a.one import x",
-        "from labsupport.a import name_in_the_package",
-    ],
-)
-def test_a_circle_of_imports_is_found(source):
-    files = {
-        "labsupport/a/__init__.py": "from labsupport.a.one import x",
-        "labsupport/a/one.py": "from labsupport.b import two",
-        "labsupport/b/two.py": "import torch",
-    }
-    assert import_circle(files) == []
-    files["labsupport/b/two.py"] = source
-    assert {"labsupport.a.one", "labsupport.b.two"} <= set(import_circle(files))
-
-
-def test_an_optional_import_outside_of_a_function_is_found():
-    for source in ("import triton", "try:\n    import triton.language as tl\nexcept E:\n    pass"):
-        assert len(misplaced_optional_imports({"labsupport/attention/a.py": source})) == 1
-
-
-def test_a_second_door_to_an_optional_package_is_found():
+def test_an_optional_import_in_a_wrong_place_is_found():
     lazily = "def f():\n    from flash_attn import flash_attn_func"
-    files = {"labsupport/attention/a.py": lazily, "labsupport/attention/b.py": lazily}
-    assert "several places" in misplaced_optional_imports(files)[0]
-
-
-def test_flash_attn_and_its_cute_subpackage_may_have_different_doors():
-    two = "def f():\n    import flash_attn\n"
-    four = "def f():\n    from flash_attn.cute import flash_attn_func\n"
-    files = {"labsupport/attention/a.py": two, "labsupport/attention/b.py": four}
-    assert misplaced_optional_imports(files) == []
-
-
-def test_kernel_files_may_import_triton_and_others_may_not_import_kernel_files():
-    kernel = {"labsupport/attention/kernels/forward.py": "import triton.language as tl"}
-    assert misplaced_optional_imports(kernel) == []
+    four = "def f():\n    from flash_attn.cute import flash_attn_func"
     eager = "from labsupport.attention.kernels.forward import _attn_fwd"
-    for path in ("labsupport/attention/a.py", "labsupport/attention/kernels/autograd.py"):
-        assert len(misplaced_optional_imports({path: eager})) == 1
-        assert misplaced_optional_imports({path: f"def f():\n    {eager}"}) == []
+    kernels = "labsupport/attention/kernels"
+    for files, wrong in (
+        ({"labsupport/attention/a.py": "try:\n    import triton\nexcept E:\n    pass"}, 1),
+        ({"labsupport/attention/a.py": lazily, "labsupport/attention/b.py": lazily}, 1),
+        ({"labsupport/attention/a.py": lazily, "labsupport/attention/b.py": four}, 0),
+        ({f"{kernels}/forward.py": "import triton.language as tl"}, 0),
+        ({"labsupport/attention/a.py": eager}, 1),
+        ({f"{kernels}/autograd.py": eager}, 1),
+        ({f"{kernels}/autograd.py": f"def f():\n    {eager}"}, 0),
+    ):
+        assert len(misplaced_optional_imports(files)) == wrong, files

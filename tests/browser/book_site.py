@@ -62,15 +62,10 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def served(folder):
     """Serve a folder; yields the address of its root."""
     handler = functools.partial(_Quiet, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
-    finally:
         server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @contextlib.contextmanager
@@ -103,12 +98,7 @@ def settle(page):
 
 
 def violations(page, rules=None):
-    """What axe-core finds on a page, a line each; hints and answers are unfolded before.
-
-    Args:
-        page: a Playwright page.
-        rules: only these; all of axe's if None.
-    """
+    """Findings of axe-core (or of these rules of it) on a page; hints and answers are unfolded."""
     page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
     page.wait_for_timeout(600)
     page.evaluate(fetch_file(AXE).read_text(encoding="utf-8"))

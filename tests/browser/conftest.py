@@ -1,7 +1,7 @@
 """A headless Chromium, and the lab in it, as `make lab` serves it."""
 
+import contextlib
 import os
-import re
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,15 +15,8 @@ collect_ignore_glob = [] if find_spec("playwright") else ["test_*.py"]
 
 # --no-sandbox: Chromium refuses to start as root otherwise, which one is in most containers. The
 # rest keeps it from looking for updates: nothing here may depend on an outside network.
-OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+OPTIONS += " --disable-component-update --disable-sync"
 
 # What many laptops and projectors show. The file browser takes a quarter of the width.
 WINDOW = {"width": 1280, "height": 900}
@@ -47,7 +40,7 @@ def chromium():
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         path = os.environ.get("CHROMIUM") or None
-        browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
+        browser = playwright.chromium.launch(executable_path=path, args=OPTIONS.split())
         yield browser
         browser.close()
 
@@ -66,7 +59,7 @@ def make_lab(project, tmp_path_factory):
     from tests.browser.server import MakeLab
 
     started = MakeLab(project, tmp_path_factory.mktemp("lab"))
-    yield started.server
+    yield started
     started.end()
 
 
@@ -102,15 +95,11 @@ def pytest_runtest_makereport(item, call):
     """A test that fails in a window leaves a picture of it, and says where."""
     report = yield
     window = getattr(item, "funcargs", {}).get("page")
-    if report.when != "teardown" and report.failed and window is not None:
-        name = re.sub(r"\W+", "-", item.name).strip("-")
-        path = Path(tempfile.mkdtemp(prefix="lab-browser-")) / f"{name}.png"
-        try:
+    if report.when == "call" and report.failed and window is not None:
+        path = Path(tempfile.mkdtemp(prefix="lab-browser-")) / "window.png"
+        with contextlib.suppress(Exception):  # the browser itself may be what failed
             window.screenshot(path=path)
-            said = f"what the window showed: {path}\nits address: {window.url}"
-        except Exception as error:  # the browser itself may be what failed
-            said = f"no picture of the window: {error}"
-        report.sections.append(("browser", said))
+            report.sections.append(("browser", f"what {window.url} showed: {path}"))
     return report
 
 

@@ -4,18 +4,10 @@ Cells are found by a piece of their text. Whatever can be seen is read from the 
 cells have run is asked of JupyterLab itself: a long notebook does not show all of its cells.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-from playwright.sync_api import Locator, Page
-
-from tests.browser.server import Server
 
 SECOND = 1000  # Playwright counts milliseconds
 
@@ -28,7 +20,6 @@ CELLS = f"""() => {{
         kind: cell.model.type,
         source: cell.model.sharedModel.getSource(),
         count: cell.model.executionCount ?? null,
-        waiting: cell.model.executionState === 'running',
         outputs: cell.model.type === 'code' ? cell.model.outputs.toJSON() : [],
     }}));
 }}"""
@@ -57,46 +48,40 @@ class Cell:
     kind: str
     source: str
     count: int | None
-    waiting: bool
-    outputs: list[dict[str, Any]]
+    outputs: list
 
-    def errors(self) -> list[str]:
+    def errors(self):
         """What it failed with."""
         return [f"{o['ename']}: {o['evalue']}" for o in self.outputs if o["output_type"] == "error"]
 
 
 class Student:
-    """A notebook in front of a student."""
+    """A notebook in front of a student: in this page it is open, or will be."""
 
-    def __init__(self, page: Page) -> None:
-        """Take over a page, in which a notebook is open or will be."""
+    def __init__(self, page):
         self.page = page
 
-    def open(self, server: Server, name: str) -> Student:
+    def open(self, lab, name):
         """Go to a notebook's address, and wait until its kernel is there."""
-        self.page.goto(server.address_of(name, workspace=re.sub(r"\W", "", name)))
+        self.page.goto(lab.address_of(name, workspace=re.sub(r"\W", "", name)))
         return self.wait_until_open()
 
-    def wait_until_open(self) -> Student:
+    def wait_until_open(self):
         """Wait until a notebook is shown and its kernel waits for work."""
         self.page.wait_for_function(READY, timeout=60 * SECOND)
         return self
 
-    def cells(self) -> list[Cell]:
+    def cells(self):
         """All cells, shown or not."""
         return [Cell(**cell) for cell in self.page.evaluate(CELLS)]
 
-    def find(self, text: str) -> Cell:
-        """The first cell that holds a text.
-
-        Raises:
-            AssertionError: there is none.
-        """
+    def find(self, text):
+        """The first cell that holds a text."""
         found = [cell for cell in self.cells() if text in cell.source]
         assert found, f"no cell holds {text!r}"
         return found[0]
 
-    def show(self, cell: Cell) -> Locator:
+    def show(self, cell):
         """Scroll to a cell; where it is on the page."""
         self.page.evaluate(
             f"async (index) => {{ {FRONT} await notebook.scrollToItem(index, 'start'); }}",
@@ -106,28 +91,23 @@ class Student:
         here.scroll_into_view_if_needed()
         return here
 
-    def menu(self, name: str, command: str) -> None:
-        """Choose a command from a menu of the menu bar."""
-        self.page.locator(".lm-MenuBar-item", has_text=re.compile(f"^{name}$")).click()
-        self.page.locator(f'.lm-Menu-item[data-command="{command}"]').click()
-
-    def run_all(self, *, within: float) -> None:
+    def run_all(self, *, within):
         """Run > Run All Cells, and wait until nothing runs any more."""
         before = self.cells()
-        self.menu("Run", "runmenu:run-all")
+        self.page.locator(".lm-MenuBar-item", has_text=re.compile("^Run$")).click()
+        self.page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
         self._wait([cell for cell in before if cell.kind == "code"], before, within)
 
-    def run(self, text: str, *, within: float = 60) -> Locator:
+    def run(self, text, *, within=60):
         """Run the cell that holds a text, and wait for it; where its output is."""
         with self.running(self.find(text), within=within) as output:
             return output
 
     @contextmanager
-    def running(self, cell: Cell, *, within: float) -> Iterator[Locator]:
+    def running(self, cell, *, within):
         """Click into a cell and press Shift-Enter; the end of the block waits until it has run.
 
-        Yields:
-            where its output is.
+        Yields where its output is.
         """
         before = self.cells()
         here = self.show(cell)
@@ -136,20 +116,14 @@ class Student:
         yield here.locator(".jp-Cell-outputArea")
         self._wait([cell], before, within)
 
-    def _wait(self, wanted: list[Cell], before: list[Cell], within: float) -> None:
+    def _wait(self, wanted, before, within):
         newest = max(cell.count or 0 for cell in before)
         self.page.wait_for_function(
             DONE, arg=[[cell.index for cell in wanted], newest], timeout=within * SECOND
         )
 
-    def rewrite(self, text: str, line: str, lines: str) -> None:
-        """Type other lines in place of one.
-
-        Args:
-            text: the cell holds it.
-            line: the line to be replaced holds it.
-            lines: Python, indented as it will stand; the first line as deep as the one replaced.
-        """
+    def rewrite(self, text, line, lines):
+        """In the cell that holds a text, type other lines of Python in place of one."""
         here = self.show(self.find(text))
         here.locator(".cm-line", has_text=line).first.click()
         keyboard = self.page.keyboard
@@ -165,5 +139,5 @@ class Student:
             depth = _depth(wanted) + wanted.endswith(":")
 
 
-def _depth(line: str) -> int:
+def _depth(line):
     return (len(line) - len(line.lstrip())) // 4
