@@ -34,7 +34,7 @@ def solved_copy(lab):
 # The copy comes before the student, so that the window is closed before the copy is put back.
 def test_a_solved_notebook_runs_from_top_to_bottom(lab, solved_copy, student, picture):
     page = student.open(lab, solved_copy).page
-    student.run_all(within=300)
+    student.run_all(within=600)
 
     cells = [cell for cell in student.cells() if cell.kind == "code"]
     assert {cell.index: cell.errors() for cell in cells if cell.errors()} == {}
@@ -56,7 +56,7 @@ def test_a_solved_notebook_runs_from_top_to_bottom(lab, solved_copy, student, pi
     # Bars are there while something is measured, and go when it is done.
     expect(page.locator(BARS)).to_have_count(0)
     measuring = student.find("table = run_grid(")
-    with student.running(measuring, within=60) as output:
+    with student.running(measuring, within=300) as output:
         bar = output.locator(BARS).first
         expect(bar).to_be_visible()
         expect(output).to_contain_text(re.compile(r"[1-9]\d*/\d+"))
