@@ -36,6 +36,7 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
+
 def around(code, **options):
     """The arguments of a Python that monitors a program of this code."""
     named = [f"--{name}={value}" for name, value in options.items()]

@@ -32,8 +32,6 @@ def test_allocations_are_counted_to_the_byte_at_the_moment_when_most_exists():
         return third
 
     assert measured(call) == (6000, 2000)
-    use = measure_peak_memory(lambda: torch.empty(1001), device="cpu")
-    assert (use.peak_bytes, use.kept_bytes, use.allocations) == (4004, 4004, 1)
     earlier = torch.empty(64, 64)
     assert measured(lambda: earlier.t().reshape(64, 64)[1:].expand(63, 64)) == (0, 0)
 
@@ -49,19 +47,6 @@ def test_freeing_an_earlier_tensor_does_not_hide_a_later_allocation():
     for _ in range(5):
         assert measured(call) == (500, 500)
         measured(lambda: held.append(room(10_000)))
-
-
-def test_steps_that_drop_the_gradients_of_the_one_before_need_the_same_every_time():
-    model = torch.nn.Sequential(*(torch.nn.Linear(100, 100) for _ in range(5)))
-    x = torch.ones(10, 100)
-
-    def step():
-        model.zero_grad()
-        model(x).sum().backward()
-
-    step()  # its gradients are seen by no measurement
-    (peak,) = {measured(step)[0] for _ in range(5)}
-    assert peak > sum(p.numel() * 4 for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -125,13 +110,10 @@ def test_the_largest_tensor_may_come_from_the_backward_pass():
     assert largest.numel == 2500
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5.25 * MIB, "5.2 MiB"), (-2048, "-2.0 KiB"),
-     (3000 * 2**30, "3000.0 GiB")],
-)  # fmt: skip
-def test_bytes_are_written_in_binary_units(count, text):
-    assert format_bytes(count) == text
+def test_bytes_are_written_in_binary_units():
+    counts = 0, 1023, 1536, 5.25 * MIB, -2048, 3000 * 2**30
+    texts = ["0 B", "1023 B", "1.5 KiB", "5.2 MiB", "-2.0 KiB", "3000.0 GiB"]
+    assert [format_bytes(count) for count in counts] == texts
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -143,7 +125,7 @@ def test_capping_a_missing_gpu_says_so():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_memory_is_counted_to_the_byte_and_a_capped_gpu_runs_out_and_recovers():
     use = measure_peak_memory(lambda: torch.empty(1001, device="cuda"), device="cuda")
-    assert (use.peak_bytes, use.kept_bytes, use.allocated_bytes) == (4004, 4004, 4096)
+    assert (use.peak_bytes, use.kept_bytes) == (4004, 4004)
     size = 2 * 2**30
     with cap_gpu_memory(1), pytest.raises(torch.OutOfMemoryError):
         torch.empty(size, dtype=torch.uint8, device="cuda")
