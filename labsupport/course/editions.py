@@ -10,9 +10,8 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labsupport import paths
 from labsupport.course.merge import source_hashes
@@ -35,16 +34,11 @@ class ReleaseError(ValueError):
     """A notebook from which no safe student edition can be made, or a target in the way."""
 
 
-@dataclass(frozen=True)
-class Edition:
-    """The student edition of one notebook.
+class Edition(NamedTuple):
+    """The student edition of one notebook: the file's name, which is the solved one's, and text.
 
-    Attributes:
-        name: the file's name, the same as the solved notebook's.
-        identifier: twelve hexadecimal digits that change with the contents. The notebook's own
-            metadata carries them too (`labsupport.edition`), so that a working copy still tells
-            which edition it came from.
-        text: the notebook file.
+    identifier: twelve hexadecimal digits that change with the contents. The notebook's own metadata
+        carries them too (`labsupport.edition`), so that a copy tells which edition it came from.
     """
 
     name: str
