@@ -66,13 +66,9 @@ def test_the_bars_are_cut_into_parts_that_add_up_beside_what_was_measured_and_is
     assert lines == {"measured": [96.0], "allowed: 512 MiB": [512.0, 512.0]}
     words = alt_text(figure)
     assert "standard: 1e+03 MiB; flash: 100 MiB. Measured: flash: 96 MiB" in words
-    with pytest.raises(ValueError, match="no part"):
-        plot_memory_parts(PARTS.iloc[:0], title="x")
 
-
-def test_many_small_parts_are_drawn_as_one():
-    figure = plot_memory_parts(parts_of([("a", f"part {n}", 20 - n) for n in range(20)]), title="x")
-    drawn = bars(figure)
+    # Many small ones are drawn as one.
+    drawn = bars(plot_memory_parts(parts_of([("a", f"{n}", 20 - n) for n in range(20)]), title="x"))
     assert len(drawn) == len({colour for _, _, colour in drawn}) == 7
     assert sum(width for _, width, _ in drawn) == sum(range(1, 21))
 
@@ -89,13 +85,10 @@ def test_runs_are_drawn_with_their_distance_from_the_first(runs):
     assert distances == pytest.approx([0.001, 0.002])
     assert lower.get_yscale() == "log"
     assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
-    with pytest.raises(ValueError, match="one run"):
-        plot_runs(runs[runs.seed == 1], title="x")
 
 
 def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(runs):
     figure = plot_runs(runs.assign(loss=5.0), title="x")
-    figure.savefig("/dev/null", format="png")
     assert all(math.isnan(y) for line in figure.axes[1].get_lines() for y in line.get_ydata())
     assert "at most 0.0e+00" in alt_text(figure)
 
@@ -178,6 +171,5 @@ def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
     assert looks["native, contiguous"] == (style("sdpa_flash")[0], "-")
     assert looks["native, zigzag"] == (style("sdpa_flash")[0], "--")
     assert looks["fa4, zigzag"] == (style("fa4")[0], "-")
-    for table, message in ((recorded, "same who, world"), (recorded[:0], "no row")):
-        with pytest.raises(ValueError, match=message):
-            plot_scaling(table, **chart)
+    with pytest.raises(ValueError, match="same who, world"):
+        plot_scaling(recorded, **chart)

@@ -22,7 +22,6 @@ from labsupport.plotting.drawing import (
     draw_references,
     log2_axis,
     log10_axis,
-    need,
     plain,
     style,
 )
@@ -120,7 +119,8 @@ def _plot(
 
 def _check(run: pd.DataFrame, column: str) -> None:
     columns = "backend", "direction", column, "seqlen", "status"
-    need(run, *columns, hint="pass what run_grid returned")
+    if missing := [name for name in columns if name not in run]:
+        raise ValueError(f"the table lacks {', '.join(missing)}: pass what run_grid returned")
     for name in _SHAPE:
         if name in run and run[name].nunique() > 1:
             values = ", ".join(str(value) for value in sorted(set(run[name])))
@@ -227,13 +227,7 @@ def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") 
             time by the specification) may be there, NaN where there is none.
         title: the finding, as a sentence.
         small_print: the case, and what the predictions rest on.
-
-    Raises:
-        ValueError: a column is missing, or there is no row.
     """
-    need(table, "device", "ms", "low_ms", "high_ms", hint="one row a device is needed")
-    if table.empty:
-        raise ValueError("there is no prediction to draw")
     figure = Chart(figsize=(8.8, 1.9 + 0.36 * len(table)))
     axes, rows = figure.subplots(), range(len(table))
     axes.hlines(rows, table["low_ms"], table["high_ms"], color=BLUE, linewidth=5, alpha=0.35,
@@ -289,13 +283,7 @@ def plot_roofline(
         roofs: at least one; the first is drawn solid (the specified one, say), others dashed.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: no roof, or a column is missing.
     """
-    need(table, "backend", "intensity", "tflops", hint="pass what roofline() returned")
-    if not roofs:
-        raise ValueError("a roofline needs at least one roof")
     figure = Chart(figsize=(8.6, 5.2))
     axes = figure.subplots()
     measured = table[table["tflops"].notna() & (table["tflops"] > 0)]

@@ -21,7 +21,6 @@ from labsupport.plotting.drawing import (
     draw_references,
     log2_axis,
     log10_axis,
-    need,
     plain,
     style,
 )
@@ -51,13 +50,7 @@ def plot_memory_parts(
         measured: bytes by case, a diamond on its bar.
         limit: what may be used at most: its name, and bytes; a line.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: a column is missing, or there is no row.
     """
-    need(table, "case", "part", "bytes", hint="one row a case and part is needed")
-    if table.empty:
-        raise ValueError("there is no part to draw")
     cases = list(dict.fromkeys(table["case"]))
     wide = table.pivot_table(index="case", columns="part", values="bytes", aggfunc="sum").fillna(0)
     largest = wide.max().sort_values(ascending=False)
@@ -100,13 +93,7 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
         table: columns step, loss, grad_norm; an infinite norm (a step left out) is a gap.
         title: the finding, as a sentence; by default the first and the last loss.
         small_print: device, speed, sizes.
-
-    Raises:
-        ValueError: a column is missing, or there is no step to draw.
     """
-    need(table, "step", "loss", "grad_norm", hint="pass a history's frame()")
-    if table.empty:
-        raise ValueError("there is no step to draw")
     steps, losses = table["step"], table["loss"]
     norms = table["grad_norm"].where(table["grad_norm"].abs() < float("inf"))
     title = title or f"The loss went from {losses.iloc[0]:.2f} to {losses.iloc[-1]:.2f}"
@@ -134,14 +121,8 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
             run is the one compared with.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: a column is missing, or there are fewer than two runs.
     """
-    need(table, "backend", "seed", "step", "loss", hint="pass what training_courses made")
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
-    if len(runs) < 2:
-        raise ValueError("one run has nothing to be compared with")
     norms = "grad_norm" in table
     ratios = (3, 1.6, 1.8) if norms else (3, 2)
     figure = Chart(figsize=(8.6, 1.1 * sum(ratios)))
@@ -206,11 +187,7 @@ def plot_by_window(
         unit: of the windows.
         references: lines to judge by; y a number, or a function of the window.
         small_print: model, texts, source.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    need(table, "window", *columns)
     table = table.sort_values("window")
     windows = list(table["window"])
     figure = Chart(figsize=(8.6, 4.4))

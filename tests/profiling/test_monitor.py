@@ -114,8 +114,6 @@ def test_a_gpu_has_panels_of_its_own_and_is_described():
     assert "GPU memory of all processes: peak 3.0 GiB at 1.0 s, 1.0 GiB at the end" in words
     assert "Reference: of this GPU: 8.0 GiB" in words
     assert "40% on average" in words
-    with pytest.raises(ValueError, match="rss_bytes"):
-        plot_monitor(samples[["time_s"]], title="A finding")
 
 
 # --- the GPU --------------------------------------------------------------------------------------
