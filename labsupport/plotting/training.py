@@ -93,7 +93,12 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
         table: columns step, loss, grad_norm; an infinite norm (a step left out) is a gap.
         title: the finding, as a sentence; by default the first and the last loss.
         small_print: device, speed, sizes.
+
+    Raises:
+        ValueError: there is no step to draw.
     """
+    if table.empty:
+        raise ValueError("there is no step to draw")
     steps, losses = table["step"], table["loss"]
     norms = table["grad_norm"].where(table["grad_norm"].abs() < float("inf"))
     title = title or f"The loss went from {losses.iloc[0]:.2f} to {losses.iloc[-1]:.2f}"
@@ -117,16 +122,13 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
     """Plot training runs: losses, gradient norms, and how far each loss is from the first run's.
 
     Args:
-        table: columns backend, seed, step, loss, and grad_norm for a panel of its own. The first
-            run is the one compared with.
+        table: columns backend, seed, step, loss, grad_norm. The first run is compared with.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
     """
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
-    norms = "grad_norm" in table
-    ratios = (3, 1.6, 1.8) if norms else (3, 2)
-    figure = Chart(figsize=(8.6, 1.1 * sum(ratios)))
-    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+    figure = Chart(figsize=(8.6, 7.0))
+    panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 1.8))
     first = None
     words = []
     for n, (backend, seed) in enumerate(runs):
@@ -141,8 +143,7 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
         words.append(
             f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at last."
         )
-        if norms:
-            panels[1].plot(run.index, run["grad_norm"], **look)
+        panels[1].plot(run.index, run["grad_norm"], **look)
         if first is None:
             first = run["loss"]
             continue
@@ -154,9 +155,8 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
             f"{int((apart == 0).sum())} of {len(apart)} steps."
         )
     panels[0].set_ylabel("loss\n(nats a token)")
-    if norms:
-        panels[1].set_ylabel("gradient norm")
-        panels[1].set_yscale("log")
+    panels[1].set_ylabel("gradient norm")
+    panels[1].set_yscale("log")
     panels[-1].set_ylabel("distance of the loss\nfrom the first run's")
     panels[-1].set_yscale("log")
     panels[-1].set_xlabel("step")
