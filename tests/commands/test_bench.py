@@ -69,9 +69,8 @@ def test_compare_names_the_fastest_and_the_leanest(monkeypatch):
         assert name in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_makes_no_sense_is_refused_before_anything_is_measured():
+    for arguments, words in (
         (["bench", "--preset", "gpt5"], "gpt2-small"),
         (["bench", "--dtype", "int8"], "int8"),
         (["bench", "--backend", "flash9", "--device", "cpu"], "flash9"),
@@ -79,18 +78,13 @@ def test_compare_names_the_fastest_and_the_leanest(monkeypatch):
         (["sweep", "--chart", "time.bmp"], ".png"),
         (["bench", "--check-baseline", "a", "--save-baseline", "b"], "one at a time"),
         (["compare", "--save", "a/b"], "no name for a run"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_measured(arguments, words):
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code != 0
-    assert words in str(done.exception)
+    ):
+        assert words in str(program(*arguments, status=1).exception)
 
 
 def test_the_bound_is_the_slower_of_arithmetic_and_memory():
     long = bound_of(Case("x", 4096, heads=8, head_dim=64), CEILINGS)
-    assert long.by == "arithmetic"
-    assert long.ms == pytest.approx(4 * 8 * 4096**2 * 64 / 2e12 * 1e3)
+    assert long[:2] == (pytest.approx(4 * 8 * 4096**2 * 64 / 2e12 * 1e3), "arithmetic")
     one_query = Case("x", 1, heads=8, kv_seqlen=4096, head_dim=64)
     assert bound_of(one_query, CEILINGS).by == "memory"
     assert bound_of(replace(one_query, dtype="float64"), CEILINGS) is None

@@ -51,6 +51,12 @@ def wait_for(condition, seconds=30):
         time.sleep(0.02)
 
 
+def said_by(process):
+    """What a started process has printed so far."""
+    file = process.folder / "stdout"
+    return file.read_text() if file.exists() else ""
+
+
 def test_the_samples_follow_the_program_and_its_child(python, tmp_path):
     out, chart = tmp_path / "memory.csv", tmp_path / "memory.png"
     done = python(*around(STEPS, interval=0.03, out=out, chart=chart))
@@ -112,7 +118,7 @@ def test_no_file_is_overwritten_and_nothing_runs_before_that_is_known(tmp_path):
 def test_control_c_reaches_the_program_first_and_then_the_files_are_written(python, tmp_path):
     out = tmp_path / "memory.csv"
     process = python.start(*around(STUBBORN, out=out))
-    wait_for(lambda: process.read() == "ready\n")
+    wait_for(lambda: said_by(process) == "ready\n")
     process.send_signal(signal.SIGINT)
     done = process.finish()
     assert done.stdout.split() == ["ready", "noted", "tidied"]  # once: the signal came to it once
@@ -123,7 +129,7 @@ def test_control_c_reaches_the_program_first_and_then_the_files_are_written(pyth
 def test_the_live_view_is_a_line_at_a_time_and_goes_with_a_program(python, capfd):
     main = ["-c", "from labsupport.cli import main; main()"]
     process = python.start(*main, "monitor", "--live", "--interval", "0.01")
-    wait_for(lambda: process.read().count("\n") >= 3)
+    wait_for(lambda: said_by(process).count("\n") >= 3)
     process.send_signal(signal.SIGINT)
     done = process.finish()
     assert done.returncode == 0, done.stderr

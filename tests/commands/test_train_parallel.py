@@ -66,20 +66,14 @@ def on_a_rank(arguments):
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        (
-            ["ring", "--contiguous", "--attention", "native", "--loss-chunk", 50],
-            r"63 tokens of every sequence \(contiguous shards\)(?s:.*)native ran on 2 ranks",
-        ),
-        (
-            ["fsdp", "--cpu-offload"],
-            r"fsdp: 2 ranks, 1.5 sequences a step for each; 1/2 of the model on each, in the CPU's",
-        ),
-        (
-            ["ddp", "--checkpoint-layers"],
-            "ddp: 2 ranks, 1.5 sequences a step for each; the whole model on each",
-        ),
+        (["ring", "--contiguous", "--attention", "native", "--loss-chunk", 50],
+         r"63 tokens of every sequence \(contiguous shards\)(?s:.*)native ran on 2 ranks"),
+        (["fsdp", "--cpu-offload"],
+         "fsdp: 2 ranks, 1.5 sequences a step for each; 1/2 of the model on each, in the CPU's"),
+        (["ddp", "--checkpoint-layers"],
+         "ddp: 2 ranks, 1.5 sequences a step for each; the whole model on each"),
     ],
-)
+)  # fmt: skip
 def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
     pool, one, parallel, said, tmp_path
 ):
@@ -112,9 +106,8 @@ RING = ["--parallel", "ring", "--processes", 2]
 DDP = ["--parallel", "ddp", "--processes", 2]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
+def test_options_that_make_no_sense_together_are_refused_by_a_sentence():
+    for wrong, told in (
         (["--parallel", "pipeline"], "unknown --parallel 'pipeline'; known: ddp, fsdp, ring"),
         (["--processes", 2], "--processes goes with --parallel ddp, fsdp or ring"),
         ([*DDP, "--contiguous"], "--contiguous goes with --parallel ring"),
@@ -128,12 +121,10 @@ DDP = ["--parallel", "ddp", "--processes", 2]
         ([*RING, "--device", "cuda:1"], "with --parallel it is cpu or cuda"),
         ([*RING, "--preset", "huge"], "no preset 'huge'"),
         (DDP, "--accumulation 1 leaves some of 2 ranks without a sequence"),
-    ],
-)
-def test_options_that_make_no_sense_together_are_refused_by_a_sentence(wrong, told):
-    done = program(*wrong, ok=False)
-    assert isinstance(done.exception, ValueError)
-    assert told in str(done.exception)
+    ):
+        done = program(*wrong, ok=False)
+        assert isinstance(done.exception, ValueError)
+        assert told in str(done.exception)
 
 
 def test_control_c_ends_all_processes_and_says_how_to_go_on(nobody_is_left):
