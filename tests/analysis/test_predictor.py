@@ -20,7 +20,7 @@ from labsupport.analysis.predictor import (
 )
 from labsupport.analysis.predictor.calibration import non_negative_least_squares
 from labsupport.analysis.predictor.evaluate import choices, with_predictions
-from labsupport.analysis.predictor.memory import flash_splits, peak_memory
+from labsupport.analysis.predictor.memory import peak_memory
 from labsupport.analysis.predictor.split import SHAPE, SPLITS, case_of, divide, recorded
 from labsupport.analysis.predictor.work import features, fused_bytes, makespan
 from labsupport.analysis.recommend import recommend
@@ -239,12 +239,6 @@ def test_memory_formulas_are_right_on_the_h200_and_exact_for_few_and_for_grouped
         rel = off or (1e-4 if row.backend == "sdpa_efficient" else 0)
         formula = peak_memory(case_of(row), units)
         assert formula == pytest.approx(row.peak_memory_bytes, rel=rel), row.to_dict()
-
-
-def test_flash_attention_cuts_the_keys_only_where_queries_are_few():
-    few = Case("sdpa_flash", 512, 1, 8, head_dim=128, dtype="bfloat16")
-    long, many = replace(few, seqlen=2048, kv_seqlen=2048), replace(few, batch=8)
-    assert [flash_splits(case, 132) for case in (few, long, many)] == [4, 1, 1]
 
 
 def test_a_backend_without_a_memory_formula_is_predicted_without_memory():

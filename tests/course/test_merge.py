@@ -124,13 +124,6 @@ def test_what_is_given_in_a_written_exercise_and_changed_is_said(mine, newer):
     assert "what is given in ex-1-1-square has changed" in merged.conflicts[0]
 
 
-def test_an_editor_that_renames_all_cells_does_not_double_the_notebook(mine, newer):
-    for number, one in enumerate(mine["cells"]):
-        one["id"] = f"other{number}"
-    merged = merge(mine, newer).notebook
-    assert sources(merged) == sources(newer)
-
-
 def test_what_is_no_notebook_of_format_4_is_refused(newer):
     cells = 3, [1], [{"source": 5}], [{"source": [5]}]
     files = [{"cells": each, "nbformat": 4} for each in cells]

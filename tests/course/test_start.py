@@ -7,7 +7,7 @@ import sys
 import nbformat
 import pytest
 
-from labsupport.course import merge, start
+from labsupport.course import merge
 from labsupport.course.start import STATE_FILE, start_work
 
 
@@ -28,7 +28,7 @@ def test_a_first_start_makes_copies_and_later_ones_keep_them_even_without_the_st
     folder, work
 ):
     (copy,) = start_work(work, folder).created
-    assert copy == work / "01-Squares.ipynb"
+    assert copy.name == "01-Squares.ipynb"
     assert "raise NotImplementedError" in copy.read_text()
     mine = edit(copy)
     for state in (None, "garbage", "[]"):
@@ -56,26 +56,6 @@ def test_a_newer_edition_is_merged_into_the_copy_which_is_saved_as_it_was(folder
     copy.write_bytes(mine + b"\n")  # the old file again, put back by hand
     (again,) = start_work(work, folder).upgraded
     assert (upgrade.before.read_bytes(), again.before.read_bytes()) == (mine, mine + b"\n")
-
-
-def test_an_upgrade_that_was_interrupted_between_two_writes_is_done_again(
-    folder, work, change, monkeypatch
-):
-    copy = start_work(work, folder).created[0]
-    mine = edit(copy)
-    change(0, "# Squares, revised")
-
-    def power_cut(path, text):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(start, "replace", power_cut)
-        with pytest.raises(KeyboardInterrupt):
-            start_work(work, folder)
-    assert copy.read_bytes() == mine
-    (upgrade,) = start_work(work, folder).upgraded
-    assert upgrade.before.read_bytes() == mine
-    assert len(list(work.glob("*.older-edition-*"))) == 1
 
 
 def test_a_copy_that_is_saved_during_the_upgrade_is_left_as_saved(
@@ -163,12 +143,7 @@ def test_boxes_of_a_newer_edition_come_in_and_no_tick_is_lost(folder, work, page
     copy.write_text("a note\n")  # boxes that the student removed come back with no start
     assert start_work(work, folder).upgraded == []
     assert copy.read_text() == "a note\n"
-
-
-def test_a_checklist_that_cannot_be_read_is_left_alone_and_said(folder, work, page):
-    work.mkdir()
-    copy = work / "Checklist.md"
+    (work / STATE_FILE).unlink()
     copy.write_bytes(b"\xff\xfe\x00")
-    report = start_work(work, folder)
+    assert "cannot be read" in start_work(work, folder).left_alone[copy]
     assert copy.read_bytes() == b"\xff\xfe\x00"
-    assert "cannot be read" in report.left_alone[copy]
