@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,7 +50,7 @@ def profile_command(
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
-    shape = {"preset": preset, "batch": batch, "seqlen": seqlen, "heads": nheads, "dtype": dtype}
+    shape: dict[str, Any] = {"preset": preset, "batch": batch, "seqlen": seqlen, "heads": nheads, "dtype": dtype}
     shape |= {"head_dim": headdim, "causal": causal, "kv_heads": kv_heads, "grad": not no_grad}
     names = listed(backend, str) if backend else measurable_backends(where)
     names = list(dict.fromkeys(["standard", *names]))

@@ -10,8 +10,9 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from labsupport import paths
 from labsupport.course.merge import source_hashes
@@ -34,7 +35,8 @@ class ReleaseError(ValueError):
     """A notebook from which no safe student edition can be made, or a target in the way."""
 
 
-class Edition(NamedTuple):
+@dataclass(frozen=True)
+class Edition:
     """The student edition of one notebook: the file's name, which is the solved one's, and text.
 
     identifier: twelve hexadecimal digits that change with the contents. The notebook's own metadata
