@@ -50,8 +50,9 @@ def profile_command(
     from labsupport.profiling.timing import resolve_device
 
     where = resolve_device(device)
-    shape: dict[str, Any] = {"preset": preset, "batch": batch, "seqlen": seqlen, "heads": nheads, "dtype": dtype}
-    shape |= {"head_dim": headdim, "causal": causal, "kv_heads": kv_heads, "grad": not no_grad}
+    shape: dict[str, Any] = {"preset": preset, "dtype": dtype, "grad": not no_grad}
+    shape |= {"batch": batch, "seqlen": seqlen, "heads": nheads, "head_dim": headdim}
+    shape |= {"causal": causal, "kv_heads": kv_heads}
     names = listed(backend, str) if backend else measurable_backends(where)
     names = list(dict.fromkeys(["standard", *names]))
     case, *_ = [one_case(where, backend=name, **shape) for name in names]  # refuses unknown names
