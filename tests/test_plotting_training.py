@@ -148,15 +148,13 @@ def test_spans_are_bars_by_rank_and_kind():
 
 def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
     """A table of `labsupport ring bench`: two layouts, one case that could not run."""
-    directions = ("forward", "forward and backward")
-    rows = []
-    for world in (1, 2, 4, 8):
-        for direction in directions:
-            rows += [
-                (world, "native, contiguous", direction, 0.9 * world / (2 * world - 1)),
-                (world, "native, zigzag", direction, 0.9),
-                (world, "fa4, zigzag", direction, 0.8 if direction == "forward" else math.nan),
-            ]
+    rows = [
+        (world, who, direction, efficiency)
+        for world in (1, 2, 4, 8)
+        for direction, fa4 in (("forward", 0.8), ("forward and backward", math.nan))
+        for who, efficiency in (("native, contiguous", 0.9 * world / (2 * world - 1)),
+                                ("native, zigzag", 0.9), ("fa4, zigzag", fa4))
+    ]  # fmt: skip
     recorded = pd.DataFrame(rows, columns=["world", "who", "direction", "efficiency"])
     chart = {"column": "efficiency", "series": "who", "title": "x", "ylabel": "y"}
     references = [Reference("ideal", 1.0), Reference("contiguous", lambda w: w / (2 * w - 1))]
@@ -168,9 +166,8 @@ def test_efficiency_is_drawn_by_devices_with_what_can_be_had_at_best():
     assert "fa4, zigzag" not in data_of(both)  # it never ran there
     assert "native, contiguous: 0.9 at 1, " in alt_text(figure)
     # An implementation has its colour, and its second layout is dashed.
-    looks = {x.get_label(): (x.get_color(), x.get_linestyle()) for x in forward.get_lines()}
-    assert looks["native, contiguous"] == (style("sdpa_flash")[0], "-")
-    assert looks["native, zigzag"] == (style("sdpa_flash")[0], "--")
-    assert looks["fa4, zigzag"] == (style("fa4")[0], "-")
+    looks = [(x.get_color(), x.get_linestyle()) for x in forward.get_lines()[:3]]
+    native = style("sdpa_flash")[0]
+    assert looks == [(native, "-"), (native, "--"), (style("fa4")[0], "-")]
     with pytest.raises(ValueError, match="same who, world"):
         plot_scaling(recorded, **chart)
