@@ -37,8 +37,6 @@ def bench_command(
     device: options.Device = None,
     to_json: options.Json = None,
     to_csv: options.Csv = None,
-    save: options.Save = None,
-    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure one attention call: time, speed, memory, and how far from this device's ceilings.
 
@@ -79,7 +77,7 @@ def bench_command(
         table[name] = case.flops() / table[column].astype(float) / 1e9
     ran = table["status"].tolist() == ["ok"]
     text = bench_report(table, case, where, measured_ceilings(str(where)) if ran else None)
-    options.show_table(text, table, to_json, to_csv, save, overwrite)
+    options.show_table(text, table, to_json, to_csv)
     if not ran:
         interrupted = table.attrs["provenance"].get("interrupted")
         raise typer.Exit(interrupted_status() if interrupted else 1)

@@ -129,6 +129,7 @@ def check_baseline(before: Baseline, tolerance: float, say: Callable[[str], None
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
     """Write the file, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(baseline), indent=1) + "\n", encoding="utf-8")
 
 

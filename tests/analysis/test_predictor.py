@@ -241,11 +241,9 @@ def test_memory_formulas_are_right_on_the_h200_and_exact_for_few_and_for_grouped
         assert formula == pytest.approx(row.peak_memory_bytes, rel=rel), row.to_dict()
 
 
-def test_a_backend_without_a_memory_formula_is_predicted_without_memory():
-    model, _ = calibrated("peers-h200")
-    fits = {("fa2", *key[1:]): fit for key, fit in model.fits.items() if key[0] == "sdpa_flash"}
-    case = Case("fa2", 2048, batch=8, heads=32, dtype="bfloat16")
-    assert predict(case, replace(model, fits=fits)).peak_memory_bytes is None
+def test_a_backend_without_a_memory_formula_is_predicted_without_memory(h200):
+    fits = {("fa2", *key[1:]): fit for key, fit in h200.fits.items() if key[0] == "sdpa_flash"}
+    assert predict(replace(CASE, backend="fa2"), replace(h200, fits=fits)).peak_memory_bytes is None
 
 
 # --- which backend for a workload -----------------------------------------------------------------
