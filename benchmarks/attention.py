@@ -34,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--causal", choices=["no", "yes", "both"], default="no")
     add("--direction", type=names, default=["forward"], help=", ".join(DIRECTIONS))
     add("--max-seconds", type=float, default=1.0, help="time limit for the repeats of one case")
-    add("--seed", type=int, default=0)
     add("--no-error", action="store_true", help="do not compare with the float64 oracle")
 
 
@@ -46,10 +45,8 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         causal={"no": [False], "yes": [True], "both": [False, True]}[options.causal],
         **{name: getattr(options, name) for name in named},
     )  # fmt: skip
-    return run_grid(
-        cases, device=device, measure_error=not options.no_error,
-        max_seconds=options.max_seconds, seed=options.seed,
-    )  # fmt: skip
+    limits = {"measure_error": not options.no_error, "max_seconds": options.max_seconds}
+    return run_grid(cases, device=device, **limits)
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:

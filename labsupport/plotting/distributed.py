@@ -21,7 +21,6 @@ from labsupport.plotting.drawing import (
     add_legend,
     draw_references,
     log2_axis,
-    need,
     plain,
 )
 from labsupport.plotting.figure import Chart
@@ -46,11 +45,7 @@ def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print:
         block: pairs of a whole block, with nothing hidden.
         title: the finding, as a sentence.
         small_print: sizes.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    need(table, "layout", "rank", "step", "owner", "pairs")
     layouts = list(dict.fromkeys(table["layout"]))
     ranks, steps = table["rank"].max() + 1, table["step"].max() + 1
     figure = Chart(figsize=(1.6 + 0.85 * steps * len(layouts), 1.9 + 0.62 * ranks))
@@ -102,11 +97,7 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
         table: columns layout, rank, what ("compute" or "message"), start_ms, end_ms.
         title: the finding, as a sentence.
         small_print: device, sizes, and what a message's beginning and end are.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    need(table, "layout", "rank", "what", "start_ms", "end_ms")
     layouts, ranks = list(dict.fromkeys(table["layout"])), sorted(set(table["rank"]))
     figure = Chart(figsize=(8.6, 1.3 + len(layouts) * (0.45 + 0.55 * len(ranks))))
     panels = figure.subplots(len(layouts), 1, sharex=True, squeeze=False)[:, 0]
@@ -165,12 +156,9 @@ def plot_scaling(
         small_print: device, date, sizes.
 
     Raises:
-        ValueError: a column is missing, there is no row, or two rows are the same point.
+        ValueError: two rows are the same point.
     """
     keys = [series, *([panel] if panel else []), "world"]
-    need(table, *keys, column)
-    if table.empty:
-        raise ValueError("there is no row to draw")
     if table.duplicated(keys).any():
         raise ValueError(f"several rows have the same {', '.join(keys)}: choose one of each first")
     worlds = sorted(set(table["world"]))

@@ -40,7 +40,7 @@ class Check:
 def check_health() -> list[Check]:
     """All findings about disturbances here; takes about 0.2 s."""
     gpus = [check for gpu in read_gpus() for check in judge_gpu(gpu)]
-    return [*gpus, check_load(), *check_battery()]
+    return [*gpus, check_load()]
 
 
 def judge_gpu(gpu: GpuState) -> list[Check]:
@@ -95,14 +95,3 @@ def check_load(seconds: float = 0.2) -> Check:
     if others > BUSY_SHARE * cores:
         return Check("CPU load", "warn", f"{detail}: timings will vary", QUIET)
     return Check("CPU load", "ok", detail)
-
-
-def check_battery() -> list[Check]:
-    """Check that power comes from outside; empty without a battery."""
-    # Absent from psutil where the system has no such reading.
-    battery = getattr(psutil, "sensors_battery", lambda: None)()
-    if battery is None:
-        return []
-    if battery.power_plugged:
-        return [Check("Power supply", "ok", "plugged in")]
-    return [Check("Power supply", "warn", "on battery: clocks may be lower", "plug it in first")]

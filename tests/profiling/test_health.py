@@ -52,12 +52,6 @@ def test_what_disturbs_is_said_in_words_with_a_remedy(monkeypatch, changed, name
     assert bool(check.remedy) == (status != "ok")
 
 
-def test_in_a_container_the_numbers_of_other_processes_are_unknown(monkeypatch):
-    monkeypatch.setattr(health, "foreign_pids", lambda: True)
-    users = judge_gpu(dataclasses.replace(IDLE, users={501: 2**30}))[0]
-    assert "1, with 1.0 GiB of its memory (in this container their numbers" in users.detail
-
-
 def test_a_busy_program_beside_this_one_is_load_by_others():
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -1,25 +1,18 @@
-"""`labsupport profile`: a folder about a shape of attention, or about a program.
+"""`labsupport profile`: a folder about a shape of attention.
 
 It begins with SUMMARY.md. The figures come from the grid of `labsupport.profiling`, from
 torch.profiler's tables and traces, and from NVIDIA's profilers (`labsupport.analysis.nsight`) where
 they are installed. SUMMARY.md is written again after each part, so if the command ends early, it
 holds what was gathered, and says what is missing.
 
-tracer      torch.profiler inside a program that knows nothing of it
-__main__    one call, for nsys and ncu to look at
+`python -m labsupport.analysis.profile CASE` (as JSON) is one call, for nsys and ncu to look at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import resource
-import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,11 +24,8 @@ from labsupport.analysis import nsight
 from labsupport.analysis.roofline import roofline
 from labsupport.profiling import Case, detect_device, diagnose, measured_ceilings, run_grid
 from labsupport.profiling.benchmark import call_of, make_inputs
-from labsupport.profiling.monitoring import own_peak
 from labsupport.profiling.tables import format_table
-from labsupport.profiling.units import format_bytes
 
-TRACERS = ("auto", "torch", "nsys", "none")
 OPENING = """\
 A trace is a timeline: what ran when, on which thread and stream. Open <https://ui.perfetto.dev>,
 "Open trace file", and choose a `trace.json.gz` (nothing is uploaded; W and S zoom, A and D move).
@@ -200,19 +190,13 @@ def _available(tool: str, device: torch.device, summary: Summary) -> str:
     return ""
 
 
-def _nsys_command(nsys: str, report: Path) -> list[str]:
-    quiet = ("--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
-    return [nsys, "profile", *quiet, f"--output={report}"]
-
-
 def _look_with_nsys(summary: Summary, nsys: str, folder: Path, command: list[str]) -> None:
-    capture = ("--capture-range=cudaProfilerApi", "--capture-range-end=stop")
-    nsight.run([*_nsys_command(nsys, folder / "nsys"), *capture, *command])
-    _show_nsys(summary, nsys, folder / "nsys")
-
-
-def _show_nsys(summary: Summary, nsys: str, report: Path) -> None:
-    """Add what `nsys stats` says of kernels and CUDA calls, as it prints it."""
+    """Record a call's timeline; add what `nsys stats` says of kernels and CUDA calls."""
+    report = folder / "nsys"
+    options = ["--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none"]
+    options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    options += ["--force-overwrite=true", f"--output={report}"]
+    nsight.run([nsys, "profile", *options, *command])
     tables = ("--report=cuda_gpu_kern_sum", "--report=cuda_api_sum", "--force-export=true")
     text = nsight.run([nsys, "stats", *tables, f"{report}.nsys-rep"])
     report.with_suffix(".txt").write_text(text)
@@ -236,80 +220,17 @@ def _look_with_ncu(summary: Summary, ncu: str, folder: Path, command: list[str])
     )
 
 
-def profile_program(
-    folder: Path,
-    command: list[str],
-    device: torch.device,
-    *,
-    tracer: str = "auto",
-    after: float = 0.0,
-    seconds: float = 10.0,
-) -> tuple[Summary, int]:
-    """Run a program once, traced, and describe what it did.
-
-    Args:
-        tracer: "torch" (a Python program; nothing in it changes; "auto" is the same), "nsys" (any
-            program, on a GPU), or "none".
-        after, seconds: when torch.profiler begins to record, and how long.
-
-    Returns:
-        The summary, and the program's exit status.
-    """
-    summary = Summary(folder, f"Profile of a program: {Path(command[0]).name}")
-    kernels, note, report = folder / "kernels.txt", folder / "note.txt", folder / "nsys"
-    trace, prefix, status = None, [], 127  # as a shell says that there is no such program
-    if tracer in ("auto", "torch"):
-        trace = {"folder": str(folder.absolute()), "after": after, "seconds": seconds}
-    elif tracer == "nsys" and (nsys := _available("nsys", device, summary)):
-        prefix = _nsys_command(nsys, report)
-    with summary.section("What ran"):
-        for path in (kernels, note):
-            path.unlink(missing_ok=True)
-        status = run_program([*prefix, *command], trace)
-        peak = format_bytes(own_peak(resource.RUSAGE_CHILDREN))
-        summary.add(
-            f"`{shlex.join(command)}` ended with status {status}; its largest process had "
-            f"{peak} (over time: `labsupport monitor -- COMMAND`)."
-        )
-        if status:
-            hint = "; it may use a profiler of its own: `--tracer none`" if trace else ""
-            summary.missing.append(f"the program's success: status {status}{hint}")
-    if trace:
-        with summary.section("Where the time goes"):
-            if note.exists():
-                summary.add(f"{note.read_text()}\n\n{OPENING}")
-            if kernels.exists():
-                summary.add("\n".join(kernels.read_text().splitlines()[:24]), table=True)
-            else:
-                why = "no Python process with PyTorch wrote one (too short, or killed)"
-                summary.missing.append(f"the trace: {why}; for other programs: `--tracer nsys`")
-    if prefix:
-        with summary.section("Nsight Systems"):
-            _show_nsys(summary, prefix[0], report)
-    describe_machine(summary, device)
-    summary.finish()
-    return summary, status
+def _one_call(case: Case) -> None:
+    """Call once between cudaProfilerStart and cudaProfilerStop, after three calls to warm up."""
+    call = call_of(case, make_inputs(case, torch.device("cuda")))
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
-def run_program(command: list[str], trace: dict[str, Any] | None) -> int:
-    """Run a command with the terminal's own input and output, under `tracer` where asked to.
-
-    Control-C reaches the program; what it leaves is still gathered.
-
-    Returns its exit status; 128 and the signal's number where a signal ended it.
-    """
-    with tempfile.TemporaryDirectory() as startup:
-        environment = dict(os.environ)
-        if trace:
-            tracer = str(Path(__file__).with_name("tracer.py"))
-            text = f"import runpy\nrunpy.run_path({tracer!r})\n"
-            (Path(startup) / "sitecustomize.py").write_text(text)
-            paths = [startup, *filter(None, [environment.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-            environment["LABSUPPORT_TRACE"] = json.dumps(trace)
-        handler = signal.signal(signal.SIGINT, lambda *_: None)
-        try:
-            status = subprocess.Popen(command, env=environment).wait()
-        finally:
-            signal.signal(signal.SIGINT, handler)
-    return 128 - status if status < 0 else status
+if __name__ == "__main__":
+    _one_call(Case(**json.loads(sys.argv[1])))
