@@ -42,6 +42,11 @@ def reference(compute: Callable[[], T]) -> T:
     return tape[-1]
 
 
+def is_recording() -> bool:
+    """Return whether results are being written down, which has to be all of them."""
+    return _written is not None
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Tape]:
     """Write down the results of all references that run inside the `with` block."""
