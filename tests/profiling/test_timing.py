@@ -1,6 +1,10 @@
+import itertools
+import time
+
 import pytest
 
 from labsupport.profiling.timing import (
+    IN_A_ROW,
     Timing,
     format_ms,
     measure_interleaved,
@@ -43,8 +47,27 @@ def test_milliseconds_are_written_without_exponent(ms, text):
 def test_repeats_stay_within_their_bounds_and_warm_up_calls_are_no_samples(bounds, repeats):
     calls = []
     options = {"device": "cpu", "min_repeats": 4, "max_repeats": 9, "min_seconds": 0, "warmup": 3}
-    assert measure_time(lambda: calls.append(1), **options, **bounds).repeats == repeats
+
+    def call():
+        time.sleep(0.0015)  # not short: each call is a sample of its own
+        calls.append(1)
+
+    assert measure_time(call, **options, **bounds).repeats == repeats
     assert len(calls) == 3 + repeats
+
+
+def test_a_short_call_that_loses_its_core_now_and_then_counts_as_its_fastest_in_a_row():
+    calls = itertools.count(1)
+    slow = measure_time(
+        lambda: next(calls) % 3 or time.sleep(0.02),
+        device="cpu",
+        warmup=1,
+        max_repeats=9,
+        max_seconds=60,
+        precision=-1.0,
+    )
+    assert slow.repeats == 9
+    assert slow.median < 5
 
 
 def test_interleaved_functions_take_turns():
@@ -53,7 +76,7 @@ def test_interleaved_functions_take_turns():
     timings = measure_interleaved(
         functions, device="cpu", warmup=0, min_repeats=3, max_repeats=3, max_seconds=60
     )
-    assert order == ["a", "b"] * 3
+    assert order == [name for name in "ababab" for _ in range(IN_A_ROW)]
     assert {name: timing.repeats for name, timing in timings.items()} == {"a": 3, "b": 3}
 
 
