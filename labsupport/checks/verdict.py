@@ -145,7 +145,7 @@ def results(
         for one, two in itertools.combinations(mistakes, 2) if pairs else ():
             with suppress(Exception):  # the second edit may not find its text any more
                 wrong = run(mutant(solution, one.edit + two.edit))
-                yield f"Perhaps there are two mistakes. {one.say} {two.say}", wrong
+                yield f"There may be two mistakes. Perhaps: {one.say} And: {two.say}", wrong
 
     return reference(computed)
 
@@ -221,7 +221,14 @@ def _raised(
     if isinstance(error, KeyboardInterrupt):
         said = f"{name} was{where.rstrip() or ' running'}"
     if isinstance(error, TypeError) and not where:
-        said += "\nKeep the parameters as the exercise names them, in their order."
+        said += "\nKeep the names of the parameters as they are in the exercise's first line."
+    elif re.search(r"\.T\b", where):
+        said += "\n`.T` turns all dimensions round; `.mT` swaps the last two."
+    elif "must match the size of tensor b" in str(error):
+        said += (
+            "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
+            "x[..., None]); and the last block may be shorter than the others."
+        )
     parameters = inspect.signature(function).parameters.values()
     names = [f"{p.name}: " for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
@@ -242,7 +249,8 @@ def _shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, Tensor) and value.ndim:
         return f"{short(value.dtype)} {tuple(value.shape)}"
-    return kind(value) if isinstance(value, torch.nn.Module) else readable(value)
+    text = readable(value)
+    return text if len(text) <= LINE else kind(value)
 
 
 # --- variables of the notebook in the place of arguments ------------------------------------------
@@ -378,26 +386,28 @@ def judge(
     Raises:
         CheckFailed: wrong shape, dtype or values.
     """
-    if result.shape != expected.shape:
-        raise CheckFailed(
-            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
-        )
-    if dtype is not None and result.dtype != dtype:
+    fits = result.shape == expected.shape
+    if fits and dtype is not None and result.dtype != dtype:
         raise CheckFailed(f"{name} has dtype {result.dtype}, but {dtype} was expected.")
     result, expected = result.detach().double(), expected.detach().double()
-    if _close(result, expected, allowed):
+    if fits and _close(result, expected, allowed):
         return
     near, partly = max(allowed, 1e-4), ""
-    off = ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
+    shape = f"has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
+    off = fits and ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
     for say, wrong in mistakes:
         wrong = wrong.detach().double()
         if wrong.shape != result.shape:
             continue
         if _close(result, wrong, near, relative=1e-4):
-            raise CheckFailed(f"{name} is wrong. {say}")
+            raise CheckFailed(f"{name} {'is wrong.' if fits else shape} {say}")
+        if not fits:
+            continue
         explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)
         if not partly and 2 * explained.sum() > off.sum():
             partly = f"\nPerhaps: {say} (It explains {int(explained.sum())} of these entries.)"
+    if not fits:
+        raise CheckFailed(f"{name} {shape}")
     raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}{partly}")
 
 
@@ -480,7 +490,7 @@ def _location(result: Tensor, expected: Tensor, allowed: float) -> str:
     if (nan := result.isnan() & ~expected.isnan()).any():
         return (
             f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
-            "0 / 0, or exp of a large positive number."
+            "0 / 0, 0 times inf, or exp of a large positive number."
         )
     if (inf := result.isinf() & ~expected.isinf()).any():
         return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,11 @@ def solution_or_reference(
 
 
 def compare_prediction(
-    what: str, predicted: float | str | None, measured: float, unit: str = ""
+    what: str,
+    predicted: float | str | None,
+    measured: float,
+    unit: str = "",
+    possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
     """Print a prediction beside the measurement, and the factor between them.
 
@@ -52,11 +57,18 @@ def compare_prediction(
         predicted: the student's number, or a text that begins with it; None for no prediction.
         measured: the measurement, in the same unit.
         unit: e.g. "MiB" or "times".
+        possible: least and largest value that can be, (0, 1) for a share; beyond them is noise.
     """
     unit = f" {unit}" if unit else ""
     if isinstance(predicted, str):  # with its unit, perhaps
         number = re.match(r"\s*[-+]?[\d,]*\.?\d+(e[-+]?\d+)?", predicted)
         predicted = float(number[0].replace(",", "")) if number else None
+    if not possible[0] <= measured <= possible[1]:
+        print(
+            f"{what}: {_short(measured)}{unit} was measured, which is impossible: noise. Other "
+            "programs disturb this machine; run the cell again when they have ended."
+        )
+        return
     if predicted is None:
         print(f"{what}: {_short(measured)}{unit}; you made no prediction.")
         return

@@ -38,10 +38,9 @@ def textbook_cell(scores, **variables):
 
 
 ERRORS = {
-    "k.T": (
-        "q @ k.transpose(0, 1)",
-        "raised RuntimeError in line 2:\n    scores = q @ k.transpose",
-    ),
+    "k.T": ("q @ k.T", "raised RuntimeError in line 2:\n    scores = q @ k.T"),
+    "k.mT": ("q @ k.T", "`.mT` swaps the last two"),
+    "keepdim": ("(s := q @ k.mT) - s.amax(-1)", "keepdim=True"),
     "a name": ("q @ keys.mT", "raised NameError in line 2:\n    scores = q @ keys.mT\nname 'keys'"),
     "the call": ("q @ keys.mT", "with q: float32 (2, 3, 5, 16), k: float32 (2, 3, 7, 16), v: "),
     "a helper": ("(lambda x: x[9])(q)", "in line 2:\n    scores = (lambda x: x[9])(q)"),
@@ -63,7 +62,7 @@ def test_a_stub_is_told_from_an_error():
 def test_renamed_parameters_are_named():
     source = "def textbook_traffic(N, d, bq):\n    return N, d"
     said = diagnosis(checks.check_textbook_traffic, cell(source, "textbook_traffic"))
-    assert "Keep the parameters as the exercise names them" in said
+    assert "Keep the names of the parameters" in said
 
 
 def test_an_interrupted_loop_shows_its_line_and_no_traceback():
@@ -155,7 +154,7 @@ TWO = [
 )
 def test_two_mistakes_at_once_are_named(check, student, said):
     found = diagnosis(check, student)
-    assert "Perhaps there are two mistakes." in found
+    assert "There may be two mistakes. Perhaps: " in found
     assert all(one in found for one in said)
 
 

@@ -101,6 +101,9 @@ def test_predictions_are_compared_with_measurements(capsys):
     ):
         checks.compare_prediction("Time", predicted, measured, "ms")
         assert said in capsys.readouterr().out
+    for share, said in ((-1.04, "-1.04 was measured, which is impossible"), (0.4, "(exact)")):
+        checks.compare_prediction("Share", 0.4, share, possible=(0, 1))
+        assert said in capsys.readouterr().out
 
 
 # --- the references -------------------------------------------------------------------------------
