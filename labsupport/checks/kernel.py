@@ -18,7 +18,16 @@ from torch import Tensor
 
 from labsupport.attention.kernels import mode
 from labsupport.checks.cases import reference
-from labsupport.checks.verdict import CheckFailed, draw, judge, mistakes, passed, results, short
+from labsupport.checks.verdict import (
+    CheckFailed,
+    draw,
+    judge,
+    mistakes,
+    own_line,
+    passed,
+    results,
+    short,
+)
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -232,7 +241,7 @@ def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
         return f"{name} must return three values, m, l and acc ({text})."
     if "Loop-carried variable acc" in text:
         return NARROW
-    return f"{name} does not run. {type(error).__name__}: {text}"
+    return f"{name} raised {type(error).__name__}{own_line(error) or ': '}{text}"
 
 
 def _reference(

@@ -133,7 +133,6 @@ def results(
         solution, mistakes, run: the reference, its edits, and how to get a result.
         pairs: let every two mistakes together follow; by default only where nothing is stored.
     """
-
     mistakes = tuple(mistakes)
     pairs = not cases.is_recording() if pairs is None else pairs
 
@@ -229,8 +228,10 @@ def _raised(
             "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
             "x[..., None]); and the last block may be shorter than the others."
         )
-    parameters = inspect.signature(function).parameters.values()
-    names = [f"{p.name}: " for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names: list[str] = []
+    with suppress(ValueError):  # some built-in functions have no signature
+        parameters = inspect.signature(function).parameters.values()
+        names = [f"{p.name}: " for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
     shown = [f"{name}{_shown(value)}" for name, value in named]
     shown += [f"{key}: {_shown(value)}" for key, value in options.items()]
