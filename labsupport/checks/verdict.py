@@ -144,7 +144,7 @@ def results(
         for one, two in itertools.combinations(mistakes, 2) if pairs else ():
             with suppress(Exception):  # the second edit may not find its text any more
                 wrong = run(mutant(solution, one.edit + two.edit))
-                yield f"There may be two mistakes. Perhaps: {one.say} And: {two.say}", wrong
+                yield f"There may be two mistakes: {one.say} And: {two.say}", wrong
 
     return reference(computed)
 
@@ -395,18 +395,17 @@ def judge(
         return
     near, partly = max(allowed, 1e-4), ""
     shape = f"has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
-    off = fits and ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
     for say, wrong in mistakes:
         wrong = wrong.detach().double()
         if wrong.shape != result.shape:
             continue
         if _close(result, wrong, near, relative=1e-4):
             raise CheckFailed(f"{name} {'is wrong.' if fits else shape} {say}")
-        if not fits:
-            continue
-        explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)
-        if not partly and 2 * explained.sum() > off.sum():
-            partly = f"\nPerhaps: {say} (It explains {int(explained.sum())} of these entries.)"
+        if fits and not partly:
+            off = ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
+            explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)
+            if 2 * explained.sum() > off.sum():
+                partly = f"\nPerhaps: {say} (It explains {int(explained.sum())} of these entries.)"
     if not fits:
         raise CheckFailed(f"{name} {shape}")
     raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}{partly}")

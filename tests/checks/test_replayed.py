@@ -154,7 +154,7 @@ TWO = [
 )
 def test_two_mistakes_at_once_are_named(check, student, said):
     found = diagnosis(check, student)
-    assert "There may be two mistakes. Perhaps: " in found
+    assert "There may be two mistakes: " in found
     assert all(one in found for one in said)
 
 
