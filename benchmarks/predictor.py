@@ -26,7 +26,7 @@ from labsupport.analysis.predictor.device import CPU_CACHE_MIB
 from labsupport.attention.backends import last_call
 from labsupport.profiling.benchmark import call_of, make_inputs, predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
-from labsupport.profiling.hardware import last_level_cache_mib, measured_ceilings
+from labsupport.profiling.hardware import last_level_cache_mib, measure_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, measure_interleaved, resolve_device
@@ -127,7 +127,7 @@ def record(
     ceilings = []
     with tqdm(total=passes * len(groups), disable=not progress, unit="shape", leave=False) as bar:
         for number in range(passes):
-            ceilings.append(measured_ceilings.__wrapped__(str(where)))
+            ceilings.append(measure_ceilings(str(where)))
             for group in groups:
                 calls = {case: call_of(case, make_inputs(case, where)) for case in group}
                 if number == 0:

@@ -21,9 +21,18 @@ _TARGETS = ("help", "setup", "lab", "fetch", "clean")
 _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
 # A part of the lab's README that does not hold here.
 _ELSEWHERE = re.compile(r"benchmarks|tests|make (test|book)|GRADING|<!--|git clone")
-_LEFT_OUT = re.compile(r"`?(flash_torch|flash_triton|minimal_ring|kernels/)")
-_BLOCK = re.compile(r"^(```+)(python|text)\b.*?^\1[ ]*\n", re.MULTILINE | re.DOTALL)
+_LEFT_OUT = re.compile(
+    r"`?(flash_torch|flash_triton|minimal_ring|kernels/)|lab's own function|`(python|text)` block"
+)
+_PROGRAMS = re.compile(r"^## The code in the chapters runs\n.*?(?=^## |\Z)", re.M | re.S)
+# A program or pseudo-code, and what the program prints.
+_BLOCK = re.compile(
+    r"^(```+)(python|text)\b.*?^\1[ ]*\n(?:\n*(^(```+)text\b.*?^\4[ ]*\n))?", re.M | re.S
+)
 _NOTE = "*(A program, not part of the exam edition.)*"
+_OTHER = rf"`make (?!{'|'.join(_TARGETS)})[^`]*`"  # a command that students do not get
+_ASIDE = re.compile(rf"; {_OTHER}|\s\({_OTHER}\)")
+
 
 _README = """# The FlashAttention lab{kind}
 
@@ -113,9 +122,10 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
     readme = _readme((root / "README.md").read_text(encoding="utf-8"), exam)
     (target / "README.md").write_text(readme, encoding="utf-8")
     for page in sorted(target.rglob("*.md")):
-        text = page.read_text(encoding="utf-8")
+        text = _ASIDE.sub("", page.read_text(encoding="utf-8"))
+        text = without_left_out(text, re.compile(_OTHER))
         if exam:
-            text = without_left_out(without_code(text))
+            text = without_left_out(without_code(_PROGRAMS.sub("", text)))
         page.write_text(_without_dead_links(text, page.parent), encoding="utf-8")
     return target
 
@@ -130,6 +140,8 @@ def _texts(root: Path, editions: list[Edition]) -> Iterator[tuple[str, str]]:
 def makefile(text: str) -> str:
     """Return the Makefile with the commands that students need."""
     kept = []
+    phony = rf".PHONY: {' '.join(_TARGETS)}"
+    text = re.sub(r"^\.PHONY:(.*\\\n)*.*$", phony, text, flags=re.MULTILINE)
     for paragraph in text.split("\n\n"):
         name = re.match(r"([a-z-]+):(?!=)", paragraph.split("\n# ")[0])
         rule = re.search(r"^([a-z-]+):(?!=)", paragraph, re.MULTILINE)
@@ -140,8 +152,6 @@ def makefile(text: str) -> str:
         for line in paragraph.split("\n"):
             if (said := re.search(r'echo "make ([a-z-]+) ', line)) and said[1] not in _TARGETS:
                 continue
-            if line.startswith(".PHONY:"):
-                line = f".PHONY: {' '.join(_TARGETS)}"
             lines.append(line)
         kept.append("\n".join(lines))
     return "\n\n".join(kept).rstrip("\n") + "\n"
@@ -164,24 +174,31 @@ def _readme(text: str, exam: bool) -> str:
 
 
 def without_code(text: str) -> str:
-    """Return a chapter of the theory without its programs, their outputs and its pseudo-code.
+    """Return a chapter of the theory without its programs and its pseudo-code.
 
-    Formulas and prose stay: they are what the papers say. Shell commands stay too.
+    What the programs print stays, since the prose reads it; so do shell commands.
     """
-    cut = _BLOCK.sub(f"{_NOTE}\n", text)
+
+    def cut_one(block: re.Match[str]) -> str:
+        prints = block[3] if block[2] == "python" else None
+        return f"{_NOTE}\n\n{prints}" if prints else f"{_NOTE}\n"
+
+    cut = _BLOCK.sub(cut_one, text)
     return re.sub(rf"{re.escape(_NOTE)}\n(\s*{re.escape(_NOTE)}\n)+", f"{_NOTE}\n", cut)
 
 
-def without_left_out(text: str) -> str:
-    """Return a Markdown text without the sentences and rows that name what an exam leaves out."""
-    paragraphs = []
+def without_left_out(text: str, left_out: re.Pattern[str] = _LEFT_OUT) -> str:
+    """Return a Markdown text without the sentences and rows that name what is left out."""
+    paragraphs, in_block = [], False
     for paragraph in text.split("\n\n"):
-        if _LEFT_OUT.search(paragraph):
-            table = paragraph.lstrip().startswith(("|", "- "))
+        fences = paragraph.count("```")
+        if left_out.search(paragraph):
+            table = paragraph.lstrip().startswith(("|", "- ")) or in_block or fences
             parts = paragraph.split("\n") if table else re.split(r"(?<=[.:!?)])\s+", paragraph)
-            kept = [part for part in parts if not _LEFT_OUT.search(part)]
+            kept = [part for part in parts if not left_out.search(part)]
             paragraph = ("\n" if table else " ").join(kept)
         paragraphs.append(paragraph)
+        in_block ^= fences % 2 == 1
     return "\n\n".join(paragraphs)
 
 

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from labsupport.attention.kernels import mode
 from labsupport.checks.cases import reference
-from labsupport.checks.verdict import CheckFailed, draw, judge, mistakes, passed, results, short
+from labsupport.checks.verdict import (
+    CheckFailed,
+    draw,
+    judge,
+    mistakes,
+    own_line,
+    passed,
+    results,
+    short,
+)
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -94,7 +103,7 @@ NARROW = (
 
 
 def check_update_values(student: Any, seed: int = 0) -> None:
-    """m, l and out of random rows, in tiles that divide the lengths, without a mask.
+    """Exercise 4-3: m, l and out of random rows, in tiles that divide the lengths, without a mask.
 
     Args:
         student: a `@triton.jit` function, as `attention_with_update` takes it.
@@ -105,7 +114,7 @@ def check_update_values(student: Any, seed: int = 0) -> None:
 
 
 def check_update_extremes(student: Any, seed: int = 0) -> None:
-    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands."""
+    """Exercise 4-3: tiles and rows without a visible key, partial tiles, scores of thousands."""
     for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
         where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
         _judge(student, _rising(n_q, n_k, seed), where, causal=True)
@@ -126,7 +135,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 
 def check_update_dtype(student: Any) -> None:
-    """Rounding to v's dtype for the product alone; float16 and float32 inputs."""
+    """Exercise 4-3: rounding to v's dtype for the product alone; float16 and float32 inputs."""
     out, _, _ = _run(student, *_two_levels(0, 2.0**12))
     if not out.isfinite().all():
         raise CheckFailed(NARROW)
@@ -232,7 +241,7 @@ def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
         return f"{name} must return three values, m, l and acc ({text})."
     if "Loop-carried variable acc" in text:
         return NARROW
-    return f"{name} does not run. {type(error).__name__}: {text}"
+    return f"{name} raised {type(error).__name__}{own_line(error) or ': '}{text}"
 
 
 def _reference(

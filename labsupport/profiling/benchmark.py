@@ -30,9 +30,12 @@ from labsupport.attention.backends import (
 )
 from labsupport.profiling.accuracy import oracle_of_first
 from labsupport.profiling.cases import Case
+from labsupport.profiling.hardware import raise_beaten
+from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.timing import measure_time, resolve_device
+from labsupport.profiling.runs import load_run
+from labsupport.profiling.timing import format_ms, measure_time, resolve_device
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
@@ -91,14 +94,31 @@ def run_grid(
     record = provenance(where, seed=0, cases=len(cases))
     options = {"max_seconds": max_seconds, "repeats": repeats, "measure_error": measure_error}
     rows: list[dict[str, Any]] = []
-    try:
-        for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            rows.append(run_case(case, where, **options))
-    except KeyboardInterrupt:
-        record["interrupted"] = True
+    with warn_if_busy(lambda: _recorded(rows) if where.type == "cpu" else ""):
+        try:
+            for case in tqdm(cases, disable=not progress, unit="case", leave=False):
+                rows.append(run_case(case, where, **options))
+        except KeyboardInterrupt:
+            record["interrupted"] = True
     table = pd.DataFrame(rows, columns=COLUMNS)
     table.attrs["provenance"] = record
+    if said := raise_beaten(where, table.groupby("dtype").tflops.max().dropna().to_dict()):
+        print(said)
     return table
+
+
+def _recorded(rows: list[dict[str, Any]]) -> str:
+    """Times of the longest of these cases that were recorded on a quiet CPU, if any were."""
+    run = load_run("calibration-cpu")
+    names = [field.name for field in fields(Case)]
+    known = {tuple(row[n] for n in names): row for row in run.to_dict("records")}
+    found = [known[key] for row in rows if (key := tuple(row[n] for n in names)) in known]
+    longest = [row for row in found if row["seqlen"] == max(r["seqlen"] for r in found)]
+    if not longest:
+        return ""
+    times = ", ".join(f"{row['backend']} {format_ms(row['median_ms'])} ms" for row in longest)
+    device = run.attrs["provenance"]["device"]
+    return f"Recorded on one quiet core ({device}), {longest[0]['seqlen']:,} tokens: {times}."
 
 
 COLUMNS = [

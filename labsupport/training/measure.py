@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from labsupport.attention import BackendUnavailableError, last_call
 from labsupport.precision.dtypes import short
 from labsupport.profiling import measure_peak_memory, measure_time
+from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
@@ -123,6 +124,7 @@ def _gpt2(config: DecoderConfig, how: PlainTransformers, seqlen: int) -> nn.Modu
     return model
 
 
+@warn_if_busy()
 def measure_training(
     config: DecoderConfig,
     lengths: Sequence[int],

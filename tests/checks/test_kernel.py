@@ -58,6 +58,12 @@ def jitted(tmp_path):
     return define
 
 
+def test_an_error_in_an_update_shows_its_line(jitted):
+    said = diagnosis(VALUES, jitted(SOLUTION, "p = tl.exp2(scores -", "p = tl.exp2(score -"))
+    assert "raised NameError in line" in said
+    assert "    p = tl.exp2(score -" in said
+
+
 @pytest.mark.parametrize(("style", "seed"), [(SOLUTION, 1), (ANOTHER_STYLE, 0)])
 def test_right_updates_pass_and_write_nothing_else(style, seed, jitted, capfd):
     student = jitted(style)

@@ -62,8 +62,9 @@ def test_a_call_that_fails_is_named():
         return a + b
 
     said = diagnosis(verdict.call, adds, torch.ones(2), "text")
-    assert "adds raised TypeError" in said
-    assert "It was called with a float32 tensor of shape (2,), 'text'." in said
+    assert "adds raised TypeError in line" in said
+    assert "return a + b" in said
+    assert "It was called with a: float32 (2,), b: 'text'." in said
     assert "is a `return` missing?" in diagnosis(verdict.call, lambda: None)
     parts = [(torch.ones(1),)]
     assert "number 1 in place" in diagnosis(verdict.call, lambda x: x[0][0].add_(1), parts)
@@ -99,6 +100,9 @@ def test_predictions_are_compared_with_measurements(capsys):
         ("2,000 ms", 2784.6, "you predicted 2,000 ms, it is 2,785 ms (off by a factor of 1.4)"),
     ):
         checks.compare_prediction("Time", predicted, measured, "ms")
+        assert said in capsys.readouterr().out
+    for share, said in ((-1.04, "-1.04 was measured, which is impossible"), (0.4, "(exact)")):
+        checks.compare_prediction("Share", 0.4, share, possible=(0, 1))
         assert said in capsys.readouterr().out
 
 

@@ -43,3 +43,14 @@ def test_ceilings_are_measured_once_for_every_dtype_and_leave_tf32_alone():
     assert min(ceilings.copy_gb_s, *ceilings.matmul_tflops.values()) > 0
     assert hardware.measured_ceilings("cpu") is ceilings
     assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_a_ceiling_that_a_kernel_beats_is_raised_for_all_who_hold_it(monkeypatch):
+    held = hardware.Ceilings("a CPU", 40.0, {"float32": 0.1, "bfloat16": 0.2})
+    quieter = hardware.Ceilings("a CPU", 40.0, {"float32": 0.12, "bfloat16": 0.1})
+    monkeypatch.setattr(hardware, "_known", {"cpu": held})
+    monkeypatch.setattr(hardware, "measure_ceilings", lambda device: quieter)
+    assert hardware.raise_beaten("cpu", {"float32": 0.09, "float64": 1.0}) == ""
+    assert "float32 from 0.1 to 0.13 TF" in hardware.raise_beaten("cpu", {"float32": 0.13})
+    assert held.matmul_tflops == {"float32": 0.13, "bfloat16": 0.2}
+    assert hardware.measured_ceilings("cpu") is held
