@@ -12,8 +12,8 @@ Hooks write records, and `findings` judges them: hooks on modules (inputs, weigh
 TorchFunctionMode (attention calls, whoever makes them), hooks on tensors and on parameters
 (gradients; PyTorch's full backward hooks would add an operation after each output). None of them
 changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges are
-recorded, eight numbers, which stay on the device until they are read, all together. What gradient
-checkpointing computes again, in the backward pass, is not recorded a second time.
+recorded, eight numbers, which stay on the device until they are read. What gradient checkpointing
+computes again, in the backward pass, is not recorded a second time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from labsupport import attention as lab
-from labsupport.precision.dtypes import range_tensor
 from labsupport.precision.findings import (
-    MEASURED,
     Record,
     TensorStats,
     Violation,
-    autocast_is_on,
     findings,
     judge_attention_input,
 )
@@ -91,8 +88,8 @@ class PrecisionTracker:
     Args:
         model: the model to watch; None for `track_flash_attention_input`, or to watch attention
             calls outside of modules.
-        ranges: also measure largest and smallest magnitude, and count NaN, infinite, subnormal and
-            zero entries. The numbers stay on the device until they are read.
+        ranges: also measure largest and smallest magnitude, and count NaN, infinite and zero
+            entries. The numbers stay on the device until they are read.
     """
 
     def __init__(self, model: nn.Module | None = None, *, ranges: bool = True) -> None:
@@ -179,7 +176,7 @@ class PrecisionTracker:
                 named = {key: x for key, x in kwargs.items() if "mask" not in key}
                 record.inputs = self._stats([*_tensors_in((args, named))])
                 weights: list[Tensor] = [w for w in module._parameters.values() if w is not None]
-                record.weights = self._stats(weights) if weights else None
+                record.weights = self._stats(weights)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._watching:
@@ -221,7 +218,7 @@ class PrecisionTracker:
         direction = "weight gradient" if call is None else "backward"
         record = Record(self._tick(), direction, *site, call or 0)
         with _unseen():
-            record.weights = TensorStats([tensor]) if call is None else None
+            record.weights = TensorStats([tensor] if call is None else [])
             record.output = self._stats([gradient])
         self._records.append(record)
 
@@ -239,7 +236,6 @@ class PrecisionTracker:
         site = next(modules, "(outside of modules)"), ATTENTION_CALLS[function], "attention call"
         record = self._begin(*site)
         record.inputs = self._stats(list(given.values()), tuple(given))
-        record.autocast = any(map(autocast_is_on, {x.device.type for x in given.values()}))
         try:
             result = function(*args, **kwargs)
         except Exception:
@@ -268,41 +264,14 @@ class PrecisionTracker:
         return self._clock
 
     def _stats(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> TensorStats:
-        stats = TensorStats(tensors, names)
-        if self.ranges:
-            stats.pending = [pair for x in tensors if (pair := self._measure(x)) is not None]
-        return stats
-
-    def _measure(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return `range_tensor` and the number of entries."""
-        if tensor.dtype not in MEASURED or tensor.is_meta or tensor.is_nested:
-            return None
-        if tensor.layout != torch.strided:  # the gradient of an Embedding(sparse=True)
-            tensor = tensor.detach().coalesce().values()
-        return range_tensor(tensor), tensor.numel()
-
-    def _read(self) -> list[Record]:
-        """Return the records with their ranges; waits once per device, and only the first time."""
-        parts = [
-            stats
-            for record in self._records
-            for stats in (record.inputs, record.weights, record.output)
-            if stats is not None and stats.pending
-        ]
-        devices: dict[torch.device, list[Tensor]] = {}
-        for numbers, _ in (pair for stats in parts for pair in stats.pending):
-            devices.setdefault(numbers.device, []).append(numbers)
-        values = {device: iter(torch.stack(each).tolist()) for device, each in devices.items()}
-        for stats in parts:
-            stats.read([next(values[numbers.device]) for numbers, _ in stats.pending])
-        return self._records
+        return TensorStats(tensors, names, ranges=self.ranges)
 
     # --- results ----------------------------------------------------------------------------------
 
     @property
     def violations(self) -> list[Violation]:
         """Findings of tracked inputs, in the order given, then the model's, the first one first."""
-        return self._inputs + findings(self._read(), self._error)
+        return self._inputs + findings(self._records, self._error)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row for each call and each gradient, in the order in which they happened.
@@ -318,23 +287,20 @@ class PrecisionTracker:
                 output (in the other two passes the gradient).
             cast: an implicit change of dtype; empty if there is none.
             backend, kernel: of the lab's `attention`, where they are known.
-            largest, smallest, nan, inf, minus_inf, subnormal, bottom, zero, entries: the range of
-                the output, or of the gradient (`dtypes.Range`).
-            largest_in, smallest_in, nonfinite_in, nonfinite_weights: of inputs and weights.
-
-        Without `ranges`, the last two groups are empty.
+            largest, smallest, nan, inf, minus_inf, bottom, zero, entries: the range of the output,
+                or of the gradient (`dtypes.Range`); empty without `ranges`.
         """
         import pandas as pd
 
         columns = list(Record(0, "", "", "", "").row())
-        frame = pd.DataFrame([record.row() for record in self._read()], columns=columns)
+        frame = pd.DataFrame([record.row() for record in self._records], columns=columns)
         return frame.astype(dict.fromkeys(columns[columns.index("largest") :], "float64"))
 
     def plot(self, title: str | None = None) -> Figure:
         """Plot dtypes and magnitudes through the layers; by default the title is the finding."""
         from labsupport.plotting import plot_dtype_flow
 
-        found = findings(self._read(), self._error)
+        found = findings(self._records, self._error)
         name = type(self.model).__name__ if self.model is not None else "Attention calls"
         well = "all is well" if self.ranges else "dtypes from layer to layer"
         finding = f"{found[0].kind} at {found[0].where}" if found else well
@@ -342,7 +308,7 @@ class PrecisionTracker:
 
     def report(self) -> str:
         """Return the findings in words, the first layer where something went wrong first."""
-        found, records, runs = self.violations, self._read(), self._runs
+        found, records, runs = self.violations, self._records, self._runs
         if not records and not self._inputs_tracked:
             return "Nothing was recorded: call the model inside `with PrecisionTracker(model):`."
         inputs = self._inputs_tracked
@@ -399,8 +365,8 @@ def _summary(records: list[Record]) -> list[str]:
     # A module that is called several times counts once for each way in which it runs.
     ways = {}
     for r in calls:
-        weights = f" (weights {r.weights})" if r.weights else ""
-        ways[r.kind, r.name, f"{r.inputs or 'nothing'} -> {r.output}{weights}"] = None
+        weights = f" (weights {r.weights})" if r.weights.dtypes else ""
+        ways[r.kind, r.name, f"{str(r.inputs) or 'nothing'} -> {r.output}{weights}"] = None
     for r in records:
         if r.direction == "weight gradient":
             ways["weight gradient", r.name, str(r.output)] = None
