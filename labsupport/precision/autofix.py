@@ -22,7 +22,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -160,17 +160,6 @@ class PrecisionWarning(UserWarning):
     """Casts of inputs, or numbers that deserve a second look."""
 
 
-class Cast(NamedTuple):
-    """One input that was cast."""
-
-    name: str
-    before: torch.dtype
-    after: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name} {short(self.before)} -> {short(self.after)}"
-
-
 @dataclass(frozen=True)
 class PrecisionReport:
     """Casts of one call, their reason, and their cost.
@@ -179,7 +168,8 @@ class PrecisionReport:
         backend: the implementation that the inputs were made to fit.
         compute_dtype: the dtype of q, k and v for it.
         out_dtype: the dtype of the result, q's.
-        casts: the inputs that were cast.
+        casts: the inputs that were cast, each as "q float32 -> bfloat16".
+        exact: True if every cast kept every digit.
         why: the reason for `compute_dtype`; empty if nothing was cast.
         score_bound: an upper bound on the magnitude of scaled scores.
         cautions: other properties of the inputs' numbers that need attention.
@@ -190,19 +180,15 @@ class PrecisionReport:
     backend: str
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
-    casts: tuple[Cast, ...] = ()
-    why: str = ""
-    score_bound: float = 0.0
-    cautions: tuple[str, ...] = ()
-    error_bound: float | None = None
-
-    @property
-    def exact(self) -> bool:
-        """True if every cast kept every digit."""
-        return all(torch.promote_types(c.before, c.after) == c.after for c in self.casts)
+    casts: tuple[str, ...]
+    exact: bool
+    why: str
+    score_bound: float
+    cautions: tuple[str, ...]
+    error_bound: float | None
 
     def __str__(self) -> str:
-        done = ", ".join(map(str, self.casts)) or "nothing was cast"
+        done = ", ".join(self.casts) or "nothing was cast"
         lines = [f"{done} for {self.backend}; result in {short(self.out_dtype)}"]
         if self.why:
             lines.append(f"  why: {self.why}")
@@ -254,7 +240,12 @@ def _plan(
             f"fit. Allow a wider one, or scale {name} down."
         )
     entry, compute = _choose(call, backend, fitting)
-    casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
+    casts = tuple(
+        f"{name} {short(dtype)} -> {short(compute)}"
+        for name, dtype in given.items()
+        if dtype != compute
+    )
+    exact = all(torch.promote_types(dtype, compute) == compute for dtype in given.values())
     why = 'float64="cast" was passed' if casts else ""
     if compute != widest:
         why = f"{entry.name} is to run in half precision; {half[compute]}"
@@ -270,7 +261,7 @@ def _plan(
     # Measuring takes a share of the time of attention itself.
     error = _sampled_error(call, entry.name, compute) if with_bound else None
     return PrecisionReport(
-        entry.name, compute, call.q.dtype, casts, why, bound, tuple(cautions), error
+        entry.name, compute, call.q.dtype, casts, exact, why, bound, tuple(cautions), error
     )
 
 

@@ -103,18 +103,16 @@ class CastHooks:
         return None if dtype is None else _cast_first(output, dtype)
 
 
-def set_casts(module: nn.Module, casts: Casts) -> Casts:
-    """Give a module these casts in place of its former ones, and return those."""
+def set_casts(module: nn.Module, casts: Casts) -> None:
+    """Give a module these casts in place of its former ones."""
     hooks = module.__dict__.get(_ATTRIBUTE)
-    if hooks is None:
-        if casts == Casts():
-            return casts
+    if hooks is None and casts != Casts():
         hooks = CastHooks()
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         setattr(module, _ATTRIBUTE, hooks)
-    before, hooks.casts = hooks.casts, casts
-    return before
+    if hooks is not None:
+        hooks.casts = casts
 
 
 def _is_floating(value: Any) -> bool:

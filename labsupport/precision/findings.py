@@ -39,8 +39,8 @@ class Violation(NamedTuple):
     """One finding.
 
     Attributes:
-        kind: mixed dtypes, unsupported dtype, mixed devices, NaN, infinity, overflow, underflow,
-            or stopped.
+        kind: mixed dtypes, unsupported dtype, mixed devices, NaN, infinity, overflow, or
+            underflow.
         where: the module, the attention call, or the gradient.
         message: the observation.
         remedy: the shortest fix.
@@ -108,8 +108,6 @@ class Record:
     inputs: TensorStats = _NOTHING
     weights: TensorStats = _NOTHING
     output: TensorStats = _NOTHING  # or the gradient
-    backend: str = ""
-    kernel: str = ""
     end: int = -1  # when the call returned, on the clock of `order`
     raised: bool = False
 
@@ -149,8 +147,6 @@ class Record:
             "dtype_weights": str(self.weights),
             "dtype_out": str(self.output),
             "cast": self.cast,
-            "backend": self.backend,
-            "kernel": self.kernel,
             **{name: getattr(self.output.range, name, None) for name in _FIELDS},
         }
 
@@ -230,25 +226,16 @@ def _unsupported(
 # --- after a run ----------------------------------------------------------------------------------
 
 
-def findings(records: list[Record], error: str = "") -> list[Violation]:
-    """Return what went wrong in a run, the first layer first.
-
-    Args:
-        records: in the order in which they began.
-        error: the exception that ended the run, in words.
-    """
-    found = _forward_findings([r for r in records if r.direction == "forward"], error)
+def findings(records: list[Record]) -> list[Violation]:
+    """Return what went wrong in a run, the first layer first; `records` as they began."""
+    found = _forward_findings([r for r in records if r.direction == "forward"])
     finite = not any(v.kind in ("NaN", "overflow") for v in found)
     return found + _gradient_findings([r for r in records if r.direction != "forward"], finite)
 
 
-def _forward_findings(calls: list[Record], error: str) -> list[Violation]:
+def _forward_findings(calls: list[Record]) -> list[Violation]:
     events = [(r.order, "input", r) for r in calls]
     events += [(r.end, "output", r) for r in calls if r.end > 0]
-    # A call that raised has no end of its own: it stopped where it began, after its input came.
-    # The exception came from the last call that raised, which is the innermost.
-    stopped = next((r for r in reversed(calls) if r.raised), None)
-    events += [(stopped.order + 0.5, "stop", stopped)] if stopped else []
     found: list[Violation] = []
     ill = False  # something bad has been seen
     before: Record | None = None  # the last call that ended
@@ -260,7 +247,7 @@ def _forward_findings(calls: list[Record], error: str) -> list[Violation]:
             if _bad(call.inputs) and not ill:
                 found.append(_bad_input(call, before, calls))
                 ill = True
-        elif event == "output":
+        else:
             bad = _bad(call.output, weighed=bool(call.weights.dtypes))
             made_here = bad and not _bad(call.inputs) and (call.kind != "block" or not ill)
             if made_here or (_bad(call.weights, weighed=True) and call.name not in spoilt):
@@ -268,8 +255,16 @@ def _forward_findings(calls: list[Record], error: str) -> list[Violation]:
                 spoilt.add(call.name)
             ill = ill or bad
             before = call if call.kind != "block" else before
-        elif not any(v.kind == "mixed dtypes" and v.where == call.where for v in found):
-            found.append(_stopped(call, error))
+    # An exception comes from the last call that raised, which is the innermost.
+    stopped = next((r for r in reversed(calls) if r.raised), None)
+    went_in, own = (stopped.inputs.floating, stopped.weights.floating) if stopped else ((), ())
+    if stopped and went_in and own and set(went_in) != set(own):
+        message = f"the call raised; input {stopped.inputs}, weights {stopped.weights}"
+        remedy = (
+            f"Cast the input to {short(own[0])}, or run the model under torch.autocast, which "
+            "casts at each layer"
+        )
+        found.append(Violation("mixed dtypes", stopped.where, message, remedy))
     return found
 
 
@@ -338,20 +333,6 @@ def _remedy_of_overflow(stats: TensorStats) -> str:
     if torch.float16 in stats.dtypes:
         return f"{_END}: use bfloat16, which has float32's range, or float32 here"
     return "Beyond even this dtype's range: look for a division by 0 or for weights that diverge"
-
-
-def _stopped(call: Record, error: str) -> Violation:
-    message = f"the call raised; input {call.inputs}"
-    message += f", weights {call.weights}" if call.weights.dtypes else ""
-    message += f". {error.rstrip('.')}" if error else ""
-    went_in, weights = call.inputs.floating, call.weights.floating
-    if went_in and weights and set(went_in) != set(weights):
-        remedy = (
-            f"Cast the input to {short(weights[0])}, or run the model under torch.autocast, which "
-            "casts at each layer"
-        )
-        return Violation("mixed dtypes", call.where, message, remedy)
-    return Violation("stopped", call.where, message, "Read the error above")
 
 
 def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Violation]:

@@ -178,8 +178,6 @@ class MixedPrecisionOptimizer:
                 "this state has other master weights than this optimizer: "
                 f"{', '.join(different[:5])}. Was it saved under the same policy?"
             )
-        if (state["scaler"] is None) != (self.scaler is None):
-            raise ValueError("this state and this optimizer differ in whether losses are scaled.")
         for name, master in state["masters"].items():
             self._pairs[name][1].copy_(master)
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,4 +1,4 @@
-"""Which component of a model computes in which dtype: a policy, applied once, reported in full.
+"""Which component of a model computes in which dtype: a policy, applied once.
 
     FlashAttentionConfig      a dtype for each component
     apply_precision_policy    put a model under a policy
@@ -125,7 +125,7 @@ class FlashAttentionConfig:
 
 def apply_precision_policy(
     model: nn.Module, config: FlashAttentionConfig | None = None
-) -> PolicyReport:
+) -> list[str]:
     """Put a model under a policy, in place. Idempotent; a new policy replaces the old one.
 
     Parameters stay the same objects, with new contents: ties, and an optimizer's references,
@@ -137,67 +137,19 @@ def apply_precision_policy(
         config: the policy; default `FlashAttentionConfig()`.
 
     Returns:
-        A report: every change, and notes on modules that were tied, left alone, or out of reach.
+        Notes for the reader: which weights are tied, which modules were left alone, what the policy
+        cannot reach, and what training needs.
 
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
     """
     config = FlashAttentionConfig() if config is None else config
     parts = _recognise(model)
-    changes: list[PolicyChange] = []
-    notes = _cast_parameters(parts, config, changes)
+    notes = _cast_parameters(parts, config)
     for part in parts:
-        _convert(part, config, changes)
-        after = _casts(part, config)
-        before = set_casts(part.module, after)
-        for what in ("inputs", "output", "kernel"):
-            _record(changes, part, what, getattr(before, what), getattr(after, what))
-    return PolicyReport(tuple(changes), tuple(notes + _notes(model, parts, config)))
-
-
-# --- the report -----------------------------------------------------------------------------------
-
-
-class PolicyChange(NamedTuple):
-    """One change; before and after are dtypes, or words."""
-
-    component: str  # attention, mlp, norm, embedding, head, loss or other
-    module: str  # the module's qualified name
-    what: str  # a parameter's name, or "inputs", "output", "kernel", "statistics", ...
-    before: str
-    after: str
-
-
-class PolicyReport(NamedTuple):
-    """Result of `apply_precision_policy`: changes, and notes for the reader.
-
-    Notes say, also if nothing changed, which weights are tied, which modules were left alone, what
-    no policy can reach, and what training needs.
-    """
-
-    changes: tuple[PolicyChange, ...]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        kinds: dict[tuple[str, ...], list[str]] = {}
-        for c in self.changes:
-            kinds.setdefault((c.component, c.what, c.before, c.after), []).append(c.module)
-        lines = [
-            f"{component:<10} {what:<14} {before} → {after}"
-            + f"   {len(names)} module{'s' * (len(names) > 1)}, e.g. {names[0] or 'the model'}"
-            for (component, what, before, after), names in kinds.items()
-        ]
-        return "\n".join([*(lines or ["nothing changed"]), *(f"note: {n}" for n in self.notes)])
-
-
-def _record(changes: list[PolicyChange], part: _Part, what: str, before: Any, after: Any) -> None:
-    """Add a change, if it is one."""
-    if before != after:
-        old, new = (
-            short(x) if isinstance(x, torch.dtype) else x or "as it comes" for x in (before, after)
-        )
-        component = "attention" if what == "kernel" else part.component or "other"
-        changes.append(PolicyChange(component, part.name, what, old, new))
+        _convert(part, config)
+        set_casts(part.module, _casts(part, config))
+    return notes + _notes(model, parts, config)
 
 
 def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
@@ -233,7 +185,8 @@ class _Part(NamedTuple):
 
     name: str  # its qualified name, "" for the model itself
     module: nn.Module
-    component: str | None  # as in `PolicyChange`; None for a container that is no component
+    # attention, mlp, norm, embedding, head, loss, or other; None for a container that is none
+    component: str | None
     outermost: bool  # its parent belongs to another component, or to none
 
     @property
@@ -287,9 +240,7 @@ def _heads(model: nn.Module) -> set[int]:
 # --- changes --------------------------------------------------------------------------------------
 
 
-def _cast_parameters(
-    parts: list[_Part], config: FlashAttentionConfig, changes: list[PolicyChange]
-) -> list[str]:
+def _cast_parameters(parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
     """Cast parameters in place, tied ones together; return notes on the ties."""
     wanted = {
         "attention": config.attention_weights,
@@ -315,11 +266,10 @@ def _cast_parameters(
         if dtype != before:
             parameter.grad = None  # of the old dtype
             parameter.data = parameter.data.to(dtype)
-        _record(changes, *places[0], before, dtype)
     return notes
 
 
-def _convert(part: _Part, config: FlashAttentionConfig, changes: list[PolicyChange]) -> None:
+def _convert(part: _Part, config: FlashAttentionConfig) -> None:
     """Make a plain layer of PyTorch's the layer of `layers` that has the same parameters.
 
     Its class is changed, as torch.nn.utils.parametrize does: the object, its hooks and every
@@ -334,7 +284,6 @@ def _convert(part: _Part, config: FlashAttentionConfig, changes: list[PolicyChan
         (nn.Linear, MixedPrecisionLinear, "compute_dtype", config.head),
     ):
         if type(part.module) in (plain, mixed):
-            _record(changes, part, attribute, getattr(part.module, attribute, None), dtype)
             part.module.__class__ = mixed
             setattr(part.module, attribute, dtype)
 

@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 SHOWN = 5  # number of findings printed after the first
 MODEL = "(model)"
 _PASSED_OVER = (nn.Identity, nn.Flatten, nn.Unflatten, nn.ModuleList, nn.ModuleDict)
-_OURS = (lab.attention, lab.flash_attention, lab.attention_varlen)
 ATTENTION_CALLS: dict[Callable[..., Any], str] = {
     F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
     F.multi_head_attention_forward: "F.multi_head_attention_forward",
-    **{function: function.__name__ for function in _OURS},
+    lab.attention: "attention",
+    lab.flash_attention: "flash_attention",
+    lab.attention_varlen: "attention_varlen",
 }
 
 # To function modes even `tensor.dtype` is a call: the tracker's own questions go past them.
@@ -101,7 +102,6 @@ class PrecisionTracker:
 
     def _reset(self) -> None:
         self._records: list[Record] = []
-        self._error = ""  # the exception that ended the with-block, in words
         self._runs = self._clock = 0
         self._handles: list[Any] = []
         self._mode = _AttentionMode(self)
@@ -150,10 +150,7 @@ class PrecisionTracker:
         self._watching = True
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            # Only words: the exception's traceback would keep activations alive.
-            self._error = f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+    def __exit__(self, *error: object) -> None:
         self._watching = False
         self._mode.__exit__(None, None, None)
         for handle in self._handles:  # also those on tensors whose backward pass never came
@@ -247,8 +244,6 @@ class PrecisionTracker:
         with _unseen():
             record.output, record.end = self._stats(out), self._tick()
             self._hook_gradients(out, site)
-        if function in _OURS and (report := lab.last_call()) is not None:
-            record.backend, record.kernel = report.backend, report.kernel
         return result
 
     def _begin(self, name: str, class_name: str, kind: str) -> Record:
@@ -271,7 +266,7 @@ class PrecisionTracker:
     @property
     def violations(self) -> list[Violation]:
         """Findings of tracked inputs, in the order given, then the model's, the first one first."""
-        return self._inputs + findings(self._records, self._error)
+        return self._inputs + findings(self._records)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row for each call and each gradient, in the order in which they happened.
@@ -286,7 +281,6 @@ class PrecisionTracker:
             dtype_in, dtype_weights, dtype_out: of inputs, the module's own parameters, and the
                 output (in the other two passes the gradient).
             cast: an implicit change of dtype; empty if there is none.
-            backend, kernel: of the lab's `attention`, where they are known.
             largest, smallest, nan, inf, minus_inf, bottom, zero, entries: the range of the output,
                 or of the gradient (`dtypes.Range`); empty without `ranges`.
         """
@@ -296,15 +290,15 @@ class PrecisionTracker:
         frame = pd.DataFrame([record.row() for record in self._records], columns=columns)
         return frame.astype(dict.fromkeys(columns[columns.index("largest") :], "float64"))
 
-    def plot(self, title: str | None = None) -> Figure:
-        """Plot dtypes and magnitudes through the layers; by default the title is the finding."""
+    def plot(self) -> Figure:
+        """Plot dtypes and magnitudes through the layers, under the first finding."""
         from labsupport.plotting import plot_dtype_flow
 
-        found = findings(self._records, self._error)
+        found = findings(self._records)
         name = type(self.model).__name__ if self.model is not None else "Attention calls"
         well = "all is well" if self.ranges else "dtypes from layer to layer"
         finding = f"{found[0].kind} at {found[0].where}" if found else well
-        return plot_dtype_flow(self.to_dataframe(), title=title or f"{name}: {finding}")
+        return plot_dtype_flow(self.to_dataframe(), title=f"{name}: {finding}")
 
     def report(self) -> str:
         """Return the findings in words, the first layer where something went wrong first."""

@@ -65,7 +65,7 @@ def test_the_dtype_follows_from_inputs_and_kernel_and_the_result_is_near_the_tru
     )
     assert (report.compute_dtype, report.exact) == (expected, half is None)
     cast = {name for name, dtype in zip("qkv", dtypes, strict=True) if dtype != expected}
-    assert {each.name for each in report.casts} == cast
+    assert {each[0] for each in report.casts} == cast
     assert (out.dtype, lse.dtype) == (q.dtype, F32)
     # 48 queries are all looked at: the bound is the error itself, up to the last rounding.
     assert largest_error(out, q, k, v, causal=True) <= 1.01 * report.error_bound

@@ -242,9 +242,5 @@ def test_what_cannot_be_optimized_or_loaded_is_refused():
             MixedPrecisionOptimizer(own, config, groups=groups)
     with pytest.raises(RuntimeError, match="call backward"):
         low.step()
-    for name, state, message in (
-        ("bfloat16", tiny(CONFIGS["float32"])[1].state_dict(), "same policy"),
-        ("float16", low.state_dict(), "losses are scaled"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tiny(CONFIGS[name])[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="same policy"):
+        low.load_state_dict(tiny(CONFIGS["float32"])[1].state_dict())

