@@ -85,8 +85,7 @@ def auto_fix_precision_for_flash_attention(
 
     Raises:
         AttentionInputError: integers, complex or quantised numbers, float64 without consent, mixed
-            devices, shapes that do not fit; numbers, scores or sums of values that none of the
-            dtypes can hold.
+            devices, shapes that do not fit; numbers that none of the dtypes can hold.
         BackendUnavailableError: nothing can run the call in an acceptable dtype; lists the reasons.
 
     >>> q, k, v = torch.randn(3, 1, 8, 2, 16)

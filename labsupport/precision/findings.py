@@ -8,8 +8,7 @@ module with weights (an overflow): elsewhere a mask writes it, and softmax turns
 Backward. The first gradient that is not finite, if the forward pass was; then underflow. A gradient
 in float16 has underflowed if its largest entry is below 2^-17 (7.6e-6: 7 bits left), and half of
 its entries are 0, or so small (below 4.8e-7) that 1 to 3 bits are left; all zeros count only if a
-gradient nearer to the loss was not. Gradients of biases and gains are not judged: they are sums
-over all tokens, which may cancel. (Micikevicius et al., "Mixed Precision Training", 2018, section
+gradient nearer to the loss was not. (Micikevicius et al., "Mixed Precision Training", 2018, section
 3.2.)
 """
 
@@ -66,7 +65,6 @@ class TensorStats:
     ) -> None:
         self.dtypes = tuple([tensor.dtype for tensor in tensors])
         self.names = names  # of each tensor, where that matters (q, k, v)
-        self.rank = tensors[0].ndim if tensors else 0  # dimensions of the first
         measured = [x for x in tensors if x.dtype in MEASURED and x.layout == torch.strided]
         # They stay on the device until somebody reads them.
         self._numbers = [range_tensor(x) for x in measured if not x.is_meta] if ranges else []
@@ -99,16 +97,15 @@ _NOTHING = TensorStats([])
 class Record:
     """One call, or one gradient."""
 
-    order: int  # on a clock that counts beginnings and ends
-    direction: str  # forward, backward (gradient of an output), or weight gradient
-    name: str  # the module's in the model, or the parameter's
+    order: int  # among the beginnings and ends of calls
+    direction: str  # forward, or backward (gradient of an output)
+    name: str  # the module's in the model
     class_name: str  # or the attention function's name
     kind: str  # module, block (attention module or whole model), or attention call
     call: int = 0  # 0 for the first call of this module, 1 for the second, ...
     inputs: TensorStats = _NOTHING
     weights: TensorStats = _NOTHING
     output: TensorStats = _NOTHING  # or the gradient
-    end: int = -1  # when the call returned, on the clock of `order`
     raised: bool = False
 
     @property
@@ -149,6 +146,10 @@ class Record:
             "cast": self.cast,
             **{name: getattr(self.output.range, name, None) for name in _FIELDS},
         }
+
+
+# "input" where a call begins, "output" where it ends, "gradient" of its output.
+Event = tuple[str, Record]
 
 
 # --- before a call --------------------------------------------------------------------------------
@@ -226,26 +227,24 @@ def _unsupported(
 # --- after a run ----------------------------------------------------------------------------------
 
 
-def findings(records: list[Record]) -> list[Violation]:
-    """Return what went wrong in a run, the first layer first; `records` as they began."""
-    found = _forward_findings([r for r in records if r.direction == "forward"])
+def findings(events: list[Event]) -> list[Violation]:
+    """Return what went wrong in a run, the first layer first; `events` as they happened."""
+    found = _forward_findings([(event, call) for event, call in events if event != "gradient"])
     finite = not any(v.kind in ("NaN", "overflow") for v in found)
-    return found + _gradient_findings([r for r in records if r.direction != "forward"], finite)
+    return found + _gradient_findings([r for event, r in events if event == "gradient"], finite)
 
 
-def _forward_findings(calls: list[Record]) -> list[Violation]:
-    events = [(r.order, "input", r) for r in calls]
-    events += [(r.end, "output", r) for r in calls if r.end > 0]
+def _forward_findings(events: list[Event]) -> list[Violation]:
     found: list[Violation] = []
     ill = False  # something bad has been seen
     before: Record | None = None  # the last call that ended
     spoilt: set[str] = set()  # modules whose weights have been reported
-    for _, event, call in sorted(events, key=lambda event: event[0]):
+    for event, call in events:
         if event == "input":
             if call.kind == "attention call":
                 found += _mixed_dtypes(call.inputs, call.where)
             if _bad(call.inputs) and not ill:
-                found.append(_bad_input(call, before, calls))
+                found.append(_bad_input(call, before))
                 ill = True
         else:
             bad = _bad(call.output, weighed=bool(call.weights.dtypes))
@@ -256,7 +255,7 @@ def _forward_findings(calls: list[Record]) -> list[Violation]:
             ill = ill or bad
             before = call if call.kind != "block" else before
     # An exception comes from the last call that raised, which is the innermost.
-    stopped = next((r for r in reversed(calls) if r.raised), None)
+    stopped = next((call for event, call in reversed(events) if call.raised), None)
     went_in, own = (stopped.inputs.floating, stopped.weights.floating) if stopped else ((), ())
     if stopped and went_in and own and set(went_in) != set(own):
         message = f"the call raised; input {stopped.inputs}, weights {stopped.weights}"
@@ -274,7 +273,7 @@ def _bad(stats: TensorStats, weighed: bool = False) -> bool:
     return held is not None and not held.finite and (weighed or not held.masked)
 
 
-def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Violation:
+def _bad_input(call: Record, before: Record | None) -> Violation:
     held = call.inputs.range
     assert held is not None
     message = f"its input ({call.inputs}) holds {held.nonfinite}"
@@ -285,9 +284,6 @@ def _bad_input(call: Record, before: Record | None, calls: list[Record]) -> Viol
     if (out := before.output.range) is not None:
         message += f" (largest {out.largest:.3g})"
     remedy = f"Look at the code between {before.name} and {call.name}"
-    blocks = (r.name + "." for r in calls if r.kind == "block")
-    if any(before.name.startswith(b) and call.name.startswith(b) for b in blocks):
-        remedy += ": this is inside an attention layer, so its scores may be beyond the range"
     if not held.nan:
         remedy += f". {_remedy_of_overflow(call.inputs)}"
     return Violation(_kind(held), call.where, message, remedy)
@@ -355,13 +351,13 @@ def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Viol
             bad = bad or [_bad_gradient(record, held, before)]
             continue
         before = record
-        vector = record.direction == "weight gradient" and record.output.rank < 2
-        if torch.float16 in record.output.dtypes and not vector and underflowed(held, alive):
+        if torch.float16 in record.output.dtypes and underflowed(held, alive):
             message = (
                 f"{held.zero / held.entries:.1%} of its entries are 0 in float16, and {held.bottom}"
                 f" more keep 1 to 3 bits; the largest is {held.largest:.2g}"
             )
-            underflows.append(Violation("underflow", _gradient_of(record), message, remedy))
+            where = f"the gradient of the output of {record.where}"
+            underflows.append(Violation("underflow", where, message, remedy))
         alive = alive or held.largest > 0
     return bad * forward_finite + underflows
 
@@ -377,16 +373,12 @@ def underflowed(held: Range, alive: bool = True) -> bool:
     return held.largest < UNDERFLOW and 2 * lost >= held.entries and (held.largest > 0 or alive)
 
 
-def _gradient_of(record: Record) -> str:
-    output = "" if record.direction == "weight gradient" else "the output of "
-    return f"the gradient of {output}{record.where}"
-
-
 def _bad_gradient(record: Record, held: Range, before: Record | None) -> Violation:
     message = f"it ({record.output}) holds {held.nonfinite}, and the forward pass was finite"
     if before is not None:
-        message += f"; {_gradient_of(before)}, computed before it, was finite"
+        message += f"; that of {before.where}, computed before it, was finite"
     remedy = "Look for a root or a norm at 0, or for a mask after the function that it guards"
     if torch.float16 in record.output.dtypes:
         remedy = f"{_END}: a smaller loss scale (GradScaler lowers it), or bfloat16"
-    return Violation(_kind(held), _gradient_of(record), message, remedy)
+    where = f"the gradient of the output of {record.where}"
+    return Violation(_kind(held), where, message, remedy)

@@ -9,8 +9,8 @@
     tracker.plot()
 
 Hooks write records, and `findings` judges them: hooks on modules (inputs, weights, outputs), a
-TorchFunctionMode (attention calls, whoever makes them), hooks on tensors and on parameters
-(gradients; PyTorch's full backward hooks would add an operation after each output). None of them
+TorchFunctionMode (attention calls, whoever makes them), hooks on tensors (gradients; PyTorch's full
+backward hooks would add an operation after each output). None of them
 changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges are
 recorded, eight numbers, which stay on the device until they are read. What gradient checkpointing
 computes again, in the backward pass, is not recorded a second time.
@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from labsupport import attention as lab
 from labsupport.precision.findings import (
+    Event,
     Record,
     TensorStats,
     Violation,
@@ -101,8 +102,8 @@ class PrecisionTracker:
         self._reset()
 
     def _reset(self) -> None:
-        self._records: list[Record] = []
-        self._runs = self._clock = 0
+        self._events: list[Event] = []
+        self._runs = 0
         self._handles: list[Any] = []
         self._mode = _AttentionMode(self)
         self._open: list[Record] = []  # calls that have begun and not returned, innermost last
@@ -140,12 +141,6 @@ class PrecisionTracker:
                 self._hook_module(
                     name or MODEL, module, "block" if whole or attention else "module"
                 )
-        if self.model is not None:
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    owner = type(modules[name.rpartition(".")[0]]).__name__
-                    hook = partial(self._gradient, (name, owner, "module"), None)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._mode.__enter__()
         self._watching = True
         return self
@@ -191,7 +186,7 @@ class PrecisionTracker:
                         # PyTorch calls this hook, with None, for a call that raised, too.
                         record.raised = True
                         return
-                    record.output, record.end = self._stats(outputs), self._tick()
+                    self._end(record, outputs)
                 if kind == "module":
                     self._hook_gradients(outputs, site)
 
@@ -206,18 +201,12 @@ class PrecisionTracker:
                 hook = partial(self._gradient, site, max(0, self._calls[site[:2]] - 1))
                 self._handles.append(tensor.register_hook(hook))
 
-    def _gradient(self, site: tuple[str, str, str], call: int | None, tensor: Tensor) -> None:
-        """Record the gradient of an output, or of a parameter if `call` is None."""
-        gradient = tensor.grad if call is None else tensor
-        # An optimizer inside the backward pass may have used a parameter's gradient up.
-        if not self._watching or gradient is None:
-            return
-        direction = "weight gradient" if call is None else "backward"
-        record = Record(self._tick(), direction, *site, call or 0)
-        with _unseen():
-            record.weights = TensorStats([tensor] if call is None else [])
-            record.output = self._stats([gradient])
-        self._records.append(record)
+    def _gradient(self, site: tuple[str, str, str], call: int, gradient: Tensor) -> None:
+        if self._watching:
+            record = Record(len(self._events), "backward", *site, call)
+            with _unseen():
+                record.output = self._stats([gradient])
+            self._events.append(("gradient", record))
 
     def attention_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,21 +231,21 @@ class PrecisionTracker:
             self._open.remove(record)
         out = [*_tensors_in(result)][:1]  # not the lse: -inf is right there for an empty row
         with _unseen():
-            record.output, record.end = self._stats(out), self._tick()
+            self._end(record, out)
             self._hook_gradients(out, site)
         return result
 
     def _begin(self, name: str, class_name: str, kind: str) -> Record:
         key = name, class_name  # a module may make attention calls, too
-        record = Record(self._tick(), "forward", name, class_name, kind, self._calls[key])
+        record = Record(len(self._events), "forward", name, class_name, kind, self._calls[key])
         self._calls[key] += 1
-        self._records.append(record)
+        self._events.append(("input", record))
         self._open.append(record)
         return record
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    def _end(self, record: Record, outputs: list[Tensor]) -> None:
+        record.output = self._stats(outputs)
+        self._events.append(("output", record))
 
     def _stats(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> TensorStats:
         return TensorStats(tensors, names, ranges=self.ranges)
@@ -264,22 +253,25 @@ class PrecisionTracker:
     # --- results ----------------------------------------------------------------------------------
 
     @property
+    def _records(self) -> list[Record]:
+        return [record for event, record in self._events if event != "output"]
+
+    @property
     def violations(self) -> list[Violation]:
         """Findings of tracked inputs, in the order given, then the model's, the first one first."""
-        return self._inputs + findings(self._records)
+        return self._inputs + findings(self._events)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row for each call and each gradient, in the order in which they happened.
 
         Columns:
-            order: clock at the beginning of the call, or at the gradient's arrival.
-            pass: forward, backward (gradient of a call's output), or weight gradient.
-            name, class: of the module (the attention function, the parameter's owner); "(model)" is
-                the model itself.
+            order: grows with the beginning of each call, and each gradient's arrival.
+            pass: forward, or backward (gradient of a call's output).
+            name, class: of the module (the attention function); "(model)" is the model itself.
             kind: module, block (attention module or whole model), or attention call.
             call: 0 for the first call of this module, 1 for the second, ...
             dtype_in, dtype_weights, dtype_out: of inputs, the module's own parameters, and the
-                output (in the other two passes the gradient).
+                output (in the backward pass the gradient).
             cast: an implicit change of dtype; empty if there is none.
             largest, smallest, nan, inf, minus_inf, bottom, zero, entries: the range of the output,
                 or of the gradient (`dtypes.Range`); empty without `ranges`.
@@ -294,7 +286,7 @@ class PrecisionTracker:
         """Plot dtypes and magnitudes through the layers, under the first finding."""
         from labsupport.plotting import plot_dtype_flow
 
-        found = findings(self._records)
+        found = findings(self._events)
         name = type(self.model).__name__ if self.model is not None else "Attention calls"
         well = "all is well" if self.ranges else "dtypes from layer to layer"
         finding = f"{found[0].kind} at {found[0].where}" if found else well
@@ -361,12 +353,9 @@ def _summary(records: list[Record]) -> list[str]:
     for r in calls:
         weights = f" (weights {r.weights})" if r.weights.dtypes else ""
         ways[r.kind, r.name, f"{str(r.inputs) or 'nothing'} -> {r.output}{weights}"] = None
-    for r in records:
-        if r.direction == "weight gradient":
-            ways["weight gradient", r.name, str(r.output)] = None
     lines = [
         f"  {count:4} {kind}{'s' * (count > 1)}: {way}"
-        for kind in ("module", "attention call", "weight gradient")
+        for kind in ("module", "attention call")
         for way, count in Counter(way for k, _, way in ways if k == kind).most_common()
     ]
     casts = sum(bool(record.cast) for record in calls)
