@@ -68,13 +68,12 @@ def test_the_choice_comes_from_the_argument_else_the_environment_else_auto(monke
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_backend_that_cannot_run_here_is_refused_with_every_reason():
-    with pytest.raises(BackendUnavailableError, match=r"fa2: .*runs on cuda, not on cpu") as caught:
-        set_attention(tiny("llama"), "fa2")
-    assert "4 heads, 2 for keys and values, head_dim 8, float32 on cpu" in str(caught.value)
-    assert "sdpa_flash" in str(caught.value)
-    assert len(caught.value.reasons["fa2"]) >= 2  # not installed, and no GPU
+def test_a_backend_that_cannot_run_here_is_refused_at_the_call_with_every_reason():
+    model = tiny("llama").double()
+    set_attention(model, "fa2")
+    with pytest.raises(BackendUnavailableError) as caught:
+        model(tokens(1, 4))
+    assert len(caught.value.reasons["fa2"]) >= 2  # no float64, and on most machines no package
 
 
 def test_models_whose_attention_cannot_be_replaced_are_refused():
@@ -103,7 +102,7 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
     attend(layer, q, k, k, None, is_causal=False)
     for queries, options, message in (
         (q, {}, "3 queries and 5 keys"),
-        (k, {"sliding_window": 2}, "a window of 2"),
+        (k, {"sliding_window": 2}, "the option sliding_window"),
         (k, {"softcap": 30.0}, "layer 0 asks for the option softcap"),
         (k, {"s_aux": torch.zeros(4)}, "the option s_aux"),
     ):
@@ -111,6 +110,7 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
             attend(layer, queries, k, k, None, **options)
 
 
+@pytest.mark.slow
 def test_a_saved_model_runs_in_another_process(python, project, tmp_path):
     model = tiny("llama")
     set_attention(model, "flash")
@@ -138,7 +138,7 @@ def own(module, query, key, value, attention_mask, scaling, is_causal, **kwargs)
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", ["mistral", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_your_own_function_runs_in_every_family(family):
     model, ids = tiny(family), tokens(3, 9)
     for side in ("none", "lengths", "empty"):
@@ -267,8 +267,7 @@ def test_a_fused_kernel_with_a_stored_mask_is_not_called_flash(caplog):
     ("family", "backend", "side"),
     [
         ("llama", "sdpa_flash", "lengths"),
-        ("mistral", "flash_torch", "none"),  # its window, too
-        ("bert", "sdpa_flash", "left"),
+        ("bert", "flash_torch", "left"),
     ],
 )
 def test_no_tensor_of_n_by_n_is_made_padded_or_not(monkeypatch, family, backend, side):

@@ -45,7 +45,7 @@ def toy(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "shelf"))
     monkeypatch.setenv("LABSUPPORT_CACHE", str(tmp_path / "cache"))
     model = Model(
-        "toy", "a toy", None, described(path, "pypi", "lab-toy", "lab_toy/data.txt"), True, "none"
+        "toy", "a toy", None, described(path, "pypi", "lab-toy", "lab_toy/data.txt"), "none"
     )
     monkeypatch.setitem(CATALOG, "toy", model)
     monkeypatch.setitem(build.BUILDERS, "toy", copy)
