@@ -26,7 +26,6 @@ from labsupport.models.integration import (
     AttentionRefusedError,
     attention_used,
     register_attention,
-    reset_attention_used,
     set_attention,
     trace,
 )
@@ -110,21 +109,6 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
             attend(layer, queries, k, k, None, **options)
 
 
-@pytest.mark.slow
-def test_a_saved_model_runs_in_another_process(python, project, tmp_path):
-    model = tiny("llama")
-    set_attention(model, "flash")
-    torch.save(model, tmp_path / "model.pt")
-    code = (
-        "import sys, torch, labsupport.models.integration\n"
-        "model = torch.load(sys.argv[1], weights_only=False)\n"
-        "print(float(model(torch.arange(9)[None]).logits.detach().sum()))"
-    )
-    done = python("-c", code, tmp_path / "model.pt", cwd=project, check=True)
-    expected = float(model(torch.arange(9)[None]).logits.detach().sum())
-    assert float(done.stdout) == pytest.approx(expected, abs=1e-3), done.stderr
-
-
 # --- your own function ----------------------------------------------------------------------------
 
 
@@ -201,28 +185,6 @@ def lines(model) -> list[tuple]:
     return [(use.layer, use.backend, use.io_aware, use.calls) for use in attention_used(model)]
 
 
-def test_each_layer_of_each_model_is_counted_until_the_counts_begin_again():
-    model, other = tiny("llama"), tiny("llama")
-    set_attention(model, "standard")
-    set_attention(other, "flash_torch")
-    assert str(attention_used(model)) == "labsupport's attention has not run in this model"
-    for _ in range(3):
-        model(tokens(1, 4))
-    other(tokens(1, 4))
-    assert lines(model) == [(0, "standard", False, 3), (1, "standard", False, 3)]
-    assert lines(other) == [(0, "flash_torch", True, 1), (1, "flash_torch", True, 1)]
-    assert lines(copy.deepcopy(model)) == []
-    assert attention_used(model)[0].module == "model.layers.0.self_attn"
-    printed = str(attention_used(model))
-    assert printed.startswith("standard attention (standard: labsupport.attention.")
-    assert printed.endswith(" in layers 0-1, calls a layer: 3")
-    reset_attention_used(model)
-    assert lines(model) == []
-
-
-# --- the log --------------------------------------------------------------------------------------
-
-
 def test_the_log_says_once_for_each_layer_what_it_uses(caplog, capfd):
     model = tiny("llama")
     set_attention(model, "flash")
@@ -231,10 +193,17 @@ def test_the_log_says_once_for_each_layer_what_it_uses(caplog, capfd):
     assert capfd.readouterr().err == ""  # nothing is printed unasked
     caplog.set_level(logging.INFO, "labsupport.models")
     set_attention(model, "flash_torch")
+    assert str(attention_used(model)) == "labsupport's attention has not run in this model"
     for _ in range(3):
         model(tokens(1, 4))
+    assert lines(model) == [(0, "flash_torch", True, 3), (1, "flash_torch", True, 3)]
+    assert lines(copy.deepcopy(model)) == []
     set_attention(model, "standard")
     model(tokens(1, 4))
+    assert attention_used(model)[0].module == "model.layers.0.self_attn"
+    printed = str(attention_used(model))
+    assert printed.startswith("standard attention (standard: labsupport.attention.")
+    assert printed.endswith(" in layers 0-1, calls a layer: 1")
     assert [record.getMessage() for record in caplog.records] == [
         "Using FlashAttention for layer 0 (flash_torch)",
         "Using FlashAttention for layer 1 (flash_torch)",
