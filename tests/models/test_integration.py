@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     BertLMHeadModel,
-    CompileConfig,
     DynamicCache,
     StaticCache,
     masking_utils,
@@ -150,24 +149,6 @@ def test_autocast_gives_the_accuracy_of_its_dtype():
         set_attention(model, "flash")
         found = error(run(model, "left"), "llama", "left")
     assert BOUND < found <= 2 * theirs
-
-
-@pytest.mark.slow
-def test_generate_compiles_around_the_attention_with_a_static_cache():
-    """As it does unasked on a GPU, where its cache is static."""
-    torch._dynamo.reset()
-    model, ids, mask = tiny("llama", num_hidden_layers=1), tokens(2, 6), padding(2, 6, "left")
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
-    wanted = model.generate(ids, **options)
-    set_attention(model, "flash")
-    plain: dict[str, Any] = {"backend": "eager", "mode": None}
-    compiled: Any = CompileConfig(**plain)
-    compiled._compile_all_devices = True
-    options |= {"cache_implementation": "static", "compile_config": compiled}
-    assert torch.equal(model.generate(ids, **options), wanted)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    with pytest.raises(Exception, match="Compile without fullgraph=True"):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 4))
 
 
 # --- options of models ----------------------------------------------------------------------------
