@@ -208,15 +208,6 @@ def test_a_cast_is_reported_with_what_why_and_cost():
         safe_flash_attention(q, k, v)
 
 
-def test_float64_is_kept_or_cast_as_asked_for():
-    q, k, v = inputs(F32, F64, F32)
-    kept = safe_flash_attention(q.double(), k, v, float64="keep")
-    assert largest_error(kept, q, k, v) < 1e-14
-    with pytest.warns(PrecisionWarning, match="k float64 -> float32"):
-        out, report = safe_flash_attention(q, k, v, float64="cast", return_report=True)
-    assert (report.compute_dtype, out.dtype) == (F32, F32)
-
-
 @quietly
 def test_a_backend_asked_for_by_name_is_the_one_that_the_inputs_are_made_to_fit():
     q, k, v = inputs(F32, BF16, F32)

@@ -32,7 +32,6 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # Each policy with one of the two models.
 CASES = {
     "bfloat16": (gpt2, FlashAttentionConfig()),
-    "wide-stream": (llama, FlashAttentionConfig(residual="float32")),
     "wide-table": (gpt2, FlashAttentionConfig(embedding="float32", residual="float32")),
     "mixed": (llama, FlashAttentionConfig(attention="float16", mlp="float32")),
     "float16": (llama, FlashAttentionConfig.float16()),
