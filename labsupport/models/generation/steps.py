@@ -56,7 +56,8 @@ class LlamaStep:
         self.eps = config.rms_norm_eps
         self.embedding = body.embed_tokens.weight.detach()  # (vocabulary, dim)
         self.norm = body.norm.weight.detach()
-        self.head = model.get_output_embeddings().weight.detach()  # (vocabulary, dim)
+        classifier: Any = model.get_output_embeddings()
+        self.head = classifier.weight.detach()  # (vocabulary, dim)
         # The model's own table of angles, so that scaled variants come out right.
         positions = torch.arange(length, device=model.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1], positions)
