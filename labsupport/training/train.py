@@ -125,7 +125,7 @@ def train(
             settings.policy
             or FlashAttentionConfig.float32(attention=settings.autocast or torch.float32),
             torch.optim.AdamW,
-            params=parameter_groups(model.parameters()),
+            groups=parameter_groups(model.parameters()),
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
