@@ -139,7 +139,7 @@ def show(table: pd.DataFrame, options: Namespace | None) -> str:
         *("predicted_sent_bytes", "status", "reason"),
     ]
     shown = table[[name for name in columns if name in table]]
-    sizes = [name for name in shown if name.endswith("_bytes")]
+    sizes = [name for name in columns if name.endswith("_bytes") and name in shown]
     mib = (shown[sizes] / 2**20).round(1).rename(columns=lambda name: name.replace("bytes", "mib"))
     shown = shown.drop(columns=sizes).join(mib)
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
