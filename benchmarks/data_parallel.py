@@ -133,15 +133,10 @@ def on_all_ranks(
 
 
 def show(table: pd.DataFrame, options: Namespace | None) -> str:
-    columns = [
-        *("preset", "strategy", "world", "micro_batches", "sync_every", "step_ms", "efficiency"),
-        *("state_bytes", "predicted_state_bytes", "peak_memory_bytes", "all_reduces"),
-        *("predicted_sent_bytes", "status", "reason"),
-    ]
-    shown = table[[name for name in columns if name in table]]
-    sizes = [name for name in columns if name.endswith("_bytes") and name in shown]
-    mib = (shown[sizes] / 2**20).round(1).rename(columns=lambda name: name.replace("bytes", "mib"))
-    shown = shown.drop(columns=sizes).join(mib)
+    columns = ["preset", "strategy", "world", "micro_batches", "sync_every", "step_ms"]
+    columns += ["efficiency", "state_bytes", "predicted_state_bytes", "peak_memory_bytes"]
+    columns += ["all_reduces", "predicted_sent_bytes", "status", "reason"]
+    shown = table.reindex(columns=columns)
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
 
 

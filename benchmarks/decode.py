@@ -99,15 +99,11 @@ def means_of(table: pd.DataFrame) -> pd.DataFrame:
 
     Column ours: how many times as fast as it `decode` is, over the shapes that both ran.
     """
-    ran = table[table.status == "ok"].copy()
-    shape = [ran["batch"], ran["keys"]]
-    own = ran.median_ms.where(ran.implementation == OURS).groupby(shape).transform("min")
-    ran["ours"] = ran.median_ms / own
-    columns = ["gb_s", "of_copy", "times_sdpa", "ours"]
-    groups = ran[columns].apply(np.log).groupby(ran.implementation, sort=False)
-    means = groups.mean().apply(np.exp)
-    means.insert(0, "shapes", groups.size())
-    return means.reset_index()
+    ran = table[table.status == "ok"]
+    own = ran.median_ms.where(ran.implementation == OURS).groupby([ran["batch"], ran["keys"]])
+    ran = ran.assign(ours=ran.median_ms / own.transform("min"))
+    logs = np.log(ran[["gb_s", "of_copy", "times_sdpa", "ours"]])
+    return np.exp(logs.groupby(ran.implementation, sort=False).mean()).reset_index()
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Case, Row, not_measured, run, some_of, spread
-from labsupport.attention import BackendUnavailableError, available_backends
 from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
@@ -50,6 +49,7 @@ LOOPS = (
     "transformers, static cache",
     "graphed",
 )
+PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
 TRAINING = ("eager", "sdpa_flash", "flash_triton", "fa4")
 REPEATS = 3  # of a decode
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
@@ -97,6 +97,8 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
         row |= {"new_tokens": 0, "dtype": str(dtype).removeprefix("torch."), "kernel": ""} | more
 
         def alone() -> Row:
+            if name == "flash_triton" and mode.interpreted():
+                raise NotImplementedError("interpreted kernels are not worth timing")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # compilers' warnings about small devices
                 if gpu:
@@ -111,8 +113,8 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
             # On a GPU, Transformers compiles the steps with its static cache.
             compiled = gpu and name == "transformers, static cache"
             yield case("decode", _decode, name, batch, prompt, new_tokens=new, compiled=compiled)
-    for name in ("sdpa", *io_aware_backends(device)):
-        # Compiling for a CPU takes a compiler that not every machine has.
+    # Compiling for a CPU, as FlexAttention does, takes a compiler that not every machine has.
+    for name in PREFILL if gpu else ("sdpa", "sdpa_flash"):
         for compiled in (False, True) if gpu else (False,):
             batch, seqlen = (4, 8192) if gpu else (2, 128)
             yield case("prefill", _prefill, name, batch, seqlen, compiled=compiled)
@@ -121,20 +123,6 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
     for seqlen in lengths:
         for name in TRAINING:
             yield case("training", _training, name, tokens // seqlen, seqlen, dtype=mixed)
-
-
-def io_aware_backends(device: torch.device) -> list[str]:
-    """Those that run causal, grouped-query attention here, and are worth timing.
-
-    Not those in plain Python or interpreted, nor on a CPU FlexAttention, which asks for a compiler.
-    """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.zeros(1, 128, 32, 64, dtype=dtype, device=device)
-    k = torch.zeros(1, 128, 8, 64, dtype=dtype, device=device)
-    slow = {"flash_torch"} if device.type == "cuda" else {"flash_torch", "flex"}
-    slow |= {"flash_triton"} if mode.interpreted() else set()
-    statuses = available_backends(q, k, k, causal=True)
-    return [s.name for s in statuses if s.runs and s.io_aware and s.name not in slow]
 
 
 def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
@@ -200,8 +188,6 @@ def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceil
     """A step of GPT-2 medium's shape (345 million weights) on a GPU, of a tiny one on a CPU."""
     from transformers import GPT2Config
 
-    if row["name"] == "flash_triton" and mode.interpreted():
-        raise BackendUnavailableError("interpreted kernels are not worth timing", {})
     gpu = device.type == "cuda"
     shape: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50_257}
     if not gpu:

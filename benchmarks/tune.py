@@ -197,12 +197,8 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
 
 
 def format_scores(table: pd.DataFrame, now: KernelConfig, most: int) -> str:
-    """The best plans with their times on each shape, and the current one, marked."""
-    ranked, ran = scores(table), table[table.status == "ok"]
-    labels = ran.batch.astype(int).astype(str) + " x " + ran.seqlen.astype(int).astype(str)
-    labels += ran.causal.map({True: " causal", False: ""})
-    times = ran.assign(shape=labels).pivot(index=PLAN, columns="shape", values="median_ms")
-    shown = ranked.merge(times[list(dict.fromkeys(labels))].reset_index(), on=PLAN)
+    """The best plans with their scores, and the current one, marked."""
+    shown = scores(table)
     plans = [KernelConfig(*values) for values in shown[PLAN].itertuples(index=False)]
     shown.insert(0, "", ["now" if plan == now else "" for plan in plans])
     return shown[(shown.index < most) | (shown[""] == "now")].round(3).to_string(index=False)
