@@ -9,7 +9,7 @@ import pytest
 
 from tests.fresh import Python
 
-# Before torch is imported. The tests' tensors are small: several threads would wait for one another.
+# Before torch is imported. Tensors here are small: several threads would wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before Transformers, which imports Triton: without a GPU its kernels have to be interpreted.

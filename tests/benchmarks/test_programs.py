@@ -125,12 +125,9 @@ def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
 
         assert last_that_runs(attempt, guess, widen)["seqlen"] == longest
         assert len(tried) == len(set(tried))
-
-
-def test_a_search_without_success_says_so_and_is_not_repeated():
     assert last_that_runs(lambda units: {"status": "out of memory"}, 8, 16) is None
-    answers = iter([{"status": "unsupported", "reason": "because"}])
-    assert last_that_runs(lambda units: next(answers), 300, 16)["reason"] == "because"
+    answers = iter([{"status": "unsupported"}])  # it is not tried again and again
+    assert last_that_runs(lambda units: next(answers), 300, 16)["status"] == "unsupported"
 
 
 def test_each_score_of_a_task_becomes_a_row_under_its_keys_and_is_shown_as_a_table():
@@ -150,8 +147,7 @@ def test_each_score_of_a_task_becomes_a_row_under_its_keys_and_is_shown_as_a_tab
 
 def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():
     model = generation.llama("tiny", CPU, torch.bfloat16)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    weights = sum(parameter.numel() for parameter in model.parameters())  # the tied ones once
     assert generation.decode_bytes(model, 1, 0) == 2 * weights
     cache = 2 * 2 * 2 * 16  # keys and values, layers, key heads, head_dim
     assert generation.decode_bytes(model, 5, 10) == 2 * (weights + 5 * 10 * cache)
