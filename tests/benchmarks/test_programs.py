@@ -35,13 +35,11 @@ def test_the_commands_of_recorded_runs_parse():
             assert parser_of(arguments[0]).parse_args(arguments[1:]).save, name
 
 
-def test_every_program_explains_itself(capsys):
-    for name in ["--help", *PROGRAMS]:
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert ended.value.code == 0
-        assert f"{name} " in capsys.readouterr().out
-    assert PROGRAMS["tune"].startswith("The fastest tilings")
+def test_every_program_is_listed_with_what_it_measures(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "tune               The fastest tilings" in capsys.readouterr().out
+    assert all(parser_of(name).description for name in PROGRAMS)
 
 
 @pytest.mark.parametrize(
