@@ -55,12 +55,8 @@ def imports(path: str, source: str) -> list[tuple[str, bool]]:
             base = path.split("/")[: -node.level] if node.level else []
             base += [node.module] if node.module else []
             found += [(".".join([*base, alias.name]), lazy) for alias in node.names]
-        elif isinstance(node, ast.Call) and node.args:
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            name = node.func.id if isinstance(node.func, ast.Name) else name
-            first = node.args[0]
-            if name in ("import_module", "__import__") and isinstance(first, ast.Constant):
-                found.append((str(first.value), lazy))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found += [(str(n.value), lazy) for n in node.args[:1] if isinstance(n, ast.Constant)]
     return found
 
 

@@ -4,11 +4,8 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-from importlib.metadata import distributions
 from itertools import product
-from pathlib import Path
 
 import pytest
 import yaml
@@ -36,15 +33,14 @@ def disagreements(pyproject, constraints, environment):
         here = {"python_version": python, "python_full_version": f"{python}.5"}
         here["sys_platform"] = system
         name = canonicalize_name(requirement.name)
-        if name == project["name"] or not applies(requirement, here):
+        unavailable = name == "triton" and system == "darwin"  # it exists for Linux only
+        if name == project["name"] or unavailable or not applies(requirement, here):
             continue
         versions = [
             str(pin.specifier).removeprefix("==")
             for pin in pins
             if canonicalize_name(pin.name) == name and applies(pin, here)
         ]
-        if name == "triton" and system == "darwin":
-            continue  # it exists for Linux only
         if len(versions) != 1 or not requirement.specifier.contains(versions[0], True):
             out.append(f"{requirement} on Python {python}, {system}: pinned {versions}")
 
@@ -94,22 +90,6 @@ def test_disagreements_are_found(files, which, old, new):
     changed[which] = changed[which].replace(old, new)
     assert changed != files
     assert disagreements(*changed) != []
-
-
-def test_installed_versions_are_the_pinned_ones(files):
-    """Holds in the .venv that make builds; elsewhere there is nothing to compare."""
-    if not (Path(sys.prefix) / ".ready").exists():
-        pytest.skip("this Python is not that of a .venv made by `make`")
-    # Not those that a package carries within itself, as setuptools does.
-    found = distributions(path=[sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-    installed = {canonicalize_name(one.name): one.version for one in found}
-    assert "torch" in installed
-    for line in files[1].splitlines():
-        if line and not line.startswith("#"):
-            pin = Requirement(line)
-            here = installed.get(canonicalize_name(pin.name))
-            if here is not None and applies(pin, None):
-                assert pin.specifier.contains(here, prereleases=True), f"{pin}: {here}"
 
 
 # --- scripts/setup.sh and the Makefile ------------------------------------------------------------
