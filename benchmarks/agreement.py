@@ -3,11 +3,10 @@
 python -m benchmarks agreement --save NAME       200 steps of 2,048 tokens, three runs
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from labsupport.profiling.timing import resolve_device
 from labsupport.training import DecoderConfig
@@ -21,28 +20,20 @@ from labsupport.training.consistency import (
 )
 from labsupport.training.data import data_origin, named_batches, named_tokenizer
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--preset", default="tiny", help="a shape of labsupport.training.PRESETS, on bytes")
     add("--data", default="source", help="as for `labsupport train`")
     add("--length", type=int, default=2048, help="tokens of a sequence")
     add("--steps", type=int, default=SETTINGS.steps)
-    add(
-        "--attention",
-        help="the backend beside 'standard'; default: sdpa_flash on a CPU; on a GPU, "
-        "where that takes no float32, sdpa_efficient",
-    )
 
 
 def measure(options: Namespace) -> pd.DataFrame:
     device = resolve_device(options.device)
-    other = options.attention or ("sdpa_flash" if device.type == "cpu" else "sdpa_efficient")
+    # On a GPU, FlashAttention's kernels take no float32.
+    other = "sdpa_flash" if device.type == "cpu" else "sdpa_efficient"
     tokenizer = named_tokenizer("bytes")
-    config = DecoderConfig.preset(options.preset, vocab_size=tokenizer.vocab_size)
+    config = DecoderConfig.preset("tiny", vocab_size=tokenizer.vocab_size)
 
     def batches(seed: int) -> Batches:
         return named_batches(options.data, tokenizer, options.length, seed=seed)

@@ -11,13 +11,13 @@ import sys
 import nbformat
 import pytest
 
-from benchmarks.grading import NAME, Course, solutions_of
 from grader.exam import exercises_of
 from grader.grade.one import grade_one
 from grader.grade.settings import Settings
 from grader.grade.submissions import read_submission
 from labsupport import paths
 from labsupport.course.editions import make_edition
+from tests.nbgrader_course import NAME, Course, solutions_of
 
 NO_COLON = "def running_max_and_sum(scores, block_size)\n    return scores, block_size"
 

@@ -1,11 +1,9 @@
 """The small model that finds facts again: what it can do, how it begins, and its file."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from benchmarks.recall import RECIPE, Round, save_recall, train_recall
+from benchmarks.recall import Round, save_recall, train_recall
 from labsupport.paths import data_dir
 from labsupport.training import ByteTokenizer, records
 from labsupport.training.data import FIRST_SEED
@@ -111,7 +109,7 @@ def test_a_stage_follows_the_other_and_no_text_comes_twice():
 def test_the_first_steps_lower_the_loss():
     stages = (Stage(20, 192, 2, facts=3, questions=8),)
     round_ = Round(stages, learning_rate=3e-3, warmup_steps=5)
-    _, (history,) = train_recall(replace(RECIPE, rounds=(round_,)))
+    _, (history,) = train_recall([round_])
     assert sum(history.losses[-5:]) < 0.8 * sum(history.losses[:5])
 
 
