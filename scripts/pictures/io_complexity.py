@@ -123,8 +123,8 @@ def passes(panels):
     d.words(panels[0], 0, 0.25, "slow\nmemory", 10, va="center")
     return (
         "The textbook passes six times over N × N numbers; a fused kernel never",
-        "PyTorch's operators for textbook attention without a mask, forward. A mask is a kernel more, "
-        "with two more passes.",
+        "PyTorch's operators for textbook attention without a mask, forward. A mask is one more "
+        "kernel, with two more passes.",
     )
 
 
@@ -167,5 +167,6 @@ def gpu(axes):
     return (
         "From a GPU's large, slow memory to its small, fast one, across three borders",
         "Sizes of an H200 (data/hardware.csv; registers: 65,536 of 4 bytes). A kernel runs as many "
-        "programs, which share the multiprocessors;\na program's tiles lie in shared memory and registers.",
+        "programs, which share the multiprocessors;\na program's tiles lie in shared memory and "
+        "registers.",
     )

@@ -226,6 +226,6 @@ def step(panels):
     panels[1].set_xlabel("the step's allocations and releases, in order")
     return (
         "A step's memory over time: blocks climb, the loss jumps, the backward pass frees",
-        "Measured on a CPU: 4 layers of width 128, 4 heads, 1,024 tokens, vocabulary 4,096, float32; "
-        "without weights and their gradients.",
+        "Measured on a CPU: 4 layers of width 128, 4 heads, 1,024 tokens, vocabulary 4,096, "
+        "float32, without weights and their gradients.",
     )

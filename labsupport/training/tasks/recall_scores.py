@@ -164,7 +164,6 @@ def read_on(
         Hidden states (batch, seqlen, width); for each layer the queries (batch, seqlen, heads,
         head_dim); for each layer keys and values (batch, before + seqlen, kv_heads, head_dim).
     """
-    config = model.config
     before = 0 if past is None else past[0][0].shape[1]
     positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
     turn = model.turn(positions)
