@@ -153,8 +153,12 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except Exception as error:
         shown = [f"a list of {len(x)}" if isinstance(x, list) else readable(x) for x in args]
         shown += [f"{key}={readable(value)}" for key, value in options.items()]
+        hint = ""
+        if "unexpected keyword argument" in str(error) and name in str(error):
+            hint = "\nKeep the names of the parameters as they are in the exercise's first line."
         raise CheckFailed(
-            f"{name} raised {type(error).__name__}: {error}\nIt was called with {', '.join(shown)}."
+            f"{name} raised {type(error).__name__}: {error}{hint}\n"
+            f"It was called with {', '.join(shown)}."
         ) from error
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
@@ -256,20 +260,21 @@ def judge(
     Raises:
         CheckFailed: wrong shape, dtype or values.
     """
-    if result.shape != expected.shape:
-        raise CheckFailed(
-            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
-        )
-    if dtype is not None and result.dtype != dtype:
+    shapes_fit = result.shape == expected.shape
+    if shapes_fit and dtype is not None and result.dtype != dtype:
         raise CheckFailed(f"{name} has dtype {result.dtype}, but {dtype} was expected.")
     result, expected = result.detach().double(), expected.detach().double()
-    if _close(result, expected, allowed):
+    if shapes_fit and _close(result, expected, allowed):
         return
     near = max(allowed, 1e-4)
     for say, wrong in mistakes:
         wrong = wrong.detach().double()
         if wrong.shape == result.shape and _close(result, wrong, near, relative=1e-4):
             raise CheckFailed(f"{name} is wrong. {say}")
+    if not shapes_fit:
+        raise CheckFailed(
+            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
+        )
     raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}")
 
 
@@ -383,7 +388,10 @@ def judge_numbers(
     *,
     close: float = 1e-9,
 ) -> None:
-    """Judge the numbers that a student's function returns; a mistake must explain every case.
+    """Judge the numbers that a student's function returns.
+
+    A mistake that explains every case is named; one that explains the first wrong case alone is
+    named as a guess: there may be two mistakes.
 
     Args:
         student, solution, mistakes: the function, the reference, and its typical edits.
@@ -420,9 +428,16 @@ def judge_numbers(
 
     given = run(partial(call, student))
     right, known = reference(lambda: run(solution)), results(solution, mistakes, run)
-    for (args, options), ours, theirs in zip(asked, right, given, strict=True):
+    rows = zip(asked, right, given, strict=True)
+    for i, ((args, options), ours, theirs) in enumerate(rows):
         if not same([ours], [theirs]):
-            say = explain(given, known, same) or f"Right is {show(ours)}."
+            known = list(known)
+            alone = [(what, [wrong[i]]) for what, wrong in known]
+            say = explain(given, known, same)
+            if not say:
+                say = f"Right is {show(ours)}."
+                if guess := explain([theirs], alone, same):
+                    say += f" There may be two mistakes. Perhaps: {guess}"
             arguments = inspect.signature(solution).bind(*args, **options).arguments
             sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
             raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")
