@@ -88,7 +88,14 @@ context = load_run("context-cpu")
 plain = context[
     (context.task == "windows") & (context.measure == "nll") & (context.text != "repeat")
 ]
-plain.pivot_table(index="text", columns="window", values="value").round(2)
+by_text = plain.pivot_table(index="window", columns="text", values="value").reset_index()
+plotting.plot_by_window(
+    by_text,
+    {name: f"{name}.py" for name in by_text.columns[1:]},
+    title="64 tokens of three real files, by the context that the model sees",
+    ylabel="NLL (nats a token)",
+    small_print="recorded: SmolLM2 on a CPU, the tokens after position 4,096",
+)
 
 
 # %% [markdown]
@@ -263,7 +270,10 @@ assert back == right
 # *checkpoint* that belongs to one. So look up which, before anything else.
 #
 # Positions are only numbers here. The second half of a sequence, on another device, takes positions from the middle on; and a
-# longer context than a model was trained on can be had by turning slower (theory chapter 7).
+# longer context than a model was trained on can be had by turning slower
+# ([chapter 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, the slow ones only.
+#
+# ![Turns of each of 32 pairs at the last token, logarithmic: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base. Interpolated falls on the trained line; the larger base starts with the line of 8,192 and meets the trained line at the last pair only; below one turn everything above the trained line is new to the model](../theory/figures/long-context-turns.png)
 #
 # ## 3.3 · What a long step costs
 #
@@ -335,7 +345,8 @@ pd.DataFrame(slopes).round(2)
 #
 # With a hidden state $h$ and the weight $W$ of the classifier, one token has
 #
-# $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) - \text{onehot}(\text{label})$$
+# $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) -
+# \text{onehot}(\text{label})$$
 #
 # and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the tokens whose
 # label is not -100. (If there is none, it is 0, and so are its gradients.)
@@ -354,8 +365,8 @@ pd.DataFrame(slopes).round(2)
 # `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
 # Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`. And
-# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or work the logits out
-# again in `backward`.
+# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or
+# work the logits out again in `backward`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -512,8 +523,8 @@ pd.Series(peaks, name="peak, MiB").round().astype(int).to_frame()
 # | 3. the same, in its attention, if `stores_scores` | $V w$; two more matrices of $N^2$ for every head (gradients of probabilities and of scores); with `checkpoint` the whole block; less $2 N m$, since the MLP of this block is done and what it had kept is freed |
 #
 # The step needs as much as its largest moment. $Vw$ stays once the loss has made it: it is a gradient of a weight, and waits for the
-# optimizer. The block that is computed again has its own copy of everything, its input included. Small things are left out: tables of single rows, the angles, the normalised
-# last hidden states.
+# optimizer. The block that is computed again has its own copy of everything, its input included. Small things are left out: tables of
+# single rows, the angles, the normalised last hidden states.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -619,9 +630,9 @@ counts = pd.DataFrame(
 (counts.set_index("case") / 2**20).round(1)
 
 # %% [markdown]
-# Your function predicts real steps. The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your count may be 2 MiB too high: at the
-# peak most of the gradients do not exist yet. The lab's planner counts the small things,
-# too; `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its formula, in the symbols of theory chapter 7.
+# Your function predicts real steps. The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your
+# count may be 2 MiB too high: at the peak most of the gradients do not exist yet. The lab's planner counts the small things, too;
+# `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its formula, in the symbols of theory chapter 7.
 
 # %% [markdown]
 # ## 3.6 · The wall, and what moves it
@@ -703,8 +714,9 @@ pd.Series(
 ).round(1).to_frame()
 
 # %% [markdown]
-# *Further (optional), to the end of the section.* How far does the same ladder carry a real size? GPT-2 small's shape, 124 million weights, with RoPE instead of learned
-# positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training --preset gpt2-small --longest
+# *Further (optional), to the end of the section.* How far does the same ladder carry a real size? GPT-2 small's shape, 124 million
+# weights, with RoPE instead of learned positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training
+# --preset gpt2-small --longest
 # --limit 16GiB` looks for the real wall on yours:
 
 # %%
@@ -715,23 +727,15 @@ fits["gib"] = (fits.peak_bytes / 2**30).round(1)
 fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
-# The same GPU: a hundred times as many tokens, by the plan. Is it true? Recorded on an H200 whose allocator was held to 16 GiB, with
-# Transformers' own GPT-2 small in front; the last row has the whole card:
-
-# %%
-walls = [f"context-16gib-{part}-h200" for part in ("plain", "short", "long")]
-walls = pd.concat([load_run(name) for name in [*walls, "million-h200"]], ignore_index=True)
-walls["GiB"], walls["s"] = walls.peak_memory_bytes / 2**30, walls.median_ms / 1e3
-walls["by the plan"] = walls.backend.map(fits.set_index("remedy").longest).astype("Int64")
-walls.loc[walls.index[-1], ["backend", "by the plan"]] = "a million: + checkpointing", pd.NA
-columns = {"backend": "remedy", "seqlen": "longest, tokens", "GiB": "peak, GiB", "s": "a step, s"}
-walls[[*columns, "by the plan"]].rename(columns=columns).round(2)
-
-# %% [markdown]
-# Against plain eager attention it is 128 times as far, against Transformers' best setting 21 times. The plan promised
-# more, up to a third in the first row: it counts tensors, while the limit counts all that the allocator has reserved, and the search
-# went in steps of 1,024 tokens. That a step fits does not mean that you can
-# wait for it: time still grows with $N^2$, and the million takes four minutes.
+# The same GPU: a hundred times as many tokens, by the plan. Is it true? The dots were measured on an H200 whose allocator was held to
+# 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`); `million-h200` has the whole card:
+#
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+#
+# Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting (`context-16gib-plain-h200`);
+# the last remedy reaches 393,216. The plan promises up to a third more than what ran: it counts tensors, while the limit counts all that
+# the allocator has reserved, and the search went in steps of 1,024 tokens. That a step fits does not mean that you can wait for it: time
+# still grows with $N^2$, and the million takes four minutes.
 
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence
@@ -755,8 +759,8 @@ print("positions around the second:", first.positions[0, first.cu_seqlens[1] - 2
 pd.DataFrame(rows, columns=columns).round(1)
 
 # %% [markdown]
-# Positions begin at 0 again in each document. A document that is cut goes on in the next sequence. But a causal mask alone would let each document see all those before it. Change the
-# first document, and watch the second:
+# Positions begin at 0 again in each document. A document that is cut goes on in the next sequence. But a causal mask alone would let
+# each document see all those before it. Change the first document, and watch the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -809,8 +813,8 @@ history = training.train(model, stream, TrainConfig(steps=2, learning_rate=3e-3)
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
-# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not show that FlashAttention is *right*. Two runs
-# with equal seeds may part, because they round differently. What can be asked:
+# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not show that
+# FlashAttention is *right*. Two runs with equal seeds may part, because they round differently. What can be asked:
 #
 # 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
 # 2. Do the first losses agree?
@@ -835,9 +839,10 @@ plotting.plot_runs(
 
 
 # %% [markdown]
-# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is float32 on a CPU. Of 16 bits it says
-# nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are noisy (the text changes, the
-# model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into the weights:
+# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is
+# float32 on a CPU. Of 16 bits it says nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are
+# noisy (the text changes, the model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into
+# the weights:
 
 
 # %%
@@ -990,8 +995,8 @@ from labsupport.distributed.ring import Plan
 # %% [markdown]
 # ## 3.10 · One device is not enough
 #
-# *Core.* With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of Llama 3
-# with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
+# *Core.* With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of
+# Llama 3 with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
 
 # %% tags=["nbval-check-output"]
 sizes = {"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "mlp_width": 14_336}
@@ -1002,9 +1007,10 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
-# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235 seconds, each step (section 3.6): $N^2$ again;
-# even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million
-# tokens. Several devices can share the work in three ways:
+# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
+# seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
+# FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
+# share the work in three ways:
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
 # | --- | --- | --- | --- |
@@ -1052,7 +1058,9 @@ print(f"the plain average is off by {error:.0%}")
 # %% [markdown]
 # The second part had three times as many keys, and counts no more than the first. A part must weigh as much as its softmax's
 # denominator: the sum of the exponentials of its scores. Its logarithm, the *log-sum-exp* (notebook 1), is what FlashAttention
-# returns beside the output.
+# returns beside the output. Here is what merging does to the maximum and the sum of a row, in any order:
+#
+# ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
 # %% [markdown]
 # ### Exercise 3-4 · Merge partial results
@@ -1455,9 +1463,9 @@ first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
 print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
 
 # %% [markdown]
-# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing.
-# (One all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1 MiB) as soon as they are full, while the
-# backward pass goes on.)
+# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing. (One
+# all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1
+# MiB) as soon as they are full, while the backward pass goes on.)
 #
 # FSDP pays with traffic: parameters are gathered before the forward and before the backward pass, gradients reduced: half as much
 # again as DDP. So take DDP as long as 16 bytes a weight fit (float32, AdamW), FSDP when they do not, and a ring when the

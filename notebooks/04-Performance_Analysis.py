@@ -105,10 +105,11 @@ shown(traces["standard"])
 
 # %% [markdown]
 # The rest, the softmax above all, has hardly any FLOPs. On a GPU its time goes to reading and writing $N \times N$ numbers; on a CPU
-# also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax).
-# On a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator calls. (PyTorch's own table has the same column as
-# `self_device_time_total`. Older texts say `cuda_time_total`: in `sort_by` that name still works, as an attribute of averages it is gone.) `MiB` are the bytes of the tensors
-# that an operator reads and writes. Now FlashAttention:
+# also to exponentials and to memory that is touched for the first time (compare `mul_`, which moves as many bytes as the softmax). On
+# a CPU a row is an operator, on a GPU a kernel; `device_ms` is the time of the device that did the work, without what an operator
+# calls. (PyTorch's own table has the same column as `self_device_time_total`. Older texts say `cuda_time_total`: in `sort_by` that
+# name still works, as an attribute of averages it is gone.) `MiB` are the bytes of the tensors that an operator reads and writes. Now
+# FlashAttention:
 
 # %%
 for name, seen in traces.items():
@@ -205,9 +206,9 @@ by_kind = {
 pd.DataFrame(by_kind).rename_axis("device_ms of").round(1)
 
 # %% [markdown]
-# (If your table says otherwise, another program had the cores: run the cell again.) On a quiet machine the step with FlashAttention is shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All
-# the rest* shrinks, too, because in the textbook's step it also holds scaling, masking and copying of $N \times N$ numbers. Operators
-# do not say for whom they work.)
+# (If your table says otherwise, another program had the cores: run the cell again.) On a quiet machine the step with FlashAttention is
+# shorter, and what is not attention weighs more: Amdahl's law of notebook 2. (*All the rest* shrinks, too, because in the textbook's
+# step it also holds scaling, masking and copying of $N \times N$ numbers. Operators do not say for whom they work.)
 #
 # A table forgets the order. The *timeline* keeps it: save it, open <https://ui.perfetto.dev> in a browser, and drag the file there.
 # (It is read on your machine, and not sent anywhere.) Look for gaps on the GPU's line: there it waited for Python.
@@ -226,6 +227,9 @@ with tempfile.TemporaryDirectory() as folder:
 #
 # *Core.* How fast *could* a call be? Its arithmetic takes at least FLOPs / (FLOPs a second), and its tensors must move: at least bytes /
 # (bytes a second). If the two overlap perfectly, the longer one decides. The *intensity*, FLOPs for each byte, says which it is.
+# FLOPs alone do not: FlashAttention has one matrix product more than the textbook.
+#
+# ![Left: matrix products, the textbook 2 forward and 4 backward, FlashAttention 2 and 5. Right: time on an H200 at 16,384 tokens, the textbook 166 ms, three fused kernels between 29 and 51 ms](../theory/figures/products-and-time.png)
 
 # %% [markdown]
 # ### Exercise 4-1 · What a pass costs
@@ -352,10 +356,10 @@ digits = {"GFLOP": 1, "MB": 1, "FLOPs a byte": 1, "least ms": 4}
 print(forms_table.round(digits).to_string())
 
 # %% [markdown]
-# FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5
-# times the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length
-# of its cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at once,
-# as speculative decoding does, multiply it.
+# FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5 times
+# the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length of its
+# cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at
+# once, as speculative decoding does, multiply it.
 #
 # A window takes FLOPs away, but no bytes. The lab's `roofline` knows it, and gives least time and bound of any `Case`, of the lab's
 # recorded runs as well:
@@ -437,13 +441,12 @@ plotting.plot_roofline(
 
 # %% [markdown]
 # The textbook stays near the same intensity, however long the sequence: FLOPs and bytes both grow with $N^2$. Six passes over $N^2$
-# numbers of $b$ bytes make $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without a kernel for the scale,
-# would make 16.) FlashAttention moves to
-# the right, under the flat part of the roof. How near a marker comes to the roof says how good the *kernel* is; where it stands from
-# left to right, what the *algorithm* asks for. Decode steps lie far below the slope. They *could* be bound by memory, but this
-# kernel is made for many queries at once, and a decode step has one. (A CPU blurs the picture. Its caches hold small cases whole, so that a marker may even
-# lie above the slope; and the exponentials, which the roof does not know, cost it dearly.) `labsupport bench` prints the share of the
-# roof that a call reaches, with a verdict.
+# numbers of $b$ bytes make $4 N^2 d / (6 N^2 b) = 2d / 3b$: 10.7 in float32, for $d = 64$. (Four passes, without a kernel for the
+# scale, would make 16.) FlashAttention moves to the right, under the flat part of the roof. How near a marker comes to the roof says
+# how good the *kernel* is; where it stands from left to right, what the *algorithm* asks for. Decode steps lie far below the slope.
+# They *could* be bound by memory, but this kernel is made for many queries at once, and a decode step has one. (A CPU blurs the
+# picture. Its caches hold small cases whole, so that a marker may even lie above the slope; and the exponentials, which the roof does
+# not know, cost it dearly.) `labsupport bench` prints the share of the roof that a call reaches, with a verdict.
 #
 # ### Recorded: an H200
 #
@@ -722,11 +725,11 @@ shapes = counters[["seqlen", "head_dim", "kv_heads", "causal"]].assign(kernel=na
 print(shapes.join(gigabytes.round(2)).to_string(index=False))
 
 # %% [markdown]
-# The count is exact to the byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that border it gets less,
-# as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has 6% *more* there, and we
-# do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and V of the heads at work
-# fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The theorem counts the border
-# in front of it.
+# The count is exact to the byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that
+# border it gets less, as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has
+# 6% *more* there, and we do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and
+# V of the heads at work fit into L2. That is why the roofline of section 4.2, with each tensor once, is the right one for HBM. The
+# theorem counts the border in front of it.
 #
 # ### The largest tensor
 #
@@ -945,7 +948,9 @@ else:
 #   GPU that need not be there. In bfloat16 it says: 110 registers a thread, 64 KiB of shared memory, nothing spilled, 2 programs on a
 #   multiprocessor;
 # - *overlap*: while tensor cores multiply, the exponentials of another tile should be computed, and the next blocks fetched. The
-#   profiler found this lab's forward waiting: its tensor pipe was active 57% of the time.
+#   profiler found this lab's forward waiting: its *tensor pipe*, the tensor cores' queue, was active 57% of the time.
+#
+# ![Three timelines of the same work. In order, tensor cores wait during each softmax and are busy 59% of the time. Pipelined within one group, 84%. With two groups that take turns, 100%](../theory/figures/versions-overlap.png)
 #
 # How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone (`peers-h200`). A large
 # matrix product reaches 719 to 814 there.
@@ -970,7 +975,8 @@ geometric_means(compare_with_peers(peers, "flash_triton")).round(2)
 #
 # ## 4.5 · Batch, length, heads
 #
-# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. So would be the time, if FLOPs were all.
+# *Further (optional).* How does time grow? FLOPs are proportional to batch, to heads, and to $N^2$. So would be the time, if FLOPs
+# were all.
 #
 # **Predict first**: how many times as long does FlashAttention take for 16 times as many *tokens in one sequence*, and for 16 times
 # the *batch*?
@@ -1099,9 +1105,12 @@ orders[names].round(2)
 # Version 1: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116 still idle. *That* is why
 # version 2 turned the loops round. (Idle multiprocessors explain 132 / 16 = 8 of the 76 times between the two at 16 heads. The rest is
 # the lone program's waiting, and smaller tiles: this is a plain version 1. The paper's gain over its own, a tuned one, is about 2;
-# [chapter 5](../theory/05-from-v1-to-v4.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs
-# leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From 256 to 512
-# it doubles. Such steps are called *wave quantisation*: the last wave costs as much as a full one.
+# [chapter 5](../theory/05-from-v1-to-v4.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128
+# programs leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From
+# 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
+# wave costs as much as a full one.
+#
+# ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half behind the first wave and to less and less of a loss behind later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
 #
 # ## 4.6 · Can it be predicted?
 #
@@ -1197,8 +1206,9 @@ checks.check_held_out(held_out_error, seed=43)
 
 # %% [markdown]
 # On recorded runs. The package's own predictor (`labsupport.analysis.predictor`) is fitted to the same rows as yours, and tested on
-# the same rows: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than FLOPs: tiles,
-# exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only, errors in percent.
+# the same rows: of `attention-h200` the lengths 512, 4,096 and 16,384 are fitted, the three between them held out. It counts more than
+# FLOPs: tiles, exponentials, bytes, and what a causal mask costs along its diagonal; and one fit serves both masks. Forward only,
+# errors in percent.
 #
 # **Predict first**: the error of your two numbers for cuDNN, without a mask.
 
@@ -1262,8 +1272,8 @@ print(analysis.predict(asked, model))
 # %% [markdown]
 # ## 4.7 · Other hardware
 #
-# *Further (optional).* What would another GPU do? The specifications (`data/hardware.csv`, each row with its source), and from them the ridge in half
-# precision. A case of lower intensity is bound by memory there:
+# *Further (optional).* What would another GPU do? The specifications (`data/hardware.csv`, each row with its source), and from them
+# the ridge in half precision. A case of lower intensity is bound by memory there:
 
 # %%
 from labsupport.profiling import hardware_table
@@ -1283,9 +1293,9 @@ print(f"ridge of this device, {name_of_dtype}, measured: {ridge:.0f} FLOPs a byt
 pd.DataFrame(table).round().astype(int)
 
 # %% [markdown]
-# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, and more cases fall on the memory's side. (An H200 is an
-# H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic beside a narrow memory.) Your own device's ridge stands above the table: a
-# processor's ridge is far lower, so there nearly all of attention is bound by arithmetic.
+# From V100 to B200 the ridge has doubled: arithmetic grew faster than bandwidth, and more cases fall on the memory's side. (An H200 is
+# an H100 with faster memory, so its ridge is lower again; the L4 has much arithmetic beside a narrow memory.) Your own device's ridge
+# stands above the table: a processor's ridge is far lower, so there nearly all of attention is bound by arithmetic.
 #
 # `transfer` carries a calibrated model to a GPU that nobody measured, *from its specification alone*: its ceilings are assumed to be
 # reached to the same share, by the same program. The intervals are wide, and wider for another generation, because the second
@@ -1326,8 +1336,8 @@ plotting.plot_predictions(
 #
 # ## 4.8 · Which one to take
 #
-# *Core.* All that ends in a decision. Somebody brings a workload, a limit of memory and a dtype; you have a table of times, some measured, some
-# predicted.
+# *Core.* All that ends in a decision. Somebody brings a workload, a limit of memory and a dtype; you have a table of times, some
+# measured, some predicted.
 
 # %% [markdown]
 # ### Exercise 4-5 · Choose
@@ -1441,8 +1451,9 @@ for n, limit in (
     print(f"{n:6} tokens, {limit:4} MiB: {taken}, {source}")
 
 # %% [markdown]
-# Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction prefers FlashAttention-4, although
-# cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such predictions are off by (section 4.6).
+# Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction
+# prefers FlashAttention-4, although cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such
+# predictions are off by (section 4.6).
 #
 # `labsupport.analysis.recommend` does the same from a model, with its reasons. It also says which candidates are too close to be told
 # apart by prediction: those, measure.
