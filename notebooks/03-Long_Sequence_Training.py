@@ -221,7 +221,8 @@ def with_your_rope(model):
     """The decoder, with your functions for its positions."""
 
     def turn(positions):
-        cos, sin = own_angles(positions.flatten(), model.config.head_dim, model.config.rope_base)
+        config = model.config
+        cos, sin = own_angles(positions.flatten(), config.head_dim, base=config.rope_base)
         return lambda x: own_rope(x, cos, sin)
 
     model.turn = turn
@@ -1437,13 +1438,13 @@ except LaunchError as error:
 #
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
-# *Further (optional).* A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its own
-# micro-batches; then all gradients are averaged, an *all-reduce*. With four micro-batches before an update, you need the
-# sum once, not four times: `no_sync()` keeps the first three at home. FSDP cuts parameters, gradients and AdamW's states into $W$
-# parts, and fetches a block's parameters only while that block computes.
+# *Further (optional).* A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its
+# own micro-batches; then all gradients are averaged, an *all-reduce*. With four micro-batches before an update, you need the sum once,
+# not four times: `no_sync()` holds back the first three. FSDP *shards* parameters, gradients and AdamW's states over the ranks, and
+# fetches a block's parameters only while that block computes.
 #
-# **Predict first**: on two ranks, how many bytes of parameters, gradients and states does each hold under FSDP, as a share of what it
-# holds under DDP? Is it exactly that?
+# **Predict first**: each of two ranks holds how much of parameters, gradients and states between two steps under FSDP, as a share of
+# what it holds under DDP?
 
 # %%
 predicted_held = None  # your guess, a number between 0 and 1
@@ -1492,7 +1493,7 @@ plotting.plot_scaling(
     column="efficiency",
     series="who",
     panel="shard",
-    title="On 4 GPUs a zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
+    title="On 4 GPUs the lab's zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
     ylabel="efficiency (1: as fast as one device alone)",
     references=[
         plotting.Reference("nobody waits", 1.0),

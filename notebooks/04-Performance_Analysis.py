@@ -1089,7 +1089,8 @@ starts = starts.set_index(["direction", "backend"])[["median_ms", "call_ms"]]
 starts.assign(share=starts.median_ms / starts.call_ms).round(3)
 
 # %% [markdown]
-# Up to half of a call is waiting for Python. Larger batches, CUDA graphs and `torch.compile` help; a faster kernel does not.
+# Up to half of a call is waiting for Python. Larger batches, CUDA graphs (many launches recorded, and replayed as one) and
+# `torch.compile` help; a faster kernel does not.
 #
 # **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head of each
 # sequence; the second one for each block of 128 queries, too. What if there are few heads? N = 16,384, head_dim 64, no mask
