@@ -6,13 +6,11 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from labsupport.distributed.ring.plan import Plan
 from labsupport.plotting import (
     Reference,
     alt_text,
     plot_by_window,
     plot_memory_parts,
-    plot_ring_steps,
     plot_runs,
     plot_scaling,
     plot_timeline,
@@ -110,26 +108,6 @@ def test_scores_are_drawn_against_the_window():
 
 
 # --- several devices ------------------------------------------------------------------------------
-
-
-def test_a_rings_cells_are_filled_as_far_as_visible_and_its_time_is_that_of_the_fullest():
-    rows = [
-        {"layout": layout, "rank": r, "step": s, "owner": plan.owner(r, way), "pairs": pairs}
-        for layout in ("contiguous", "zigzag")
-        for plan in [Plan.of(4, 64, causal=True, zigzag=layout == "zigzag")]
-        for r in range(plan.world_size)
-        for s, (way, pairs) in enumerate(zip(plan.route, plan.pairs(r), strict=True))
-    ]
-    figure = plot_ring_steps(pd.DataFrame(rows), block=64**2, title="Zigzag is fair")
-    filled = [
-        {round(box.get_height() / 0.92, 1) for box in axes.patches
-         if to_hex(box.get_facecolor()) == BLUE}
-        for axes in figure.axes
-    ]  # fmt: skip
-    assert filled == [{0.0, 0.5, 1.0}, {0.5}]
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["contiguous: 3.5 blocks of time", "zigzag: 2 blocks of time"]
-    assert "contiguous: the steps last 0.51, 1, 1, 1 blocks" in alt_text(figure)
 
 
 def test_spans_are_bars_by_rank_and_kind():

@@ -521,7 +521,10 @@ def judge_numbers(
     *,
     close: float = 1e-9,
 ) -> None:
-    """Judge the numbers that a student's function returns; a mistake must explain every case.
+    """Judge the numbers that a student's function returns.
+
+    A mistake that explains every case is named; one that explains the first wrong case alone is
+    named as a guess: there may be two mistakes.
 
     Args:
         student, solution, mistakes: the function, the reference, and its typical edits.

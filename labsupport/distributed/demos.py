@@ -68,7 +68,7 @@ def _group() -> Iterator[RankInfo]:
 
 
 def ring_on_ranks(
-    *, seqlen: int = 512, timed: int = 4096, lengths: Sequence[int] = (1024, 2048, 4096)
+    *, seqlen: int = 512, timed: int = 4096, lengths: Sequence[int] = (1024, 2048)
 ) -> dict[str, Rows]:
     """Look at ring attention of the processes that `launch` started from several sides.
 
@@ -88,7 +88,7 @@ def ring_on_ranks(
         }
 
 
-def step_memory(lengths: Sequence[int] = (1024, 2048, 4096)) -> Rows:
+def step_memory(lengths: Sequence[int] = (1024, 2048)) -> Rows:
     """Measure the peak memory of a `tiny` decoder's step whose sequence the ranks share.
 
     Without a launcher it runs here, as one rank that holds the whole sequence. sent_bytes are of
@@ -212,7 +212,7 @@ def _losses(info: RankInfo) -> Rows:
     return rows
 
 
-def _spans(info: RankInfo, layout: str, seqlen: int, repeats: int = 6) -> Rows:
+def _spans(info: RankInfo, layout: str, seqlen: int, repeats: int = 4) -> Rows:
     """Spans that PyTorch's profiler saw in a forward pass: of several, the fastest."""
     qkv = _draw(seqlen, info)
     own = [shard_sequence(x, info.rank, info.world, zigzag=layout == "zigzag") for x in qkv]

@@ -7,7 +7,7 @@ Paul Tol, told apart by readers with any colour vision).
     explorer     how the score matrix is cut into tiles; block sizes, fast memory and traffic
     precision    dtypes and magnitudes from layer to layer
     training     what fills the memory, how losses run, what a longer context brings
-    distributed  a ring's steps, who waits for whom, what more devices bring
+    distributed  who waits for whom, what more devices bring
     monitor      memory and use of a device over time
     drawing      the vocabulary that charts share
     figure       a figure that shows and describes itself
@@ -23,7 +23,7 @@ from labsupport.plotting.charts import (
     plot_roofline,
     plot_time,
 )
-from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
+from labsupport.plotting.distributed import plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.explorer import plot_tile_choices, plot_tiles
 from labsupport.plotting.figure import Chart, alt_text
@@ -46,7 +46,6 @@ __all__ = [
     "plot_memory",
     "plot_memory_parts",
     "plot_predictions",
-    "plot_ring_steps",
     "plot_roofline",
     "plot_runs",
     "plot_scaling",

@@ -108,3 +108,14 @@ def test_each_mistake_gets_its_own_diagnosis(mistake, jitted):
 def test_sums_in_the_inputs_dtype_are_found(jitted):
     student = jitted(SOLUTION, "v)\n", "v)\n    acc = acc.to(v.dtype)\n")
     assert "acc overflows" in diagnosis(checks.check_update_dtype, student)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("tl.max(scores, 1)", "scores.max(dim=1)"), "tl.max(scores, 1)"),
+        (("m - shift)", "shift - m)"), "alpha = exp2(m - m_new)"),
+    ],
+)
+def test_a_check_that_runs_alone_names_the_mistake_too(edit, said, jitted):
+    assert said in diagnosis(checks.check_update_dtype, jitted(SOLUTION, *edit))

@@ -6,6 +6,7 @@ import torch
 from labsupport import checks
 from labsupport.checks import (
     amdahl,
+    choosing,
     chunked_loss,
     counting,
     decoding,
@@ -21,7 +22,7 @@ from labsupport.checks import (
 )
 from labsupport.checks.verdict import mistakes, mutant
 from tests.checks.solutions import diagnosis, each, function, solution_source
-from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE
+from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE, choose_by_rows
 from tests.checks.test_right_ways import Recomputes
 
 TEXTBOOKS = mistakes("""
@@ -402,3 +403,29 @@ def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
         return start, rate, error
 
     assert "your fit looks at them" in diagnosis(checks.check_held_out, best_of_two)
+
+
+# --- what a message adds --------------------------------------------------------------------------
+
+
+def test_two_mistakes_are_guessed_from_the_failing_case():
+    """With as many key heads as query heads, only one of the two shows."""
+    edits = ("seqlen_q * 4", "seqlen_q * dtype.itemsize", "seqlen_k * kv_heads", "seqlen_k * heads")
+    said = diagnosis(checks.check_cost_bytes, mutant(intensity.attention_cost, edits))
+    assert "L is float32 whatever dtype is" in said
+
+
+def test_renamed_parameters_are_told_apart():
+    def textbook_traffic(N, head_dim, block_q):
+        return 0, 0
+
+    said = diagnosis(checks.check_textbook_traffic, textbook_traffic)
+    assert "Keep the names of the parameters" in said
+
+
+def test_a_row_that_set_the_standard_but_may_not_run_is_shown():
+    edits = ("min(map(_ms, left))", "min(map(_ms, _timed(same)))")
+    edits += ("return min", "return None if not tied else min")
+    said = diagnosis(checks.check_choice_ties, choose_by_rows(mutant(choosing.choice, edits)))
+    assert "leave rows out first" in said
+    assert len(said.splitlines()) > 3

@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labsupport.attention.rotary import apply_rotary_emb
 from labsupport.distributed.ring.attention import RingOptions, ring_attention
 from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.sequence_parallel.sharding import Shard, shard_batch
 from labsupport.precision.losses import compute_loss
 from labsupport.training.data import IGNORED
-from labsupport.training.decoder import Angles, Attention, Decoder
+from labsupport.training.decoder import Attention, Decoder, Turn
 from labsupport.training.memory import chunked_cross_entropy
 
 FAMILIES = ("gpt2", "llama")  # of Transformers: causal attention and nothing else in each layer
@@ -187,15 +186,14 @@ class RingAttention(nn.Module):
         self.query, self.key = attention.query, attention.key
         self.value, self.out = attention.value, attention.out
 
-    def forward(self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, backend: str) -> Tensor:
         """(batch, seqlen_local, width) to the same; `backend` is one device's business."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim))
             for project in (self.query, self.key, self.value)
         )
-        if angles is not None:
-            interleaved = self.config.rope_interleaved
-            q, k = (apply_rotary_emb(each, *angles, interleaved=interleaved) for each in (q, k))
+        if turn is not None:
+            q, k = turn(q), turn(k)
         return self.out(ring_attention(q, k, v, **vars(self.ring)).reshape(x.shape))
 
 
