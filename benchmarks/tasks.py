@@ -12,13 +12,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.calls import predict_calls, score_calls
+from benchmarks.documents import answer_by_window, plant, score_answers
 from benchmarks.runner import lengths, some_of
+from benchmarks.summaries import chapter, summarise
 from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance
-from labsupport.training.tasks.code import predict_calls, score_calls
-from labsupport.training.tasks.document import answer_by_window, plant, score_answers
-from labsupport.training.tasks.summary import chapter, summarise
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 
 if TYPE_CHECKING:
@@ -131,12 +131,13 @@ def measure_summaries(model: Any, tokenizer: Any) -> pd.DataFrame:
     """`summarise` of some chapters, with the summaries' texts."""
     import pandas as pd
 
-    tables = []
+    rows = []
     for name in CHAPTERS:
-        text, table = summarise(model, tokenizer, chapter(python_topics()[name]))
-        table["said"] = [text, ""]
-        tables.append(table.assign(text=name))
-    return pd.concat(tables, ignore_index=True)
+        said, judged = summarise(model, tokenizer, chapter(python_topics()[name]))
+        for who, scores in judged.items():
+            row = {"text": name, "summary": who, "said": said if who == "model" else ""}
+            rows.append(row | scores)
+    return pd.DataFrame(rows)
 
 
 def long_form(task: str, table: pd.DataFrame) -> pd.DataFrame:

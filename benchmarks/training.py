@@ -13,10 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
 from benchmarks.runner import Case, Row, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
-from labsupport.training import PRESETS, DecoderConfig
-from labsupport.training.measure import PLAIN, PlainTransformers, measure_training, readable
+from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
+from labsupport.training.measure import measure_training, readable
 from labsupport.training.memory import memory_limit, parse_bytes
 from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
 from labsupport.training.sizes import parse_tokens
@@ -24,6 +27,14 @@ from labsupport.training.sizes import parse_tokens
 if TYPE_CHECKING:
     import pandas as pd
 
+PLAIN = tuple(
+    MemoryStrategy(f"Transformers, {name}", savings, torch.bfloat16)
+    for name, savings in {
+        "eager attention": MemoryOptions("eager"),
+        "SDPA": MemoryOptions("sdpa"),
+        "SDPA, gradient checkpointing": MemoryOptions("sdpa", checkpoint=True),
+    }.items()
+)
 RUNGS = [str(n) for n in range(len(STRATEGIES))]
 
 
@@ -49,6 +60,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
     strategies = PLAIN if options.plain else _chosen(options.rungs, options.attention)
     shared: dict[str, Any] = {"strategies": strategies, "device": options.device}
+    shared["make_model"] = PlainGPT2 if options.plain else None
     if options.longest:
         if options.limit is None:
             raise SystemExit("--longest needs a --limit")
@@ -60,11 +72,37 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     return readable(table).to_string(index=False)
 
 
+class PlainGPT2(nn.Module):
+    """Transformers' GPT-2 as its users write it, with learned positions for `seqlen` tokens.
+
+    Its own defaults for all but the sizes, dropout among them.
+    """
+
+    def __init__(self, config: DecoderConfig, strategy: MemoryStrategy, seqlen: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        sizes: dict[str, Any] = {"n_embd": config.width, "n_layer": config.layers}
+        sizes |= {"n_head": config.heads, "vocab_size": config.vocab_size, "n_positions": seqlen}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}  # theirs may lie outside the vocabulary
+        sizes |= {"attn_implementation": strategy.savings.attention, "use_cache": False}
+        self.model: Any = GPT2LMHeadModel(GPT2Config(**sizes)).train()
+        if strategy.savings.checkpoint:
+            # The new name of gradient_checkpointing_enable.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss; Transformers shifts the labels itself."""
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
 def longest_that_trains(
     config: DecoderConfig,
     limit: str,
     *,
-    strategies: Sequence[MemoryStrategy | PlainTransformers] = STRATEGIES,
+    strategies: Sequence[MemoryStrategy] = STRATEGIES,
+    make_model: Any = None,
     device: str | None = None,
     multiple: int = 1024,
 ) -> pd.DataFrame:
@@ -82,9 +120,9 @@ def longest_that_trains(
     if where.type != "cuda":
         raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
 
-    def search(strategy: MemoryStrategy | PlainTransformers) -> Row:
+    def search(strategy: MemoryStrategy) -> Row:
         guess, widen = 1, 1
-        if isinstance(strategy, MemoryStrategy):
+        if make_model is None:
             chosen = {"savings": strategy.savings, "autocast": strategy.autocast, "device": where}
             guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
             widen = 16
@@ -92,9 +130,8 @@ def longest_that_trains(
         def attempt(units: int) -> Row:
             with memory_limit(limit, where):
                 options: dict[str, Any] = {"device": where, "max_seconds": 0.0, "progress": False}
-                table = measure_training(
-                    config, [units * multiple], strategies=[strategy], **options
-                )
+                options |= {"strategies": [strategy], "make_model": make_model}
+                table = measure_training(config, [units * multiple], **options)
             return table.iloc[0].to_dict()
 
         return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}

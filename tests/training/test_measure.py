@@ -5,7 +5,7 @@ import math
 import pytest
 
 from labsupport.training import DecoderConfig, MemoryOptions
-from labsupport.training.measure import PLAIN, exponent, measure_training
+from labsupport.training.measure import exponent, measure_training
 from labsupport.training.planner import MemoryStrategy
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
@@ -61,11 +61,3 @@ def test_the_exponent_of_a_power_is_found():
     for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="lengths"):
             exponent(*wrong)
-
-
-def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
-    table = measured([256], [FLASH, *PLAIN[1:]])
-    assert (table.status == "ok").all()
-    ours, sdpa, checkpointed = table.peak_memory_bytes
-    assert sdpa > checkpointed > ours
-    assert table.predicted_bytes.isna().tolist() == [False, True, True]

@@ -9,9 +9,11 @@ from labsupport.training.planner.plan import (
     STRATEGIES,
     MemoryPlan,
     MemoryStrategy,
+    TrainingStep,
     longest,
     measure_step,
     plan_memory,
+    training_step,
     what_fits,
 )
 
@@ -20,8 +22,10 @@ __all__ = [
     "MemoryPlan",
     "MemoryStrategy",
     "Part",
+    "TrainingStep",
     "longest",
     "measure_step",
     "plan_memory",
+    "training_step",
     "what_fits",
 ]
