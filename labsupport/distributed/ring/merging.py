@@ -1,7 +1,7 @@
 """The sums of a ring's steps: in place, in float32.
 
-The first result that covers all rows is taken as it is. What follows is merged (outputs, by their
-log-sum-exps) or added (gradients): on a GPU by one Triton kernel each, elsewhere by PyTorch.
+The first result that covers all rows is taken as it is. What follows is added (gradients) or merged
+(outputs, by their log-sum-exps; on a GPU by one Triton kernel).
 """
 
 from __future__ import annotations
@@ -64,18 +64,8 @@ def added(total: Tensor | None, like: Tensor, rows: slice, part: Tensor) -> Tens
         if part.shape == like.shape:
             return widened(part).contiguous()
         total = _zeros(like)
-    add_into(total[:, rows], part)
+    total[:, rows] += part
     return total
-
-
-def add_into(total: Tensor, part: Tensor) -> None:
-    """Total += part, in place."""
-    if _kernels_take(total, part) and total[0].is_contiguous() and part[0].is_contiguous():
-        from labsupport.distributed.ring.merge_kernel import launch_add
-
-        launch_add(total, part)
-    else:
-        total += part
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """A sequence that no single device holds: its tokens are sharded over the ranks, in every layer.
 
 sharding    a rank's tokens, their labels and their positions, cut from whole sequences
-model       shard_model: the lab's Decoder, or Transformers' GPT-2 or Llama, and this rank's part of
-            its loss
+model       shard_model: a Decoder's attention around the ring, and this rank's part of its loss
 run         train_with_ring: the training loop
 
 Attention needs the other ranks: K and V go around the ring, dK and dV come home. All else computes

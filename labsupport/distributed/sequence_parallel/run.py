@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from labsupport.distributed.data_parallel.run import (
     Batches,
@@ -26,29 +26,29 @@ from labsupport.distributed.data_parallel.run import (
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.sequence_parallel.model import shard_model
 from labsupport.distributed.sequence_parallel.sharding import Shard
+from labsupport.training.decoder import Decoder
 from labsupport.training.train import TrainConfig, check_weights, tensors
 
 
 def train_with_ring(
-    model: nn.Module,
+    model: Decoder,
     batches: Batches,
     settings: TrainConfig,
     *,
     zigzag: bool = True,
     kernel: str = "auto",
-    loss_chunk: int | None = None,
     **options: Any,
 ) -> ParallelRun:
     """Train with AdamW, each sequence sharded over the group that `setup_ddp` made.
 
     Args:
-        model: a `Decoder` (with its savings), GPT2LMHeadModel or LlamaForCausalLM; weights become
-            rank 0's, and are float32 (or float64). It is moved to this rank's device, and has its
-            own attention back when this returns.
+        model: a `Decoder` (with its savings); weights become rank 0's, and are float32 (or
+            float64). It is moved to this rank's device, and has its own attention back when this
+            returns.
         batches: step -> WHOLE micro-batches, the same on each rank, at most
             `settings.gradient_accumulation_steps`; see `shard_batch` for what is in them.
         settings: as for `train_with_ddp`: no policy, no float16.
-        zigzag, kernel, loss_chunk: as for `shard_model`.
+        zigzag, kernel: as for `shard_model`.
         options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
 
     Returns:
@@ -70,7 +70,7 @@ def train_with_ring(
         dist.broadcast(tensor, 0)
     optimizer, dtype = make_optimizer(model, settings), settings.autocast
     shards: list[Shard] = []  # of the step in progress
-    with shard_model(model, zigzag=zigzag, kernel=kernel, loss_chunk=loss_chunk) as sharded:
+    with shard_model(model, zigzag=zigzag, kernel=kernel) as sharded:
 
         def cut(step: int) -> list[dict[str, Tensor]]:
             """This rank's shards as a `Share` counts them, with the labels of whole sequences."""
