@@ -2,7 +2,7 @@
 
 minimal_ring        ring attention in 60 lines, to read first
 ring/               attention over a sequence that no single device holds
-sequence_parallel/  a model whose sequence is sharded over the ranks
+sequence_parallel   a model whose sequence is sharded over the ranks
 data_parallel/      other data on each rank: DDP, FSDP, distributed checkpoints
 scaling             what larger worlds and other links would give, predicted
 process_group       which rank this process is, and its device

@@ -64,6 +64,11 @@ COLUMNS = [
     *("peak_memory_bytes", "single_peak_memory_bytes", "sent_bytes"),
 ]
 FEWEST, MOST = 3, 20  # repeats
+STATUS = {  # by the error; other errors: "failed"
+    "OutOfMemoryError": "out of memory",
+    "BackendUnavailableError": "unsupported",
+    "AttentionInputError": "unsupported",
+}
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,6 @@ class Case:
     head_dim: int
     dtype: str
     direction: str
-
-    def program(self, attend: Attend, inputs: Sequence[Tensor]) -> Callable[[], Any]:
-        """Return what is timed: `attend` forward, or forward and backward."""
-        *qkv, dout = inputs
-        if self.direction == "forward":
-            return lambda: attend(*qkv)
-        return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
 
 
 @contextmanager
@@ -136,10 +134,10 @@ class _Silent(Ring):
 
 def measure_ring(
     *,
-    seqlens: Sequence[int] = (8192, 32768),
-    heads: int = 32,
-    kv_heads: Sequence[int] = (8, 32),
-    head_dim: int = 128,
+    seqlens: Sequence[int],
+    heads: int,
+    kv_heads: Sequence[int],
+    head_dim: int,
     dtype: str | None = None,
     implementations: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
@@ -151,15 +149,7 @@ def measure_ring(
 ) -> pd.DataFrame | None:
     """Time causal ring attention; all ranks of the default process group call it alike.
 
-    Args:
-        seqlens: tokens of each rank's shard; batch 1.
-        dtype: None: bfloat16 on GPUs, float32 on CPUs.
-        implementations: the ring's kernels and keys of `CONTEXT_PARALLEL`; None: all that may run.
-        layouts: None: zigzag, and contiguous for the first implementation.
-        max_seconds_per_case: for the repeats of one case; three are made in any case.
-        limit: seconds for everything: what has not begun by then is skipped.
-        rows_file: a CSV file that holds the rows so far, should the run not reach its end.
-        say: is given a line for each row on rank 0.
+    The options are those of `labsupport ring bench`; on rank 0 `say` is given a line for each row.
 
     Returns:
         on rank 0 the table, with provenance: one row per case, its columns are `COLUMNS`. Times
@@ -176,8 +166,7 @@ def measure_ring(
     wanted = [(layout, name) for name in names for layout in layouts or ("zigzag",)]
     wanted += [("contiguous", names[0])] if layouts is None else []
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
-    rows, singles = list[Row](), dict[Case, Row]()
-    native: dict[Case, float] = {}
+    rows, singles, native = list[Row](), dict[Case, Row](), dict[Case, float]()
     for case in (
         Case(layout, name, length, heads, count, head_dim, dtype, direction)
         for layout, name in wanted
@@ -186,14 +175,16 @@ def measure_ring(
         for direction in directions
         if name not in CONTEXT_PARALLEL or layout == "zigzag"
     ):
+        row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case)
         if limit is not None and max(all_gather_object(time.monotonic() - began)) > limit:
-            found: Row = {"status": "skipped", "reason": f"{limit:g} s are over"}
-        else:
-            found = _row(info, case, max_seconds_per_case, singles)
+            row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
+        elif problem := _measure(info, case, max_seconds_per_case, singles, row):
+            status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
+            helps = advice(problem) if status != "unsupported" else None
+            row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-        row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case) | found
         took, same = row.get("median_ms", math.nan), replace(case, implementation="")
         if case.implementation == "native":
             native[same] = took
@@ -215,9 +206,11 @@ def measure_ring(
     return frame
 
 
-def _row(info: RankInfo, case: Case, seconds: float, singles: dict[Case, Row]) -> Row:
-    """The measured columns; what fails on a rank fails on all, with a reason."""
-    inputs, row = list[Tensor](), Row()
+def _measure(
+    info: RankInfo, case: Case, seconds: float, singles: dict[Case, Row], row: Row
+) -> str | None:
+    """Add the measured columns to the row; return what failed: on one rank, so on all."""
+    inputs = list[Tensor]()
     is_ring = case.implementation not in CONTEXT_PARALLEL
     name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
     kernel = next((kernel for kernel in table.KERNELS if kernel.name == name), None)
@@ -234,66 +227,59 @@ def _row(info: RankInfo, case: Case, seconds: float, singles: dict[Case, Row]) -
         if kernel is not None and (reasons := kernel.reasons(call)):
             raise BackendUnavailableError("; ".join(reasons), {})
 
+    def program(attend: Attend) -> Callable[[], Any]:
+        *qkv, dout = inputs
+        if case.direction == "forward":
+            return lambda: attend(*qkv)
+        return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
+
     def tried(attend: Attend) -> str | None:
         """Compile, allocate, run: each rank alone."""
-        return attempt(lambda: (case.program(attend, inputs)(), now(info.device)))
+        return attempt(lambda: (program(attend)(), now(info.device)))
 
     if problem := attempt(prepare):
-        return _failure(problem)
+        return problem
     if kernel is not None:
         alone = replace(case, layout="", implementation=kernel.name)
         if alone not in singles:
-            single = partial(attention, causal=True, backend=kernel.backend)
-            singles[alone] = {}
+            single, singles[alone] = partial(attention, causal=True, backend=kernel.backend), {}
             if tried(single) is None:
-                timings, peak = _timed(info, case.program(single, inputs), seconds / 2)
+                timings, peak = _timed(info, program(single), seconds / 2)
                 middle = statistics.median(timing.median for timing in timings)
                 singles[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
         row |= singles[alone]
     if is_ring:
         silent = partial(silent_ring, case.layout, case.implementation)
         if problem := tried(silent):
-            return row | _failure(problem)
-        timings, _ = _timed(info, case.program(silent, inputs), seconds / 2)
+            return problem
+        timings, _ = _timed(info, program(silent), seconds / 2)
         row["without_messages_ms"] = max(timing.median for timing in timings)
 
     def measure() -> None:
         options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
         ring = partial(ring_attention, causal=True, **options)
         with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
-            timings, peak = _timed(info, case.program(attend, inputs), seconds)
+            timings, peak = _timed(info, program(attend), seconds)
         slowest = max(timings, key=lambda timing: timing.median)
-        length, report = info.world * case.seqlen_per_rank, last_ring_call()
+        ms, length = slowest.median, info.world * case.seqlen_per_rank
         # Two matrix products forward, five backward, over the visible pairs of all ranks.
         flops = 2 * case.head_dim * case.heads * length * (length + 1)
         flops *= 1.0 if case.direction == "forward" else 3.5
         row.update(
-            median_ms=slowest.median,
+            median_ms=ms,
             q1_ms=slowest.q1,
             q3_ms=slowest.q3,
             repeats=slowest.repeats,
-            iterations_per_s=1e3 / slowest.median,
-            tflops=flops / info.world / slowest.median / 1e9,
-            efficiency=info.world * row.get("single_ms", math.nan) / slowest.median,
+            iterations_per_s=1e3 / ms,
+            tflops=flops / info.world / ms / 1e9,
+            efficiency=info.world * row.get("single_ms", math.nan) / ms,
             peak_memory_bytes=peak,
         )
-        if is_ring and report is not None:
+        if is_ring and (report := last_ring_call()) is not None:
             sent = report.traffic.kv_bytes + report.traffic.gradient_bytes
             row["sent_bytes"] = max(all_gather_object(sent))
 
-    problem = attempt(measure)
-    return row | (_failure(problem) if problem else {})
-
-
-def _failure(problem: str) -> Row:
-    kinds = {
-        "OutOfMemoryError": "out of memory",
-        "BackendUnavailableError": "unsupported",
-        "AttentionInputError": "unsupported",
-    }
-    status = next((kind for name, kind in kinds.items() if name in problem), "failed")
-    helps = advice(problem) if status != "unsupported" else None
-    return {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
+    return attempt(measure)
 
 
 def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[list[Timing], int]:

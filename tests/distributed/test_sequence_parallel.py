@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 
 from labsupport.distributed.data_parallel import train_with_ddp
-from labsupport.distributed.sequence_parallel import shard_batch, shard_model, train_with_ring
-from labsupport.distributed.sequence_parallel.sharding import shard_length
+from labsupport.distributed.sequence_parallel import (
+    shard_batch,
+    shard_length,
+    shard_model,
+    train_with_ring,
+)
 from labsupport.training import MemoryOptions, TrainConfig, train
 from labsupport.training.data import pack
 from tests.distributed.workers import WorkerError

@@ -61,14 +61,13 @@ class ParallelRun:
             of all ranks together; seconds and peak_bytes this rank's (before a resumption, rank
             0's).
         memory: held by this rank after the last step, gradients included.
-        all_reduces, all_reduced_bytes: of this call's steps, DDP only: buckets that were
-            all-reduced in each, and their bytes (of which each rank sends 2 (W-1)/W).
+        all_reduces: of each of this call's steps, DDP only: buckets that were all-reduced, and
+            their bytes (of which each rank sends 2 (W-1)/W).
     """
 
     history: History = field(default_factory=History)
     memory: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
-    all_reduces: list[int] = field(default_factory=list)
-    all_reduced_bytes: list[int] = field(default_factory=list)
+    all_reduces: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
