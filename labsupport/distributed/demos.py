@@ -104,7 +104,7 @@ def train_on_ranks(
     """
     with _group() as info:
         tokenizer = ByteTokenizer()
-        documents = [tokenizer.encode(document.text) for document in source_documents()]
+        documents = [tokenizer.encode(document.text) for document in source_documents(["random"])]
         number = micro_batches * info.world
         stream = batches(documents, seqlen, end_token=tokenizer.end_token, accumulation=number)
         settings = TrainConfig(steps=steps, gradient_accumulation_steps=micro_batches)

@@ -94,7 +94,7 @@ def sent(rank, group, options):
 
 @pytest.mark.parametrize(
     ("world", "layout", "causal"),
-    [(3, "contiguous", True), (4, "contiguous", False), (4, "zigzag", True)],
+    [(3, "contiguous", True), (4, "contiguous", False), (4, "zigzag", True), (1, "zigzag", True)],
 )
 def test_predicted_bytes_are_those_of_a_real_ring(workers, world, layout, causal):
     call = {"layout": layout, "causal": causal}

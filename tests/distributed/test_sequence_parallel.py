@@ -1,33 +1,21 @@
 """A sequence that is sharded over ranks gives the loss and the gradients of one device."""
 
-import shutil
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from labsupport.distributed.data_parallel import train_with_ddp
-from labsupport.distributed.sequence_parallel import (
-    shard_batch,
-    shard_length,
-    shard_model,
-    train_with_ring,
-)
-from labsupport.training import MemoryOptions, TrainConfig, train
+from labsupport.distributed.sequence_parallel import shard_batch, shard_length, shard_model
+from labsupport.training import MemoryOptions
 from labsupport.training.data import pack
-from tests.distributed.workers import WorkerError
 from tests.models.tiny import VOCABULARY, tiny
 from tests.training.decoders import SHAPES, decoder_of
 
 LENGTH = 29  # no multiple of anything
 ZIGZAG = pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "contiguous"])
 SAVING = MemoryOptions(checkpoint=True, loss_chunk=4, mlp_chunk=3)
-SETTINGS = TrainConfig(
-    3, 1e-2, warmup_steps=1, max_grad_norm=0.5, gradient_accumulation_steps=2, checkpoint_every=2
-)
 
 
 # --- models and batches ---------------------------------------------------------------------------
@@ -45,10 +33,6 @@ def batch_of(length=LENGTH, seed=0, rows=2, ignored=5):
     labels = row[:, 1:].clone()
     labels[:, :ignored] = -100
     return {"tokens": row[:, :-1], "labels": labels}
-
-
-def stream(step):
-    return [batch_of(21 + 4 * i, seed=100 * step + i, ignored=3 * i) for i in range(2)]
 
 
 def gradients(model):
@@ -188,58 +172,3 @@ def test_what_a_ring_cannot_compute_is_refused(group_of_one):
         shard_model(tiny("llama"))
     with shard_model(decoder("gpt2")) as sharded, pytest.raises(ValueError, match="has learned"):
         sharded.shard(batch_of(1100))
-
-
-# --- the loop -------------------------------------------------------------------------------------
-
-
-def trained(rank, group, *, shift=0, half=False, folder=None, savings=None):
-    model = decoder("llama", savings)
-    for parameter in model.parameters():
-        parameter.data += shift * rank
-    settings = replace(SETTINGS, steps=2, decay_steps=3) if half else SETTINGS
-    run = train_with_ring(model, stream, settings, folder=folder, progress=False)
-    return run.history, model.state_dict()
-
-
-@cache
-def on_one_device():
-    model = decoder("llama")
-    return train(model, stream, SETTINGS, progress=False), model.state_dict()
-
-
-def assert_same_run(got):
-    history, weights = on_one_device()
-    for name in ("loss", "tokens", "grad_norm", "learning_rate"):
-        one, other = ([getattr(row, name) for row in rows] for rows in (got[0], history))
-        assert one == pytest.approx(other, rel=1e-12)
-    for name, weight in weights.items():
-        torch.testing.assert_close(got[1][name], weight, rtol=0, atol=1e-10)
-
-
-def test_ranks_take_the_steps_of_one_from_the_weights_of_rank_0(workers):
-    for got in workers.run(trained, shift=1, savings=SAVING):
-        assert_same_run(got)
-
-
-def test_what_some_ranks_saved_others_go_on_with_and_ddp_too(workers, group_of_one, tmp_path):
-    trained(0, None, half=True, folder=tmp_path / "one")
-    workers.run(trained, half=True, folder=tmp_path / "ring")
-    shutil.copytree(tmp_path / "ring", tmp_path / "ddp")
-    for got in workers.run(trained, folder=tmp_path / "one"):
-        assert_same_run(got)
-    assert_same_run(trained(0, None, folder=tmp_path / "ring"))
-    model = decoder("llama")
-    run = train_with_ddp(model, stream, SETTINGS, folder=tmp_path / "ddp", progress=False)
-    assert_same_run((run.history, model.state_dict()))
-
-
-def given_other_batches(rank, group):
-    train_with_ring(decoder("llama"), lambda step: [batch_of(24, seed=rank // 2)], SETTINGS)
-
-
-def test_other_micro_batches_are_refused_on_all_ranks(workers):
-    with pytest.raises(WorkerError) as caught:
-        workers.run(given_other_batches)
-    said = "step 0: rank 2, 3 was given other micro-batches than rank 0"
-    assert str(caught.value).count(said) == 4
