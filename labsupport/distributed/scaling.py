@@ -255,7 +255,7 @@ def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> p
     """Set predictions beside a recorded ring's times.
 
     Args:
-        table: of `ring_bench.measure_ring`, on devices with NVLink.
+        table: of `ring_programs.measure_ring`, on devices with NVLink.
         memory_gb_s: of the devices on which it was measured.
 
     Returns:

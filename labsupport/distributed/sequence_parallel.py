@@ -53,7 +53,7 @@ from labsupport.distributed.ring.transport import Ring
 from labsupport.distributed.ring.zigzag import chunks_of, positions_of, shard_sequence
 from labsupport.training.data import IGNORED
 from labsupport.training.decoder import Angles, Attention, Decoder
-from labsupport.training.train import TrainConfig, check_weights, tensors
+from labsupport.training.train import TrainConfig, tensors
 
 _KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
 
@@ -309,8 +309,7 @@ def train_with_ring(
     >>> run = train_with_ring(model, stream, TrainConfig(steps=100))  # not share_of(stream)
     """
     info = RankInfo.current()
-    check_weights(model, None)
-    check_settings(settings)
+    check_settings(model, settings)
     model.to(info.device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)

@@ -22,14 +22,14 @@ from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 from labsupport.training.config import DecoderConfig
 from labsupport.training.memory import is_out_of_memory, memory_limit
-from labsupport.training.planner import (
+from labsupport.training.planner.plan import (
     STRATEGIES,
+    MakeModel,
     MemoryStrategy,
     TrainingStep,
     plan_memory,
     training_step,
 )
-from labsupport.training.planner.plan import MakeModel
 from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:

@@ -51,15 +51,11 @@ def test_both_layouts_agree_with_one_device(workers, mask, function):
     assert_like_one_device(workers, ranks, **options)
 
 
-def test_shards_of_one_token_and_of_an_odd_number(workers):
-    for length, dtype in ((1, torch.float32), (5, torch.bfloat16)):
-        assert_like_one_device(workers, 4, length=length, dtype=dtype, causal=True)
-
-
 @LAYOUTS
 def test_pytorchs_own_kernel_gives_the_same(workers, function):
     options = {"length": 6, "function": function, "kernel": "native"}
     assert_like_one_device(workers, 3, causal=True, dtype=torch.float32, **options)
+    options["length"] = 2 if function == "zigzag" else 1
     assert_like_one_device(workers, 2, causal=False, dtype=torch.bfloat16, **options)
 
 

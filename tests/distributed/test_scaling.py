@@ -139,9 +139,6 @@ def test_rings_that_were_measured_come_near_to_their_prediction_and_are_not_fast
     assert len(beside) == 32
     assert beside.ratio.between(1.0, 1.6).all()
     assert beside.ratio.median() < 1.07
-    # Worst is a short forward: starting kernels and messages is left out.
-    worst = beside.loc[beside.ratio.idxmax()]
-    assert (worst.seqlen_per_rank, worst.direction) == (8192, "forward")
     assert (beside.efficiency * beside.ratio).tolist() == pytest.approx(
         beside.predicted_efficiency.tolist()
     )

@@ -32,7 +32,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo
-from labsupport.training.train import TrainConfig, check_weights
+from labsupport.training.train import TrainConfig
 
 
 @dataclass
@@ -99,8 +99,7 @@ def train_with_ddp(
     >>> run = train_with_ddp(model, share_of(stream, info), TrainConfig(steps=100))
     """
     info = RankInfo.current()
-    check_weights(model, None)
-    check_settings(settings)
+    check_settings(model, settings)
     model.to(info.device)
     wrapped, counter = wrap(model)
     optimizer = make_optimizer(model, settings)

@@ -39,7 +39,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.training.train import TrainConfig, check_weights
+from labsupport.training.train import TrainConfig
 
 
 def shard(
@@ -130,8 +130,7 @@ def train_with_fsdp(
     Raises: as `train_with_ddp` and `shard`.
     """
     info = RankInfo.current()
-    check_weights(model, None)
-    check_settings(settings)
+    check_settings(model, settings)
     sharded = shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
     optimizer = make_optimizer(model, settings)
     if mixed_precision is not None:

@@ -41,6 +41,7 @@ from labsupport.training.train import (
     IGNORED,
     TrainConfig,
     TrainingDivergedError,
+    check_weights,
     learning_rate,
     model_run_config,
     parameter_groups,
@@ -130,8 +131,9 @@ def deal(
     return Share(shares, sum(all_labels), sum(all_tokens))
 
 
-def check_settings(settings: TrainConfig) -> None:
-    """Raise ValueError for settings that only the loop on one device knows."""
+def check_settings(model: nn.Module, settings: TrainConfig) -> None:
+    """Raise ValueError for weights in 16 bits, and settings that only one device's loop knows."""
+    check_weights(model, None)
     if settings.policy is not None:
         raise ValueError(
             "a precision policy keeps float32 masters beside the weights, which is for one device. "

@@ -22,12 +22,8 @@ _triton_is_missing = cache(mode.missing)
 def merged(so_far: Result | None, like: Tensor, rows: slice, part: Tensor, lse: Tensor) -> Result:
     """Return the output and log-sum-exp so far with a block pair's result for some rows in it.
 
-    Args:
-        so_far: out (batch, seqlen, heads, head_dim) and lse (batch, heads, seqlen), float32 or
-            wider, changed in place; None before the first part.
-        like: a tensor of out's shape: the queries.
-        rows: the part's rows.
-        part, lse: (batch, rows, heads, head_dim) in any dtype and (batch, heads, rows).
+    `so_far` is out (batch, seqlen, heads, head_dim) and lse (batch, heads, seqlen), float32 or
+    wider, changed in place; None before the first part. `like` has out's shape and dtype.
     """
     if so_far is None:
         if part.shape == like.shape:
@@ -54,11 +50,8 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def added(total: Tensor | None, like: Tensor, rows: slice, part: Tensor) -> Tensor:
     """Return a gradient so far with a part added to some of its rows: contiguous, widened.
 
-    Args:
-        total: (batch, seqlen, heads, head_dim), changed in place; None before the first part.
-        like: a tensor of its shape: what the gradient is of.
-        rows: the part's rows.
-        part: (batch, rows, heads, head_dim), any dtype.
+    `total` (batch, seqlen, heads, head_dim) is changed in place; None before the first part. `like`
+    is what the gradient is of.
     """
     if total is None:
         if part.shape == like.shape:

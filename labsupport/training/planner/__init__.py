@@ -4,28 +4,20 @@ formulas  the parts of memory at each phase, as formulas that are evaluated as t
 plan      plan_memory, longest, what_fits; and a real step, measured beside its plan
 """
 
-from labsupport.training.planner.formulas import Part
 from labsupport.training.planner.plan import (
     STRATEGIES,
-    MemoryPlan,
     MemoryStrategy,
-    TrainingStep,
     longest,
     measure_step,
     plan_memory,
-    training_step,
     what_fits,
 )
 
 __all__ = [
     "STRATEGIES",
-    "MemoryPlan",
     "MemoryStrategy",
-    "Part",
-    "TrainingStep",
     "longest",
     "measure_step",
     "plan_memory",
-    "training_step",
     "what_fits",
 ]
