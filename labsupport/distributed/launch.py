@@ -31,10 +31,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -130,8 +129,7 @@ def launch(
 # --- the processes, from outside ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """Cause of a rank's end; `lost`: it says that other ranks are gone or late."""
 
     what: str

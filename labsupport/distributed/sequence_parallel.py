@@ -192,10 +192,7 @@ def shard_model(
 class SequenceParallel:
     """A model whose sequence is sharded; `shard_model` makes it.
 
-    Attributes:
-        model: the model that was given.
-        ring: the options of its attention.
-        rank, world: of this process in the group.
+    model, ring: what was given, the options of its attention; rank, world: in the group.
     """
 
     def __init__(self, model: Decoder, ring: RingOptions) -> None:
@@ -293,12 +290,8 @@ def train_with_ring(
             returns.
         batches: step -> WHOLE micro-batches, the same on each rank, at most
             `settings.gradient_accumulation_steps`; see `shard_batch` for what is in them.
-        settings: as for `train_with_ddp`: no policy, no float16.
+        settings, options: as for `train_with_ddp`.
         zigzag, kernel: as for `shard_model`.
-        options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
-
-    Returns:
-        The run. Losses are means over all labels; `memory` is what this rank holds.
 
     Raises:
         RuntimeError: no process group.

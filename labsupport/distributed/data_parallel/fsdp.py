@@ -111,21 +111,16 @@ def train_with_fsdp(
     cpu_offload: bool = False,
     **options: Any,
 ) -> ParallelRun:
-    """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
+    """Train as `train_with_ddp` does, with the model sharded; every rank calls this.
 
     Args:
         model: the same on each rank, weights too, in float32 (or float64); sharded in place.
-        batches: step -> THIS rank's micro-batches, as for `train_with_ddp`. A rank with fewer than
-            the others computes empty ones.
-        settings: as for `labsupport.training.train`, without policy and float16. autocast may be
-            used in place of `mixed_precision`; parameters then travel in float32.
+        batches: as for `train_with_ddp`. A rank with fewer than the others computes empty ones.
+        settings: as for `train_with_ddp`. With autocast in place of `mixed_precision` parameters
+            travel in float32.
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
-        options: folder, fresh, run_config, on_step and progress, as for `run_steps`. Runs under DDP
-            and FSDP can go on from each other's checkpoints.
-
-    Returns:
-        The run; `memory` is what this rank holds.
+        options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
 
     Raises: as `train_with_ddp` and `shard`.
     """

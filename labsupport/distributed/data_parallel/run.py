@@ -73,12 +73,10 @@ class ParallelRun:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's micro-batches of a step.
+    """One rank's micro-batches of a step: (tensors on its device, weight n_ri / N).
 
-    Attributes:
-        micro_batches: (tensors on the rank's device, weight n_ri / N); those without labels are
-            left out, empty ones of weight 0 filled in.
-        labels, tokens: of all ranks, without empty micro-batches and a micro-batch's `fillers`.
+    Those without labels are left out, empty ones of weight 0 filled in. labels, tokens: of all
+    ranks, without empty micro-batches and a micro-batch's `fillers`.
     """
 
     micro_batches: list[tuple[Batch, float]]

@@ -22,7 +22,7 @@ Messages = Sequence[tuple[Tensor, int]]
 
 @dataclass
 class Traffic:
-    """Messages that this rank has sent, and their bytes: keys and values, and dK and dV."""
+    """Messages that this rank has sent, and their bytes: of K and V, of dK and dV."""
 
     kv_messages: int = 0
     kv_bytes: int = 0
