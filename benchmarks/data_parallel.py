@@ -249,7 +249,7 @@ def measure_case(
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     counter, called, sync = AllReduces(), model, lambda last: None
     if case.strategy == "ddp":
-        called, counter = wrap(model, group=group)
+        called, counter = wrap(model, group)
 
         def sync(last: bool) -> None:
             called.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets

@@ -27,8 +27,7 @@ from labsupport.distributed.data_parallel.run import make_optimizer
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
-from labsupport.distributed.sequence_parallel import shard_model
-from labsupport.distributed.sequence_parallel.sharding import shard_length
+from labsupport.distributed.sequence_parallel import shard_length, shard_model
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.timing import Timing
 from labsupport.training import PRESETS, Decoder, DecoderConfig

@@ -12,13 +12,13 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.calls import predict_calls, score_calls
+from benchmarks.documents import answer_by_window, plant, score_answers
 from benchmarks.runner import lengths, some_of
+from benchmarks.summaries import chapter, summarise
 from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance
-from labsupport.training.tasks.code import predict_calls, score_calls
-from labsupport.training.tasks.document import answer_by_window, plant, score_answers
-from labsupport.training.tasks.summary import chapter, summarise
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 
 # Texts: modules of the standard library, and topics of Python's help.
@@ -105,8 +105,12 @@ def measure_code(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator
 def measure_summaries(model: Any, tokenizer: Any, _: Sequence[int]) -> Iterator[pd.DataFrame]:
     """`summarise` of some chapters, with the summaries' texts."""
     for name in CHAPTERS:
-        text, table = summarise(model, tokenizer, chapter(python_topics()[name]))
-        yield table.assign(said=[text, ""], text=name)
+        said, judged = summarise(model, tokenizer, chapter(python_topics()[name]))
+        rows = [
+            {"summary": who, "said": said if who == "model" else "", **scores}
+            for who, scores in judged.items()
+        ]
+        yield pd.DataFrame(rows).assign(text=name)
 
 
 def long_form(task: str, table: pd.DataFrame) -> pd.DataFrame:

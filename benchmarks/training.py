@@ -8,17 +8,28 @@ python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --plai
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pandas as pd
+import torch
+from torch import Tensor, nn
 
 from benchmarks.runner import Case, Row, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
-from labsupport.training import PRESETS, DecoderConfig
-from labsupport.training.measure import PLAIN, PlainTransformers, measure_training, readable
+from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
+from labsupport.training.measure import measure_training, readable
 from labsupport.training.memory import memory_limit, parse_bytes
 from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
 from labsupport.training.sizes import parse_tokens
 
+PLAIN = tuple(
+    MemoryStrategy(f"Transformers, {name}", savings, torch.bfloat16)
+    for name, savings in {
+        "eager attention": MemoryOptions("eager"),
+        "SDPA": MemoryOptions("sdpa"),
+        "SDPA, gradient checkpointing": MemoryOptions("sdpa", checkpoint=True),
+    }.items()
+)
 RUNGS = [str(n) for n in range(len(STRATEGIES))]
 
 
@@ -37,23 +48,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
     strategies = PLAIN if options.plain else [STRATEGIES[int(n)] for n in options.rungs]
+    make_model = PlainGPT2 if options.plain else None
     if options.longest:
         if options.limit is None:
             raise SystemExit("--longest needs a --limit")
-        return longest_that_trains(config, strategies, options)
+        return longest_that_trains(config, strategies, options, make_model)
     return measure_training(
-        config, options.lengths, strategies=strategies, device=options.device, limit=options.limit
-    )
+        config, options.lengths, strategies=strategies, device=options.device, limit=options.limit,
+        make_model=make_model,
+    )  # fmt: skip
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     return readable(table).to_string(index=False)
 
 
+class PlainGPT2(nn.Module):
+    """Transformers' GPT-2 as its users write it, with learned positions for `seqlen` tokens.
+
+    Its own defaults for all but the sizes, dropout among them.
+    """
+
+    def __init__(self, config: DecoderConfig, strategy: MemoryStrategy, seqlen: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        sizes: dict[str, Any] = {"n_embd": config.width, "n_layer": config.layers}
+        sizes |= {"n_head": config.heads, "vocab_size": config.vocab_size, "n_positions": seqlen}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}  # theirs may lie outside the vocabulary
+        sizes |= {"attn_implementation": strategy.savings.attention, "use_cache": False}
+        self.model: Any = GPT2LMHeadModel(GPT2Config(**sizes)).train()
+        if strategy.savings.checkpoint:
+            # The new name of gradient_checkpointing_enable.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss; Transformers shifts the labels itself."""
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
 def longest_that_trains(
     config: DecoderConfig,
-    strategies: Sequence[MemoryStrategy | PlainTransformers],
+    strategies: Sequence[MemoryStrategy],
     options: argparse.Namespace,
+    make_model: Any = None,
 ) -> pd.DataFrame:
     """Search the longest sequence whose step really runs under a limit, for each remedy.
 
@@ -69,9 +108,9 @@ def longest_that_trains(
     if device.type != "cuda":
         raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
 
-    def search(strategy: MemoryStrategy | PlainTransformers) -> Row:
+    def search(strategy: MemoryStrategy) -> Row:
         guess, widen = 1, 1
-        if isinstance(strategy, MemoryStrategy):
+        if make_model is None:
             chosen = {"savings": strategy.savings, "autocast": strategy.autocast, "device": device}
             guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
             widen = 16
@@ -80,7 +119,7 @@ def longest_that_trains(
             with memory_limit(limit, device):
                 table = measure_training(
                     config, [units * multiple], strategies=[strategy], device=device,
-                    max_seconds=0.0, progress=False,
+                    max_seconds=0.0, progress=False, make_model=make_model,
                 )  # fmt: skip
             return table.iloc[0].to_dict()
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.commands.ring import ring_app
-from labsupport.distributed import ring_bench, ring_check
+from labsupport.distributed import ring_programs
 from labsupport.distributed.ring import kernels
 from labsupport.profiling import runs
 
@@ -58,7 +58,7 @@ def checked(rank, group, changes, options, kernel="flash_torch"):
     """Exit status and what is printed on a rank, of a check with a changed kernel."""
     printed = io.StringIO()
     with in_the_table(kernel, **changes), contextlib.redirect_stdout(printed):
-        status = ring_check.check(kernels=[kernel], speeds=False, **options)
+        status = ring_programs.check(kernels=[kernel], speeds=False, **options)
     return status, printed.getvalue()
 
 
@@ -66,11 +66,11 @@ def benched(rank, group, changes, ranks, options):
     """The table as rows (on rank 0) and what is printed; changes are made on some ranks."""
     printed = []
     with in_the_table(**(changes if rank in ranks else {})):
-        table = ring_bench.measure_ring(**SIZES, **options, say=printed.append)
+        table = ring_programs.measure_ring(**SIZES, **options, say=printed.append)
     if table is None:
         return None, printed
     assert table.attrs["provenance"]["world"] == 2
-    assert list(table.columns) == ring_bench.COLUMNS
+    assert list(table.columns) == ring_programs.COLUMNS
     return table.to_dict("records"), printed
 
 

@@ -13,20 +13,18 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     import pandas as pd
 
-METHODS = ("model", "frequent", "latest", "search")
+METHODS = ["model", "frequent", "latest", "search"]
 
 
-@dataclass(frozen=True)
-class CallSite:
+class CallSite(NamedTuple):
     """A call in a file: the called name, and the characters [start, end) where it stands."""
 
     name: str
@@ -38,25 +36,18 @@ def call_sites(source: str) -> list[CallSite]:
     """Return every call of a function or method that this file defines, in order.
 
     By name alone: `x.get(...)` counts where the file defines any `get`, whatever `x` is.
-
-    Raises:
-        SyntaxError: the text is no Python.
     """
     nodes = list(ast.walk(ast.parse(source)))
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    defined = {node.name for node in nodes if isinstance(node, functions)}
+    defined = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     lines = source.split("\n")  # as the parser counts them: splitlines() would cut at form feeds
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line) + 1)
     sites = []
     for node in nodes:
-        called = node.func if isinstance(node, ast.Call) else None
+        called: Any = node.func if isinstance(node, ast.Call) else None
         name = getattr(called, "attr", None) or getattr(called, "id", None)
-        if called and name in defined:
+        if name in defined:
             # ast counts columns in bytes of UTF-8.
-            line, column = called.end_lineno or 1, called.end_col_offset
-            end = starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+            last = lines[called.end_lineno - 1].encode()[: called.end_col_offset].decode()
+            end = sum(len(line) + 1 for line in lines[: called.end_lineno - 1]) + len(last)
             sites.append(CallSite(name, end - len(name), end))
     return sorted(sites, key=lambda site: site.start)
 
@@ -66,11 +57,7 @@ def baselines(
 ) -> dict[str, bool]:
     """Return whether each simple rule, without a model, names this call.
 
-    Args:
-        source: the file.
-        site: this call.
-        before: the calls before this one that stand in the visible text.
-        visible: the character at which the visible text begins.
+    `before` are the calls before this one in the visible text, which begins at character `visible`.
     """
     counts = Counter(earlier.name for earlier in before)
     context = source[visible : site.start]
@@ -96,32 +83,25 @@ def predict_calls(model: Any, tokenizer: Any, source: str, window: int) -> pd.Da
     A token that holds the name's beginning and a sign before it (" _", "._") counts as a whole.
 
     Args:
-        model: a Transformers causal language model in eval mode.
-        tokenizer: its tokenizer, of the kind that knows which characters a token covers.
+        model, tokenizer: of Transformers; the tokenizer knows which characters a token covers.
         source: a Python file.
         window: the most tokens that the model sees at once: even, 4 or more.
 
     Returns:
-        One row a site: window, name, start (its character), seen (tokens before it in its block),
+        One row a site: window, start (its character), seen (tokens before it in its block),
         distance (tokens back to the last place where the name stood; 0: nowhere before),
         reachable (that place is among the tokens seen), model, and the baselines on the same
         visible text: frequent, its most frequent callee; latest, its last one; search, the callee
-        of that earlier call whose text before the name agrees longest. All four are booleans. The
-        baselines know that a call of an own function comes here; the model does not.
-
-    Raises:
-        ValueError: a window that is odd or below 4.
-        SyntaxError: the source is no Python.
+        of that earlier call whose text before the name agrees longest. The baselines know that a
+        call of an own function comes here; the model does not.
     """
     import pandas as pd
 
-    if window < 4 or window % 2:
-        raise ValueError(f"window={window} must be even, and at least 4")
     encoded = tokenizer(
         source, return_offsets_mapping=True, add_special_tokens=False, verbose=False
     )
     ids, spans = torch.tensor([encoded["input_ids"]]), encoded["offset_mapping"]
-    starts, ends = [start for start, _ in spans], [end for _, end in spans]
+    starts, ends = zip(*spans, strict=True)
     words: dict[str, list[int]] = {}
     for match in re.finditer(r"[^\W\d]\w*", source):
         words.setdefault(match.group(), []).append(match.start())
@@ -150,26 +130,15 @@ def predict_calls(model: Any, tokenizer: Any, source: str, window: int) -> pd.Da
             earlier = words[site.name][: bisect_left(words[site.name], site.start)]
             last = bisect_right(ends, earlier[-1]) if earlier else first
             before = [s for s in sites if visible <= s.start and s.end <= site.start]
-            rows.append(
-                {
-                    "window": window,
-                    "name": site.name,
-                    "start": site.start,
-                    "seen": first - begin,
-                    "distance": first - last,
-                    "reachable": begin <= last < first,
-                    "model": given and not goes_on,
-                    **baselines(source, site, before, visible),
-                }
-            )
+            row = {"window": window, "start": site.start, "seen": first - begin}
+            row |= {"distance": first - last, "reachable": begin <= last < first}
+            row |= {"model": given and not goes_on} | baselines(source, site, before, visible)
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
 def score_calls(table: pd.DataFrame) -> pd.DataFrame:
     """Return the share of right names by window, and by whether the name could be copied.
-
-    Args:
-        table: rows of `predict_calls`, of one window or several.
 
     Returns:
         One row a window and kind of sites ("all"; "in the window"; "further back": the name stood
@@ -179,15 +148,11 @@ def score_calls(table: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     kinds = {
-        "all": table["distance"] >= 0,
-        "in the window": table["reachable"],
-        "further back": ~table["reachable"] & (table["distance"] > 0),
-        "new": table["distance"] == 0,
+        "all": table.distance >= 0,
+        "in the window": table.reachable,
+        "further back": ~table.reachable & (table.distance > 0),
+        "new": table.distance == 0,
     }
-    rows = []
-    for window in sorted(table["window"].unique()):
-        for kind, of_kind in kinds.items():
-            part = table[of_kind & (table["window"] == window)]
-            shares = {method: part[method].mean() for method in METHODS}
-            rows.append({"window": window, "sites": kind, "count": len(part)} | shares)
-    return pd.DataFrame(rows)
+    parts = [table[of_kind].assign(sites=kind) for kind, of_kind in kinds.items()]
+    groups = pd.concat(parts).groupby(["window", "sites"])[METHODS]
+    return groups.mean().join(groups.size().rename("count")).reset_index()

@@ -14,15 +14,13 @@ wrote: often hard to beat.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from labsupport.training.tasks.document import sentences_of
-
-if TYPE_CHECKING:
-    import pandas as pd
+from benchmarks.documents import sentences_of
+from labsupport.models import generate
 
 INSTRUCTION = "\n\nSummarise the text above in three sentences."
+LENGTH = 1024  # tokens of the document that the model gets
 _HEADING = re.compile(r"^(\S.*)\n([=*\-~^])\2{3,}$", re.MULTILINE)
 # Words of fewer than four letters are mostly grammar; so are these.
 _EMPTY = frozenset(
@@ -35,23 +33,16 @@ _EMPTY = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Chapter:
+class Chapter(NamedTuple):
     """A document, and the headings that stood in it."""
 
     text: str
-    headings: tuple[str, ...]
+    headings: list[str]
 
 
 def chapter(text: str) -> Chapter:
-    """Take the underlined headings out of a text of `python_topics`.
-
-    Raises:
-        ValueError: it has none.
-    """
-    headings = tuple(match.group(1) for match in _HEADING.finditer(text))
-    if not headings:
-        raise ValueError("this text has no underlined headings: take another topic, such as 'try'")
+    """Take the underlined headings out of a text of `python_topics`."""
+    headings = [match.group(1) for match in _HEADING.finditer(text)]
     return Chapter(_HEADING.sub("", text).strip(), headings)
 
 
@@ -83,41 +74,17 @@ def lead(text: str, words: int) -> str:
     return text[:end]
 
 
-def summarise(
-    model: Any,
-    tokenizer: Any,
-    document: Chapter,
-    *,
-    length: int = 1024,
-    max_new_tokens: int = 96,
-) -> tuple[str, pd.DataFrame]:
+def summarise(model: Any, tokenizer: Any, document: Chapter) -> tuple[str, dict[str, Any]]:
     """Let an instruction-tuned model summarise a document, and judge it beside the lead.
 
-    Args:
-        model, tokenizer: of Transformers, the tokenizer with a chat template; greedy decoding.
-        document: as `chapter` makes it.
-        length: how many tokens of the document the model gets: its first ones.
-        max_new_tokens: of the summary; one that is cut there ends inside of a sentence.
-
     Returns:
-        The summary, and a table: one row for "model" and "lead", with the columns of
-        `judge_summary`. Both are judged against the whole document.
-
-    Raises:
-        ValueError: a tokenizer without a chat template; more tokens than the model has positions.
+        The summary; and `judge_summary` of "model" and "lead", against the whole document.
     """
-    import pandas as pd
-
-    from labsupport.models import generate
-
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("this tokenizer has no chat template: take an instruction-tuned model")
-    ids = tokenizer.encode(document.text, add_special_tokens=False, verbose=False)[:length]
+    ids = tokenizer.encode(document.text, add_special_tokens=False, verbose=False)[:LENGTH]
     prompt = tokenizer.decode(ids) + INSTRUCTION
-    done = generate(model, tokenizer, prompt, max_new_tokens=max_new_tokens, chat=True)
-    summary = done.texts[0].strip()
-    rows = {
+    summary = generate(model, tokenizer, prompt, max_new_tokens=96, chat=True).texts[0].strip()
+    first = lead(document.text, len(summary.split()))
+    return summary, {
         "model": judge_summary(summary, document),
-        "lead": judge_summary(lead(document.text, len(summary.split())), document),
+        "lead": judge_summary(first, document),
     }
-    return summary, pd.DataFrame([{"summary": name} | row for name, row in rows.items()])

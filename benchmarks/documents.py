@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from labsupport.training.facts import FactDocument, Question
-from labsupport.training.tasks.windows import Reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +44,7 @@ RELATIONS = re.findall(
     "password mascot emblem nickname codename statue guardian pet flag seal totem costume logo "
     "crest riddle painting",
 )
+PROPOSED = 4  # sentences that attention may propose as evidence
 
 
 def plant(
@@ -63,12 +63,10 @@ def plant(
         seed: of the draw.
 
     Raises:
-        ValueError: a text of too few paragraphs; more facts than there are words for.
+        ValueError: a text of too few paragraphs.
     """
     # A word that the text has itself would be a second answer.
     lists = [[word for word in known if word not in text] for known in (RELATIONS, PLACES, WORDS)]
-    if not 2 <= facts <= min(map(len, lists)):
-        raise ValueError(f"facts is 2 to {min(map(len, lists))} in this text, not {facts}")
     draw = random.Random(seed)
     drawn = zip(*(draw.sample(known, facts) for known in lists), strict=True)
     pairs = [(f"The {relation} of the {place} is", word) for relation, place, word in drawn]
@@ -131,33 +129,83 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+class Reading:
+    """A text that a model has read: its keys and values, for any number of questions.
+
+    Each question after it costs its own tokens only: the cache is cut back afterwards.
+
+    Args:
+        model: a Transformers causal language model in eval mode, without sliding windows (their
+            cache forgets what a question would have to give back).
+        ids: (1, length) int64, the text.
+    """
+
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        from transformers import DynamicCache
+
+        self.model, self.length = model, ids.shape[1]
+        self.cache = DynamicCache(config=model.config)
+        self._forward(ids)
+
+    def ask(self, ids: Tensor, *, without: tuple[int, int] | None = None) -> Tensor:
+        """Return the logits after a question (1, n), (vocabulary,), and forget the question.
+
+        `without` are tokens [start, end) of the text that the question may not look at. Later
+        tokens of the text have seen them and still hold what they took from them.
+        """
+        options: dict[str, Any] = {}
+        if without is not None:
+            mask = torch.ones(1, self.length + ids.shape[1], dtype=torch.long)
+            mask[:, slice(*without)] = 0
+            options["attention_mask"] = mask.to(self.model.device)
+        logits = self._forward(ids, **options).logits[0, -1]
+        self._forget()
+        return logits
+
+    def attention(self, ids: Tensor) -> Tensor:
+        """Return where the last token of a question looks: (layers, heads, length), float32.
+
+        FlashAttention never has a row of P as a whole, so this one token runs through Transformers'
+        "eager" attention; its row is as long as the text, and no square.
+        """
+        chosen = self.model.config._attn_implementation
+        if ids.shape[1] > 1:
+            self._forward(ids[:, :-1])
+        try:
+            self.model.set_attn_implementation("eager")
+            out = self._forward(ids[:, -1:], output_attentions=True)
+        finally:
+            self.model.set_attn_implementation(chosen)
+        self._forget()
+        return torch.stack([weights[0, :, 0, : self.length] for weights in out.attentions]).float()
+
+    @torch.no_grad()
+    def _forward(self, ids: Tensor, **options: Any) -> Any:
+        ids, start = ids.to(self.model.device), self.cache.get_seq_length()
+        options["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        options |= {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        return self.model(ids, **options)
+
+    def _forget(self) -> None:
+        # Newer versions of Transformers take this form only.
+        self.cache.crop(self.length - self.cache.get_seq_length())
+
+
 def answer_by_window(
-    model: Any,
-    tokenizer: Any,
-    document: FactDocument,
-    windows: Sequence[int],
-    *,
-    evidence: int = 4,
+    model: Any, tokenizer: Any, document: FactDocument, windows: Sequence[int]
 ) -> pd.DataFrame:
     """Ask for each fact of a document, for each window; the text is read once a window.
 
     Args:
-        model: a Transformers causal language model in eval mode.
-        tokenizer: its tokenizer, of the kind that knows which characters a token covers.
+        model, tokenizer: of Transformers; the tokenizer knows which characters a token covers.
         document: as `plant` makes it. Each word that a fact gives is a candidate.
         windows: how many of the document's last tokens are read; more than it has is all of them.
-        evidence: how many sentences attention may propose; 0: no evidence is looked for.
 
     Returns:
-        One row a window and fact: window; read, tokens that were read; depth, tokens from the
-        fact's beginning to the document's end; visible, whether its whole sentence was read;
-        answer, the likeliest candidate, and right; recent, whether the candidate that stands last
-        is right; search, whether `search_answer` is right; chance, of a guess; evidence, the named
-        sentence; evidence_right, whether it is the planted one; lost, whether the answer changes
-        without it. The last three are None with `evidence=0`.
-
-    Raises:
-        ValueError: candidates that begin with the same token.
+        One row a window and fact: window; visible, whether its whole sentence was read; answer, the
+        likeliest candidate, and right; recent, whether the candidate that stands last is right;
+        search, whether `search_answer` is right; chance, of a guess; evidence, the named sentence;
+        evidence_right, whether it is the planted one; lost, whether the answer changes without it.
     """
     import pandas as pd
 
@@ -170,42 +218,31 @@ def answer_by_window(
     ids, spans = torch.tensor([encoded["input_ids"]]), encoded["offset_mapping"]
     candidates = [fact.answer for fact in document.questions]
     firsts = [int(encode(" " + word)[0, 0]) for word in candidates]
-    if len(set(firsts)) < len(firsts):
-        raise ValueError("two candidates begin with the same token of this tokenizer")
     rows = []
     for window in windows:
         first = max(0, ids.shape[1] - window)
-        reading = Reading(model, ids[:, first:])
-        begin = spans[first][0]
+        reading, begin = Reading(model, ids[:, first:]), spans[first][0]
         text = document.text[begin:]
         sentences = sentences_of(text)
         starts, ends = zip(*((a - begin, b - begin) for a, b in spans[first:]), strict=True)
         ranges = [(bisect_right(ends, a), bisect_left(starts, b)) for a, b in sentences]
         for fact in document.questions:
             start, question = fact.evidence[0], encode(fact.prompt)
-            logits = reading.ask(question).float()
-            answer = candidates[int(logits[firsts].argmax())]
+            given = int(reading.ask(question)[firsts].argmax())
+            named, lost = _evidence(reading, question, firsts, given, ranges)
+            a, b = sentences[named]
             row: dict[str, Any] = {
                 "window": window,
-                "read": reading.length,
-                "depth": ids.shape[1] - bisect_right([end for _, end in spans], start),
                 "visible": begin <= start,
-                "answer": answer,
-                "right": answer == fact.answer,
+                "answer": candidates[given],
+                "right": candidates[given] == fact.answer,
                 "recent": latest_candidate(text, candidates) == fact.answer,
                 "search": search_answer(fact.prompt, text, candidates) == fact.answer,
                 "chance": fact.chance,
-                "evidence": None,
-                "evidence_right": None,
-                "lost": None,
+                "evidence": " ".join(text[a:b].split()),
+                "evidence_right": a <= start - begin < b,
+                "lost": lost,
             }
-            if evidence:
-                named, row["lost"] = _evidence(
-                    reading, question, firsts, candidates.index(answer), ranges, evidence
-                )
-                a, b = sentences[named]
-                row["evidence"] = " ".join(text[a:b].split())
-                row["evidence_right"] = a <= start - begin < b
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -214,14 +251,13 @@ def _evidence(
     reading: Reading,
     question: Tensor,
     firsts: list[int],
-    answer: int,
+    given: int,
     sentences: list[tuple[int, int]],
-    propose: int,
 ) -> tuple[int, bool]:
     """Return the sentence that the answer rests on, and whether the answer changes without it.
 
-    `answer` is the given candidate's number; `firsts` are the candidates' tokens; sentences are
-    ranges of tokens.
+    `given` is the answer's number; `firsts` are the candidates' tokens; sentences are ranges of
+    tokens.
     """
     weights = reading.attention(question)
     # Squares favour a head that looks at one place over many that look everywhere. The first token
@@ -230,13 +266,12 @@ def _evidence(
     weights[..., 0] = 0.0
     looked = weights.square().sum((0, 1)).cpu()
     mass = torch.stack([looked[start:end].sum() for start, end in sentences])
-    proposed = mass.topk(min(propose, len(sentences))).indices.tolist()
     without = {
-        number: reading.ask(question, without=sentences[number]).float().log_softmax(-1)
-        for number in proposed
+        number: reading.ask(question, without=sentences[number]).float().log_softmax(-1)[firsts]
+        for number in mass.topk(min(PROPOSED, len(sentences))).indices.tolist()
     }
-    named = min(proposed, key=lambda number: float(without[number][firsts[answer]]))
-    return named, int(without[named][firsts].argmax()) != answer
+    named = min(without, key=lambda number: float(without[number][given]))
+    return named, int(without[named].argmax()) != given
 
 
 def score_answers(table: pd.DataFrame) -> pd.DataFrame:
@@ -258,6 +293,6 @@ def score_answers(table: pd.DataFrame) -> pd.DataFrame:
             {"window": window, "questions": len(part)}
             | {name: part[name].mean() for name in shares}
             | {"right_visible": seen["right"].mean()}
-            | {name: based[name].astype(float).mean() for name in ("evidence_right", "lost")}
+            | {name: based[name].mean() for name in ("evidence_right", "lost")}
         )
     return pd.DataFrame(rows)
