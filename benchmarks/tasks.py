@@ -12,10 +12,10 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.calls import predict_calls, score_calls
-from benchmarks.documents import answer_by_window, plant, score_answers
+from benchmarks.long_texts.calls import predict_calls, score_calls
+from benchmarks.long_texts.documents import answer_by_window, plant, score_answers
+from benchmarks.long_texts.summaries import chapter, summarise
 from benchmarks.runner import lengths, some_of
-from benchmarks.summaries import chapter, summarise
 from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import documents
-from benchmarks.calls import call_sites, predict_calls, score_calls
-from benchmarks.documents import (
+from benchmarks.long_texts import documents
+from benchmarks.long_texts.calls import call_sites, predict_calls, score_calls
+from benchmarks.long_texts.documents import (
     Reading,
     answer_by_window,
     latest_candidate,
@@ -18,7 +18,7 @@ from benchmarks.documents import (
     search_answer,
     sentences_of,
 )
-from benchmarks.summaries import Chapter, chapter, content_words, judge_summary, lead
+from benchmarks.long_texts.summaries import Chapter, chapter, content_words, judge_summary, lead
 from labsupport.models import python_topics, set_attention, source_text
 from tests.models.tiny import tiny, tokens
 

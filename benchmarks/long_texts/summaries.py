@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from benchmarks.documents import sentences_of
+from benchmarks.long_texts.documents import sentences_of
 from labsupport.models import generate
 
 INSTRUCTION = "\n\nSummarise the text above in three sentences."
