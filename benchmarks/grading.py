@@ -26,6 +26,7 @@ import torch
 from benchmarks.runner import Case, Row, not_measured, run
 from grader.grade.batch import run_batch
 from grader.grade.settings import Settings
+from grader.grade.submissions import find_submissions
 from labsupport import paths
 from labsupport.course.editions import make_edition
 
@@ -97,7 +98,8 @@ def _ours(texts: list[str], folder: Path) -> list[Row]:
         student.mkdir(parents=True)
         (student / f"{NAME}.ipynb").write_text(text, encoding="utf-8")
     start = time.perf_counter()
-    results = run_batch(folder / "submissions", folder / "out", Settings(jobs=1, unconfined=True))
+    found = find_submissions(folder / "submissions")
+    results = run_batch(found, folder / "out", Settings(jobs=1, unconfined=True))
     each = (time.perf_counter() - start) / len(texts)
     return [
         {"submission": n, "seconds": r.seconds, "points": r.earned, "batch_seconds": each}

@@ -1,5 +1,5 @@
-"""What an instructor reads and returns: points, a page per student, the class at a glance."""
+"""The reports for instructors and students: points, a page for each student, the class."""
 
-from grader.reports.write import overruled, write_reports
+from grader.reports.write import write_reports
 
-__all__ = ["overruled", "write_reports"]
+__all__ = ["write_reports"]

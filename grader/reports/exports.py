@@ -20,31 +20,33 @@ from grader.reports.grades import table
 from grader.reports.rendering import points
 
 _OF_STUDENT = (
-    *("Student", "LastName", "FirstName", "ID", "SIS User ID", "SIS Login ID", "Integration ID"),
-    *("Root Account", "Section"),
+    *("Student", "LastName", "FirstName", "ID", "SIS User ID", "SIS Login ID"),
+    *("Integration ID", "Root Account", "Section"),
 )
 
 
 def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
-    """Make what goes back into the course system, if the files came from one.
-
-    Args:
-        course: the results.
-        pages: each student's page, as HTML.
-
-    Returns:
-        files by name; none where neither the files nor the class list are a system's.
-    """
+    """Make files for the course system, by name; none where nothing came from one."""
+    files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
     system = course.class_list.system if course.class_list else ""
-    origins = filter(None, (origin_of(result.path) for result in course.results))
+    origins = filter(None, map(origin_of, files.values()))
     system = system or next((origin.system for origin in origins), "")
     if system == "Moodle":
-        made = _moodle_grades(course), _zip(_moodle_names(course), pages)
+        grades = _moodle_grades(course)
+        names = {one: f"{one}_assignsubmission_file_/feedback.html" for one in sorted(files)}
     elif system == "Canvas":
-        made = _canvas_grades(course), _zip(_canvas_names(course), pages)
+        grades = _canvas_grades(course)
+        # A page has the name of a file that it answers.
+        stems = {one: re.split(r"\.(?:ipynb|zip)", file)[0] for one, file in files.items()}
+        names = {one: f"{stem}.html" for one, stem in stems.items()}
     else:
         return {}
-    return {f"{system}-grades.csv": made[0].encode(), f"{system}-feedback.zip": made[1]}
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for student, name in names.items():
+            # Always the same time, so that the same pages give the same file.
+            archive.writestr(zipfile.ZipInfo(name), pages[student], zipfile.ZIP_DEFLATED)
+    return {f"{system}-grades.csv": grades.encode(), f"{system}-feedback.zip": data.getvalue()}
 
 
 def _rows(course: Course) -> dict[str, tuple[dict[str, str], str]]:
@@ -58,10 +60,6 @@ def _rows(course: Course) -> dict[str, tuple[dict[str, str], str]]:
     return rows | {one: ({}, one) for one in unknown}
 
 
-def _total(course: Course, student: str) -> float:
-    return sum(result.earned for result in course.of_student(student))
-
-
 def _moodle_grades(course: Course) -> str:
     rows = _rows(course)
     columns = ["Identifier", "Full name", "Grade", "Last modified (grade)"]
@@ -73,7 +71,7 @@ def _moodle_grades(course: Course) -> str:
             "Full name": name.rpartition("_")[0],
             "Last modified (grade)": "-",
         }
-        filled = known | row | {"Grade": points(_total(course, student))}
+        filled = known | row | {"Grade": points(course.total(student))}
         lines.append([filled.get(column, "") for column in columns])
     return table(columns, lines, guard=False)
 
@@ -82,33 +80,12 @@ def _canvas_grades(course: Course) -> str:
     rows, notebooks = _rows(course), list(course.questions)
     first = next((row for row, _ in rows.values() if row), {"Student": "", "ID": "", "Section": ""})
     columns = [column for column in first if column in _OF_STUDENT]
-    worth = [points(course.out_of_notebook(one)) for one in notebooks]
-    lines = [["    Points Possible", *[""] * (len(columns) - 1), *worth, points(course.out_of)]]
+    worth = [points(course.out_of(one)) for one in notebooks]
+    lines = [["    Points Possible", *[""] * (len(columns) - 1), *worth, points(course.out_of())]]
     for name, (row, student) in rows.items():
         filled = {"Student": name.rpartition("_")[0], "ID": number_of(name)} | row
         own = {result.notebook: result.earned for result in course.of_student(student)}
         reached = [points(own.get(one, 0)) for one in notebooks]
-        total = points(_total(course, student))
+        total = points(course.total(student))
         lines.append([*(filled.get(column, "") for column in columns), *reached, total])
     return table([*columns, *notebooks, "All notebooks"], lines, guard=False)
-
-
-def _moodle_names(course: Course) -> dict[str, str]:
-    theirs = {one.student for one in course.results if origin_of(one.path)}
-    return {f"{one}_assignsubmission_file_/feedback.html": one for one in sorted(theirs)}
-
-
-def _canvas_names(course: Course) -> dict[str, str]:
-    """Name pages by a file that they answer."""
-    files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
-    stems = {student: re.split(r"\.(?:ipynb|zip)", file)[0] for student, file in files.items()}
-    return {f"{stem}.html": student for student, stem in stems.items()}
-
-
-def _zip(names: Mapping[str, str], pages: Mapping[str, str]) -> bytes:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, student in names.items():
-            # Always the same time, so that the same pages give the same file.
-            archive.writestr(zipfile.ZipInfo(name), pages[student], zipfile.ZIP_DEFLATED)
-    return data.getvalue()

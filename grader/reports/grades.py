@@ -11,8 +11,8 @@ from grader.grade.results import SubmissionResult
 from grader.reports.course import Course, earned
 from grader.reports.rendering import plain, points
 
-# What spreadsheet programs take for a formula: at the beginning of a value, and behind whatever
-# some of them take for the end of one (a comma here is a semicolon in other countries' settings).
+# A formula for spreadsheet programs: at the beginning of a value, and after what some of them take
+# for the end of one (a comma here is a semicolon in other countries' settings).
 _FORMULA = re.compile(r"(^|[;,\t\r\n])(?=[\s\"]*[=+\-@＝＋－＠])")
 
 
@@ -36,27 +36,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, guard: bool =
 
 def grades_csv(course: Course) -> str:
     """Write a row for each student and notebook. A refused submission has 0 points."""
-    header = [
-        *("student", "notebook", "points", "out_of", "flags", "status", "reason"),
-        *("seconds", "peak_memory_mib", "edition", "file"),
-    ]
 
-    def row(result: SubmissionResult) -> list[str]:
-        return [
-            result.student,
-            result.notebook,
-            points(result.earned),
-            points(course.out_of_notebook(result.notebook)),
-            "; ".join(dict.fromkeys(flag.kind for flag in result.flags)),
-            result.status,
-            result.reason,
-            f"{result.seconds:.1f}",
-            f"{result.peak_memory_bytes / 2**20:.0f}",
-            result.edition,
-            result.path,
-        ]
+    def row(result: SubmissionResult) -> dict[str, str]:
+        return {
+            "student": result.student,
+            "notebook": result.notebook,
+            "points": points(result.earned),
+            "out_of": points(course.out_of(result.notebook)) if result.notebook else "0",
+            "flags": "; ".join(dict.fromkeys(flag.kind for flag in result.flags)),
+            "status": result.status,
+            "reason": result.reason,
+            "seconds": f"{result.seconds:.1f}",
+            "file": result.path,
+        }
 
-    return table(header, map(row, course.results))
+    header = row(SubmissionResult("", "", "", ""))
+    return table(list(header), [list(row(result).values()) for result in course.results])
 
 
 def points_csv(course: Course) -> str:
@@ -72,8 +67,8 @@ def points_csv(course: Course) -> str:
         return [
             student,
             *(points(own[name].earned) if name in own else "" for name in course.questions),
-            points(sum(result.earned for result in own.values())),
-            points(course.out_of),
+            points(course.total(student)),
+            points(course.out_of()),
             *(points(earned(own[nb], name)) if nb in own else "" for nb, name in exercises),
         ]
 

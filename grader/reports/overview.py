@@ -22,9 +22,9 @@ def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[st
     counts = Counter((check.grade_id, check.status) for check in given)
     return {
         "question": question,
-        "mean": statistics.fmean(reached) if reached else 0.0,
+        "mean": statistics.fmean(reached or [0]),
         "all": sum(points >= question.total for points in reached),
-        "none": sum(points == 0 for points in reached),
+        "none": reached.count(0),
         "counts": {
             check: [counts[check, status] for status in ("passed", "failed", "not written")]
             for check in question.points
@@ -38,10 +38,9 @@ def _notebook(course: Course, name: str) -> dict[str, Any]:
     mistakes = course.mistakes(name)
     return {
         "name": name,
-        "out_of": course.out_of_notebook(name),
         "graded": graded,
-        "mean": statistics.fmean(reached) if reached else 0.0,
-        "median": statistics.median(reached) if reached else 0.0,
+        "mean": statistics.fmean(reached or [0]),
+        "median": statistics.median(reached or [0]),
         "exercises": [_exercise(question, graded) for question in course.questions[name]],
         "mistakes": mistakes[:MISTAKES_SHOWN],
         "rarer": len(mistakes[MISTAKES_SHOWN:]),
@@ -53,7 +52,6 @@ def _student(course: Course, student: str) -> dict[str, Any]:
     return {
         "name": student,
         "notebooks": [own.get(name) for name in course.questions],
-        "earned": sum(result.earned for result in own.values()),
         "flags": sorted({flag.kind for r in own.values() for flag in flags_to_look_at(r)}),
     }
 
@@ -70,15 +68,10 @@ def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
     return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
 
 
-def overview_page(course: Course, pages: Mapping[str, str], texts: Texts | None = None) -> str:
-    """Make the overview of the class, as HTML.
-
-    Args:
-        course: the results.
-        pages: where each student's page lies, for the links.
-        texts: the cells of the submissions.
-    """
+def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:
+    """Make the overview of the class, as HTML; `pages` has the place of each student's page."""
     everybody = [_student(course, student) for student in course.students]
+    machine = [f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE]
     return render(
         "overview.html",
         course=course,
@@ -87,10 +80,8 @@ def overview_page(course: Course, pages: Mapping[str, str], texts: Texts | None 
         students=everybody,
         refused=[result for result in course.results if result.status == "refused"],
         flagged=sum(bool(student["flags"]) for student in everybody),
-        flags=_flags(course, texts or {}),
-        equal=equal_solutions(course.results, texts or {}),
-        titles={question.exercise: question.title for question in course.exercises},
-        machine=sorted(
-            {f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE}
-        ),
+        flags=_flags(course, texts),
+        equal=equal_solutions(course.results, texts),
+        titles={q.exercise: q.title for asked in course.questions.values() for q in asked},
+        machine=sorted(set(machine)),
     )

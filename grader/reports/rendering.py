@@ -69,15 +69,7 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Make a page.
-
-    Args:
-        template: the file's name in `templates/`.
-        values: what the template names.
-
-    Raises:
-        jinja2.UndefinedError: the template names something else.
-    """
+    """Make a page from a file in `templates/`, and values for all that it names."""
     style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     # The policy allows this style and no other, so the two must agree byte for byte.
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

@@ -7,28 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from grader.grade.results import SubmissionResult
-from grader.grade.tables import read_class, read_table
+from grader.grade.submissions import Submission
+from grader.grade.tables import ClassList, read_table
 from grader.reports.cells import texts_of
 from grader.reports.course import Course
 from grader.reports.exports import exports_of
 from grader.reports.grades import grades_csv, points_csv
 from grader.reports.overview import overview_page
 from grader.reports.page import page_names, student_page
-from labsupport import paths
 from labsupport.course import files
 
 OVERRIDES = "overrides.csv"
 
 
-def overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
-    """Put the points and remarks of OUT/overrides.csv in place of those of checks.
-
-    Raises:
-        ValueError: a line names no check of a student's, or its points are no number.
-    """
+def _overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
+    """Put the points and remarks of OUT/overrides.csv in place of those of checks."""
     changed, path = list(results), out / OVERRIDES
-    rows = read_table(path, "student", "check", "points", "remark") if path.exists() else []
-    for row in rows:
+    for row in read_table(path, "student", "check", "points", "remark") if path.exists() else ():
         try:
             given = float(row["points"].replace(",", "."))
         except ValueError:
@@ -48,35 +43,32 @@ def overruled(results: Sequence[SubmissionResult], out: Path) -> list[Submission
 def write_reports(
     results: Sequence[SubmissionResult],
     out: Path,
+    submissions: Iterable[Submission] = (),
     *,
     notebooks: Path | None = None,
-    students: Path | None = None,
-    submissions: Iterable[object] = (),
-) -> list[Path]:
+    class_list: ClassList | None = None,
+) -> tuple[list[SubmissionResult], list[Path]]:
     """Write `overview.html`, `points.csv`, `grades.csv`, `students/*.html` and `return/*`.
 
     Older reports in the folder are replaced. A student's page stands alone, to be sent.
 
     Args:
-        results: what grading gave; of two for a student and notebook the later counts.
+        results: of grading; of two for a student and notebook the later counts.
         out: the folder; it is created if need be. Its `overrides.csv` (student, check, points,
             remark) changes results, if it is there.
+        submissions: from `find_submissions`, for the texts of cells.
         notebooks: the folder of the instructor's notebooks; the lab's own if None.
-        students: a list of the class.
-        submissions: what `find_submissions` found, for the texts of cells.
+        class_list: the class.
 
     Returns:
-        the files, the overview first.
+        the results with the overrides, and the files, the overview first.
 
     Raises:
-        ValueError: the list of the class or the overrides cannot be understood.
+        ValueError: a line of the overrides names no check of a student's, or has no points.
         OSError: a file cannot be written.
     """
-    course = Course.of(
-        overruled(results, out),
-        paths.notebooks_dir() if notebooks is None else notebooks,
-        read_class(students) if students else None,
-    )
+    results = _overruled(results, out)
+    course = Course.of(results, notebooks, class_list)
     names = page_names(course.students)
     pages = {student: student_page(course, student) for student in course.students}
     texts = {
@@ -93,4 +85,4 @@ def write_reports(
     for path, data in exports.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    return [*texts, *exports]
+    return results, [*texts, *exports]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grader.grade.journal import read_results
+from grader.grade.results import read_results
 from grader.grade.sandbox import wall_missing
 from tests.grader.variants import hostile_files
 from tests.grader.variants.course import read_variants

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from grader.grade.plan import MAY_USE_FUSED, loaded_names
+from grader.grade.plan import MAY_USE_FUSED, names_of
 from grader.remote.evaluate import evaluate_check, seeded
 from tests.grader.remote.kernels import IMPORTS, all_stubs, cells, students
 from tests.grader.remote.wrong import WRONG
@@ -18,7 +18,7 @@ NOTEBOOKS = ("01", "02", "03", "04")
 
 def needed(source):
     """The student's names in a check cell."""
-    return tuple(sorted(loaded_names(source) - {"checks"}))
+    return tuple(sorted(names_of(source)[0] - {"checks"}))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from grader.grade.batch import run_batch
 from grader.grade.results import SubmissionResult
 from grader.grade.settings import Settings
+from grader.grade.submissions import find_submissions
 from tests.grader.variants.course import EXERCISES, Copy, Variant, write_course
 
 # Perfect work, graded before, among and after the others: nothing may be taken from it.
@@ -158,7 +159,8 @@ def grade_all(
         patch.setenv("LABSUPPORT_TEST_CANARY", str(canary))
         before = _state(course, submissions, home)
         patch.setenv("HOME", str(home))
-        results = run_batch(submissions, out, settings_for(course, **options))
+        found = find_submissions(submissions, notebooks=course)
+        results = run_batch(found, out, settings_for(course, **options))
         after = _state(course, submissions, home)
         connections = len(heard)
     by_student: dict[str, list[SubmissionResult]] = {}
