@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from typer.testing import CliRunner
 
 from grader import exam, release
 from grader.exam import ANSWERS, Answer
-from labsupport.checks import cases
+from labsupport.checks import cases, textbook
 from labsupport.checks.verdict import CheckFailed, mutant
+from labsupport.cli import app
 from labsupport.course.editions import ReleaseError
 from labsupport.paths import notebooks_dir
 
 NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
-RUN_CHECKS = Path(__file__).with_name("run_checks.py")
 GIVEN_OUT = {
     *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml", "pyproject.toml"),
     *("data", "labsupport", "notebooks", "scripts", "theory"),
@@ -112,17 +113,19 @@ class Normal(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+@cache
 def functions(source):
     """The syntax trees of all functions that compute something, names normalised."""
     found = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
     trees = (ast.dump(Normal().visit(copy.deepcopy(one))) for one in found)
-    return {tree for tree in trees if "Return" in tree}
+    return frozenset(tree for tree in trees if "Return" in tree)
 
 
+@cache
 def solution_functions():
     cells = [c for path in NOTEBOOKS for c in nbformat.read(path, as_version=4).cells]
     own = [c for c in cells if c.metadata.get("nbgrader", {}).get("solution")]
-    return set().union(*(functions(c.source) for c in own if c.cell_type == "code"))
+    return frozenset().union(*(functions(c.source) for c in own))
 
 
 def sources(folder):
@@ -225,7 +228,9 @@ def test_two_commands_of_the_readme_work_in_a_course(course):
     assert "0 of " in run_in(course, "-m", "labsupport.cli", "progress")
 
 
-def test_it_can_be_installed_without_the_grader(course):
+def test_it_can_be_installed_without_the_grader_and_lists_what_it_can(course):
+    listed = subprocess.run(["make"], cwd=course, capture_output=True, text=True).stdout
+    assert re.findall(r"^make (\S+)", listed, re.MULTILINE) == ["lab", "fetch", "clean"]
     project = tomllib.loads((course / "pyproject.toml").read_text(encoding="utf-8"))
     assert "entry-points" not in project["project"]
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
@@ -240,8 +245,6 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
 
 
 def test_the_command_says_what_it_wrote(quick_notebook, tmp_path):
-    from labsupport.cli import app
-
     command = ["release", "--to", str(tmp_path / "lab"), "--notebooks", str(quick_notebook)]
     said = CliRunner().invoke(app, command)
     assert said.stdout == f"written: {tmp_path / 'lab'}, for `make lab` there\n"
@@ -265,25 +268,24 @@ def stored(edition, monkeypatch):
     return lambda name: cases.stored(getattr(import_module("labsupport.checks"), name))
 
 
-@pytest.mark.parametrize("table", ["MISTAKES", "BYTE_MISTAKES", "LENGTH_MISTAKES"])
-def test_stored_cases_name_each_mistake(quick_exam, monkeypatch, table):
-    from labsupport.checks import textbook
-
-    of, names = {
-        "MISTAKES": (
-            textbook.textbook_attention,
-            ("check_textbook_values", "check_textbook_mask", "check_textbook_empty_rows"),
-        ),
-        "BYTE_MISTAKES": (textbook.score_bytes, ("check_score_bytes",)),
-        "LENGTH_MISTAKES": (textbook.longest_that_fits, ("check_largest_length",)),
-    }[table]
-    check = stored(quick_exam, monkeypatch)
-    for name in names:
-        check(name)(of)
-    for mistake in getattr(textbook, table):
+@pytest.mark.parametrize(
+    ("of", "table", "names"),
+    [
+        ("textbook_attention", textbook.MISTAKES, ("values", "mask", "empty_rows")),
+        ("score_bytes", textbook.BYTE_MISTAKES, ("check_score_bytes",)),
+        ("longest_that_fits", textbook.LENGTH_MISTAKES, ("check_largest_length",)),
+    ],
+    ids=["attention", "bytes", "length"],
+)
+def test_stored_cases_name_each_mistake(quick_exam, monkeypatch, of, table, names):
+    check, of = stored(quick_exam, monkeypatch), getattr(textbook, of)
+    chosen = [check(n if n.startswith("check") else f"check_textbook_{n}") for n in names]
+    for one in chosen:
+        one(of)
+    for mistake in table:
         with pytest.raises(CheckFailed) as failed:
-            for name in names:
-                check(name)(mutant(of, mistake.edit))
+            for one in chosen:
+                one(mutant(of, mistake.edit))
         assert mistake.say in str(failed.value)
 
 
@@ -346,8 +348,6 @@ def test_what_is_emptied_keeps_names_and_needed_functions_and_loses_the_rest():
     assert "def square(x: float) -> float:\n    left_out('squares.square', '1-1')" in text
     assert "return 'square'" in text
 
-
-def test_checks_lose_their_references_and_mistakes_and_read_stored_results():
     answer = Answer("checks/squares.py", "1-1", gone=("square", "Squares"))
     text = exam.empty(SOURCE, "checks.squares", answer)
     assert "x * x" not in text
@@ -377,27 +377,39 @@ def test_a_chapter_keeps_its_prose_and_commands_and_loses_its_programs():
 # --- slow: the whole exam, and the package for grading --------------------------------------------
 
 
-def results_of_checks(edition, notebooks, folder):
-    """For each notebook: grade_id -> (what came of the check, the message). One process for all."""
-    first, *lines = run_in(edition, RUN_CHECKS, folder, *notebooks).splitlines()
+RUN_CELLS = """
+import contextlib, io, json, linecache, sys, labsupport
+print(labsupport.__file__)
+for cells in json.load(open(sys.argv[1])):
+    scope = {"__name__": "exercises"}
+    for name, source in cells:
+        linecache.cache[name] = len(source), None, source.splitlines(True), name
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(source, name, "exec"), scope)
+        except Exception as error:
+            print(json.dumps([name, type(error).__name__, str(error)]))
+"""
+
+
+def failed_in(edition, folder, *notebooks):
+    """Run solutions and checks in an edition: kind and message of what fails, by cell's name."""
+    cells = [list(exam.exercises_of(notebook)) for notebook in notebooks]
+    (folder / "cells.json").write_text(json.dumps(cells))
+    first, *lines = run_in(edition, "-c", RUN_CELLS, folder / "cells.json").splitlines()
     assert first == str(edition / "labsupport" / "__init__.py")
-    found = {notebook: {} for notebook in notebooks}
-    for line in lines:
-        notebook, name, kind, said = json.loads(line)
-        found[Path(notebook)][name] = kind, said
-    return found
+    return {name: rest for name, *rest in map(json.loads, lines)}
 
 
 @pytest.mark.slow
 def test_in_the_exam_solutions_pass_and_stubs_are_called_stubs(whole_exam, tmp_path):
     assert leaks(whole_exam) == set()
+    assert failed_in(whole_exam, tmp_path, *NOTEBOOKS) == {}
     stubs = [whole_exam / "notebooks" / path.name for path in NOTEBOOKS]
-    found = results_of_checks(whole_exam, [*NOTEBOOKS, *stubs], tmp_path)
-    for solved, stub in zip(NOTEBOOKS, stubs, strict=True):
-        assert len(found[solved]) >= 15
-        assert {n: r for n, r in found[solved].items() if r[0] != "passed"} == {}
-        assert {kind for kind, _ in found[stub].values()} == {"CheckFailed"}
-        assert all("is not written yet" in said for _, said in found[stub].values())
+    failed = failed_in(whole_exam, tmp_path, *stubs)
+    assert len(failed) >= 60
+    assert {kind for kind, _ in failed.values()} == {"CheckFailed"}
+    assert all("is not written yet" in said for _, said in failed.values())
 
 
 # One line of each solution, wrong, and the words by which the check names that.
@@ -422,9 +434,9 @@ def test_in_the_exam_a_mistake_gets_its_name(whole_exam, tmp_path, number):
                 assert right in cell.source
                 cell.source = cell.source.replace(right, wrong)
     nbformat.write(notebook, tmp_path / path.name)
-    found = results_of_checks(whole_exam, [tmp_path / path.name], tmp_path / "cells")
+    failed = failed_in(whole_exam, tmp_path, tmp_path / path.name)
     for exercise, (_, _, words) in WRONG[number].items():
-        said = [text for name, (_, text) in found[tmp_path / path.name].items() if exercise in name]
+        said = [text for name, (_, text) in failed.items() if exercise in name]
         assert any(words in text for text in said), said
 
 

@@ -13,9 +13,8 @@ from labsupport.paths import notebooks_dir
 NOTEBOOKS = {"01": 28, "02": 24, "03": 24, "04": 24}
 
 
-@pytest.mark.parametrize(
-    "number", [n if n == "04" else pytest.param(n, marks=pytest.mark.slow) for n in NOTEBOOKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NOTEBOOKS)
 def test_a_solved_notebook_gets_all_points(tmp_path, number):
     ada = tmp_path / "submissions" / "ada"
     ada.mkdir(parents=True)

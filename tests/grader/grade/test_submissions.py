@@ -133,9 +133,7 @@ def test_a_zip_in_a_students_zip_is_not_opened(submissions, solved_folder, noteb
 
 def test_one_notebook_alone_is_one_students(submissions, solved_folder):
     path = submissions / "ada" / "01-Powers.ipynb"
-
-    assert only(path, solved_folder).student == "ada"
-    assert only(path.parent, solved_folder).student == "ada"
+    assert only(path, solved_folder).student == only(path.parent, solved_folder).student == "ada"
 
 
 def test_of_a_resubmission_in_canvas_the_larger_number_counts(submissions, solved_folder, notebook):
@@ -228,7 +226,6 @@ def test_a_file_that_is_no_notebook_is_refused_with_a_reason(
 
     one = only(submissions, solved_folder)
 
-    assert one.refused
     assert reason in one.refused
     assert one.refused.isprintable()
 
@@ -236,11 +233,7 @@ def test_a_file_that_is_no_notebook_is_refused_with_a_reason(
 def test_a_huge_file_is_refused_and_not_read(submissions, solved_folder):
     with (submissions / "ada" / "01-Powers.ipynb").open("r+b") as file:
         file.truncate(10 * MAX_BYTES)
-
-    one = only(submissions, solved_folder)
-
-    assert one.refused
-    assert "200 MiB" in one.refused
+    assert "200 MiB" in only(submissions, solved_folder).refused
 
 
 def test_links_and_pipes_are_not_followed(submissions, solved_folder, tmp_path):

@@ -228,14 +228,16 @@ def read_variants(file: Path) -> dict[str, Variant]:
         attention, memory, softmax, tiled: it is that exercise's cell.
         attends: it binds `attend`, with which the tiled forward computes; no points for that.
         hides: in the solution of the tiled forward.
+        edit_attention (and so on): edits of that exercise's solution, a line each: old -> new.
     """
     found = {}
     head = re.compile(r"^--- (\S+) \((\w+)\)([^:]*): (.*)\n", re.MULTILINE)
     _, *parts = head.split(file.read_text())
     for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
-        notebook = "02-Tiled" if where in ("tiled", "attends", "hides") else "01-Small"
-        points = dict.fromkeys(("attention", "tiled"), 0) | {"memory": 3, "softmax": 4}
-        points |= {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
+        tiled = where in ("tiled", "attends", "hides", "edit_tiled")
+        notebook = "02-Tiled" if tiled else "01-Small"
+        points = POINTS if file.stem == "honest" else POINTS | {"attention": 0, "tiled": 0}
+        points = points | {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
         found[name] = Variant(
             name,
             {one: points[one] for one in NOTEBOOKS[notebook]},
@@ -260,6 +262,11 @@ def _hand_in(notebook: str, where: str, code: str, student: Path, course: Path) 
         code += _ATTENDS
     elif where == "hides":
         code = solution("tiled").replace(_OUT, f"{code}\n{_OUT}")
-    exercise = where if where in EXERCISES else NOTEBOOKS[notebook][0]
+    exercise = where.removeprefix("edit_")
+    exercise = exercise if exercise in EXERCISES else NOTEBOOKS[notebook][0]
+    if where.startswith("edit_"):
+        edits = (line.replace("\\n", "\n").partition(" ->") for line in code.split("\n"))
+        work.change(exercise, *((old, new.removeprefix(" ")) for old, _, new in edits))
+        code = work.cell(exercise).source
     student.mkdir(parents=True)
     (student / f"{notebook}.ipynb").write_text(work.write(exercise, code).text())
