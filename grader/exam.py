@@ -6,8 +6,6 @@ reference solutions and of typical mistakes, written down here while the solved 
 run. Where a submission is graded there are no cases: the grader checks in a process of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import csv
@@ -18,14 +16,11 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grader import left_out
 from labsupport import paths
 from labsupport.course.editions import ReleaseError
-
-if TYPE_CHECKING:
-    from labsupport.checks.cases import Tape
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
         (target / path).write_text(text, encoding="utf-8")
 
 
-def record_cases(notebooks: list[Path]) -> dict[str, Tape]:
+def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
     """Run the visible checks of solved notebooks, and write down what their references give.
 
     Returns:
@@ -191,7 +186,7 @@ def record_cases(notebooks: list[Path]) -> dict[str, Tape]:
     from labsupport import checks  # PyTorch with it, which the program's other commands do without
     from labsupport.checks import cases
 
-    tapes: dict[str, Tape] = {}
+    tapes: dict[str, list[Any]] = {}
 
     def recorded(name: str, check: Callable[..., None]) -> Callable[..., None]:
         @wraps(check)

@@ -1,6 +1,5 @@
 """The command `labsupport release`: the lab as students get it, a project of its own."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +19,6 @@ _LINES = re.MULTILINE | re.DOTALL
 _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
 # A part of the lab's README that does not hold here.
 _ELSEWHERE = re.compile(r"benchmarks|tests|make (test|book)|GRADING|<!--|git clone")
-_LEFT_OUT = re.compile(r"`?(flash_torch|flash_triton|minimal_ring|kernels/)")
 _BLOCK = re.compile(r"^(```+)(python|text)\b.*?^\1[ ]*\n", _LINES)
 _NOTE = "*(A program, not part of the exam edition.)*"
 
@@ -64,7 +62,7 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
         shutil.copytree(root / folder, target / folder, ignore=ignored)
     for name in _FILES:
         shutil.copy(root / name, target / name)
-    texts = {f"notebooks/{e.name}": _exam(e.text) if exam else e.text for e in editions}
+    texts = {f"notebooks/{e.name}": e.text for e in editions}
     for name, cut in (("Makefile", makefile), ("pyproject.toml", pyproject)):
         texts[name] = cut((root / name).read_text(encoding="utf-8"))
     texts["README.md"] = _readme((root / "README.md").read_text(encoding="utf-8"), exam)
@@ -79,8 +77,7 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
         cases.save_cases(tapes, target / "labsupport" / "checks" / cases.FILE.name)
     for page in sorted(target.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
-        if exam:
-            text = without_left_out(without_code(text))
+        text = without_code(text) if exam else text
         page.write_text(_without_dead_links(text, page.parent), encoding="utf-8")
     return target
 
@@ -124,28 +121,6 @@ def without_code(text: str) -> str:
     """
     cut = _BLOCK.sub(f"{_NOTE}\n", text)
     return re.sub(rf"{re.escape(_NOTE)}\n(\s*{re.escape(_NOTE)}\n)+", f"{_NOTE}\n", cut)
-
-
-def without_left_out(text: str) -> str:
-    """Return a Markdown text without the sentences and rows that name what an exam leaves out."""
-    paragraphs = []
-    for paragraph in text.split("\n\n"):
-        if _LEFT_OUT.search(paragraph):
-            table = paragraph.lstrip().startswith(("|", "- "))
-            parts = paragraph.split("\n") if table else re.split(r"(?<=[.:!?)])\s+", paragraph)
-            kept = [part for part in parts if not _LEFT_OUT.search(part)]
-            paragraph = ("\n" if table else " ").join(kept)
-        paragraphs.append(paragraph)
-    return "\n\n".join(paragraphs)
-
-
-def _exam(text: str) -> str:
-    notebook = json.loads(text)
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown":
-            text = without_left_out("".join(cell["source"]))
-            cell["source"] = text.splitlines(keepends=True)
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def _without_dead_links(text: str, folder: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from grader.grade.notebooks import printable
-from grader.grade.results import NAME, SubmissionResult, read_results
+from grader.grade.results import SubmissionResult, read_results
 from grader.grade.settings import Settings
 from labsupport.interrupt import interrupted_status
 
@@ -82,9 +82,8 @@ def grade_command(
         )
         raise typer.Exit(interrupted_status()) from None
     except Exception:
-        begun = {path.name for path in out.iterdir()} if out.is_dir() else set()
-        if begun <= {".lock", ".gitignore", NAME} and not read_results(out):
-            shutil.rmtree(out, ignore_errors=True)
+        if out.is_dir() and {path.name for path in out.iterdir()} <= {".lock", ".gitignore"}:
+            shutil.rmtree(out)
         raise
     finally:
         bar.close()

@@ -1,7 +1,5 @@
 """Limits for all processes of a submission together: a control group, by systemd or our own."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

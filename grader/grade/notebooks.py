@@ -1,7 +1,5 @@
 """Notebooks: the instructor's, which decide what counts, and students', which may be anything."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

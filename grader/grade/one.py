@@ -1,7 +1,5 @@
 """Grading one submission: its cells run in a sandbox, its functions are judged here."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time

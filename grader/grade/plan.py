@@ -5,8 +5,6 @@ a name which the student's code needs; what measures and draws stays out. At eac
 names that it uses are noted as they stand there. Check cells themselves do not run here.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dis

@@ -1,7 +1,5 @@
 """The results of grading: plain values, kept as JSON, one line for each submission."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import asdict, dataclass

@@ -1,30 +1,16 @@
 """Flags from a solution's text: names that an instructor should look at. They take no points."""
 
-from __future__ import annotations
-
 import ast
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 from grader.grade.notebooks import Pristine
 from grader.grade.plan import MAY_USE_FUSED, Plan, parsed
 from grader.grade.results import Flag
 
-# Ready-made answers, by the last part of their names.
-_READY_MADE = """
-    scaled_dot_product_attention multi_head_attention_forward MultiheadAttention flex_attention
-    memory_efficient_attention varlen_attn linear_cross_entropy flash_attn_func
-    flash_attn_varlen_func flash_attn_qkvpacked_func TransformerEncoderLayer rotary_embedding
-    TransformerDecoderLayer apply_rotary_pos_emb eager_attention_forward
-    sdpa_attention_forward"""
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 _PRIVATE = "a private attribute"
-# Ways to reach what is not named, and modules that honest solutions don't need.
-_ODD = """
-    exec eval __import__ import_module globals locals vars attrgetter methodcaller getattr
-    setattr __dict__ __globals__ __code__ __builtins__ __subclasses__ _getframe f_back get_objects
-    modules _destroy Library locate get_field read_pickle get_type_hints get_kernel decompose
-    aten_decompositions library ops
-    inspect gc ctypes subprocess multiprocessing threading socket urllib requests pickle marshal
-    importlib runpy builtins signal sys os unittest timeit pydoc grader"""
 _LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed", _PRIVATE)
 _MANY_NUMBERS = 40
 
@@ -32,7 +18,7 @@ _MANY_NUMBERS = 40
 def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
     """Yield what a person should look at: names in the texts that ran, by exercise."""
     known = {name for cell in pristine.cells for name in _named(parsed(cell.source))}
-    ready_made, odd = set(_READY_MADE.split()), set(_ODD.split())
+    ready_made, odd = set(_NAMES["ready_made"]), set(_NAMES["odd"])
     for step in plan.steps:
         tree = parsed(step.source) if step.source else None
         if tree is None:

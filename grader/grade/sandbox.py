@@ -5,8 +5,6 @@ no network, no other processes, no home, no /etc beyond what programs need to st
 can start threads, but no other program.
 """
 
-from __future__ import annotations
-
 import atexit
 import compileall
 import contextlib

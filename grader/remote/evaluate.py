@@ -4,8 +4,6 @@ The cell is the instructor's, visible and hidden lines; only the student's names
 functions that are computed in the sandbox. Checks of memory are joined by a look from outside.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

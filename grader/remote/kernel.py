@@ -6,8 +6,6 @@ Nothing of this decides a point: the student's code could undo it. It keeps an e
 cell from costing the others, and tells the student's own error where a name is missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -10,8 +10,6 @@ can start no other:
   calls the figure was 60 to 160 MiB too high. So it wants a second look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The grader's side: a connection to a sandbox, and functions that are computed there."""
 
-from __future__ import annotations
-
 import builtins
 import socket
 import time

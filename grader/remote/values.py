@@ -6,8 +6,6 @@ Nothing in a frame names code: it is built from a short list of kinds, each chec
 built. A value of another kind arrives as a `Foreign`, which only knows the name of its type.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -5,8 +5,6 @@ grader asks for its backward pass. The grader trusts nothing of what is said her
 student's code runs in the same process and can change all of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,19 +1,30 @@
 """The class at a glance: points, what needs a look, the commonest mistakes."""
 
-from __future__ import annotations
-
+import ast
+import re
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from grader.grade.results import SubmissionResult
-from grader.reports.cells import Texts, cells_of, equal_solutions
-from grader.reports.course import OF_THE_MACHINE, Course, checks_of, earned, flags_to_look_at
-from grader.reports.questions import Question
+from grader.grade.notebooks import Cell
+from grader.grade.plan import parsed
+from grader.grade.results import Flag, SubmissionResult
+from grader.grade.submissions import Submission
+from grader.reports.course import (
+    OF_THE_MACHINE,
+    Course,
+    Question,
+    checks_of,
+    earned,
+    flags_to_look_at,
+)
 from grader.reports.rendering import render
 
 MISTAKES_SHOWN = 12
+# Parts of a syntax tree. Solutions of a line or two agree by chance.
+_SMALLEST = 70
+Texts = Mapping[tuple[str, str], Sequence[Cell]]
 
 
 def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[str, Any]:
@@ -66,6 +77,49 @@ def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
             row["where"].append(flag.grade_id or result.notebook or result.path)
             row["cells"] += cells_of(flag, result, texts)
     return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
+
+
+def texts_of(submissions: Iterable[Submission]) -> Texts:
+    """Return the code cells of all files, by path and digest."""
+    return {
+        (one.path, one.digest): [cell for cell in one.cells if cell.kind == "code"]
+        for one in submissions
+    }
+
+
+def cells_of(flag: Flag, result: SubmissionResult, texts: Texts) -> list[str]:
+    """Return the cells that a flag speaks of: an exercise's, or those with the names in it."""
+    cells = texts.get((result.path, result.digest), ())
+    if flag.grade_id:
+        return [cell.source for cell in cells if cell.grade_id == flag.grade_id]
+    if not flag.text.startswith("Names "):
+        return []
+    names = re.findall(r"[\w.]*\w", flag.text.removeprefix("Names "))
+    words = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
+    return [cell.source for cell in cells if not cell.grade_id and words.search(cell.source)]
+
+
+def equal_solutions(
+    results: Iterable[SubmissionResult], texts: Texts
+) -> list[tuple[str, list[str], str]]:
+    """Find solutions that several students handed in, but for comments and layout.
+
+    Returns:
+        exercise, students, and the text as the first of them wrote it; the longest come first.
+    """
+    same: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for result in results:
+        written = {c.exercise for c in result.checks if c.status not in ("not written", "missing")}
+        for cell in texts.get((result.path, result.digest), ()):
+            tree = parsed(cell.source) if cell.grade_id in written else None
+            if tree is not None and sum(1 for _ in ast.walk(tree)) >= _SMALLEST:
+                same[cell.grade_id, ast.dump(tree)].setdefault(result.student, cell.source)
+    found = [
+        (exercise, list(sources), next(iter(sources.values())))
+        for (exercise, _), sources in same.items()
+        if len(sources) > 1
+    ]
+    return sorted(found, key=lambda one: (-len(one[2]), one))
 
 
 def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:

@@ -1,15 +1,12 @@
 """One student's page: what was asked, what came out, which likely mistake, how many points."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from grader.grade.results import CheckResult, SubmissionResult
-from grader.reports.course import Course, checks_of, earned
-from grader.reports.questions import Question
+from grader.reports.course import Course, Question, checks_of, earned
 from grader.reports.rendering import render
 
 # What a status is called on a page, and which of the three colours it has.

@@ -4,8 +4,6 @@ A page loads nothing and runs nothing. Its texts come from students, so Jinja es
 should one ever slip through, the page's own policy still keeps a browser from obeying it.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

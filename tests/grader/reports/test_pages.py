@@ -12,9 +12,8 @@ from grader.grade.results import Flag
 from grader.grade.submissions import Submission
 from grader.grade.tables import ClassList
 from grader.reports import rendering, write_reports
-from grader.reports.cells import equal_solutions, texts_of
 from grader.reports.course import Course
-from grader.reports.overview import MISTAKES_SHOWN, overview_page
+from grader.reports.overview import MISTAKES_SHOWN, equal_solutions, overview_page, texts_of
 from grader.reports.page import page_names, student_page
 from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
 

@@ -3,7 +3,7 @@
 import pytest
 
 from grader.grade.notebooks import pristine_notebooks
-from grader.reports.questions import asked_by, questions_of
+from grader.reports.course import asked_by, questions_of
 from tests.grader.reports.small_course import ROOT, SQUARE
 
 
