@@ -361,15 +361,6 @@ def test_reports_are_replaced_and_nothing_else_in_the_folder_is_touched(notebook
     assert (tmp_path / "results.jsonl").read_text() == "kept"
 
 
-def test_the_same_results_give_the_same_reports_byte_for_byte(notebooks, tmp_path):
-    results = list(hostile(notebooks).results)
-    for name, order in (("a", results), ("b", results[::-1])):
-        write_reports(order, tmp_path / name, notebooks=notebooks)
-    for path in (tmp_path / "a").rglob("*.*"):
-        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        assert path.read_bytes() == other.read_bytes()
-
-
 def test_what_the_machine_does_not_confine_is_said_once_and_to_the_instructor_only(notebooks):
     said = flag("not confined", "Submissions may use the network.")
     results = [perfect("ada", flags=(said,)), perfect("bob", flags=(said, flag()))]

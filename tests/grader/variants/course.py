@@ -43,7 +43,6 @@ LONG_MEASUREMENT = "import time\n\ntime.sleep(100_000)"
 
 
 def grade_id(cell: NotebookNode) -> str:
-    """The cell's grade_id, or "" if it has none."""
     return str(cell.metadata.get("nbgrader", {}).get("grade_id", ""))
 
 
@@ -69,7 +68,6 @@ def _solved(exercises: Iterable[str]) -> NotebookNode:
 def write_course(
     folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled", "03-Mixed")
 ) -> Path:
-    """Write the instructor's notebooks, with solutions and hidden tests."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in notebooks:
         nbformat.write(_solved(NOTEBOOKS[name]), folder / f"{name}.ipynb")
@@ -97,21 +95,17 @@ class Copy:
         self.notebook: NotebookNode = nbformat.reads(_edition(name, folder), as_version=4)
 
     def cell(self, exercise: str, check: str = "") -> NotebookNode:
-        """The exercise's solution cell, or its check cell of that name."""
         return self.notebook.cells[self.index(exercise, check)]
 
     def index(self, exercise: str, check: str = "") -> int:
-        """The place of that cell."""
         wanted = EXERCISES[exercise] + (f"-{check}" if check else "")
         return [grade_id(cell) for cell in self.notebook.cells].index(wanted)
 
     def checks(self, exercise: str) -> list[NotebookNode]:
-        """The exercise's check cells."""
         prefix = EXERCISES[exercise] + "-"
         return [cell for cell in self.notebook.cells if grade_id(cell).startswith(prefix)]
 
     def write(self, exercise: str, source: str) -> "Copy":
-        """Fill the solution cell."""
         self.cell(exercise).source = source
         return self
 
@@ -137,22 +131,14 @@ class Copy:
         return self
 
     def text(self) -> str:
-        """The file."""
         return nbformat.writes(self.notebook)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One submission, and the points that it deserves.
+    """One submission, and the points that it deserves by exercise.
 
-    Attributes:
-        name: the student's, and the test's.
-        points: by exercise.
-        hand_in: writes it into the student's folder.
-        file: the name that the notebook gets, where `hand_in` leaves that open.
-        why: what it stands for.
-        flagged: whether the points are undeserved, and a flag says so.
-        atmost: whether it may get fewer points.
+    Where they are undeserved, it is `flagged`; with `atmost` it may get fewer.
     """
 
     name: str
@@ -164,10 +150,9 @@ class Variant:
 
 
 class Variants(dict[str, Variant]):
-    """Variants by name; used as a decorator it takes up another.
+    """Variants by name; used as a decorator it takes up another: a function that gets a `Copy`.
 
-    The decorated function gets a `Copy` and works on it. What it returns is handed in instead if
-    it is bytes; `by_hand` ones get the student's folder and the course's, and write what they like.
+    Bytes that it returns are handed in instead; `by_hand` ones write into the student's folder.
     """
 
     def __init__(self, **points: int) -> None:

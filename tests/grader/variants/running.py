@@ -28,16 +28,7 @@ LEFT_IN_TMP = ("fill-7Q4-0", "hostile-7Q4", "evil")
 
 @dataclass
 class Graded:
-    """Results of a batch, and reports of the witnesses.
-
-    Attributes:
-        results: of each student; none, where nothing was found that could be a submission.
-        course, submissions, out: the folders.
-        changed: the instructor's and the students' files that were changed, added or removed.
-        connections: that reached a server on this machine.
-        survivors: processes that attacks left behind.
-        litter: what attacks left in temporary folders.
-    """
+    """Results of a batch by student, and reports of the witnesses: what attacks did and left."""
 
     results: dict[str, list[SubmissionResult]]
     course: Path
