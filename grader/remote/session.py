@@ -4,7 +4,6 @@ import builtins
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -57,11 +56,7 @@ class Session:
         self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
-        """End `serve` over there, and the connection."""
-        if self.failure is None:
-            with suppress(OSError):
-                self.connection.settimeout(self.timeout_s)
-                send(self.connection, pack({"do": "close", "drop": []}))
+        """End the connection, and `serve` over there with it."""
         self.failure = self.failure or SessionDied("the session was closed")
         self.connection.close()
 

@@ -47,11 +47,9 @@ def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> Non
     """
     worker = _Worker(versions, connection)
     try:
-        while worker.answer():
-            pass
+        while True:
+            worker.answer()
     except (EOFError, ConnectionError):
-        return
-    finally:
         worker.allow()
 
 
@@ -61,13 +59,10 @@ class _Worker:
         self.graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.allow = refuse()
 
-    def answer(self) -> bool:
-        """Answer one request; return False when there are no more."""
+    def answer(self) -> None:
         request = self.read()
         for graph in request["drop"]:
             self.graphs.pop(graph, None)
-        if request["do"] == "close":
-            return False
         if request["fused"]:
             self.allow()
         number = request["id"]
@@ -79,7 +74,6 @@ class _Worker:
             frame = pack({"id": number, "error": _chain(error)})
         del request  # and the arguments with it, before the next ones arrive
         send(self.connection, frame)
-        return True
 
     def read(self) -> Any:
         return unpack(receive(self.connection, limit=2 * MAX_BYTES), self.resolve)
