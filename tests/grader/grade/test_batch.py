@@ -1,10 +1,4 @@
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import filelock
@@ -110,33 +104,6 @@ def test_a_line_that_was_cut_off_costs_that_line_only(tmp_path):
     write_result(tmp_path, RESULT)
 
     assert read_results(tmp_path) == [RESULT] * 3
-
-
-@pytest.mark.slow
-def test_a_grader_that_is_killed_is_resumed_and_leaves_no_process(
-    run_batch, course, tmp_path, solved_folder
-):
-    out = tmp_path / "out"
-    words = ["--out", out, "--notebooks", solved_folder, "--jobs", "2", "--unconfined"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "labsupport.cli", "grade", course, *words],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    # The broken file is written first; then the kernels are on their way.
-    while len(read_results(out)) < 1 or not list(tmp_path.glob("labsupport-run-*")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = (out / NAME).read_text()
-
-    results = run_batch(resume=True)
-
-    lines = (out / NAME).read_text()
-    assert lines.startswith(before)
-    students = [json.loads(line)["student"] for line in lines.splitlines()]
-    assert sorted(students) == ["ada", "bob", "eve", "joe"]
-    assert points(results) == {"ada": 5, "bob": 3, "eve": 0, "joe": 0}
 
 
 def test_after_an_interruption_there_are_reports_of_what_is_done(

@@ -36,23 +36,6 @@ def test_an_error_while_defining_is_told_and_stays_with_its_exercise(grade):
 
 
 @pytest.mark.slow
-def test_a_process_that_kills_itself_takes_nothing_from_other_exercises(grade):
-    _, checks = grade("import os\ndef square(x):\n    if x == 3: os._exit(0)\n    return x * x")
-
-    assert checks["ex-1-1-square-signs"].status == "died"
-    assert checks["ex-1-1-square-five"].status == "passed"
-    assert checks["ex-1-2-cube-three"].status == "passed"
-
-
-@pytest.mark.slow
-def test_a_kernel_that_ends_before_it_is_asked_takes_nothing_from_others(grade):
-    _, checks = grade(cube="import os\nos._exit(0)")
-
-    assert checks["ex-1-1-square-five"].status == "passed"
-    assert checks["ex-1-2-cube-three"].status == "died"
-
-
-@pytest.mark.slow
 def test_an_exercise_that_was_not_begun_says_so(grade):
     result, checks = grade("", None)
 

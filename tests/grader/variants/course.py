@@ -217,7 +217,7 @@ def read_variants(file: Path) -> dict[str, Variant]:
     """
     found = {}
     head = re.compile(r"^--- (\S+) \((\w+)\)([^:]*): (.*)\n", re.MULTILINE)
-    _, *parts = head.split(file.read_text())
+    _, *parts = head.split(file.read_text(encoding="utf-8"))
     for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
         tiled = where in ("tiled", "attends", "hides", "edit_tiled")
         notebook = "02-Tiled" if tiled else "01-Small"

@@ -26,31 +26,6 @@ def only_memory(work: Copy) -> None:
     work.solve("memory")
 
 
-@honest(memory=2)
-def second_function_deleted(work: Copy) -> None:
-    """Half of an exercise is not even there."""
-    work.solve().write("memory", solution("memory").split("def longest_that_fits")[0])
-
-
-@honest()
-def a_callable_object(work: Copy) -> None:
-    """An object with __call__ is as good as a function."""
-    body = solution("attention").replace("def textbook_attention(q", "    def __call__(self, q")
-    lines = body.split("\n")
-    body = "\n".join([lines[0], *("    " + line for line in lines[1:])])
-    work.solve().write(
-        "attention", f"class Attention:\n{body}\n\n\ntextbook_attention = Attention()"
-    )
-
-
-@honest()
-def typed_and_documented(work: Copy) -> None:
-    """Type hints, a decorator, accents and Greek letters."""
-    text = solution("softmax").replace("m_new", "μ_neu").replace("shift", "décalage")
-    text = text.replace("(scores, block_size):", "(scores: 'Tensor', block_size: int) -> tuple:")
-    work.solve().write("softmax", f"import functools\n\n\n@torch.no_grad()\n{text}")
-
-
 @honest(notebook="02-Tiled")
 def tiled_perfect(work: Copy) -> None:
     """The other notebook, solved."""
