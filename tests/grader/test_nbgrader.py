@@ -14,7 +14,7 @@ import pytest
 from grader.exam import exercises_of
 from grader.grade.one import grade_one
 from grader.grade.settings import Settings
-from grader.grade.submissions import read_submission
+from grader.grade.submissions import find_submissions
 from labsupport import paths
 from labsupport.course.editions import make_edition
 from tests.nbgrader_course import NAME, Course, solutions_of
@@ -105,7 +105,7 @@ def same_points(solved, folder, *students):
     theirs, notebooks = course.grades(), folder / "source" / "lab"
     settings = Settings(notebooks=notebooks, notebook_timeout_s=600, unconfined=True)
     for student, file in files.items():
-        submission = read_submission(file, student=student, notebooks=notebooks)
+        (submission,) = find_submissions(file, notebooks=notebooks)
         ours = {check.grade_id: check.earned for check in grade_one(submission, settings).checks}
         assert ours == theirs[student], student
     return theirs
