@@ -81,7 +81,7 @@ ANSWERS: tuple[Answer, ...] = (
     Answer("training/planner/formulas.py", "3-3"),
     _checks("textbook", "1-1, 1-2", "textbook_attention", "score_bytes", "longest_that_fits"),
     _checks("softmax", "1-3", "running_max_and_sum"),
-    _checks("flash", "1-4, 1-5", "flash_forward", "flash_backward"),
+    _checks("flash", "1-4, 1-5", "flash_forward", "flash_backward", "score_gradient"),
     _checks("dtypes", "1-6", "half_dtype", "full_attention"),
     _checks("layout", "2-1", "split_heads", "to_flash_layout", "split_qkv"),
     _checks("registered", "2-2", "flash_attention", "lab_attention"),

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -151,10 +152,10 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     except CheckFailed:
         raise
     except Exception as error:
-        shown = [f"a list of {len(x)}" if isinstance(x, list) else readable(x) for x in args]
-        shown += [f"{key}={readable(value)}" for key, value in options.items()]
+        shown = [f"{key} = {_brief(value)}" for key, value in _named(function, args, options)]
         raise CheckFailed(
-            f"{name} raised {type(error).__name__}: {error}\nIt was called with {', '.join(shown)}."
+            f"{name} raised {type(error).__name__}: {error}{_line(function, error)}\n"
+            f"It was called with {', '.join(shown)}."
         ) from error
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
@@ -166,6 +167,39 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
                     "name that ends in `_`), but its caller still needs it. Compute a new tensor."
                 )
     return result
+
+
+def _named(function: Any, args: Any, options: Any) -> Iterable[tuple[str, Any]]:
+    """Return the arguments of a call with their names, as far as these are known."""
+    names: list[str] = []
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]
+    return [*zip(names, args, strict=False), *options.items()]
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = readable(value)
+    return text if len(text) <= LINE else kind(value)
+
+
+def _line(function: Any, error: Exception) -> str:
+    """Return the student's line that raised, and what often helps there."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    numbers = [n for frame, n in walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    line = linecache.getline(file, numbers[-1]).strip() if file and numbers else ""
+    text = f"\nIn line {numbers[-1]} of its cell: {line}" if line else ""
+    if re.search(r"\.T\b", line):
+        text += "\n`.T` turns all dimensions round; `.mT` swaps the last two."
+    elif "must match the size of tensor b" in str(error):
+        text += (
+            "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
+            "x[..., None]); and the last block may be shorter than the others."
+        )
+    return text
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -256,21 +290,20 @@ def judge(
     Raises:
         CheckFailed: wrong shape, dtype or values.
     """
+    near = partial(_close, result.detach().double(), allowed=max(allowed, 1e-4), relative=1e-4)
+    wrong = ((say, x.detach().double()) for say, x in mistakes)
+    known = (say for say, x in wrong if x.shape == result.shape and near(x))
     if result.shape != expected.shape:
         raise CheckFailed(
-            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
+            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected. "
+            f"{next(known, '')}".rstrip()
         )
     if dtype is not None and result.dtype != dtype:
         raise CheckFailed(f"{name} has dtype {result.dtype}, but {dtype} was expected.")
     result, expected = result.detach().double(), expected.detach().double()
-    if _close(result, expected, allowed):
-        return
-    near = max(allowed, 1e-4)
-    for say, wrong in mistakes:
-        wrong = wrong.detach().double()
-        if wrong.shape == result.shape and _close(result, wrong, near, relative=1e-4):
-            raise CheckFailed(f"{name} is wrong. {say}")
-    raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}")
+    if not _close(result, expected, allowed):
+        say = next(known, "") or _location(result, expected, allowed)
+        raise CheckFailed(f"{name} is wrong. {say}")
 
 
 def judge_call(
@@ -352,7 +385,7 @@ def _location(result: Tensor, expected: Tensor, allowed: float) -> str:
     if (nan := result.isnan() & ~expected.isnan()).any():
         return (
             f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
-            "0 / 0, or exp of a large positive number."
+            "0 / 0, 0 times inf, or exp of a large positive number."
         )
     if (inf := result.isinf() & ~expected.isinf()).any():
         return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."

@@ -368,7 +368,7 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
         (checks.check_running_streams, lambda s, block: (s[..., 0].clone(),) * 2, "m is wrong"),
         (checks.check_running_streams, lambda s, block: (s.amax(-1), s[..., 0] * 0), "positive sum"),
         (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
-        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dv is"),
+        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dq is"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
         (checks.check_loss_memory, mutant(chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],

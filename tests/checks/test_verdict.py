@@ -63,10 +63,26 @@ def test_a_call_that_fails_is_named():
 
     said = diagnosis(verdict.call, adds, torch.ones(2), "text")
     assert "adds raised TypeError" in said
-    assert "It was called with a float32 tensor of shape (2,), 'text'." in said
+    assert " of its cell: return a + b" in said
+    assert "It was called with a = a float32 tensor of shape (2,), b = 'text'." in said
+    parts = [[1.0], torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 4)]
+    said = diagnosis(verdict.call, lambda *x, **o: x + 1, *parts, text="t" * 200)
+    assert "argument 1 = a list of 1, argument 2 = a Sequential" in said
+    assert "text = a str." in said
     assert "is a `return` missing?" in diagnosis(verdict.call, lambda: None)
     parts = [(torch.ones(1),)]
     assert "number 1 in place" in diagnosis(verdict.call, lambda x: x[0][0].add_(1), parts)
+
+
+def test_a_line_that_raises_gets_a_remark():
+    def turned(k):
+        return k + k.T
+
+    def row_of_numbers(s):
+        return s - s.amax(-1)
+
+    for student, said in ((turned, "`.mT` swaps the last two"), (row_of_numbers, "keepdim=True")):
+        assert said in diagnosis(verdict.call, student, torch.ones(2, 3))
 
 
 def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
