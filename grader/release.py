@@ -23,6 +23,7 @@ _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
 _ELSEWHERE = re.compile(r"benchmarks|tests|make (test|book)|GRADING|<!--|git clone")
 _LEFT_OUT = re.compile(r"`?(flash_torch|flash_triton|minimal_ring|kernels/)")
 _BLOCK = re.compile(r"^(```+)(python|text)\b.*?^\1[ ]*\n", re.MULTILINE | re.DOTALL)
+_OUTLINE = re.compile(r"<details><summary>Hint 3.*?</details>", re.DOTALL)  # the innermost one
 _NOTE = "*(A program, not part of the exam edition.)*"
 
 _README = """# The FlashAttention lab{kind}
@@ -189,7 +190,7 @@ def _exam(edition: Edition) -> Edition:
     notebook = json.loads(edition.text)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
-            text = without_left_out("".join(cell["source"]))
+            text = without_left_out(_OUTLINE.sub("", "".join(cell["source"])))
             cell["source"] = text.splitlines(keepends=True)
     text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     return dataclasses.replace(edition, text=text)

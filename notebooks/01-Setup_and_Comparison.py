@@ -263,18 +263,22 @@ import pandas as pd
 from labsupport.profiling import measure_peak_memory
 
 
-def measured_mib(seqlen):
+def measured_bytes(seqlen):
     q, k, v = torch.randn(3, 1, heads, seqlen, head_dim, device=device)
-    return measure_peak_memory(lambda: own_attention(q, k, v)).peak_bytes / 2**20
+    return measure_peak_memory(lambda: own_attention(q, k, v)).peak_bytes
 
 
 # %%
-memory = pd.DataFrame({"tokens": lengths})
-memory["measured, MiB"] = [measured_mib(n) for n in lengths]
-memory["S and P by formula, MiB"] = [2 * heads * n**2 * 4 / 2**20 for n in lengths]
-most = memory["measured, MiB"].iloc[-1]
+memory = pd.DataFrame({"seqlen": lengths, "backend": "standard", "direction": "forward"})
+memory["peak_memory_bytes"] = [measured_bytes(n) for n in lengths]
+most = memory.peak_memory_bytes.iloc[-1] / 2**20
 checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
-memory.round(1)
+formula = plotting.Reference("S and P by formula", lambda n: 2 * heads * n**2 * 4 / 2**20)
+plotting.plot_memory(
+    memory.assign(status="ok"),
+    title=f"At 4,096 tokens the textbook needs {most:,.0f} MiB",
+    references=[formula],
+)
 
 # %% [markdown]
 # Each doubling of the length takes four times the memory, as the formula says; the small rest is the output.
@@ -517,6 +521,10 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 checks.check_running_streams(running_max_and_sum)
 
 # %% [markdown]
+# The blocks need not come one after the other. Any order of merging ends in the same pair, here for the row of section 1.4:
+#
+# ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
+#
 # The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
 # $L = m + \ln \ell = \ln \sum e^{s}$. It has a pleasant property: two attention results over *different keys*
 # can be merged if you know the $L$ of each. The weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
@@ -841,6 +849,8 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 # %% [markdown]
 # #### Step 2 · D, and with it dS · 15 minutes, 1 point
 #
+# ![One query: of its rows of P and dP the tile has two of eight entries; its rows of O and dO are there in full.](../theory/figures/row-and-tile.png)
+#
 # Take pencil and paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Find
 # $D$ without any sum over $k$. Then write $dS$ of one tile.
 #
@@ -993,6 +1003,8 @@ else:
 # ```python
 # attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
 # ```
+#
+# ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
 # Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
 # stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use

@@ -213,6 +213,8 @@ print("the same attention as without it:", same)
 # What works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from it. Each
 # layer then calls that function with queries, keys and values in SDPA's layout, and wants the output back in flash-attn's. You
 # can put a function of your own into the table.
+#
+# ![The layers of a model call one function of a table, which the configuration names: tensors go in as (batch, heads, seqlen, head_dim) and come back as (batch, seqlen, heads, head_dim).](../theory/figures/attention-table.png)
 
 # %% [markdown]
 # ### Exercise 2-2 · Your own attention in a Transformers model
@@ -970,12 +972,15 @@ configured[[*axes, "time, ms", "speedup", "extra memory, MiB"]].round(2)
 # %%
 with torch.inference_mode():
     stream = model(ids[:, :64], output_hidden_states=True, use_cache=False).hidden_states[:-1]
-pd.DataFrame(
-    {
-        "largest magnitude": [x.abs().max().item() for x in stream],
-        "median magnitude": [x.abs().median().item() for x in stream],
-    }
-).iloc[::3].round(1).T
+figure = plotting.Chart(figsize=(7.2, 3.4))
+axes = figure.subplots()
+for name, pick in (("largest", torch.max), ("median", torch.median)):
+    axes.semilogy([pick(x.abs()).item() for x in stream], marker="o", label=name)
+axes.axhline(65_504, color="black", linestyle=":", label="the end of float16")
+axes.set(xlabel="layer", ylabel="magnitude in the residual stream")
+axes.legend(loc="center right", frameon=False)
+figure.headline("A few numbers of the stream are far larger than the rest", "SmolLM2, 64 tokens")
+figure
 
 # %% [markdown]
 # Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, and it stays: more than a third of the

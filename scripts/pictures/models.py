@@ -1,4 +1,4 @@
-"""The figures of notebook 2: what a model gains, layouts, padding, prefill and decode."""
+"""The figures of notebooks 1 and 2: a tile and its row, layouts, and attention inside a model."""
 
 import _draw as d
 
@@ -51,13 +51,56 @@ def layouts(panels):
                 place = str(4 * token + 2 * head + x)
                 d.box(panels[0], 2.3 * head + x, token, colour, place)
                 d.box(panels[1], token * 2.1 + x, 1.5 * head, colour, place)
-            d.words(panels[0], -1.2, token + 0.6, f"token {token}", 8.5)
-            d.words(panels[1], token * 2.1 + 0.5, -0.15, f"token {token}", 8.5)
         d.words(panels[0], 2.3 * head + 0.5, -0.15, f"head {head}", 8.5)
         d.words(panels[1], -1.2, 1.5 * head + 0.6, f"head {head}", 8.5)
+    for token in range(TOKENS):
+        d.words(panels[0], -1.2, token + 0.6, f"token {token}", 8.5)
+        d.words(panels[1], token * 2.1 + 0.5, -0.15, f"token {token}", 8.5)
     return (
         "Two layouts of the same numbers: transpose exchanges the axes, and nothing moves",
         "Numbers: places in memory, as a projection wrote them (3 tokens, 2 heads of 2)",
+    )
+
+
+@d.picture("row-and-tile.png", (9.6, 2.5))
+def row_and_tile(axes):
+    """One row of P and dP, of which a tile is a part; and the rows of dO and O, in full."""
+    axes.set(xlim=(-1.4, 15.2), ylim=(3.1, -0.9), aspect="equal")
+    axes.axis("off")
+    for y, name in ((0, "P"), (1.2, "dP")):
+        d.words(axes, -1.3, y + 0.62, f"row of {name}", 8.5)
+        for x in range(8):
+            d.box(axes, x + 0.6, y, d.TILE if x in (2, 3) else d.PALE)
+        d.words(axes, 10.2, y + 0.62, f"row of {'dO' if y else 'O'}", 8.5)
+        for x in range(3):
+            d.box(axes, x + 12, y, d.GREEN)
+    d.words(axes, 3.6, -0.2, "this tile", 8.5, ha="center")
+    d.words(axes, 4.6, 2.7, "D needs all eight products", 9, "black", ha="center")
+    d.words(axes, 13.5, 2.7, "there in full", 9, "black", ha="center")
+    return (
+        "A tile has only a part of the sum that makes D",
+        "One query: its row has one number for each key, and head_dim numbers in O and dO",
+    )
+
+
+@d.picture("attention-table.png", (9.6, 3.3))
+def attention_table(axes):
+    """A model's layers call the function that the configuration names."""
+    axes.set(xlim=(0, 17), ylim=(5.2, -0.2), aspect="equal")
+    axes.axis("off")
+    for y in range(4):
+        d.box(axes, 0, 0.2 + 1.2 * y, d.TILE, f"attention layer {y}" if y < 3 else "…", 3.2)
+    names = {"eager": d.PALE, "sdpa": d.PALE, "…": d.PALE, "mine": d.GREEN}
+    for y, (name, colour) in enumerate(names.items()):
+        d.box(axes, 13.4, 0.2 + 1.2 * y, colour, name, 3.2)
+    d.arrow(axes, (3.5, 1.9), (13.2, 4.1))
+    d.arrow(axes, (13.2, 4.5), (3.5, 2.25))
+    d.words(axes, 8.4, 1.5, "query, key, value: (batch, heads, seqlen, head_dim)", ha="center")
+    d.words(axes, 8.4, 0.3, 'set_attn_implementation("mine")', 10, "black", ha="center")
+    d.words(axes, 7.2, 4.9, "output: (batch, seqlen, heads, head_dim), and None", ha="center")
+    return (
+        "Each layer calls the function that the configuration names",
+        "Transformers' table of attention functions; the weights stay in the layers",
     )
 
 

@@ -37,7 +37,9 @@ def quick_notebook(tmp_path_factory):
     notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     own = [c for c in notebook.cells if grade_id(c).startswith(QUICK) and c.cell_type == "code"]
     imports = "import math\n\nimport torch\n\nfrom labsupport import checks"
-    about = nbformat.v4.new_markdown_cell("Short. Slower is `flash_torch`. Long.")
+    hints = "<details><summary>Hint {}: a</summary>".format
+    hints = f"{hints(2)}{hints(3)}b</details></details>"
+    about = nbformat.v4.new_markdown_cell(f"Short. Slower is `flash_torch`. Long.{hints}")
     notebook.cells = [about, nbformat.v4.new_code_cell(imports), *own]
     folder = tmp_path_factory.mktemp("solved")
     nbformat.write(notebook, folder / NOTEBOOKS[0].name)
@@ -209,7 +211,8 @@ def test_the_texts_of_an_exam_name_nothing_that_is_left_out(quick_exam):
     for page in quick_exam.rglob("*.md"):
         assert "flash_torch" not in page.read_text(encoding="utf-8"), page
     notebook = nbformat.read(quick_exam / "notebooks" / NOTEBOOKS[0].name, as_version=4)
-    assert notebook.cells[0].source == "Short. Long."
+    hints = "<details><summary>Hint 2: a</summary></details>"  # the outline is gone
+    assert notebook.cells[0].source == f"Short. Long.{hints}"
 
 
 def test_two_commands_of_the_readme_work_in_a_course(course):
