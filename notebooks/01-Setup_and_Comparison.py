@@ -179,10 +179,11 @@ from labsupport.attention import standard_attention
 own_attention = checks.solution_or_reference(
     textbook_attention, standard_attention, checks.check_textbook_values
 )
-all_pairs, x = torch.ones(12, 12, dtype=torch.bool), torch.randn(12, head_dim)
+all_pairs = torch.ones(12, 12, dtype=torch.bool)
+x, identity = torch.randn(12, head_dim), torch.eye(12, head_dim)
 masks = {"no mask": None, "causal": all_pairs.tril(), "6 or more back": all_pairs.tril(-6)}
 plotting.plot_weights(
-    {name: own_attention(x, x, torch.eye(12), mask)[0] for name, mask in masks.items()}
+    {name: own_attention(x, x, identity, mask)[0][:, :12] for name, mask in masks.items()}
 )
 
 
@@ -380,8 +381,10 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 #
 # What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
 # bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
-# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8.
-#
+# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8. (Is float16 far slower than
+# float32 on your CPU? Many CPUs have no fast instructions for it.)
+
+# %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
 # So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$

@@ -143,6 +143,8 @@ def flash_backward(
 
 
 BACKWARD_MISTAKES = mistakes(r"""
+dq and dk are still zeros, as in step 1: add up their parts, tile by tile.
+    return dq, dk, dv -> return 0 * dq, 0 * dk, dv
 The three gradients come back in another order: return dq, dk, dv.
     return dq, dk, dv -> return dv, dk, dq
 D is missing: dS = P * (dP - D).
@@ -231,6 +233,14 @@ def check_forward_values(student: Student, seed: int = 0) -> None:
     _judge_forward(
         student, _qkv(2, n_q=29, n_k=37, seed=seed), False, (8, 16), FORWARD_NAMES, where
     )
+    inputs = _qkv(1, n_q=64, n_k=64, seed=seed)
+    with LargestTensor() as largest:
+        call(student, *inputs, False, 8, 32)
+    if largest.numel > inputs[0].numel():
+        raise CheckFailed(
+            f"a tensor of shape {largest.shape} was created, but a tile has 8 x 32 scores here "
+            "(block_q 8, block_k 32): take block_q queries at a time, in an outer loop."
+        )
     passed("all blocks of queries agree with the textbook in float64", seed)
 
 

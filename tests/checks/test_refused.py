@@ -286,13 +286,15 @@ def test_more_than_one_look_at_one_block_is_refused(edit, said):
 
 
 SCALE = "scale = 1 / math.sqrt(q.shape[-1])"
+RIGHT = (checks.check_forward_rows, checks.check_forward_lse, checks.check_forward_edges)
 WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
 
 
 @pytest.mark.parametrize(
     ("student", "right", "memory", "said"),
     [
-        (mutant(flash.flash_forward, WHOLE), FORWARD, checks.check_forward_memory, "256, 256)"),
+        (mutant(flash.flash_forward, WHOLE), RIGHT, checks.check_forward_memory, "256, 256)"),
+        (mutant(flash.flash_forward, WHOLE), RIGHT, checks.check_forward_values, "64, 64)"),
         (
             mutant(flash.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")),
             FORWARD,
