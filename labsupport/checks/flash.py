@@ -268,7 +268,7 @@ def check_forward_memory(student: Student) -> None:
             output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
-    exact = reference(lambda: flash_forward(*inputs, False, 32, 32))
+    exact = reference(lambda: flash_forward(*inputs, False, 32, 32)[:1])  # of the output alone
     _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, exact)
 
 
@@ -380,7 +380,7 @@ def _judge_memory(
             )
         if not is_causal:
             where = "(no mask; memory counts where the result is right)"
-            for name, value, right in zip(names, unpack(result, names), exact, strict=True):
+            for name, value, right in zip(names, unpack(result, names), exact, strict=False):
                 judge(f"{where} {name}", value, right, allowed=1e-3)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
