@@ -85,6 +85,7 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
         axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("keys")
+        axes.locator_params(integer=True)
     panels[0].set_ylabel("queries")
     figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
     return figure
