@@ -1,10 +1,11 @@
-"""Tiles: how the algorithm cuts the score matrix, a map of block sizes, and their traffic.
+"""The score matrix: its weights, how it is cut into tiles, a map of block sizes, their traffic.
 
 `plot_tile_choices` takes what `labsupport.analysis.explorer.tile_choices` returned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -68,6 +69,24 @@ def plot_tiles(
         if count
     ]
     figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def plot_weights(weights: Mapping[str, Any]) -> Chart:
+    """Draw matrices of attention weights side by side.
+
+    Args:
+        weights: matrices (queries, keys) of numbers from 0 to 1, by the panels' titles.
+    """
+    figure = Chart(figsize=(2.9 * len(weights), 3.1))
+    panels = figure.subplots(1, len(weights), squeeze=False)[0]
+    for axes, (title, matrix) in zip(panels, weights.items(), strict=True):
+        axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("keys")
+        axes.locator_params(integer=True)
+    panels[0].set_ylabel("queries")
+    figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
     return figure
 
 

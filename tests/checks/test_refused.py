@@ -287,6 +287,7 @@ def test_more_than_one_look_at_one_block_is_refused(edit, said):
 
 
 SCALE = "scale = 1 / math.sqrt(q.shape[-1])"
+RIGHT = (checks.check_forward_rows, checks.check_forward_lse, checks.check_forward_edges)
 WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
 
 
@@ -294,6 +295,7 @@ WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
     ("student", "right", "memory", "said"),
     [
         (mutant(flash.flash_forward, WHOLE), FORWARD, checks.check_forward_memory, "256, 256)"),
+        (mutant(flash.flash_forward, WHOLE[:2]), RIGHT, checks.check_forward_values, "outer loop"),
         (
             mutant(flash.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")),
             FORWARD,
@@ -369,7 +371,7 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
         (checks.check_running_streams, lambda s, block: (s[..., 0].clone(),) * 2, "m is wrong"),
         (checks.check_running_streams, lambda s, block: (s.amax(-1), s[..., 0] * 0), "positive sum"),
         (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
-        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dv is"),
+        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dq is"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
         (checks.check_loss_memory, mutant(chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],

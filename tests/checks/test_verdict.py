@@ -70,6 +70,17 @@ def test_a_call_that_fails_is_named():
     assert "number 1 in place" in diagnosis(verdict.call, lambda x: x[0][0].add_(1), parts)
 
 
+def test_a_line_that_raises_gets_a_remark():
+    def turned(k):
+        return k + k.T
+
+    def row_of_numbers(s):
+        return s - s.amax(-1)
+
+    for student, said in ((turned, "`.mT` swaps the last two"), (row_of_numbers, "keepdim=True")):
+        assert said in diagnosis(verdict.call, student, torch.ones(2, 3))
+
+
 def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
     reason = "\n".join([" ".join(["seventeen"] * 30), "It was called with two tensors."])
     shown = checks.CheckFailed(reason)._render_traceback_()

@@ -53,7 +53,7 @@ class Graded:
         lines = [f"{student}: {len(self.results.get(student, []))} results"]
         for result in self.results.get(student, []):
             lines.append(f"{result.path!r} {result.status} {result.reason} {result.seconds:.1f} s")
-            lines += [f"  {c.grade_id}: {c.status} {c.message[:300]}" for c in result.checks]
+            lines += [f"  {c.grade_id}: {c.status} {c.message[:900]}" for c in result.checks]
             lines += [f"  flag {f.kind} {f.grade_id}: {f.text[:200]}" for f in result.flags]
         return "\n".join(lines)
 
