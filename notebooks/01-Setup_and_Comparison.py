@@ -180,7 +180,7 @@ own_attention = checks.solution_or_reference(
     textbook_attention, standard_attention, checks.check_textbook_values
 )
 all_pairs = torch.ones(12, 12, dtype=torch.bool)
-x, identity = torch.randn(12, head_dim), torch.eye(12, head_dim)
+x, identity = 0.4 * torch.randn(12, head_dim), torch.eye(12, head_dim)
 masks = {"no mask": None, "causal": all_pairs.tril(), "6 or more back": all_pairs.tril(-6)}
 plotting.plot_weights(
     {name: own_attention(x, x, identity, mask)[0][:, :12] for name, mask in masks.items()}
@@ -262,6 +262,7 @@ predicted_mib = None  # your guess, a number, before you run the next cells
 import pandas as pd
 
 from labsupport.profiling import measure_peak_memory
+from labsupport.profiling.provenance import provenance
 
 
 def measured_bytes(seqlen):
@@ -270,13 +271,15 @@ def measured_bytes(seqlen):
 
 
 # %%
-memory = pd.DataFrame({"seqlen": lengths, "backend": "standard", "direction": "forward"})
+memory = pd.DataFrame({"seqlen": lengths, "backend": "standard"})
+memory = memory.assign(direction="forward", status="ok")
+memory.attrs["provenance"] = provenance(device)
 memory["peak_memory_bytes"] = [measured_bytes(n) for n in lengths]
 most = memory.peak_memory_bytes.iloc[-1] / 2**20
 checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
 formula = plotting.Reference("S and P by formula", lambda n: 2 * heads * n**2 * 4 / 2**20)
 plotting.plot_memory(
-    memory.assign(status="ok"),
+    memory,
     title=f"At 4,096 tokens the textbook needs {most:,.0f} MiB",
     references=[formula],
 )

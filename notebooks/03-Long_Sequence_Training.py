@@ -862,7 +862,7 @@ except RuntimeError as error:
 
 # %% [markdown]
 # **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages, the step
-# and the random numbers; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
+# from which the random numbers follow; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
 # is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
 
 

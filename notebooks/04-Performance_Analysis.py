@@ -220,7 +220,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 # %% [markdown]
-# `labsupport profile` does all that with one command, for attention of a shape or, behind `--`, for any program: it writes a folder
+# `labsupport profile` does all that with one command, for attention of a shape: it writes a folder
 # that begins with `SUMMARY.md`. Where NVIDIA's profilers are installed, it runs them too.
 #
 # ## 4.2 · FLOPs, bytes, and a roof
@@ -1567,7 +1567,7 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 #   CUTLASS (`flash_fwd_kernel.h` the forward, `flash_bwd_kernel.h` the backward), `hopper/` is version 3, `flash_attn/cute/` version
 #   4, in Python. PyTorch: `aten/src/ATen/native/cpu/FlashAttentionKernel.cpp` is the one that ran here on a CPU.
 # - NVIDIA's CUTLASS, and CuTe in it, whose documentation explains the layouts that you meet in those files.
-# - To try: `labsupport profile` on your own program, and `labsupport compare` on the next GPU that you get hold of.
+# - To try: `trace` on a step of your own program, and `labsupport compare` on the next GPU that you get hold of.
 #
 # **The end of the lab.** 28 + 24 + 24 + 24 points, if all checks say `[ok]`. You began with three lines that needed $N^2$ numbers. You
 # have since written the algorithm, put it into a model, trained with it on long texts, spread it over devices, and predicted its
