@@ -11,38 +11,19 @@ Here are the options of all: --device, --save NAME (keep the table under data/ru
 not a table, come from `python -m benchmarks.recall`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from labsupport.profiling.runs import add_save_options, save_if_asked
 
+# Each with the first line of its file, which says what it measures.
 PROGRAMS = {
-    "agreement": "losses and gradients under two attentions",
-    "attention": "time, memory and error of attention over a grid",
-    "baseline_noise": "how the time of an unchanged program varies",
-    "claims": "the lab's own claims, with targets",
-    "clocks": "this lab's clock beside others",
-    "data_parallel": "training steps under DDP and FSDP by number of ranks",
-    "decode": "decoding from a long cache beside other libraries",
-    "dtypes": "what each backend does with each combination of dtypes",
-    "generation": "decode, prefill and training steps of models with random weights",
-    "grading": "seconds per submission, beside nbgrader",
-    "loop_orders": "version 1's loop order beside version 2's",
-    "models": "a whole model reading a file",
-    "overhead": "Python's share of a call, backend by backend",
-    "peers": "forward and backward beside other libraries, shape by shape",
-    "planner": "predicted and measured memory of a training step",
-    "predictor": "what a predictor is calibrated on",
-    "resources": "what the compiler makes of the Triton kernels; needs no GPU",
-    "sequence_parallel": "training steps with a sharded sequence",
-    "tasks": "a model's scores by its window",
-    "traffic": "bytes that a GPU moves, counted by ncu",
-    "training": "training steps by length, remedy after remedy",
-    "tune": "the fastest tilings on this GPU",
+    path.stem: path.read_text(encoding="utf-8").split("\n")[0].strip('"')
+    for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))
+    if path.stem not in ("runner", "recall")
 }
 
 
@@ -66,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outer = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure what data/runs holds, tune the kernels, compare with other libraries.",
-        epilog="\n".join(f"{name:20} {text}" for name, text in PROGRAMS.items()),
+        epilog="\n".join(f"{name:18} {text}" for name, text in PROGRAMS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     outer.add_argument("program", choices=list(PROGRAMS), metavar="NAME")

@@ -6,10 +6,9 @@
 Lists are comma-separated.
 """
 
-from __future__ import annotations
-
 import argparse
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from benchmarks.runner import names, numbers
 from labsupport.profiling.bench import measurable_backends
@@ -17,9 +16,6 @@ from labsupport.profiling.benchmark import run_grid
 from labsupport.profiling.cases import DIRECTIONS, DTYPES, grid
 from labsupport.profiling.tables import format_table
 from labsupport.profiling.timing import resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--causal", choices=["no", "yes", "both"], default="no")
     add("--direction", type=names, default=["forward"], help=", ".join(DIRECTIONS))
     add("--max-seconds", type=float, default=1.0, help="time limit for the repeats of one case")
-    add("--seed", type=int, default=0)
-    add("--no-error", action="store_true", help="do not compare with the float64 oracle")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
@@ -46,10 +40,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         causal={"no": [False], "yes": [True], "both": [False, True]}[options.causal],
         **{name: getattr(options, name) for name in named},
     )  # fmt: skip
-    return run_grid(
-        cases, device=device, measure_error=not options.no_error,
-        max_seconds=options.max_seconds, seed=options.seed,
-    )  # fmt: skip
+    return run_grid(cases, device=device, max_seconds=options.max_seconds)
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:

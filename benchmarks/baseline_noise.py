@@ -6,22 +6,18 @@ Chapter 8 tries the rule of `labsupport bench --check-baseline` on such runs. Tw
 length take turns, so that both meet the same hours.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from benchmarks.runner import Case, Row, run
 from labsupport.profiling.baseline import Job, in_fresh_process, plan
 from labsupport.profiling.cases import Case as Shape
 from labsupport.profiling.timing import resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CASES = {
     "default": Shape("sdpa_flash", 1024, batch=2, heads=8),
@@ -40,19 +36,19 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         One row for each pair of samples: case ("default", "short"), process, started_s (since the
         run began), case_ms, reference_ms (of the yardstick).
     """
-    device = resolve_device(options.device)
     jobs = {name: plan(case, options.device) for name, case in CASES.items()}
-    return run(_rounds(jobs, options.minutes * 60), device, threads_measured=1)
 
+    def rounds() -> Iterator[Case]:
+        start = time.perf_counter()
+        for process in itertools.count():
+            for name, job in jobs.items():
+                began = round(time.perf_counter() - start, 1)
+                row = {"case": name, "process": process, "started_s": began}
+                yield Case(row, partial(_pairs, job))
+            if time.perf_counter() - start >= options.minutes * 60:
+                return
 
-def _rounds(jobs: dict[str, Job], seconds: float) -> Iterator[Case]:
-    start = time.perf_counter()
-    for process in itertools.count():
-        for name, job in jobs.items():
-            began = round(time.perf_counter() - start, 1)
-            yield Case({"case": name, "process": process, "started_s": began}, partial(_pairs, job))
-        if time.perf_counter() - start >= seconds:
-            return
+    return run(rounds(), resolve_device(options.device), threads_measured=1)
 
 
 def _pairs(job: Job) -> list[Row]:

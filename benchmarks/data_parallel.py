@@ -12,18 +12,17 @@ If a rank is left waiting, the process group's timeout ends the wait; with NCCL 
 and what was measured until then is kept (--save).
 """
 
-from __future__ import annotations
-
+import itertools
 import os
-import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,18 +41,16 @@ from labsupport.distributed.data_parallel.run import clip_gradients, make_optimi
 from labsupport.distributed.failures import is_lost
 from labsupport.distributed.launch import launch
 from labsupport.distributed.process_group import RankInfo, all_gather_object, cleanup_ddp, setup_ddp
+from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.provenance import command_line
-from labsupport.profiling.timing import quantile
+from labsupport.profiling.timing import Timing
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from labsupport.training.history import read_peak, reset_peak
-from labsupport.training.memory import is_out_of_memory
 from labsupport.training.sizes import parse_tokens
 from labsupport.training.train import TrainConfig
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 STRATEGIES = ("single", "ddp", "fsdp")
+TIMEOUT = 120.0  # seconds that a rank waits for another within a case
 # Ranks that take no part wait on the CPU for those that do, so long at most.
 MEETING = timedelta(minutes=30)
 
@@ -89,17 +86,14 @@ def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--presets", type=runner.names, default="gpt2-medium,48x1600" if gpu else "tiny,8x128",
         help="shapes, separated by commas: names of presets, or LAYERSxWIDTH")  # fmt: skip
-    add("--strategies", type=runner.some_of(STRATEGIES), default=list(STRATEGIES))
     add("--worlds", type=runner.numbers, default="1,2,4,8",
         help="numbers of ranks; those that are not there are left out")  # fmt: skip
     add("--length", type=parse_tokens, default=4096 if gpu else 128, help="tokens, such as 4K")
     add("--batch", type=int, default=1, help="sequences of each rank")
     add("--accumulation", type=int, default=1, help="also measure so many micro-batches a step")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if gpu else "float32")
     add("--attention", default="auto")
     add("--steps", type=int, default=8)
     add("--warmup", type=int, default=3)
-    add("--timeout", type=float, default=120.0, help="seconds that a rank waits for another")
     add("--seconds", type=float, default=float("inf"), help="then no further case is begun")
     add("--processes", type=int, default=2, help="to start where torchrun did not")
 
@@ -107,12 +101,11 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> pd.DataFrame | None:
     for preset in options.presets:
         shape_of(preset)  # an unknown one is refused before anything starts
-    given = vars(options)
-    names = "presets", "worlds", "strategies", "accumulation", "length", "batch", "dtype"
-    chosen = list(cases(**{name: given[name] for name in (*names, "attention")}))
-    names = "steps", "warmup", "timeout", "seconds"
-    function = partial(measure_scaling, chosen, **{name: given[name] for name in names})
-    return on_all_ranks(function, options, options.timeout)
+    dtype = "bfloat16" if torch.cuda.is_available() and options.device != "cpu" else "float32"
+    given = {name: getattr(options, name) for name in ("length", "batch", "attention")}
+    chosen = list(cases(options.presets, options.worlds, options.accumulation, dtype, **given))
+    given = {name: getattr(options, name) for name in ("steps", "warmup", "seconds")}
+    return on_all_ranks(partial(measure_scaling, chosen, **given), options, TIMEOUT)
 
 
 def on_all_ranks(
@@ -140,16 +133,10 @@ def on_all_ranks(
 
 
 def show(table: pd.DataFrame, options: Namespace | None) -> str:
-    columns = [
-        *("preset", "strategy", "world", "micro_batches", "sync_every", "step_ms", "efficiency"),
-        *("state_bytes", "predicted_state_bytes", "peak_memory_bytes", "all_reduces"),
-        *("predicted_sent_bytes", "status", "reason"),
-    ]
-    shown = table[[name for name in columns if name in table]].copy()
-    for name in columns:
-        if name.endswith("_bytes") and name in shown:
-            shown[name] = (shown[name] / 2**20).round(1)
-    shown = shown.rename(columns=lambda name: str(name).replace("_bytes", "_mib"))
+    columns = ["preset", "strategy", "world", "micro_batches", "sync_every", "step_ms"]
+    columns += ["efficiency", "state_bytes", "predicted_state_bytes", "peak_memory_bytes"]
+    columns += ["all_reduces", "predicted_sent_bytes", "status", "reason"]
+    shown = table.reindex(columns=columns)
     return shown.to_string(index=False, na_rep="", float_format="{:.4g}".format)
 
 
@@ -169,27 +156,20 @@ def shape_of(preset: str) -> DecoderConfig:
 
 
 def cases(
-    presets: Sequence[str],
-    worlds: Sequence[int],
-    *,
-    strategies: Sequence[str] = STRATEGIES,
-    accumulation: int = 1,
-    **shared: Any,
+    presets: Sequence[str], worlds: Sequence[int], accumulation: int, dtype: str, **shared: Any
 ) -> Iterator[Case]:
     """Yield every strategy on every number of ranks.
 
     The first preset also shows accumulation, with no_sync() (or its like) and without. `shared`
     are further fields of `Case`.
     """
-    for preset in presets:
-        for world in worlds:
-            for strategy in strategies:
-                yield Case(strategy, preset, world, **shared)
-                if accumulation > 1 and preset == presets[0]:
-                    several = Case(strategy, preset, world, micro_batches=accumulation, **shared)
-                    yield several
-                    if strategy != "single" and world > 1:
-                        yield replace(several, sync_every=True)
+    for preset, world, strategy in itertools.product(presets, worlds, STRATEGIES):
+        case = Case(strategy, preset, world, dtype=dtype, **shared)
+        yield case
+        if accumulation > 1 and preset == presets[0]:
+            yield replace(case, micro_batches=accumulation)
+            if strategy != "single" and world > 1:
+                yield replace(case, micro_batches=accumulation, sync_every=True)
 
 
 def measure_scaling(
@@ -197,7 +177,7 @@ def measure_scaling(
     *,
     steps: int = 8,
     warmup: int = 3,
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT,
     seconds: float = float("inf"),
     on_rows: Callable[[pd.DataFrame], Any] | None = None,
 ) -> pd.DataFrame:
@@ -232,10 +212,9 @@ def measure_scaling(
             try:
                 own = measure_case(case, groups[case.world], info, steps=steps, warmup=warmup)
             except Exception as error:
-                reason = f"{type(error).__name__}: {runner.one_line(error)[:300]}"
-                status = "out of memory" if is_out_of_memory(error) else "failed"
+                found = refusal(error)
                 # The cause sorts before what only follows from it.
-                own = is_lost(error), status, f"rank {info.rank}: {reason}"
+                own = is_lost(error), found["status"], f"rank {info.rank}: {found['reason'][:300]}"
         by_rank = all_gather_object(own, meeting)[: case.world]
         if failures := [answer for answer in by_rank if isinstance(answer, tuple)]:
             del groups[case.world]  # its ranks may wait for each other: make a new one
@@ -270,7 +249,7 @@ def measure_case(
     tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     counter, called, sync = AllReduces(), model, lambda last: None
     if case.strategy == "ddp":
-        called, counter = wrap(model, group=group)
+        called, counter = wrap(model, group)
 
         def sync(last: bool) -> None:
             called.require_backward_grad_sync = case.sync_every or last  # what no_sync() sets
@@ -318,22 +297,19 @@ def measure_case(
 def row_of(case: Case) -> dict[str, Any]:
     """Return the columns that are known beforehand: the case, and what is predicted of it."""
     config = shape_of(case.preset)
-    parameters, sent = config.parameters, 0.0
+    parameters, sent, ranks = config.parameters, 0.0, 1
     if case.strategy == "ddp":
         sent = ddp_bytes_sent(4 * parameters, case.world)
         sent *= case.micro_batches if case.sync_every else 1
-    if case.strategy == "fsdp":
+    elif case.strategy == "fsdp":
+        ranks = case.world
         travels = 2 if case.dtype == "bfloat16" else 4
         one, two = (replace(config, layers=n).parameters for n in (1, 2))
         sent = fsdp_bytes_sent(
-            travels * parameters,
-            4 * parameters,
-            case.world,
-            micro_batches=case.micro_batches,
-            sync_every=case.sync_every,
+            travels * parameters, 4 * parameters, case.world,
+            micro_batches=case.micro_batches, sync_every=case.sync_every,
             kept_bytes=travels * (2 * one - two),  # what lies outside of the blocks
-        )
-    ranks = case.world if case.strategy == "fsdp" else 1
+        )  # fmt: skip
     return asdict(case) | {
         "parameters": parameters,
         "predicted_state_bytes": predict_state_bytes(parameters, ranks=ranks).total,
@@ -343,14 +319,14 @@ def row_of(case: Case) -> dict[str, Any]:
 
 def columns_of(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the measured columns, from what each rank measured."""
-    slowest = tuple(map(max, zip(*(rank["times"] for rank in by_rank), strict=True)))
+    slowest = Timing(tuple(map(max, zip(*(rank["times"] for rank in by_rank), strict=True))))
     most = max(by_rank, key=lambda rank: rank["state"].total)
-    state, median = most["state"], statistics.median(slowest)
+    state, tokens = most["state"], case.world * case.micro_batches * case.batch * case.length
     return {
-        "step_ms": median,
-        "q1_ms": quantile(slowest, 0.25),
-        "q3_ms": quantile(slowest, 0.75),
-        "tokens_s": 1000 * case.world * case.micro_batches * case.batch * case.length / median,
+        "step_ms": slowest.median,
+        "q1_ms": slowest.q1,
+        "q3_ms": slowest.q3,
+        "tokens_s": 1000 * tokens / slowest.median,
         "parameter_bytes": state.parameters,
         "gradient_bytes": state.gradients,
         "optimizer_bytes": state.optimizer,
@@ -367,6 +343,5 @@ def with_efficiency(table: pd.DataFrame) -> pd.DataFrame:
         return table
     same = ["preset", "length", "batch", "micro_batches", "dtype", "attention"]
     single = table[(table.strategy == "single") & (table.world == 1)]
-    rates = single.set_index(same).tokens_s.to_dict()
-    alone = [rates.get(key, float("nan")) for key in table[same].itertuples(index=False, name=None)]
-    return table.assign(efficiency=table.tokens_s / table.world / alone)
+    alone = table[same].merge(single[[*same, "tokens_s"]], on=same, how="left").tokens_s
+    return table.assign(efficiency=table.tokens_s / table.world / alone.to_numpy())

@@ -10,29 +10,25 @@ as a CUDA graph; `flash_triton` is our forward kernel, which does not split the 
 In Triton's interpreter the command compares results, in tiny sizes; its times mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Case, check_triton, names, not_measured, numbers, run
-from benchmarks.turns import in_turns
+from benchmarks.runner import Call, Case, check_triton, in_turns, names, not_measured, numbers, run
 from labsupport.attention import attention, oracle_attention
 from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
 from labsupport.profiling.hardware import measured_ceilings
 from labsupport.profiling.timing import resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 OURS = "decode"
 SDPA = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
@@ -41,35 +37,31 @@ PEERS = [*SDPA, "flex", "fa2", "fa4", "flash_triton"]
 LARGEST_RELATIVE_ERROR = 0.05
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    slow = mode.interpreted()
-    add = parser.add_argument
-    add("--peers", type=names, default=PEERS, help="comma-separated backends")
-    add("--keys", type=numbers, default=[200, 512] if slow else [2**n for n in range(15, 20)])
-    add("--batch", type=numbers, default=[1, 2] if slow else [1, 8])
-    add("--heads", type=int, default=8 if slow else 32)
-    add("--kv-heads", type=int, default=2 if slow else 8)
-    add("--head-dim", type=int, default=64 if slow else 128)
-    add("--dtype", default="float32" if slow else "bfloat16")
-    add("--max-seconds", type=float, default=0.3, help="for the repeats of one row")
-
-
 @dataclass(frozen=True)
 class DecodeShape:
     """One query for each sequence: q (batch, 1, heads, head_dim), caches (batch, keys, ...)."""
 
     batch: int
     keys: int
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    dtype: str = "bfloat16"
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
 
     @property
     def cache_bytes(self) -> int:
         """K and V, each read once."""
         itemsize = getattr(torch, self.dtype).itemsize
         return 2 * self.batch * self.keys * self.kv_heads * self.head_dim * itemsize
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    slow = mode.interpreted()
+    add = parser.add_argument
+    add("--peers", type=names, default=PEERS, help="comma-separated backends")
+    add("--keys", type=numbers, default=[200, 512] if slow else [2**n for n in range(15, 20)])
+    add("--batch", type=numbers, default=[1, 2] if slow else [1, 8])
+    add("--max-seconds", type=float, default=0.3, help="for the repeats of one row")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
@@ -84,7 +76,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     check_triton(options)
     device = resolve_device(options.device)
     copy = measured_ceilings(str(device)).copy_gb_s if device.type == "cuda" else math.nan
-    sizes = options.heads, options.kv_heads, options.head_dim, options.dtype
+    sizes = (4, 2, 16, "float32") if mode.interpreted() else (32, 8, 128, "bfloat16")
     shapes = [DecodeShape(b, n, *sizes) for b, n in itertools.product(options.batch, options.keys)]
     wanted = [OURS, *(name for name in options.peers if name != OURS)]
     cases = [
@@ -107,17 +99,12 @@ def means_of(table: pd.DataFrame) -> pd.DataFrame:
 
     Column ours: how many times as fast as it `decode` is, over the shapes that both ran.
     """
-    import numpy as np
-
-    ran = table[table.status == "ok"].copy()
-    shape = [ran["batch"], ran["keys"]]
-    own = ran.median_ms.where(ran.implementation == OURS).groupby(shape).transform("min")
-    ran["ours"] = ran.median_ms / own
-    columns = ["gb_s", "of_copy", "times_sdpa", "ours"]
-    groups = ran[columns].apply(np.log).groupby(ran.implementation, sort=False)
-    means = groups.mean().apply(np.exp)
-    means.insert(0, "shapes", groups.size())
-    return means.reset_index()
+    ran = table[table.status == "ok"]
+    own = ran.median_ms.where(ran.implementation == OURS).groupby([ran["batch"], ran["keys"]])
+    ran = ran.assign(ours=ran.median_ms / own.transform("min"))
+    logs = ran[["gb_s", "of_copy", "times_sdpa", "ours"]].apply(np.log)
+    means = logs.groupby(ran.implementation, sort=False).mean()
+    return means.apply(np.exp).reset_index()
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -129,10 +116,6 @@ def decode(q: Tensor, k: Tensor, v: Tensor) -> Any:
 def _measure_shape(
     shape: DecodeShape, names: Sequence[str], device: torch.device, max_seconds: float
 ) -> list[dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {
-        name: {"implementation": name, "cache_bytes": shape.cache_bytes, "in_graph": False}
-        for name in names
-    }
     # Unit normal, drawn on the device: a cache of gigabytes would take minutes on a CPU.
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": device}
@@ -142,29 +125,31 @@ def _measure_shape(
     group = shape.heads // shape.kv_heads
     # Heads that share keys are the queries of one head here.
     exact, _ = oracle_attention(q[0, 0, :group], k[0, :, 0], v[0, :, 0])
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, row in rows.items():
-        call: Callable[[], Any] = partial(attention, q, k, v, backend=name, check_layout=False)
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Call] = {}
+    for name in names:
+        rows[name] = {"implementation": name, "cache_bytes": shape.cache_bytes, "in_graph": False}
+        call: Call = partial(attention, q, k, v, backend=name, check_layout=False)
         call = partial(decode, q, k, v) if name == OURS else call
         try:
             error = call()[0, 0, :group].double() - exact
         except Exception as problem:
-            row |= refusal(problem)
+            rows[name] |= refusal(problem)
             continue
-        row["relative_error"] = float(error.norm() / exact.norm())
-        if row["relative_error"] <= LARGEST_RELATIVE_ERROR:  # not NaN either
+        rows[name]["relative_error"] = relative = float(error.norm() / exact.norm())
+        if relative <= LARGEST_RELATIVE_ERROR:  # not NaN either
             calls[name] = call
         else:
-            row |= {"status": "wrong", "reason": "differs from the float64 oracle"}
+            rows[name] |= {"status": "wrong", "reason": "differs from the float64 oracle"}
     measured = in_turns(calls, device, max_seconds)
     return [row | measured.get(name, {}) for name, row in rows.items()]
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
-    record = table.attrs["provenance"]
+    record, shape = table.attrs["provenance"], table.iloc[0]
     lines = [
-        f"{record['device']}: one query, {options.heads} heads over {options.kv_heads}, caches of",
-        f"head_dim {options.head_dim} in {options.dtype}; a copy: {record['copy_gb_s']:.0f} GB/s",
+        f"{record['device']}: one query, {shape.heads} heads over {shape.kv_heads}, caches of",
+        f"head_dim {shape.head_dim} in {shape['dtype']}; a copy: {record['copy_gb_s']:.0f} GB/s",
     ]
     if mode.interpreted():
         lines.append("The kernels are interpreted: compare the errors; the times mean nothing.")

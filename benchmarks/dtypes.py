@@ -6,16 +6,14 @@
 The libraries are called without this lab's `attention`, which would refuse mixed dtypes first.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,11 +28,8 @@ from labsupport.precision.autofix import Float64, PrecisionWarning, safe_flash_a
 from labsupport.precision.dtypes import short
 from labsupport.profiling.timing import resolve_device
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 SHAPE = (1, 128, 2, 64)  # batch, seqlen, heads, head_dim
-SAFE = "safe_flash_attention"
+SAFE, KEEP, CAST = "safe_flash_attention", '... float64="keep"', '... float64="cast"'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,12 +53,12 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
-    """Return a line for each combination, and below what each caller said, each text once."""
+    """Return a line for each combination, and below a message of each caller that refuses."""
     ran = table.computed_in.where(table.computed_in != "", table.out)
     cells = table.assign(does=ran.where(table.outcome == "runs", table.outcome))
     wide = cells.pivot(index=["q", "k", "v"], columns="caller", values="does")
-    refused = table[table.message != ""]
-    said = (refused.caller + ": " + refused.message.map(_without_figures)).unique()
+    refused = table[table.message != ""].groupby("caller", sort=False).message.first()
+    said = [f"{caller}: {message}" for caller, message in refused.items()]
     record = table.attrs["provenance"]
     head = f"{record['device']}, torch {record['versions']['torch']}"
     return "\n".join([head, wide[table.caller.unique()].to_string(), "", *said])
@@ -79,13 +74,12 @@ def _callers(device: torch.device, chosen: Sequence[str] | None) -> dict[str, Ca
         wanted = entry.name in chosen if chosen is not None else entry.name != "flex"
         if wanted and takes and entry.missing() is None:
             callers[entry.name] = partial(_bare, entry)
+    ways: dict[str, Float64] = {SAFE: "refuse", KEEP: "keep", CAST: "cast"}
     return callers | {
         "sdpa": _sdpa,
         "sdpa in autocast": _sdpa_in_autocast,
         "attention": lambda q, k, v: (attention(q, k, v), None),
-        SAFE: _safe("refuse"),
-        '... float64="keep"': _safe("keep"),
-        '... float64="cast"': _safe("cast"),
+        **{name: partial(_safe, float64) for name, float64 in ways.items()},
     }
 
 
@@ -103,12 +97,9 @@ def _sdpa_in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
         return _sdpa(q, k, v)
 
 
-def _safe(float64: Float64) -> Caller:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, torch.dtype]:
-        out, report = safe_flash_attention(q, k, v, float64=float64, return_report=True)
-        return out, report.compute_dtype
-
-    return call
+def _safe(float64: Float64, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, torch.dtype]:
+    out, report = safe_flash_attention(q, k, v, float64=float64, return_report=True)
+    return out, report.compute_dtype
 
 
 def _outcomes(
@@ -141,11 +132,3 @@ def _outcome(call: Caller, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> di
         "computed_in": "" if computed_in is None else short(computed_in),
         "error": relative_error(out, exact),
     }
-
-
-def _without_figures(message: str) -> str:
-    """One message for all dtypes: which ones were given stands in the line already."""
-    message = re.sub(r"\b[qkv]( and [qkv])* (is|are) float64", "an input is float64", message)
-    names = r"torch\.b?float(16|32|64)|(c10::)?(double|float|Float|Half|BFloat16|Double)\b"
-    message = re.sub(rf"(dtype:? |, |<dtype> |but ){names}", r"\1...", message)
-    return re.sub(rf"(\.\.\., )({names})", r"\1...", message)

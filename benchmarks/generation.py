@@ -1,12 +1,11 @@
-"""Speed of decoding, prefill and training, beside the bound of each.
+"""Speed of decoding, prefill and training of models with random weights, beside the bound of each.
 
 python -m benchmarks generation                       everything that fits here
 python -m benchmarks generation --what decode --save NAME
 
-    decode       tokens/s of the loops, beside the memory bandwidth's bound
-    throughput   tokens/s against the time of a step, by batch
-    prefill      FLOP/s of a forward, beside a matrix product's, by attention
-    training     time and memory of a training step, by attention and length
+    decode     tokens/s of the loops, beside the memory bandwidth's bound
+    prefill    FLOP/s of a forward, beside a matrix product's, by attention
+    training   time and memory of a training step, by attention and length
 
 Only shapes matter for speed, so the weights are random. On a GPU the models have real shapes, on a
 CPU tiny ones.
@@ -18,19 +17,17 @@ TFLOP/s of a matrix product) and of_ceiling, the part of it that was reached; pe
 beyond what there was before.
 """
 
-from __future__ import annotations
-
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.runner import Case, Row, not_measured, run, some_of
-from labsupport.attention import BackendUnavailableError, available_backends
+from benchmarks.runner import Case, Row, not_measured, run, some_of, spread
 from labsupport.attention.kernels import mode
 from labsupport.models.flops import model_flops
 from labsupport.models.generation.cuda_graph import GraphedDecoder
@@ -43,10 +40,7 @@ from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.timing import Timing, measure_time, now, resolve_device
 from labsupport.profiling.units import format_bytes
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-PARTS = ("decode", "throughput", "prefill", "training")
+PARTS = ("decode", "prefill", "training")
 # "loop" is the one in generate.py, "transformers" is `model.generate`.
 LOOPS = (
     "loop, dynamic cache",
@@ -55,6 +49,7 @@ LOOPS = (
     "transformers, static cache",
     "graphed",
 )
+PREFILL = ("sdpa", "sdpa_cudnn", "sdpa_flash", "flex", "flash_triton")
 TRAINING = ("eager", "sdpa_flash", "flash_triton", "fa4")
 REPEATS = 3  # of a decode
 MAX_SECONDS = {"cuda": 3.0, "cpu": 0.2}  # for the repeats of one case; a CPU's sizes are tiny
@@ -102,6 +97,8 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
         row |= {"new_tokens": 0, "dtype": str(dtype).removeprefix("torch."), "kernel": ""} | more
 
         def alone() -> Row:
+            if name == "flash_triton" and mode.interpreted():
+                raise NotImplementedError("interpreted kernels are not worth timing")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # compilers' warnings about small devices
                 if gpu:
@@ -116,16 +113,8 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
             # On a GPU, Transformers compiles the steps with its static cache.
             compiled = gpu and name == "transformers, static cache"
             yield case("decode", _decode, name, batch, prompt, new_tokens=new, compiled=compiled)
-    # A larger batch waits longer for a step, and gets more out of it. Each batch is a compilation
-    # of minutes for the graphed loop, so there are fewer.
-    for name, batches in {
-        "loop, dynamic cache": (1, 2, 4, 8, 16, 32) if gpu else (1, 2, 4),
-        "graphed": (1, 8, 32) if gpu else (1, 4),
-    }.items():
-        for batch in batches:
-            yield case("throughput", _decode, name, batch, prompt, new_tokens=256 if gpu else 16)
-    for name in ("sdpa", *io_aware_backends(device)):
-        # Compiling for a CPU takes a compiler that not every machine has.
+    # Compiling for a CPU, as FlexAttention does, takes a compiler that not every machine has.
+    for name in PREFILL if gpu else ("sdpa", "sdpa_flash"):
         for compiled in (False, True) if gpu else (False,):
             batch, seqlen = (4, 8192) if gpu else (2, 128)
             yield case("prefill", _prefill, name, batch, seqlen, compiled=compiled)
@@ -134,20 +123,6 @@ def cases(device: torch.device, ceilings: Ceilings) -> Iterator[Case]:
     for seqlen in lengths:
         for name in TRAINING:
             yield case("training", _training, name, tokens // seqlen, seqlen, dtype=mixed)
-
-
-def io_aware_backends(device: torch.device) -> list[str]:
-    """Those that run causal, grouped-query attention here, and are worth timing.
-
-    Not those in plain Python or interpreted, nor on a CPU FlexAttention, which asks for a compiler.
-    """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.zeros(1, 128, 32, 64, dtype=dtype, device=device)
-    k = torch.zeros(1, 128, 8, 64, dtype=dtype, device=device)
-    slow = {"flash_torch"} if device.type == "cuda" else {"flash_torch", "flex"}
-    slow |= {"flash_triton"} if mode.interpreted() else set()
-    statuses = available_backends(q, k, k, causal=True)
-    return [s.name for s in statuses if s.runs and s.io_aware and s.name not in slow]
 
 
 def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
@@ -170,7 +145,7 @@ def _decode(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilin
         steps = Timing(tuple(1e3 * loop() / (new - 1) for _ in range(REPEATS)), str(device))
     ceiling = batch * ceilings.copy_gb_s * 1e9 / decode_bytes(model, batch, row["seqlen"] + new / 2)
     rate = 1e3 * batch / steps.median
-    return _times(steps) | {
+    return spread(steps) | {
         "compiled": compiled,
         "tokens_per_s": rate,
         "ceiling": ceiling,
@@ -210,11 +185,16 @@ def _prefill(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceili
 
 
 def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceilings) -> Row:
-    """GPT-2 medium on a GPU, a tiny one on a CPU."""
-    if row["name"] == "flash_triton" and mode.interpreted():
-        raise BackendUnavailableError("interpreted kernels are not worth timing", {})
+    """A step of GPT-2 medium's shape (345 million weights) on a GPU, of a tiny one on a CPU."""
+    from transformers import GPT2Config
+
     gpu = device.type == "cuda"
-    model = gpt2(device, length=row["seqlen"]).train()
+    shape: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50_257}
+    if not gpu:
+        shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
+    dropout: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = GPT2Config(**shape, **dropout, n_positions=row["seqlen"], **NO_MARKS)
+    model = _made(config, device, torch.float32).train()
     with torch.autocast(device.type, torch.bfloat16, enabled=gpu):
         choose_attention(model, row["name"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)
@@ -234,53 +214,30 @@ def _training(row: Row, device: torch.device, dtype: torch.dtype, ceilings: Ceil
 def _measured(call: Callable[[], object], model: Any, ids: Tensor) -> dict[str, Any]:
     memory = measure_peak_memory(call, device=model.device)
     timing = measure_time(call, device=model.device, max_seconds=MAX_SECONDS[model.device.type])
-    return _times(timing) | {
+    return spread(timing) | {
         "tokens_per_s": 1e3 * ids.numel() / timing.median,
         "peak_memory_bytes": memory.peak_bytes,
         "kernel": kernels_used(model),
     }
 
 
-def _times(timing: Timing) -> dict[str, Any]:
-    names = ("median", "q1", "q3")
-    return {f"{name}_ms": getattr(timing, name) for name in names} | {"repeats": timing.repeats}
-
-
 # --- models with random weights -------------------------------------------------------------------
+
+NO_MARKS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # no text begins or ends
 
 
 def llama(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     """A Llama of one of `LLAMAS`; on a CPU always the tiny one."""
     from transformers import LlamaConfig
 
-    width, mlp, layers, heads, kv_heads, vocabulary = LLAMAS[
-        size if device.type == "cuda" else "tiny"
-    ]
+    shape = LLAMAS[size if device.type == "cuda" else "tiny"]
+    width, mlp, layers, heads, kv_heads, vocabulary = shape
     config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+        hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocabulary,
+        max_position_embeddings=8192, tie_word_embeddings=True, **NO_MARKS,
+    )  # fmt: skip
     return _made(config, device, dtype).eval()
-
-
-def gpt2(device: torch.device, *, length: int) -> Any:
-    """GPT-2 medium's shape (345 million weights), on a CPU a tiny one; float32, no dropout."""
-    from transformers import GPT2Config
-
-    size: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50_257}
-    if device.type == "cpu":
-        size = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
-    size |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": length}
-    config = GPT2Config(**size, bos_token_id=None, eos_token_id=None)
-    return _made(config, device, torch.float32)
 
 
 def _made(config: Any, device: torch.device, dtype: torch.dtype) -> Any:

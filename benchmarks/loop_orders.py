@@ -11,30 +11,24 @@ All shapes have the same number of tokens; long sequences come in small batches.
 interpreter the command compares results, in tiny sizes; its times mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
-from benchmarks.runner import Case, check_triton, not_measured, numbers, run
-from benchmarks.turns import in_turns
+from benchmarks.runner import Case, check_triton, in_turns, not_measured, numbers, run
 from labsupport.analysis.loop_orders import LoopShape, rewritten_bytes, written_bytes
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import forward
 from labsupport.attention.kernels.config import Geometry, KernelConfig, override, tiling
 from labsupport.profiling.timing import resolve_device
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # (batch, heads): from one head, for which version 1 has a single program, to 128.
 BATCH_HEADS = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16))
 FEW = ((1, 1), (2, 2))
-PARTS = {"_ms": "median", "_q1_ms": "q1", "_q3_ms": "q3"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, default=256 if slow else 16_384, help="batch times seqlen")
     add("--head-dim", type=numbers, default=[16] if slow else [64, 128])
-    add("--dtype", default="float32" if slow else "bfloat16")
     add("--max-seconds", type=float, default=1.0, help="for the repeats of one shape")
 
 
@@ -56,20 +49,15 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         the outputs. Versions that do not agree are a row that failed.
     """
     check_triton(options)
-    device = resolve_device(options.device)
+    device, dtype = resolve_device(options.device), "float32" if mode.interpreted() else "bfloat16"
     shapes = [
-        LoopShape(batch, heads, options.tokens // batch, head_dim, causal, options.dtype)
+        LoopShape(batch, heads, options.tokens // batch, head_dim, causal, dtype)
         for head_dim in options.head_dim
         for causal in (False, True)
         for batch, heads in (FEW if mode.interpreted() else BATCH_HEADS)
     ]
     cases = [Case(asdict(s), partial(_measure, s, device, options.max_seconds)) for s in shapes]
     return run(cases, device, seed=0, interpreted=mode.interpreted())
-
-
-def version1_tiling(plan: KernelConfig) -> KernelConfig:
-    """The tiling of `forward_version1`, from version 2's: O comes from memory, in small tiles."""
-    return KernelConfig(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
 
 
 def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict[str, Any]:
@@ -80,7 +68,8 @@ def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict
     size = shape.batch, shape.seqlen, shape.heads, shape.head_dim
     q, k, v = (torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(3))
     plan = tiling("forward", shape.head_dim, dtype)
-    small = version1_tiling(plan)
+    # The tiling of `forward_version1`: O comes from memory, in small tiles.
+    small = KernelConfig(min(64, plan.block_q), min(64, plan.block_k), plan.warps, 1)
     geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
 
     def second(tiles: KernelConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +88,8 @@ def _measure(shape: LoopShape, device: torch.device, max_seconds: float) -> dict
     del outs
     row: dict[str, Any] = {"difference": difference}
     for name, times in in_turns(versions, device, max_seconds / len(versions)).items():
-        row |= {f"{name}{part}": times[f"{column}_ms"] for part, column in PARTS.items()}
-        row["repeats"] = times["repeats"]
-    if device.type == "cuda":
-        row["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
+        row |= {f"{name}_ms": times["median_ms"], "repeats": times["repeats"]}
+        row |= {f"{name}_{part}_ms": times[f"{part}_ms"] for part in ("q1", "q3")}
     heads = shape.batch * shape.heads
     return row | {
         "order_ratio": row["version1_ms"] / row["same_tiles_ms"],
@@ -118,14 +105,10 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines = not_measured(table)
     ran = table[table.status == "ok"]
     if len(ran):
-        shown = ran[["head_dim", "causal", "batch", "heads", "seqlen"]].copy()
-        shown["programs 1"], shown["programs 2"] = ran.version1_programs, ran.version2_programs
-        shown["version 1, ms"], shown["same tiles, ms"] = ran.version1_ms, ran.same_tiles_ms
-        shown["version 2, ms"] = ran.version2_ms
-        shown["1 / same"], shown["1 / 2"] = ran.order_ratio, ran.ratio
-        shown["O, m, l moved by 1, MiB"] = ran.version1_bytes / 2**20
-        shown["O, L by 2, MiB"] = ran.version2_bytes / 2**20
-        lines = [shown.round(2).to_string(index=False), *lines]
+        columns = ["head_dim", "causal", "batch", "heads", "seqlen", "version1_programs"]
+        columns += ["version2_programs", "version1_ms", "same_tiles_ms", "version2_ms"]
+        shown = ran[[*columns, "order_ratio", "ratio"]].round(2)
+        lines = [shown.to_string(index=False), *lines]
     head = table.attrs["provenance"]["device"]
     if mode.interpreted():
         head = "The kernels are interpreted: their results agree; their times mean nothing."

@@ -3,17 +3,13 @@
 python -m benchmarks models --lengths 2048,4096,8192 --save NAME
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from benchmarks.runner import lengths, names
 from labsupport.models import load_model, measure_model, source_text, tokens_of
 from labsupport.profiling import measured_ceilings, readable, speedup
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -8,27 +8,22 @@ shape are measured in turns. `median_ms` is what the kernels take: the call is r
 graph. `call_ms` is the same call from Python, where a GPU may have to wait for the next launch.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
-from benchmarks.runner import Case, names, not_measured, numbers, run
-from benchmarks.turns import in_turns
+from benchmarks.runner import Call, Case, in_turns, names, not_measured, numbers, run
 from labsupport.attention.backends import attention, available_backends
 from labsupport.profiling import cases as grids
 from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
 from labsupport.profiling.timing import resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PEERS = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa2", "fa4"]
 
@@ -45,27 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-seconds", type=float, default=0.1, help="for the repeats of one case, each time")
 
 
-def shapes(options: argparse.Namespace, backends: Sequence[str]) -> list[list[grids.Case]]:
-    """The grid by shape, both masks; each shape with all backends and both directions."""
-    return [
-        grids.grid(
-            backends,
-            [seqlen],
-            batch=max(1, options.tokens // seqlen),
-            heads=options.hidden // head_dim,
-            head_dim=head_dim,
-            dtype=options.dtype,
-            causal=causal,
-            direction=["forward", "forward+backward"],
-        )
-        for head_dim, seqlen, causal in itertools.product(
-            options.head_dim, options.seqlen, (False, True)
-        )
-    ]
-
-
 def measure(options: argparse.Namespace) -> pd.DataFrame:
-    """Measure each shape.
+    """Measure each shape, both masks, with all backends and both directions.
 
     Returns:
         A row for each backend and direction: the fields of `labsupport.profiling.Case`; status and
@@ -75,13 +51,18 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     """
     device = resolve_device(options.device)
     here = [n for n in options.peers if available_backends(device=device)[n].runs]
-    cases = [
-        Case(
-            {name: getattr(shape[0], name) for name in PEER_SHAPE},
-            partial(_measure_shape, shape, device, options.max_seconds),
-        )
-        for shape in shapes(options, list(dict.fromkeys([options.ours, *here])))
-    ]
+    backends = list(dict.fromkeys([options.ours, *here]))
+    cases = []
+    for head_dim, seqlen, causal in itertools.product(
+        options.head_dim, options.seqlen, (False, True)
+    ):
+        shape = grids.grid(
+            backends, [seqlen], batch=max(1, options.tokens // seqlen),
+            heads=options.hidden // head_dim, head_dim=head_dim, dtype=options.dtype,
+            causal=causal, direction=["forward", "forward+backward"],
+        )  # fmt: skip
+        row = {name: getattr(shape[0], name) for name in PEER_SHAPE}
+        cases.append(Case(row, partial(_measure_shape, shape, device, options.max_seconds)))
     return run(cases, device, seed=0)
 
 
@@ -94,16 +75,15 @@ def _measure_shape(
     ran = {case: calls[case] for case, row in rows.items() if "median_ms" in row}
     on_gpu = device.type == "cuda"
     called = in_turns(ran, device, max_seconds, graphs=False) if on_gpu else rows
-    for case, row in rows.items():
-        if case in ran:
-            row["call_ms"] = called[case]["median_ms"]
-            row["tflops"] = case.flops() / row["median_ms"] / 1e9
+    for case in ran:
+        rows[case]["call_ms"] = called[case]["median_ms"]
+        rows[case]["tflops"] = case.flops() / rows[case]["median_ms"] / 1e9
     return [asdict(case) | row for case, row in rows.items()]
 
 
 def _call(
     case: grids.Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
-) -> Callable[[], Any]:
+) -> Call:
     call = partial(attention, causal=case.causal, backend=case.backend, check_layout=False)
     if case.direction == "forward":
         return partial(call, q.detach(), k.detach(), v.detach())

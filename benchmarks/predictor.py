@@ -10,29 +10,27 @@ says how noisy it was: the slowest pass's median over the fastest pass's. The ce
 in each pass as well.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
+from tqdm.auto import tqdm
 
+from benchmarks.runner import Call, spread
 from labsupport.analysis.predictor.device import CPU_CACHE_MIB
 from labsupport.attention.backends import last_call
 from labsupport.profiling.benchmark import call_of, make_inputs, predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
-from labsupport.profiling.hardware import last_level_cache_mib, measured_ceilings
+from labsupport.profiling.hardware import last_level_cache_mib, measure_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, measure_interleaved, resolve_device
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BACKENDS = {
     "cpu": ("standard", "flash_torch", "sdpa_math", "sdpa_flash"),
@@ -64,12 +62,16 @@ def measure(options: Namespace) -> pd.DataFrame:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = resolve_device(options.device)
-    return record(
-        cases_for(device.type),
-        device=device,
-        passes=options.passes,
-        max_seconds=options.max_seconds,
-    )
+    cases = [
+        replace(case, direction=direction)
+        for batch, heads, kv_heads, head_dim, dtype in FORMS[device.type]
+        for case in grid(
+            BACKENDS[device.type], SEQLENS[device.type], batch=batch, heads=heads,
+            kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, causal=[False, True],
+        )
+        for direction in DIRECTIONS
+    ]  # fmt: skip
+    return record(cases, device, options.passes, options.max_seconds)
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
@@ -81,32 +83,13 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     )
 
 
-def cases_for(device_kind: str) -> list[Case]:
-    """The grid for "cpu" or "cuda", in both masks and directions."""
-    return [
-        replace(case, direction=direction)
-        for batch, heads, kv_heads, head_dim, dtype in FORMS[device_kind]
-        for case in grid(
-            BACKENDS[device_kind], SEQLENS[device_kind], batch=batch, heads=heads,
-            kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, causal=[False, True],
-        )
-        for direction in DIRECTIONS
-    ]  # fmt: skip
-
-
 def record(
-    cases: Iterable[Case],
-    *,
-    device: torch.device | str | None = None,
-    passes: int = 3,
-    max_seconds: float = 0.05,
-    progress: bool = True,
+    cases: Iterable[Case], device: torch.device, passes: int, max_seconds: float
 ) -> pd.DataFrame:
     """Measure the cases; neighbours of one shape are measured in turns.
 
     Args:
         cases: what to measure.
-        device: by default the current GPU if there is one, else the CPU.
         passes: how often the whole grid is gone through.
         max_seconds: for the repeats of one case in one pass (at least two are made).
 
@@ -116,34 +99,32 @@ def record(
         peak_memory_bytes. The provenance in `.attrs` holds the ceilings as well: copy_gb_s,
         matmul_tflops, units (threads or multiprocessors).
     """
-    import pandas as pd
-    from tqdm.auto import tqdm
-
-    where, cases = resolve_device(device), list(cases)
+    cases = list(cases)
     groups = [list(same) for _, same in itertools.groupby(cases, key=lambda case: case.shape_key)]
-    about = provenance(where, seed=0, cases=len(cases), passes=passes)
+    about = provenance(device, seed=0, cases=len(cases), passes=passes)
     rows: dict[Case, dict[str, Any]] = {}
     samples: dict[Case, list[Timing]] = {case: [] for case in cases}
     ceilings = []
-    with tqdm(total=passes * len(groups), disable=not progress, unit="shape", leave=False) as bar:
-        for number in range(passes):
-            ceilings.append(measured_ceilings.__wrapped__(str(where)))
-            for group in groups:
-                calls = {case: call_of(case, make_inputs(case, where)) for case in group}
-                if number == 0:
-                    rows |= {case: _first_call(case, calls[case], where) for case in group}
-                runnable = {case: calls[case] for case in group if rows[case]["status"] == "ok"}
-                for case, timing in _times(runnable, rows, where, max_seconds).items():
-                    samples[case].append(timing)
-                del calls, runnable
-                gc.collect()
-                bar.update()
+    for number in range(passes):
+        ceilings.append(measure_ceilings(device))
+        for group in tqdm(groups, unit="shape", leave=False):
+            calls = {case: call_of(case, make_inputs(case, device)) for case in group}
+            if number == 0:
+                rows |= {case: _first_call(case, calls[case], device) for case in group}
+            runnable = {case: calls[case] for case in group if rows[case]["status"] == "ok"}
+            for case, timing in _times(runnable, rows, device, max_seconds).items():
+                samples[case].append(timing)
+            del calls, runnable
+            gc.collect()
     rates = [each.matmul_tflops for each in ceilings]
+    units = torch.get_num_threads()
+    if device.type == "cuda":
+        units = torch.cuda.get_device_properties(device).multi_processor_count
     about |= {
         "copy_gb_s": statistics.median(each.copy_gb_s for each in ceilings),
         "matmul_tflops": {n: statistics.median(rate[n] for rate in rates) for n in rates[0]},
-        "units": units_of(where),
-        "cache_mib": last_level_cache_mib(where) or CPU_CACHE_MIB,
+        "units": units,
+        "cache_mib": last_level_cache_mib(device) or CPU_CACHE_MIB,
     }
     table = pd.DataFrame(
         [asdict(case) | rows[case] | _summary(case, rows[case], samples[case]) for case in cases]
@@ -152,51 +133,37 @@ def record(
     return table
 
 
-def units_of(device: torch.device) -> int:
-    """Tiles that the device computes at a time: its multiprocessors, or PyTorch's threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return torch.get_num_threads()
-
-
-def _first_call(case: Case, call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+def _first_call(case: Case, call: Call, device: torch.device) -> dict[str, Any]:
     """Try a case: does it run, by which kernel, in how much memory?"""
     if device.type == "cpu" and (reason := predicted_shortage(case)):
         return {"status": "out of memory", "reason": reason}
     try:
-        memory = measure_peak_memory(call, device=device)
+        peak = measure_peak_memory(call, device=device).peak_bytes
     except Exception as problem:
         return refusal(problem)
-    report = last_call()
-    kernel = report.kernel if report else ""
-    return {
-        "status": "ok", "reason": "", "kernel": kernel, "peak_memory_bytes": memory.peak_bytes
-    }  # fmt: skip
+    kernel = report.kernel if (report := last_call()) else ""
+    return {"status": "ok", "reason": "", "kernel": kernel, "peak_memory_bytes": peak}
 
 
 def _times(
-    calls: dict[Case, Callable[[], Any]],
-    rows: dict[Case, dict[str, Any]],
-    device: torch.device,
-    max_seconds: float,
-) -> dict[Case, Timing]:
+    calls: Any, rows: dict[Case, dict[str, Any]], device: torch.device, max_seconds: float
+) -> Any:
     """Time a shape's calls in turns. If they do not fit beside each other, the largest is given up.
 
     What PyTorch's allocator holds for one call is too fragmented for the next, where each of them
     takes most of a GPU.
     """
+    calls = dict(calls)
     while calls:
-        names = {f"{case.backend} {case.direction}": case for case in calls}
         try:
-            timings = measure_interleaved(
-                {name: calls[case] for name, case in names.items()}, device=device, warmup=1,
-                min_repeats=2, min_seconds=0.0, max_seconds=max_seconds * len(calls),
+            return measure_interleaved(
+                calls, device=device, warmup=1, min_repeats=2, min_seconds=0.0,
+                max_seconds=max_seconds * len(calls),
             )  # fmt: skip
-            return {names[name]: timing for name, timing in timings.items()}
         except torch.OutOfMemoryError as problem:
             largest = max(calls, key=lambda case: rows[case]["peak_memory_bytes"])
             rows[largest] |= refusal(problem)
-            calls = {case: call for case, call in calls.items() if case != largest}
+            del calls[largest]
         gc.collect()
         torch.cuda.empty_cache()
     return {}
@@ -207,9 +174,8 @@ def _summary(case: Case, row: dict[str, Any], passes: Sequence[Timing]) -> dict[
         return {}
     every = Timing(tuple(sample for timing in passes for sample in timing.samples))
     medians = [timing.median for timing in passes]
-    return {
-        **{f"{name}_ms": getattr(every, name) for name in ("median", "q1", "q3", "min")},
-        "repeats": every.repeats,
+    return spread(every) | {
+        "min_ms": every.min,
         "between_passes": max(medians) / min(medians),
         "tflops": case.flops() / every.median / 1e9,
     }

@@ -13,8 +13,6 @@ result apart. So one can see before anything runs whether a tiling fits, and wha
     local         loads and stores of what was spilled
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import multiprocessing
@@ -28,16 +26,15 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 
-from benchmarks.runner import Case, numbers, one_line, run, some_of
+from benchmarks.runner import Case, numbers, run, some_of
 from labsupport.attention.kernels.config import KernelConfig, padded, tiling
 from labsupport.attention.kernels.mode import VARIABLE
-
-if TYPE_CHECKING:
-    import pandas as pd
+from labsupport.profiling.benchmark import refusal
 
 # Triton's names.
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -87,51 +84,49 @@ LIMITS = {
 }
 
 
-def compile_report(
-    *,
-    capabilities: Sequence[int] = (80, 90),
-    head_dims: Sequence[int] = (64, 128, 256),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
-    kernels: Sequence[str] = tuple(KERNELS),
-    causal: bool = False,
-    grouped: bool = False,
-    precision: str = "ieee",
-    hopper: bool = False,
-    tilings: Sequence[KernelConfig] | None = None,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--capability", type=some_of(map(str, LIMITS)), default=["80", "90"],
+        help="times ten: 90 is 9.0")  # fmt: skip
+    add("--head-dim", type=numbers, default=[64, 128, 256])
+    add("--dtype", type=some_of(TYPES), default=["bfloat16", "float32"])
+    add("--kernel", type=some_of(KERNELS), default=list(KERNELS),
+        help="keys: dK and dV; queries: dQ")  # fmt: skip
+    add("--causal", action="store_true", help="with a causal mask")
+    add("--hopper", action="store_true",
+        help="Hopper's kernels: capability 90, half precision, head_dim 64 or 128")  # fmt: skip
+
+
+def measure(
+    options: argparse.Namespace, tilings: Sequence[KernelConfig] | None = None
 ) -> pd.DataFrame:
     """Compile kernels and count what they need; no GPU is used. One to three seconds a row.
 
     Args:
-        capabilities: compute capabilities times ten, of `LIMITS`: 90 is 9.0.
-        kernels: among "forward", "keys" (dK and dV) and "queries" (dQ).
-        grouped: with fewer key/value heads than heads.
-        hopper: the kernels for Hopper: capability 90, half precision, head_dim 64 or 128.
+        options: those of the command.
         tilings: these instead of the ones of `config.py`.
 
     Returns:
         A row for each kernel: its own columns (capability, kernel, ..., warps, stages), status,
         reason, registers a thread, spilled_bytes a thread, shared_kib a program, programs a
         multiprocessor, and the counts of `INSTRUCTIONS`.
-
-    Raises:
-        ValueError: the kernels for Hopper are asked for something else.
     """
-    if hopper and not (
-        set(capabilities) == {90} and set(head_dims) <= {64, 128} and torch.float32 not in dtypes
+    if find_spec("triton") is None:
+        raise SystemExit("Triton is not installed: pip install -e '.[triton]' (Linux)")
+    if options.hopper and (
+        options.capability != ["90"]
+        or not {64, 128}.issuperset(options.head_dim)
+        or "float32" in options.dtype
     ):
-        raise ValueError(
-            "the kernels for Hopper: capability 90, head_dim 64 or 128, half precision"
-        )
+        raise SystemExit("--hopper needs --capability 90, half precision, head_dim 64 or 128")
     jobs: list[dict[str, Any]] = []
     for capability, dtype, kernel, head_dim in itertools.product(
-        capabilities, dtypes, kernels, head_dims
+        options.capability, options.dtype, options.kernel, options.head_dim
     ):
-        chosen = tiling(kernel, head_dim, dtype, interpreted=False, hopper=hopper)
-        shared = {
-            "capability": capability, "kernel": kernel, "head_dim": head_dim,
-            "dtype": str(dtype).removeprefix("torch."), "causal": causal, "grouped": grouped,
-            "precision": precision, "hopper": hopper,
-        }  # fmt: skip
+        torch_dtype = getattr(torch, dtype)
+        chosen = tiling(kernel, head_dim, torch_dtype, interpreted=False, hopper=options.hopper)
+        shared = {"capability": int(capability), "kernel": kernel, "head_dim": head_dim}
+        shared |= {"dtype": dtype, "causal": options.causal, "hopper": options.hopper}
         jobs += [shared | asdict(plan) for plan in tilings or [chosen]]
     # In processes of their own: without a GPU, this one interprets its kernels. Each takes seconds
     # to start.
@@ -142,36 +137,9 @@ def compile_report(
         return run(cases, torch.device("cpu"))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--capability", type=some_of(map(str, LIMITS)), default=["80", "90"])
-    add("--head-dim", type=numbers, default=[64, 128, 256])
-    add("--dtype", type=some_of(TYPES), default=["bfloat16", "float32"])
-    add("--kernel", type=some_of(KERNELS), default=list(KERNELS))
-    add("--precision", default="ieee", choices=["ieee", "tf32"], help="of float32")
-    add("--causal", action="store_true", help="with a causal mask")
-    add("--grouped", action="store_true", help="fewer key/value heads than heads")
-    add("--hopper", action="store_true", help="the kernels for Hopper GPUs")
-
-
-def measure(options: argparse.Namespace) -> pd.DataFrame:
-    if find_spec("triton") is None:
-        raise SystemExit("Triton is not installed: pip install -e '.[triton]' (Linux)")
-    names = ("causal", "grouped", "precision", "hopper")
-    given = {name: getattr(options, name) for name in names}
-    try:
-        return compile_report(
-            capabilities=list(map(int, options.capability)), head_dims=options.head_dim,
-            dtypes=[getattr(torch, name) for name in options.dtype], kernels=options.kernel,
-            **given,
-        )  # fmt: skip
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-
-
-def show(table: pd.DataFrame, options: argparse.Namespace | None = None) -> str:
+def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     """Return the table as text, without the columns that say the same everywhere."""
-    optional = ("causal", "grouped", "precision", "hopper", "status", "reason")
+    optional = ("causal", "hopper", "status", "reason")
     shown = [name for name in table if name not in optional or table[name].nunique() > 1]
     return table[shown].to_string(index=False, na_rep="-", float_format="{:g}".format)
 
@@ -185,10 +153,10 @@ def _compiled(job: dict[str, Any]) -> dict[str, Any]:
     try:
         built = triton.compile(_source(job), target=target, options=options)
     except (RuntimeError, triton.errors.TritonError) as error:
-        first: BaseException = error
+        first: Any = error
         while first.__cause__ is not None:  # the others say where
             first = first.__cause__
-        return {"status": "failed", "reason": f"{type(first).__name__}: {one_line(first)[-200:]}"}
+        return {"status": "failed", "reason": refusal(first)["reason"][-200:]}
     registers, stack, text = machine_code(built)
     shared = built.metadata.shared
     return {
@@ -221,8 +189,8 @@ def _source(job: dict[str, Any]) -> Any:
     constants = {
         "HEAD_DIM": job["head_dim"], "D": padded(job["head_dim"]), "BLOCK_Q": job["block_q"],
         "BLOCK_K": job["block_k"], "LEFT": False, "RIGHT": job["causal"], "ALIBI": False,
-        "PACKED": False, "WIDE": job["dtype"] == "float32", "PRECISION": job["precision"],
-        "slopes": None, "cu_q": None, "cu_k": None, **({} if job["grouped"] else {"group": 1}),
+        "PACKED": False, "WIDE": job["dtype"] == "float32", "PRECISION": "ieee",
+        "slopes": None, "cu_q": None, "cu_k": None, "group": 1,
     }  # fmt: skip
     descriptors = {}
     if job["hopper"]:

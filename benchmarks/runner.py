@@ -6,27 +6,27 @@ and turns a case that does not run into a row with a status and a reason, as `ru
     ok, unsupported, out of memory, failed
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
+from tqdm.auto import tqdm
 
 from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.graphs import captured
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
+from labsupport.profiling.timing import Timing, measure_interleaved
 from labsupport.training.sizes import parse_tokens
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 Row = Mapping[str, Any]
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ def run(
         Provenance in `.attrs["provenance"]`. Interrupted from the keyboard, the rows so far, with
         `interrupted: true` there.
     """
-    import pandas as pd
-    from tqdm.auto import tqdm
-
-    record = provenance(device, command=_command(), **about)
+    world = os.environ.get("LOCAL_WORLD_SIZE")
+    starter = f"torchrun --nproc-per-node {world}" if world else "python"
+    record = provenance(device, command=command_line().replace("python", starter, 1), **about)
     rows: list[dict[str, Any]] = []
 
     def so_far() -> pd.DataFrame:
@@ -78,7 +77,12 @@ def run(
 
     try:
         for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            rows += _measured(case)
+            try:
+                found = case.measure()
+            except Exception as error:
+                found = refusal(error)
+            several = [found] if isinstance(found, Mapping) else found
+            rows += [{**case.row, "status": "ok", "reason": "", **row} for row in several]
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -87,6 +91,41 @@ def run(
     except KeyboardInterrupt:
         record["interrupted"] = True
     return so_far()
+
+
+def in_turns(
+    calls: Mapping[Any, Call], device: torch.device, max_seconds: float, *, graphs: bool = True
+) -> dict[Any, dict[str, Any]]:
+    """Time calls in turns, each recorded as a CUDA graph where it can be.
+
+    There are at least three repeats, and `max_seconds` for each call on average.
+
+    Returns:
+        by key: in_graph and the columns of `spread`; or status and reason of a call that does not
+        run.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    ready: dict[Any, Call] = {}
+    for key, call in calls.items():
+        try:
+            ready[key], in_graph = captured(call, device) if graphs else (call, False)
+            rows[key] = {"in_graph": in_graph}
+        except Exception as problem:
+            rows[key] = {"in_graph": False, **refusal(problem)}
+    if ready:
+        timings = measure_interleaved(
+            ready, device=device, warmup=1, min_repeats=3, min_seconds=0.0,
+            max_seconds=max_seconds * len(ready),
+        )  # fmt: skip
+        for key, timing in timings.items():
+            rows[key] |= spread(timing)
+    return rows
+
+
+def spread(timing: Timing) -> dict[str, Any]:
+    """Return the columns median_ms, q1_ms, q3_ms and repeats."""
+    columns = {f"{part}_ms": getattr(timing, part) for part in ("median", "q1", "q3")}
+    return columns | {"repeats": timing.repeats}
 
 
 def keep_rows(options: argparse.Namespace) -> Callable[[pd.DataFrame], Any] | None:
@@ -101,25 +140,6 @@ def keep_rows(options: argparse.Namespace) -> Callable[[pd.DataFrame], Any] | No
         raise SystemExit(f"there is a run {options.save!r} already: --overwrite replaces it")
     options.overwrite = True  # from the first row on, the run of that name is this one
     return lambda table: save_run(table, options.save, overwrite=True)
-
-
-def _command() -> str:
-    """Return the command line, with torchrun's part."""
-    command, world = command_line(), os.environ.get("LOCAL_WORLD_SIZE")
-    if world is None:
-        return command
-    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
-    starter = "torchrun" if nodes == "1" else f"torchrun --nnodes {nodes}"
-    return command.replace("python", f"{starter} --nproc-per-node {world}", 1)
-
-
-def _measured(case: Case) -> list[dict[str, Any]]:
-    try:
-        found = case.measure()
-    except Exception as error:
-        return [{**case.row, **refusal(error)}]
-    found = [found] if isinstance(found, Mapping) else found
-    return [{**case.row, "status": "ok", "reason": "", **row} for row in found]
 
 
 def not_measured(table: pd.DataFrame, *columns: str) -> list[str]:
@@ -137,34 +157,25 @@ def check_triton(options: argparse.Namespace) -> None:
         raise SystemExit("the kernels are interpreted here: such times are not worth keeping")
 
 
-def one_line(error: BaseException) -> str:
-    """Return the message of an error, without line breaks."""
-    return " ".join(str(error).split())
+def some_of(
+    known: Iterable[str] | None = None, kind: Callable[[str], Any] = str
+) -> Callable[[str], list[Any]]:
+    """Return a type for argparse: values separated by commas, only known ones if those are given.
 
+    >>> some_of(kind=int)("1,2")
+    [1, 2]
+    """
+    known = None if known is None else list(known)
 
-def names(text: str) -> list[str]:
-    """Return 'a,b' as ['a', 'b'], for argparse."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def numbers(text: str) -> list[int]:
-    """Return '1,2' as [1, 2], for argparse."""
-    return [int(part) for part in names(text)]
-
-
-def lengths(text: str) -> list[int]:
-    """Return '2K,512' as [2048, 512], for argparse."""
-    return [parse_tokens(part) for part in names(text)]
-
-
-def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a type for argparse: some of the known names, separated by commas."""
-    known = list(known)
-
-    def chosen(text: str) -> list[str]:
-        if unknown := set(names(text)) - set(known):
-            said = f"there is no {', '.join(sorted(unknown))}, only {', '.join(known)}"
+    def chosen(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        unknown = [part for part in parts if known is not None and part not in known]
+        if known is not None and unknown:
+            said = f"there is no {', '.join(unknown)}, only {', '.join(known)}"
             raise argparse.ArgumentTypeError(said)
-        return names(text)
+        return [kind(part) for part in parts]
 
     return chosen
+
+
+names, numbers, lengths = some_of(), some_of(kind=int), some_of(kind=parse_tokens)

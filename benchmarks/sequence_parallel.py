@@ -9,38 +9,31 @@ a row; if it ends on some only, the others wait for them, and after --case-limit
 (the rows before are saved).
 """
 
-from __future__ import annotations
-
-import gc
-import statistics
+import itertools
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
 from benchmarks import runner
 from benchmarks.data_parallel import on_all_ranks
-from labsupport.attention import BackendUnavailableError
 from labsupport.distributed.data_parallel.run import make_optimizer
 from labsupport.distributed.process_group import RankInfo, all_gather_object
 from labsupport.distributed.ring import last_ring_call
 from labsupport.distributed.ring.kernels import KERNELS
-from labsupport.distributed.sequence_parallel import shard_model
-from labsupport.distributed.sequence_parallel.sharding import shard_length
-from labsupport.profiling.timing import quantile
+from labsupport.distributed.sequence_parallel import shard_length, shard_model
+from labsupport.profiling.benchmark import refusal
+from labsupport.profiling.timing import Timing
 from labsupport.training import PRESETS, Decoder, DecoderConfig
 from labsupport.training.history import read_peak, reset_peak
-from labsupport.training.memory import is_out_of_memory
-from labsupport.training.planner import STRATEGIES, MemoryStrategy
+from labsupport.training.planner import STRATEGIES
 from labsupport.training.train import TrainConfig
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -75,12 +68,8 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def measure(options: Namespace) -> pd.DataFrame | None:
-    cases = [
-        Case(options.preset, length, kernel, layout, options.rung)
-        for length in options.lengths
-        for kernel in options.kernels
-        for layout in options.layouts
-    ]
+    chosen = itertools.product(options.lengths, options.kernels, options.layouts)
+    cases = [Case(options.preset, *one, options.rung) for one in chosen]
     function = partial(measure_cases, cases, options.repeats, options.max_seconds)
     return on_all_ranks(function, options, options.case_limit)
 
@@ -88,34 +77,18 @@ def measure(options: Namespace) -> pd.DataFrame | None:
 def measure_cases(cases: Sequence[Case], *settings: Any, on_rows: Any = None) -> pd.DataFrame:
     """Measure cases on the process group that `setup_ddp` made; every rank calls this."""
     info = RankInfo.current()
-    return runner.run(
-        [
-            runner.Case(row_of(case, info.world), partial(measure_or_exit, case, *settings))
-            for case in cases
-        ],
-        info.device,
-        progress=info.rank == 0,
-        on_rows=on_rows,
-        world=info.world,
-        backend=dist.get_backend(),
-    )
+    chosen = [
+        runner.Case(row_of(case, info.world), partial(measure_case, case, *settings))
+        for case in cases
+    ]
+    about = {"world": info.world, "backend": dist.get_backend()}
+    return runner.run(chosen, info.device, progress=info.rank == 0, on_rows=on_rows, **about)
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
-    lines = []
-    for row in table.to_dict("records"):
-        line = f"{row['preset']}, {row['seqlen']:,} tokens, {row['kernel']}, {row['layout']}"
-        line += f" on {row['world']} rank{'s' * (row['world'] != 1)}: "
-        if row["status"] == "ok":
-            line += (
-                f"{row['median_ms']:,.0f} ms a step, {row['tokens_per_s']:,.0f} tokens/s, "
-                f"{row['tflops']:.1f} TFLOP/s a device, peak "
-                f"{row['peak_memory_bytes'] / 2**30:.2f} GiB, loss {row['loss']:.4f}"
-            )
-        else:
-            line += f"{row['status']}: {row['reason']}"
-        lines.append(line)
-    return "\n".join(lines)
+    columns = ["preset", "seqlen", "kernel", "layout", "world", "median_ms", "tokens_per_s"]
+    columns += ["tflops", "peak_memory_bytes", "loss", "status", "reason"]
+    return table.reindex(columns=columns).to_string(index=False, na_rep="")
 
 
 def row_of(case: Case, world: int) -> runner.Row:
@@ -129,17 +102,6 @@ def row_of(case: Case, world: int) -> runner.Row:
         "direction": "training step",
         "dtype": "float32" if rung.autocast is None else f"{rung.autocast} autocast".split(".")[-1],
     }
-
-
-def measure_or_exit(case: Case, *settings: Any) -> runner.Row:
-    """Measure a case; an error that other ranks may not share ends the program.
-
-    Otherwise this rank's next case would meet the others' last one.
-    """
-    try:
-        return measure_case(case, *settings)
-    except Exception as error:
-        raise SystemExit(f"rank {RankInfo.current().rank}: {runner.one_line(error)}") from error
 
 
 def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> runner.Row:
@@ -156,27 +118,27 @@ def measure_case(case: Case, repeats: int = 3, max_seconds: float = 60.0) -> run
         counted; tflops, per device, of all matrix products; peak_memory_bytes of the rank that took
         most, peak_memory_by_rank; loss of the first step. Or status ("out of memory",
         "unsupported") and reason. The same on all ranks.
+
+    Raises:
+        SystemExit: an error that other ranks may not share; this rank's next case would meet their
+            last one.
     """
     info, row, failed = RankInfo.current(), {}, ""
     try:
-        row = _timed(case, STRATEGIES[case.rung], info, repeats, max_seconds)
-    except (BackendUnavailableError, ValueError) as error:  # on all ranks alike
-        return {"status": "unsupported", "reason": runner.one_line(error)}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        failed = runner.one_line(error)
-    gc.collect()
-    if info.device.type == "cuda":
-        torch.cuda.empty_cache()
-    reasons = [f"rank {rank}: {why}" for rank, why in enumerate(all_gather_object(failed)) if why]
+        row = _timed(case, info, repeats, max_seconds)
+    except Exception as error:
+        found = refusal(error)
+        if isinstance(error, ValueError) or found["status"] == "unsupported":  # on all ranks alike
+            return found | {"status": "unsupported"}
+        failed = f"rank {info.rank}: {found['reason']}"
+        if found["status"] != "out of memory":
+            raise SystemExit(failed) from error
+    reasons = [reason for reason in all_gather_object(failed) if reason]
     return {"status": "out of memory", "reason": reasons[0]} if reasons else row
 
 
-def _timed(
-    case: Case, rung: MemoryStrategy, info: RankInfo, repeats: int, max_seconds: float
-) -> Any:
-    config = DecoderConfig.preset(case.preset)
+def _timed(case: Case, info: RankInfo, repeats: int, max_seconds: float) -> dict[str, Any]:
+    config, rung = DecoderConfig.preset(case.preset), STRATEGIES[case.rung]
     reset_peak(info.device)
     torch.manual_seed(0)
     # The ring is the attention; what else the rung saves, it saves here too.
@@ -209,20 +171,15 @@ def _timed(
                 break
     peaks, report = all_gather_object(read_peak(info.device)), last_ring_call()
     assert report is not None
-    timed = tuple(1000 * step for step in seconds[1:])
-    median = statistics.median(timed)
+    timing = Timing(tuple(1000 * step for step in seconds[1:]))
     # Per token, forward and backward: 6 operations for each weight of a matrix product.
     matrices = config.parameters - config.vocab_size * config.width * (0 if config.tied else 1)
     attention = 3.5 * 2 * config.layers * case.seqlen**2 * config.width
-    device_ms = median * info.world * 1e9
-    return {
+    device_ms = timing.median * info.world * 1e9
+    return runner.spread(timing) | {
         "kernel": report.kernel,
-        "median_ms": median,
-        "q1_ms": quantile(timed, 0.25),
-        "q3_ms": quantile(timed, 0.75),
         "first_ms": 1000 * seconds[0],
-        "repeats": len(timed),
-        "tokens_per_s": 1000 * case.seqlen / median,
+        "tokens_per_s": 1000 * case.seqlen / timing.median,
         "attention_tflops": attention / device_ms,
         "tflops": (attention + 6 * matrices * case.seqlen) / device_ms,
         "peak_memory_bytes": max(peaks),

@@ -6,23 +6,20 @@ Prediction, questions, code; and summaries. Scores do not depend on how busy the
 is measured here.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import pandas as pd
+
+from benchmarks.long_texts.calls import predict_calls, score_calls
+from benchmarks.long_texts.documents import answer_by_window, plant, score_answers
+from benchmarks.long_texts.summaries import chapter, summarise
 from benchmarks.runner import lengths, some_of
 from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance
-from labsupport.training.tasks.code import predict_calls, score_calls
-from labsupport.training.tasks.document import answer_by_window, plant, score_answers
-from labsupport.training.tasks.summary import chapter, summarise
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Texts: modules of the standard library, and topics of Python's help.
 AROUND, PASSAGE, MARK = "argparse", "heapq", "def merge("
@@ -40,103 +37,80 @@ KEYS = {
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2", help="as for load_model; one with a chat template")
-    add("--attention", default="flash", help="as for set_attention")
     add("--windows", type=lengths, default="256,512,1K,2K,4K", help="tokens, separated by commas")
     add("--tasks", type=some_of(KEYS), default=list(KEYS), help="separated by commas")
 
 
 def measure(options: Namespace) -> pd.DataFrame:
-    import pandas as pd
-
-    loaded = load_model(options.model, attention=options.attention, device=options.device)
-    model, tokenizer, windows = loaded.model, loaded.tokenizer, options.windows
-    tasks = {
-        "windows": lambda: measure_windows(model, tokenizer, windows),
-        "document": lambda: score_answers(measure_document(model, tokenizer, windows)),
-        "code": lambda: score_calls(measure_code(model, tokenizer, windows)),
-        "summary": lambda: measure_summaries(model, tokenizer),
-    }
-    tables = {name: tasks[name]() for name in options.tasks}
+    loaded = load_model(options.model, attention="flash", device=options.device)
+    measures = {
+        "windows": measure_windows, "document": measure_document, "code": measure_code,
+        "summary": measure_summaries,
+    }  # fmt: skip
+    tables = {}
+    for name in options.tasks:
+        parts = measures[name](loaded.model, loaded.tokenizer, options.windows)
+        tables[name] = pd.concat(list(parts), ignore_index=True)
+    summaries = [text for text in tables["summary"].said if text] if "summary" in tables else []
+    for name, score in (("document", score_answers), ("code", score_calls)):
+        if name in tables:
+            tables[name] = score(tables[name])
     scores = pd.concat([long_form(name, tables[name]) for name in tables], ignore_index=True)
     scores = scores[["task", *scores.columns.drop("task")]]
-    if "summary" in tables:
-        scores.attrs["summaries"] = [text for text in tables["summary"].said if text]
-    scores.attrs["provenance"] = provenance(
-        model.device,
-        weights=loaded.source,
-        attention=options.attention,
-        texts={"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]},
-    )
+    texts = {"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]}
+    about = provenance(loaded.model.device, weights=loaded.source, attention="flash", texts=texts)
+    scores.attrs |= {"provenance": about, "summaries": summaries}
     return scores
 
 
 def show(table: pd.DataFrame, options: Namespace) -> str:
-    parts = list(table.attrs.get("summaries", ()))
+    parts = list(table.attrs["summaries"])
     for name, rows in table.groupby("task", sort=False):
         wide = rows.pivot(index=KEYS[str(name)], columns="measure", values="value")
         parts.append(wide.round(3).reset_index().to_string(index=False))
     return "\n\n".join(parts)
 
 
-def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> pd.DataFrame:
+def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
     """`nll_by_window` of a passage that returns, and of the ends of plain files.
 
-    Returns:
+    Yields:
         The rows of `nll_by_window`, with a column text: "repeat", or a module's name.
     """
-    import pandas as pd
-
-    passage = source_text(PASSAGE)
-    distance = max(windows) * 3 // 4  # the larger windows reach back to the first occurrence
-    repeat = with_repeat(
-        tokenizer, source_text(AROUND), passage[passage.index(MARK) :], distance=distance
-    )
-    tables = [
-        nll_by_window(
-            model, repeat.ids, repeat.target, sorted({*windows, distance - 64, distance})
-        ).assign(text="repeat")
-    ]
+    longest, passage = max(windows), source_text(PASSAGE)
+    distance = longest * 3 // 4  # the larger windows reach back to the first occurrence
+    passage = passage[passage.index(MARK) :]
+    repeat = with_repeat(tokenizer, source_text(AROUND), passage, distance=distance)
+    around = sorted({*windows, distance - 64, distance})
+    yield nll_by_window(model, repeat.ids, repeat.target, around).assign(text="repeat")
     for module in PLAIN:
-        ids = tokens_of(tokenizer, source_text(module), max(windows) + 65)
-        plain = nll_by_window(model, ids, slice(max(windows) + 1, max(windows) + 65), windows)
-        tables.append(plain.assign(text=module))
-    return pd.concat(tables, ignore_index=True)
+        ids = tokens_of(tokenizer, source_text(module), longest + 65)
+        target = slice(longest + 1, longest + 65)
+        yield nll_by_window(model, ids, target, windows).assign(text=module)
 
 
-def measure_document(
-    model: Any, tokenizer: Any, windows: Sequence[int], *, seeds: Sequence[int] = (0, 1)
-) -> pd.DataFrame:
+def measure_document(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
     """`answer_by_window` of a real document, as long as the largest window, with planted facts."""
-    import pandas as pd
-
-    text = python_topics()[DOCUMENT]
-    tables = []
-    for seed in seeds:
-        document = plant(tokenizer, text, length=max(windows), seed=seed)
-        table = answer_by_window(model, tokenizer, document, windows)
-        tables.append(table.assign(seed=seed))
-    return pd.concat(tables, ignore_index=True)
+    for seed in (0, 1):
+        document = plant(tokenizer, python_topics()[DOCUMENT], length=max(windows), seed=seed)
+        yield answer_by_window(model, tokenizer, document, windows).assign(seed=seed)
 
 
-def measure_code(model: Any, tokenizer: Any, windows: Sequence[int]) -> pd.DataFrame:
+def measure_code(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
     """`predict_calls` of a whole file."""
-    import pandas as pd
-
-    source = source_text(FILE)
-    tables = [predict_calls(model, tokenizer, source, window) for window in windows]
-    return pd.concat(tables, ignore_index=True)
+    for window in windows:
+        yield predict_calls(model, tokenizer, source_text(FILE), window)
 
 
-def measure_summaries(model: Any, tokenizer: Any) -> pd.DataFrame:
+def measure_summaries(model: Any, tokenizer: Any, _: Sequence[int]) -> Iterator[pd.DataFrame]:
     """`summarise` of some chapters, with the summaries' texts."""
-    import pandas as pd
-
-    tables = []
     for name in CHAPTERS:
-        text, table = summarise(model, tokenizer, chapter(python_topics()[name]))
-        table["said"] = [text, ""]
-        tables.append(table.assign(text=name))
-    return pd.concat(tables, ignore_index=True)
+        said, judged = summarise(model, tokenizer, chapter(python_topics()[name]))
+        rows = [
+            {"summary": who, "said": said if who == "model" else "", **scores}
+            for who, scores in judged.items()
+        ]
+        yield pd.DataFrame(rows).assign(text=name)
 
 
 def long_form(task: str, table: pd.DataFrame) -> pd.DataFrame:

@@ -5,41 +5,41 @@ python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --save
 python -m benchmarks training --preset gpt2-small --longest --limit 16GiB --plain
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
 
 from benchmarks.runner import Case, Row, lengths, run, some_of
 from labsupport.profiling.timing import resolve_device
-from labsupport.training import PRESETS, DecoderConfig
-from labsupport.training.measure import PLAIN, PlainTransformers, measure_training, readable
+from labsupport.training import PRESETS, DecoderConfig, MemoryOptions
+from labsupport.training.measure import measure_training, readable
 from labsupport.training.memory import memory_limit, parse_bytes
 from labsupport.training.planner import STRATEGIES, MemoryStrategy, longest
 from labsupport.training.sizes import parse_tokens
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+PLAIN = tuple(
+    MemoryStrategy(f"Transformers, {name}", savings, torch.bfloat16)
+    for name, savings in {
+        "eager attention": MemoryOptions("eager"),
+        "SDPA": MemoryOptions("sdpa"),
+        "SDPA, gradient checkpointing": MemoryOptions("sdpa", checkpoint=True),
+    }.items()
+)
 RUNGS = [str(n) for n in range(len(STRATEGIES))]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", default="tiny", choices=sorted(PRESETS), help="the decoder's shape")
-    add(
-        "--lengths",
-        type=lengths,
-        default="1K,2K,4K",
-        help="tokens, separated by commas; 8K is 8,192",
-    )
+    add("--lengths", type=lengths, default="1K,2K,4K", help="tokens, by commas; 8K is 8,192")
     ladder = ", ".join(f"{n}: {strategy.name}" for n, strategy in enumerate(STRATEGIES))
     add("--rungs", type=some_of(RUNGS), default=RUNGS, help=f"which remedies, by number; {ladder}")
     add("--plain", action="store_true", help="Transformers' own GPT-2, not the lab's remedies")
-    add("--attention", help="the backend in place of 'auto'")
     add("--limit", help="such as 16GiB")
     add("--longest", action="store_true", help="search the longest sequence under --limit (GPU)")
     add("--multiple", type=parse_tokens, default="1K", help="of which --longest finds a multiple")
@@ -47,26 +47,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
     config = DecoderConfig.preset(options.preset)
-    strategies = PLAIN if options.plain else _chosen(options.rungs, options.attention)
-    shared: dict[str, Any] = {"strategies": strategies, "device": options.device}
+    strategies = PLAIN if options.plain else [STRATEGIES[int(n)] for n in options.rungs]
+    make_model = PlainGPT2 if options.plain else None
     if options.longest:
         if options.limit is None:
             raise SystemExit("--longest needs a --limit")
-        return longest_that_trains(config, options.limit, multiple=options.multiple, **shared)
-    return measure_training(config, options.lengths, limit=options.limit, **shared)
+        return longest_that_trains(config, strategies, options, make_model)
+    return measure_training(
+        config, options.lengths, strategies=strategies, device=options.device, limit=options.limit,
+        make_model=make_model,
+    )  # fmt: skip
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     return readable(table).to_string(index=False)
 
 
+class PlainGPT2(nn.Module):
+    """Transformers' GPT-2 as its users write it, with learned positions for `seqlen` tokens.
+
+    Its own defaults for all but the sizes, dropout among them.
+    """
+
+    def __init__(self, config: DecoderConfig, strategy: MemoryStrategy, seqlen: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        sizes: dict[str, Any] = {"n_embd": config.width, "n_layer": config.layers}
+        sizes |= {"n_head": config.heads, "vocab_size": config.vocab_size, "n_positions": seqlen}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}  # theirs may lie outside the vocabulary
+        sizes |= {"attn_implementation": strategy.savings.attention, "use_cache": False}
+        self.model: Any = GPT2LMHeadModel(GPT2Config(**sizes)).train()
+        if strategy.savings.checkpoint:
+            # The new name of gradient_checkpointing_enable.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss; Transformers shifts the labels itself."""
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
 def longest_that_trains(
     config: DecoderConfig,
-    limit: str,
-    *,
-    strategies: Sequence[MemoryStrategy | PlainTransformers] = STRATEGIES,
-    device: str | None = None,
-    multiple: int = 1024,
+    strategies: Sequence[MemoryStrategy],
+    options: argparse.Namespace,
+    make_model: Any = None,
 ) -> pd.DataFrame:
     """Search the longest sequence whose step really runs under a limit, for each remedy.
 
@@ -78,33 +104,33 @@ def longest_that_trains(
         RuntimeError: the device is a CPU, whose memory cannot be held to a limit for some steps
             only; `planner.fits.longest` predicts there.
     """
-    where = resolve_device(device)
-    if where.type != "cuda":
+    limit, multiple, device = options.limit, options.multiple, resolve_device(options.device)
+    if device.type != "cuda":
         raise RuntimeError("the search runs into the limit again and again: it needs a GPU")
 
-    def search(strategy: MemoryStrategy | PlainTransformers) -> Row:
+    def search(strategy: MemoryStrategy) -> Row:
         guess, widen = 1, 1
-        if isinstance(strategy, MemoryStrategy):
-            chosen = {"savings": strategy.savings, "autocast": strategy.autocast, "device": where}
+        if make_model is None:
+            chosen = {"savings": strategy.savings, "autocast": strategy.autocast, "device": device}
             guess = max(1, longest(config, limit, multiple=multiple, **chosen) // multiple)
             widen = 16
 
         def attempt(units: int) -> Row:
-            with memory_limit(limit, where):
-                options: dict[str, Any] = {"device": where, "max_seconds": 0.0, "progress": False}
+            with memory_limit(limit, device):
                 table = measure_training(
-                    config, [units * multiple], strategies=[strategy], **options
-                )
+                    config, [units * multiple], strategies=[strategy], device=device,
+                    max_seconds=0.0, progress=False, make_model=make_model,
+                )  # fmt: skip
             return table.iloc[0].to_dict()
 
         return last_that_runs(attempt, guess, widen) or {"seqlen": 0, "status": "out of memory"}
 
     cases = [Case({"backend": strategy.name}, partial(search, strategy)) for strategy in strategies]
     about = {"limit_bytes": parse_bytes(limit), "parameters": config.parameters}
-    return run(cases, where, multiple=multiple, **about)
+    return run(cases, device, multiple=multiple, **about)
 
 
-def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int = 16) -> Row | None:
+def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int) -> Row | None:
     """Return the row of the largest number that runs: widen a bracket around the guess, halve it.
 
     Args:
@@ -131,15 +157,3 @@ def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int = 16) -
         if units <= 0:
             break
     return best
-
-
-def _chosen(numbers: list[str], attention: str | None) -> list[MemoryStrategy]:
-    strategies = [STRATEGIES[int(n)] for n in numbers]
-    if attention is None:
-        return strategies
-    return [
-        strategy
-        if strategy.savings.attention == "standard"
-        else replace(strategy, savings=replace(strategy.savings, attention=attention))
-        for strategy in strategies
-    ]

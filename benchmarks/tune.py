@@ -1,44 +1,38 @@
 """The fastest tilings on this GPU, printed as they stand in `config.py`.
 
     python -m benchmarks tune                                forward, head_dim 64 and 128
-    python -m benchmarks tune --direction backward --head-dim 128
-    python -m benchmarks tune --direction decode --save NAME
+    python -m benchmarks tune --direction backward --head-dim 128 --save NAME
 
 Candidates are timed in turns on a few shapes. A candidate's score is its time over the fastest
 one's, as a geometric mean over the shapes. "backward" times the whole backward pass: the tiling of
 dK and dV first (kernel "keys"), then that of dQ ("queries").
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 
-from benchmarks.runner import Case, check_triton, numbers, run
-from benchmarks.turns import in_turns
+from benchmarks.runner import Call, Case, check_triton, in_turns, numbers, run
 from labsupport.attention.kernels import mode
 from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.config import (
     HOPPER,
     Geometry,
     KernelConfig,
-    decode_tiling,
     override,
     padded,
     tiling,
 )
 from labsupport.profiling.timing import resolve_device
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-KERNELS = {"forward": ("forward",), "backward": ("keys", "queries"), "decode": ("decode",)}
+KERNELS = {"forward": ("forward",), "backward": ("keys", "queries")}
 PLAN = ["block_q", "block_k", "warps", "stages"]
 # Blocks and warps to try, and stages. A Hopper tensor-core instruction takes 64 rows for each group
 # of 4 warps. In "keys" five tiles are alive at the same time, so they have to be smaller.
@@ -54,7 +48,6 @@ GRIDS: dict[str, tuple[Sequence[tuple[int, int, int]], Sequence[int]]] = {
         [(64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 32, 8), (128, 64, 8),
          (128, 128, 8)], (2, 3, 4)
     ),
-    "decode": ([(16, k, w) for k in (32, 64, 128) for w in (4, 8)], (2, 3, 4)),
 }  # fmt: skip
 Plans = dict[str, KernelConfig]
 
@@ -63,7 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--direction", choices=list(KERNELS), default="forward")
     add("--head-dim", type=numbers, default=[64, 128])
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--max-seconds", type=float, default=0.15, help="for the repeats of one plan and shape")
     add("--most", type=int, default=8, help="number of plans to print")
 
@@ -79,12 +71,12 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     check_triton(options)
     if mode.interpreted():
         raise SystemExit("needs a GPU: what is interpreted has no tiling to tune")
-    device, dtype = resolve_device("cuda"), getattr(torch, options.dtype)
+    device = resolve_device("cuda")
     chosen: dict[int, Plans] = {head_dim: {} for head_dim in options.head_dim}
 
     def tuned(kernel: str, head_dim: int) -> list[dict[str, Any]]:
-        shapes = shapes_for(options.direction, head_dim, options.dtype)
-        plans = candidates(kernel, head_dim, dtype)
+        shapes = shapes_for(options.direction, head_dim)
+        plans = candidates(kernel, head_dim)
         rows = time_plans(kernel, plans, shapes, device, chosen[head_dim], options.max_seconds)
         if not any("ratio" in row for row in rows):
             raise RuntimeError(f"no tiling runs: {rows[0]['reason']}")
@@ -101,72 +93,52 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Shape:
-    """A call to time: q (batch, seqlen, heads, head_dim), with seqlen 1 for "decode"."""
+    """A call to time: q, k and v (batch, seqlen, heads, head_dim)."""
 
     direction: str
     head_dim: int
-    dtype: str
     batch: int
     seqlen: int
     heads: int
-    kv_heads: int
     causal: bool
+    dtype: str = "bfloat16"
 
 
-def shapes_for(direction: str, head_dim: int, dtype: str) -> list[Shape]:
-    """Representative ones: 16,384 tokens of hidden size 2048; caches of 0.25 to 2 GiB."""
-    if direction == "decode":
-        sizes = [(1, 65_536), (1, 262_144), (8, 32_768), (64, 4096)]
-        return [Shape(direction, head_dim, dtype, b, n, 32, 8, False) for b, n in sizes]
-    heads = 2048 // head_dim
+def shapes_for(direction: str, head_dim: int) -> list[Shape]:
+    """Representative ones: 16,384 tokens of hidden size 2048."""
     return [
-        Shape(direction, head_dim, dtype, 16_384 // n, n, heads, heads, causal)
+        Shape(direction, head_dim, 16_384 // n, n, 2048 // head_dim, causal)
         for n in (1024, 4096, 16_384)
         for causal in (False, True)
     ]
 
 
-def current(kernel: str, head_dim: int, dtype: torch.dtype) -> KernelConfig:
+def current(kernel: str, head_dim: int) -> KernelConfig:
     """The tables' answer of today, on a GPU."""
-    if kernel == "decode":
-        return decode_tiling(4, head_dim, dtype)
     here = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    hopper = here and dtype != torch.float32 and head_dim in HOPPER["forward"]
-    return tiling(kernel, head_dim, dtype, False, hopper=hopper)
+    hopper = here and head_dim in HOPPER["forward"]
+    return tiling(kernel, head_dim, torch.bfloat16, False, hopper=hopper)
 
 
-def candidates(kernel: str, head_dim: int, dtype: torch.dtype) -> list[KernelConfig]:
-    """Tilings worth a try: the current one first, then `GRIDS`, halved for float32."""
-    wide = 2 if max(64, padded(head_dim)) > 128 else 1
-    plans = [current(kernel, head_dim, dtype)]
+def candidates(kernel: str, head_dim: int) -> list[KernelConfig]:
+    """Tilings worth a try: the current one first, then `GRIDS`."""
+    wide = 2 if padded(head_dim) > 128 else 1
+    plans = [current(kernel, head_dim)]
     for (q, k, warps), stages in itertools.product(*GRIDS[kernel]):
-        if dtype == torch.float32:  # twice the room, and no tensor cores
-            q, k, stages = max(16, q // 2), max(16, k // 2), max(1, stages - 1)
         plans.append(KernelConfig(q, max(16, k // wide), warps, stages))
     return list(dict.fromkeys(plans))
 
 
-def make_call(shape: Shape, device: torch.device, plans: Plans) -> Callable[[], Any]:
+def make_call(shape: Shape, device: torch.device, plans: Plans) -> Call:
     """The call with these tilings, on unit-normal inputs; a backward without its forward."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def draw(seqlen: int, heads: int) -> torch.Tensor:
-        size = shape.batch, seqlen, heads, shape.head_dim
-        dtype = getattr(torch, shape.dtype)
-        return torch.randn(size, generator=generator, dtype=dtype, device=device)
-
-    q = draw(1 if shape.direction == "decode" else shape.seqlen, shape.heads)
-    k, v = draw(shape.seqlen, shape.kv_heads), draw(shape.seqlen, shape.kv_heads)
+    size = shape.batch, shape.seqlen, shape.heads, shape.head_dim
+    options = {"dtype": getattr(torch, shape.dtype), "device": device}
+    q, k, v, dout = (torch.randn(size, generator=generator, **options) for _ in range(4))
     geometry = Geometry(shape.head_dim**-0.5, right=0 if shape.causal else -1)
-    if shape.direction == "decode":
-        from labsupport.attention.kernels.decode import decode
-
-        call = partial(decode, q, k, v)
-    elif shape.direction == "forward":
-        call = partial(forward, q, k, v, geometry)
-    else:
-        dout = draw(shape.seqlen, shape.heads)
-        call = partial(backward, dout, q, k, v, *forward(q, k, v, geometry), geometry)
+    call = partial(forward, q, k, v, geometry)
+    if shape.direction == "backward":
+        call = partial(backward, dout, q, k, v, *call(), geometry)
 
     def planned() -> Any:
         with override(**plans):
@@ -181,7 +153,7 @@ def time_plans(
     shapes: Sequence[Shape],
     device: torch.device,
     fixed: Plans,
-    max_seconds: float = 0.15,
+    max_seconds: float,
 ) -> list[dict[str, Any]]:
     """Time plans of one kernel; `fixed` are those of the other kernels."""
     rows = []
@@ -200,9 +172,6 @@ def time_plans(
 
 def scores(table: pd.DataFrame) -> pd.DataFrame:
     """A row for each plan that ran every shape, the best first: score (mean ratio), worst ratio."""
-    import numpy as np
-    import pandas as pd
-
     ratios = table.dropna(subset="ratio").groupby(PLAN, sort=False).ratio
     means = ratios.apply(lambda x: float(np.exp(np.log(x).mean())))
     table = pd.DataFrame({"score": means, "worst": ratios.max()})
@@ -211,36 +180,25 @@ def scores(table: pd.DataFrame) -> pd.DataFrame:
 
 def best_plan(rows: pd.DataFrame | list[dict[str, Any]]) -> KernelConfig:
     """The plan with the lowest score."""
-    import pandas as pd
-
     return KernelConfig(*map(int, scores(pd.DataFrame(rows)).iloc[0][PLAN]))
 
 
 def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
     lines, chosen = [], []
     for (head_dim, kernel), rows in table.groupby(["head_dim", "kernel"], sort=False):
-        lines.append(f"\n{kernel}, head_dim {head_dim}, {options.dtype}")
+        lines.append(f"\n{kernel}, head_dim {head_dim}")
         if "ratio" in rows and rows.ratio.notna().any():
-            now = current(kernel, head_dim, getattr(torch, options.dtype))
-            lines.append(format_scores(rows, now, options.most))
-            chosen.append(f"{kernel:>8}  {max(64, padded(head_dim))}: {_text(best_plan(rows))},")
+            lines.append(format_scores(rows, current(kernel, head_dim), options.most))
+            chosen.append(f"{kernel:>8}  {max(64, padded(head_dim))}: {best_plan(rows)},")
         for row in rows[rows.status != "ok"].itertuples():
-            plan = _text(row) if row.status == "left out" else kernel
+            plan = [getattr(row, name) for name in PLAN] if row.status == "left out" else kernel
             lines.append(f"  {row.status}: {plan}  {row.reason}")
     return "\n".join([*lines, "", *chosen])
 
 
 def format_scores(table: pd.DataFrame, now: KernelConfig, most: int) -> str:
-    """The best plans with their times on each shape, and the current one, marked."""
-    ranked, ran = scores(table), table[table.status == "ok"]
-    labels = ran.seqlen.astype(int).astype(str) + ran.causal.map({True: " causal", False: ""})
-    labels = ran.batch.astype(int).astype(str) + " x " + labels
-    times = ran.assign(shape=labels).pivot(index=PLAN, columns="shape", values="median_ms")
-    shown = ranked.merge(times[list(dict.fromkeys(labels))].reset_index(), on=PLAN)
+    """The best plans with their scores, and the current one, marked."""
+    shown = scores(table)
     plans = [KernelConfig(*values) for values in shown[PLAN].itertuples(index=False)]
     shown.insert(0, "", ["now" if plan == now else "" for plan in plans])
     return shown[(shown.index < most) | (shown[""] == "now")].round(3).to_string(index=False)
-
-
-def _text(plan: Any) -> str:
-    return f"KernelConfig({plan.block_q:g}, {plan.block_k:g}, {plan.warps:g}, {plan.stages:g})"

@@ -54,20 +54,14 @@ def anchor_headings(app: Sphinx, doctree: nodes.document) -> None:
     if app.env.docname.startswith("notebooks/"):
         for section, place in _numbered(app.env.docname, doctree):
             section["ids"].append(place.anchor)
-            app.env.book_places = getattr(app.env, "book_places", {})
             app.env.book_places.setdefault(app.env.docname, []).append(place)
-
-
-def forget(app: Sphinx, env: object, docname: str) -> None:
-    """Forget the headings of a page that is read anew, or gone."""
-    getattr(env, "book_places", {}).pop(docname, None)
 
 
 def add_boxes(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     """Put the boxes into chapters and notebooks."""
     table = (PROJECT / "theory" / "README.md").read_text(encoding="utf-8")
     number = re.match(r"(theory|notebooks)/0*(\d+)-", docname)
-    if number is None or not hasattr(app.env, "book_places"):
+    if number is None:
         return
     top = next(doctree.findall(nodes.section))
     if number[1] == "theory":
@@ -171,7 +165,7 @@ def _raw(html: str) -> nodes.raw:
 
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect to Sphinx."""
+    app.connect("builder-inited", lambda app: setattr(app.env, "book_places", {}))
     app.connect("doctree-read", anchor_headings)
-    app.connect("env-purge-doc", forget)
     app.connect("doctree-resolved", add_boxes)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,30 +31,16 @@ _FENCE = re.compile(r"^(```+).*?^\1", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def gather(target: Path, project: Path = PROJECT) -> list[Path]:
-    """Write the book's sources into a folder; what did not change keeps its timestamp.
-
-    Args:
-        target: the folder; files in it that are no sources any more are deleted.
-        project: the project folder.
-
-    Returns:
-        the paths of the files, below the folder.
-    """
+def gather(target: Path, project: Path = PROJECT) -> None:
+    """Write the book's sources into a folder, which holds nothing else afterwards."""
     sources = dict(_pages(project))
     for place, content in list(sources.items()):
         if place.suffix in (".md", ".ipynb"):
             _take_along(place, content, sources, project)
+    shutil.rmtree(target, ignore_errors=True)
     for place, content in sources.items():
-        file = target / place
-        if not file.is_file() or file.read_bytes() != content:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-    if target.is_dir():
-        for file in target.rglob("*"):
-            if file.is_file() and file.relative_to(target) not in sources:
-                file.unlink()
-    return sorted(sources)
+        (target / place).parent.mkdir(parents=True, exist_ok=True)
+        (target / place).write_bytes(content)
 
 
 def linked(text: str) -> Iterator[str]:
@@ -78,7 +65,11 @@ def _pages(project: Path) -> Iterator[tuple[Path, bytes]]:
 
 def _take_along(place: Path, content: bytes, sources: dict[Path, bytes], project: Path) -> None:
     """Add the files that a page links to."""
-    for path in linked(_text(place, content)):
+    text = content.decode()
+    if place.suffix == ".ipynb":
+        cells = json.loads(content)["cells"]
+        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    for path in linked(text):
         file = (project / place.parent / path).resolve()
         if not file.is_file() or not file.is_relative_to(project):
             continue  # Sphinx says so, if it is not among the pages either
@@ -89,10 +80,3 @@ def _take_along(place: Path, content: bytes, sources: dict[Path, bytes], project
         if found.suffix == ".md":  # a page then, but in no table of contents
             sources[found] = b"---\norphan: true\n---\n" + sources[found]
             _take_along(found, sources[found], sources, project)
-
-
-def _text(place: Path, content: bytes) -> str:
-    if place.suffix == ".md":
-        return content.decode()
-    cells = json.loads(content)["cells"]
-    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")

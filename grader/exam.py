@@ -6,36 +6,28 @@ reference solutions and of typical mistakes, written down here while the solved 
 run. Where a submission is graded there are no cases: the grader checks in a process of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
+import csv
 import io
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grader import left_out
 from labsupport import paths
 from labsupport.course.editions import ReleaseError
 
-if TYPE_CHECKING:
-    from labsupport.checks.cases import Tape
-
 
 @dataclass(frozen=True)
 class Answer:
-    """A module of the package that holds the answer to an exercise.
+    """A line of answers.csv: a module, or folder, of the package that answers an exercise.
 
-    Attributes:
-        path: the file, relative to the package; a folder stands for all Python files in it.
-        exercise: which exercise, for the message.
-        gone: names of functions and classes that are left out; all if empty.
-        needed: names that stay, because others use them.
+    The functions and classes `gone` are left out, or all; those `needed` by others stay.
     """
 
     path: str
@@ -43,61 +35,18 @@ class Answer:
     gone: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
+    def holds(self, path: str) -> bool:
+        """Tell whether a file of the package is this one, or in this folder."""
+        return path == self.path or path.startswith(f"{self.path}/")
 
-def _checks(file: str, exercise: str, *references: str) -> Answer:
-    return Answer(f"checks/{file}.py", exercise, references)
 
-
-_KERNELS = ("forward", "backward", "hopper", "decode", "version1", "forward_gluon")
-_TEMPLATE = ("with_update_kernel", "attention_with_update", "run_update")
-
-# Not here, because the package runs on them: masks (`attention/masks.py`, exercise 2-3), and what
-# Transformers calls (`models/integration/`, 2-2).
-ANSWERS: tuple[Answer, ...] = (
-    Answer("attention/flash_torch.py", "1-4, 1-5", needed=("autocast_off", "_block_sizes")),
-    *(Answer(f"attention/kernels/{name}.py", "4-3") for name in _KERNELS),
-    Answer("attention/kernels/template.py", "4-3", needed=_TEMPLATE),
-    Answer("attention/online_softmax.py", "1-3, 3-4"),
-    Answer("attention/reference.py", "1-1"),
-    Answer("attention/rotary.py", "3-1"),
-    Answer("distributed/ring/merge_kernel.py", "3-4"),
-    Answer("distributed/ring/merging.py", "3-4"),
-    Answer("distributed/ring/zigzag.py", "3-5"),
-    Answer("distributed/minimal_ring.py", "3-4"),
-    Answer("profiling/work.py", "4-1"),
-    Answer("profiling/tables.py", "1-2", gone=("score_mib",)),
-    Answer("precision/autofix.py", "1-6"),
-    Answer("precision/losses.py", "3-2"),
-    Answer("analysis/traffic", "4-2"),
-    Answer("analysis/tiles.py", "4-2"),
-    Answer("analysis/roofline.py", "4-1"),
-    Answer("analysis/recommend.py", "4-5"),
-    Answer("analysis/predictor/calibration.py", "4-4"),
-    Answer("analysis/predictor/evaluate.py", "4-4"),
-    Answer("analysis/predictor/work.py", "4-1"),
-    Answer("models/flops.py", "2-4", gone=("model_flops",)),
-    Answer("models/llama2c.py", "3-1"),
-    Answer("training/memory.py", "3-2"),
-    Answer("training/planner/formulas.py", "3-3"),
-    _checks("textbook", "1-1, 1-2", "textbook_attention", "score_bytes", "longest_that_fits"),
-    _checks("softmax", "1-3", "running_max_and_sum"),
-    _checks("flash", "1-4, 1-5", "flash_forward", "flash_backward"),
-    _checks("dtypes", "1-6", "half_dtype", "full_attention"),
-    _checks("layout", "2-1", "split_heads", "to_flash_layout", "split_qkv"),
-    _checks("registered", "2-2", "flash_attention", "lab_attention"),
-    _checks("decoding", "2-3", "visible"),
-    _checks("amdahl", "2-4", "overall_speedup", "flop_share"),
-    _checks("rotary", "3-1", "rotary_angles", "apply_rope", "pairs_to_halves"),
-    _checks("chunked_loss", "3-2", "ChunkedLoss"),
-    _checks("planning", "3-3", "held_bytes"),
-    _checks("merging", "3-4", "merge", "merge_all"),
-    _checks("zigzag_order", "3-5", "zigzag_chunks", "zigzag_positions", "unzigzag"),
-    _checks("intensity", "4-1", "attention_cost", "roof"),
-    _checks("counting", "4-2", "textbook_traffic", "tiled_traffic"),
-    _checks("kernel", "4-3", "update"),
-    _checks("fitting", "4-4", "fit_time", "predict_time", "held_out_error"),
-    _checks("choosing", "4-5", "choose", "choice", "_chain"),
-)
+# Not in the table, because the package runs on them: masks (`attention/masks.py`, exercise 2-3),
+# and what Transformers calls (`models/integration/`, 2-2).
+with Path(__file__).with_name("answers.csv").open(encoding="utf-8") as _table:
+    ANSWERS = tuple(
+        Answer(row["path"], row["exercises"], *(tuple(row[n].split()) for n in ("gone", "needed")))
+        for row in csv.DictReader(_table)
+    )
 _KEPT_DECORATORS = ("staticmethod", "classmethod", "property", "dataclass", "triton.jit")
 
 _NO_BACKENDS = f'''
@@ -139,24 +88,22 @@ class _Emptied(ast.NodeTransformer):
         self.inside: list[str] = []
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        if self._stays(node.name):
-            return node
-        self.inside.append(node.name)
-        if ast.get_docstring(node) is not None:
-            node.body[0] = ast.parse("...").body[0]
-        self.generic_visit(node)
-        self.inside.pop()
+        if self._goes(node.name):
+            self.inside.append(node.name)
+            if ast.get_docstring(node) is not None:
+                node.body[0] = ast.parse("...").body[0]
+            self.generic_visit(node)
+            self.inside.pop()
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if self.module.startswith("checks.") and node.name.startswith("check_"):
             node.decorator_list.append(ast.Name("stored"))
-        if self._stays(node.name):
-            return node
-        name = ".".join([self.module, *self.inside, node.name])
-        node.body = [ast.parse(f"left_out({name!r}, {self.answer.exercise!r})").body[0]]
-        kept = [d for d in node.decorator_list if _called(d) in _KEPT_DECORATORS]
-        node.decorator_list = kept
+        if self._goes(node.name):
+            name = ".".join([self.module, *self.inside, node.name])
+            node.body = [ast.parse(f"left_out({name!r}, {self.answer.exercise!r})").body[0]]
+            kept = [d for d in node.decorator_list if _called(d) in _KEPT_DECORATORS]
+            node.decorator_list = kept
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -165,9 +112,9 @@ class _Emptied(ast.NodeTransformer):
             node.value = ast.Tuple([])
         return node
 
-    def _stays(self, name: str) -> bool:
+    def _goes(self, name: str) -> bool:
         listed = not self.answer.gone or name in self.answer.gone or bool(self.inside)
-        return name in self.answer.needed or not listed
+        return listed and name not in self.answer.needed
 
 
 def _called(node: ast.expr) -> str:
@@ -179,45 +126,27 @@ def empty(source: str, module: str, answer: Answer) -> str:
 
     Comments are gone too, and with all functions the docstrings, since they explain the answer.
     """
-    tree = ast.parse(source)
-    tree = ast.fix_missing_locations(_Emptied(module, answer).visit(tree))
-    body, docstring = tree.body, ast.get_docstring(tree, clean=False)
-    if docstring is not None:
-        body = body[1:]
-    first = 0
-    while isinstance(body[first], ast.ImportFrom) and body[first].module == "__future__":
-        first += 1
+    tree = ast.fix_missing_locations(_Emptied(module, answer).visit(ast.parse(source)))
+    docstring = ast.get_docstring(tree, clean=False)
+    body = tree.body[1:] if docstring is not None else tree.body
+    future = [one for one in body if getattr(one, "module", "") == "__future__"]
     imports = "from labsupport.left_out import left_out"
     if module.startswith("checks."):
         imports += "\nfrom labsupport.checks.cases import stored"
     said = f"{left_out.NOT_HERE.capitalize()}: it answers exercise {answer.exercise}."
-    if answer.gone:
-        said = docstring or said
-    head = ast.Expr(ast.Constant(said))
-    tree.body = [head, *body[:first], *ast.parse(imports).body, *body[first:]]
+    head = ast.Expr(ast.Constant(docstring if docstring and answer.gone else said))
+    rest = [one for one in body if one not in future]
+    tree.body = [head, *future, *ast.parse(imports).body, *rest]
     return ast.unparse(tree) + "\n"
 
 
 def exam_package() -> Iterator[tuple[str, str]]:
-    """Yield each file of the package without the answers: its path, and its text.
-
-    Raises:
-        ValueError: an entry of `ANSWERS` names a file or function that is not there (any more).
-    """
-    unused = {answer.path for answer in ANSWERS}
+    """Yield each file of the package without the answers: its path, and its text."""
     for path, source in package_files():
-        answer = next((a for a in ANSWERS if path == a.path or path.startswith(f"{a.path}/")), None)
-        if answer is not None:
-            unused.discard(answer.path)
-            names = (*answer.needed, *answer.gone)
-            gone = [n for n in names if f"def {n}(" not in source and f"class {n}(" not in source]
-            if gone:
-                raise ValueError(f"ANSWERS: {path} has no {', '.join(gone)} any more")
+        answer = next((one for one in ANSWERS if one.holds(path)), None)
         if answer is not None and not path.endswith("__init__.py"):
             source = empty(source, path.removesuffix(".py").replace("/", "."), answer)
         yield f"labsupport/{path}", source + _ADDED.get(path, "")
-    if unused:
-        raise ValueError(f"ANSWERS names files that are not there: {', '.join(sorted(unused))}")
     yield "labsupport/left_out.py", Path(left_out.__file__).read_text(encoding="utf-8")
 
 
@@ -231,34 +160,21 @@ def package_files() -> Iterator[tuple[str, str]]:
             yield path, file.read_text(encoding="utf-8")
 
 
-def write_package(target: Path) -> Path:
-    """Write the package on which a submission is graded; it holds no answer.
-
-    Args:
-        target: a folder to put on the kernel's path; `labsupport/` is made in it.
-
-    Returns:
-        the package's folder.
-
-    Raises:
-        FileExistsError: `target` holds a `labsupport` already.
-        OSError: it cannot be written.
-    """
-    (target / "labsupport").mkdir(parents=True)
+def write_package(target: Path) -> None:
+    """Write the package on which a submission is graded, without the answers, into a new folder."""
     write_files(target, exam_package())
     # `paths.project_root()` then finds this folder, and nothing of the real one.
     (target / "pyproject.toml").write_text("", encoding="utf-8")
-    return target / "labsupport"
 
 
-def write_files(target: Path, files: Iterator[tuple[str, str]]) -> None:
+def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
     """Write texts to their paths below `target`."""
     for path, text in files:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_text(text, encoding="utf-8")
 
 
-def record_cases(notebooks: list[Path]) -> dict[str, Tape]:
+def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
     """Run the visible checks of solved notebooks, and write down what their references give.
 
     Returns:
@@ -270,7 +186,7 @@ def record_cases(notebooks: list[Path]) -> dict[str, Tape]:
     from labsupport import checks  # PyTorch with it, which the program's other commands do without
     from labsupport.checks import cases
 
-    tapes: dict[str, Tape] = {}
+    tapes: dict[str, list[Any]] = {}
 
     def recorded(name: str, check: Callable[..., None]) -> Callable[..., None]:
         @wraps(check)

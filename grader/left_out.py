@@ -3,6 +3,7 @@
 An edition without the answers holds a copy of this file as `labsupport/left_out.py`.
 """
 
+import textwrap
 from typing import NoReturn
 
 NOT_HERE = "not part of the exam edition"
@@ -10,6 +11,10 @@ NOT_HERE = "not part of the exam edition"
 
 class LeftOutError(RuntimeError):
     """Something was called that answers an exercise, and is therefore not there."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show only the message in a notebook."""
+        return textwrap.wrap(str(self), 100)
 
 
 def left_out(name: str, exercise: str) -> NoReturn:

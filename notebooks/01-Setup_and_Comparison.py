@@ -23,9 +23,13 @@
 #   honestly: time, memory, error;
 # - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
-# **Time** about 100 minutes; the exercises take 75 of them. **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a
-# GPU: PyTorch has a real FlashAttention kernel for CPUs, and this notebook runs it. If you have a GPU,
-# the same cells use it, at larger sizes.
+# **Time** about 180 minutes; the exercises take 140 of them. Sections marked *further* are optional.
+#
+# - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9. The backward pass (1.6) then waits for another day.
+# - *In half an hour or a little more*, for the curious: the chart above, section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
+#
+# **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a GPU: PyTorch has a real FlashAttention kernel for CPUs,
+# and this notebook runs it. If you have a GPU, the same cells use it, at larger sizes.
 #
 # **To read beside it**, before or after: the theory chapters [1, Attention's memory
 # bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
@@ -33,9 +37,10 @@
 # [glossary](../theory/glossary.md) fixes the words.
 #
 # **How to work.** Run the cells in order. Six exercises ask you to write code where it says
-# `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong. Before each
-# measurement, write down a guess: a wrong guess that you noticed is worth more than a right one that you
-# read. (*Run All* stops at the first exercise that is not solved, and leaves you at the end of the notebook:
+# `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong, and hints unfold in three stages: a
+# nudge, the idea, an outline. Once your checks pass, look at the lab's own copy of this notebook (in `notebooks/`): where solutions
+# are given out, it holds one way to write each. Before each measurement, write down a guess: a wrong guess that you noticed is worth more
+# than a right one that you read. (*Run All* stops at the first exercise that is not solved, and leaves you at the end of the notebook:
 # scroll up to the red message.)
 
 # %%
@@ -54,7 +59,7 @@ environment_card()
 # The card above names your device and the attention implementations, called *backends*, that can run on
 # it. For the others it says why not. Nothing is missing that you need today: `flash_torch` runs anywhere
 # and `standard` is the textbook. A terminal command, `labsupport doctor`, says the same in more detail,
-# with the command that mends each problem.
+# with the command that fixes each problem, and whether this machine is busy: on a busy one, times mislead.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
 
@@ -65,6 +70,7 @@ lengths = [512, 1024, 2048, 4096]
 
 # %% [markdown]
 # ## 1.1 · Attention, as the textbook writes it
+# *Core · 18 minutes*
 #
 # For one head, with $N_q$ queries, $N_k$ keys and values, and head dimension $d$:
 #
@@ -99,7 +105,7 @@ print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-
 
 # %% [markdown]
 # ### Exercise 1-1 · Textbook attention with a mask
-# ●○○ · 10 minutes · 4 points
+# ●○○ · 15 minutes · 4 points
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -109,11 +115,26 @@ print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-
 # | returns `output` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
 # | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 where a query may look nowhere |
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with
-# some entries replaced. `mask.any(dim=-1, keepdim=True)` says which queries see anything.
-# </details>
+# Which dimension of the scores belongs to the keys? And what must a hidden score be, so that its weight is exactly 0?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with some entries replaced. The
+# head dimension is `q.shape[-1]`; the name `head_dim` belongs to another cell.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# scores = q times k transposed, divided by the square root of q's last dimension
+# if there is a mask: scores become -inf where it is False
+# weights = softmax of each row of scores
+# if there is a mask: a row in which it is False throughout becomes 0
+# ```
+#
+# `mask.any(dim=-1, keepdim=True)` says which queries see anything.
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-1-textbook-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -149,21 +170,30 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ### Where does the diagonal of a causal mask start?
-#
-# "Lower triangle" is clear only when there are as many queries as keys. During generation there is one new
-# query and a long cache of keys. That query is the *last* token: it must see everything. So the mask is
-# aligned at the bottom right. flash-attn (version 2.1 and later) does that, and so does this lab. PyTorch's
-# `is_causal=True` aligns at the top left:
+# Look at your own weights. With the identity matrix as values, the output *is* the weights. Each row is a query, each column a key,
+# and dark is a large weight.
 
-# %% tags=["nbval-check-output"]
-ones = torch.ones(2, 5, dtype=torch.bool)
-print("top-left (SDPA's is_causal)     ", ones.tril().int().tolist())
-print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist())
+# %%
+from labsupport.attention import standard_attention
+
+own_attention = checks.solution_or_reference(
+    textbook_attention, standard_attention, checks.check_textbook_values
+)
+all_pairs = torch.ones(12, 12, dtype=torch.bool)
+x, identity = 0.4 * torch.randn(12, head_dim), torch.eye(12, head_dim)
+masks = {"no mask": None, "causal": all_pairs.tril(), "6 or more back": all_pairs.tril(-6)}
+plotting.plot_weights(
+    {name: own_attention(x, x, identity, mask)[0][:, :12] for name, mask in masks.items()}
+)
 
 
 # %% [markdown]
+# Queries and keys are the same vectors here, so each token attends most to itself, where it may. In the last picture the first six queries see
+# nothing, and their rows are 0, as you defined.
+
+# %% [markdown]
 # ## 1.2 · What it costs: N × N
+# *Core · 8 minutes*
 #
 # Textbook attention holds $S$ and $P$ at the same time, each with `seqlen` × `seqlen` entries, for every
 # head and every sequence of the batch.
@@ -178,11 +208,19 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 # | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, a whole number |
 # | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, as an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes; `memory` is an integer, too |
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# Solve the first formula for `seqlen`. `math.isqrt(n)` is the square root of an integer, rounded down; `n ** 0.5` is a float,
-# and goes wrong for large numbers.
-# </details>
+# How many entries has one matrix? How many such matrices exist at the same time, over all heads and sequences?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Solve the first formula for `seqlen`, and round down.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# Divide `memory` by everything but `seqlen` squared, with `//`. `math.isqrt(n)` is the square root of an integer, rounded down;
+# `n ** 0.5` is a float, and goes wrong for large numbers.
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-2-score-memory", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -223,26 +261,28 @@ predicted_mib = None  # your guess, a number, before you run the next cells
 # %%
 import pandas as pd
 
-from labsupport.attention import standard_attention
 from labsupport.profiling import measure_peak_memory
-
-own_attention = checks.solution_or_reference(
-    textbook_attention, standard_attention, checks.check_textbook_values
-)
+from labsupport.profiling.provenance import provenance
 
 
-def measured_mib(seqlen):
+def measured_bytes(seqlen):
     q, k, v = torch.randn(3, 1, heads, seqlen, head_dim, device=device)
-    return measure_peak_memory(lambda: own_attention(q, k, v)).peak_bytes / 2**20
+    return measure_peak_memory(lambda: own_attention(q, k, v)).peak_bytes
 
 
 # %%
-memory = pd.DataFrame({"tokens": lengths})
-memory["measured, MiB"] = [measured_mib(n) for n in lengths]
-memory["S and P by formula, MiB"] = [2 * heads * n**2 * 4 / 2**20 for n in lengths]
-most = memory["measured, MiB"].iloc[-1]
+memory = pd.DataFrame({"seqlen": lengths, "backend": "standard"})
+memory = memory.assign(direction="forward", status="ok")
+memory.attrs["provenance"] = provenance(device)
+memory["peak_memory_bytes"] = [measured_bytes(n) for n in lengths]
+most = memory.peak_memory_bytes.iloc[-1] / 2**20
 checks.compare_prediction("Memory at 4,096 tokens", predicted_mib, most, "MiB")
-memory.round(1)
+formula = plotting.Reference("S and P by formula", lambda n: 2 * heads * n**2 * 4 / 2**20)
+plotting.plot_memory(
+    memory,
+    title=f"At 4,096 tokens the textbook needs {most:,.0f} MiB",
+    references=[formula],
+)
 
 # %% [markdown]
 # Each doubling of the length takes four times the memory, as the formula says; the small rest is the output.
@@ -265,6 +305,7 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 
 # %% [markdown]
 # ## 1.3 · Memory is slow, arithmetic is fast
+# *Core · 6 minutes*
 #
 # Big matrices would only be a problem of size if they cost no time. They do. A processor computes on small, fast
 # memory next to its arithmetic units (SRAM: a GPU's shared memory, a CPU's caches). The large memory (HBM on a
@@ -323,11 +364,12 @@ devices = {
     "H200, bfloat16": (gpus.bf16_tflops["H200"], gpus.bandwidth_gb_s["H200"], 2),
 }
 bounds = pd.DataFrame(index=devices)
-N, d = 4096, head_dim
+tokens = 4096
 for name, (tflops, gb_s, itemsize) in devices.items():
-    scores, inputs = 4 * N**2 * itemsize, 4 * N * d * itemsize  # read + written, one head
-    bounds.loc[name, "arithmetic, ms"] = 4 * N**2 * d / tflops / 1e9
-    bounds.loc[name, "textbook's bytes, ms"] = (scores + inputs) / gb_s / 1e6
+    moved = 4 * tokens**2 * itemsize  # S and P of one head, read and written
+    inputs = 4 * tokens * head_dim * itemsize  # Q, K, V and O, once
+    bounds.loc[name, "arithmetic, ms"] = 4 * tokens**2 * head_dim / tflops / 1e9
+    bounds.loc[name, "textbook's bytes, ms"] = (moved + inputs) / gb_s / 1e6
     bounds.loc[name, "fewest bytes, ms"] = inputs / gb_s / 1e6
 bounds.round(4)
 
@@ -342,7 +384,11 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 #
 # What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
 # bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
-# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8.
+# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8. (Is float16 far slower than
+# float32 on your CPU? Many CPUs have no fast instructions for it.)
+
+# %% [markdown]
+# ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
 # So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
 # there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
@@ -361,6 +407,7 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 
 # %% [markdown]
 # ## 1.4 · The obstacle: softmax wants the whole row
+# *Core · 23 minutes*
 #
 # To normalise a row you need its largest entry and the sum over all its entries. Why the largest entry?
 # Because $e^{s}$ overflows:
@@ -400,7 +447,9 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # ![The eight scores with the running maximum above, and below the running sum, which shrinks when the maximum rises.](../theory/figures/running-max-and-sum.png)
 #
-# Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell. Now in general. A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
+# Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell.
+#
+# Now in general. A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
 # computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, so we correct it by one
 # multiplication:
 #
@@ -413,7 +462,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 
 # %% [markdown]
 # ### Exercise 1-3 · The running maximum and sum
-# ●●○ · 10 minutes · 4 points
+# ●●○ · 20 minutes · 4 points
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -424,12 +473,27 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # A row that is `-inf` throughout keeps `m = -inf` and `l = 0`.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# Start with `m` full of `-inf` and `l` full of 0. `scores.split(block_size, dim=-1)` cuts the blocks. While
-# `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: where `m_new` is `-inf`, subtract 0
-# instead (`masked_fill` replaces them).
-# </details>
+# Each row of the table above is one turn of your loop. Which of the two numbers must be updated first?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new maximum first, then
+# correct the old `l` by it, then add what the block brings.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# for each block:
+#     m_new = the larger one of m and the block's maximum
+#     l = l * exp(m - m_new) + the sum of exp(block - m_new)
+#     m = m_new
+# ```
+#
+# While `m` is still `-inf`, `m - m_new` may be `-inf - (-inf)`, which is NaN: where `m_new` is `-inf`, subtract 0 instead
+# (`masked_fill` replaces them).
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-3-online-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -463,6 +527,10 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 checks.check_running_streams(running_max_and_sum)
 
 # %% [markdown]
+# The blocks need not come one after the other. Any order of merging ends in the same pair, here for the row of section 1.4:
+#
+# ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
+#
 # The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
 # $L = m + \ln \ell = \ln \sum e^{s}$. It has a pleasant property: two attention results over *different keys*
 # can be merged if you know the $L$ of each. The weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
@@ -472,14 +540,17 @@ checks.check_running_streams(running_max_and_sum)
 from labsupport.attention import merge_attention, oracle_attention
 
 q, k, v = (torch.randn(6, 8, dtype=torch.float64) for _ in range(3))
+# exact attention, in float64: returns the output and L
 first, second = oracle_attention(q, k[:4], v[:4]), oracle_attention(q, k[4:], v[4:])
 merged, _ = merge_attention(*first, *second)
 whole, _ = oracle_attention(q, k, v)
 print("merged halves = whole:", torch.allclose(merged, whole))
 print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole))
 
+
 # %% [markdown]
 # ## 1.5 · FlashAttention, forward
+# *Core · 43 minutes*
 #
 # Now put both ideas together. $Q$ is cut into blocks of $B_r$ rows, $K$ and $V$ into blocks of $B_c$ rows. For
 # each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output
@@ -496,23 +567,19 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and $m$, $\ell$ and $O$ of that block stay
 # with it. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
 # had the loops the other way round and normalised in each step.)
-#
-# The next picture shows the tiles of a causal mask. Tiles above the diagonal need not be computed at all. Only
-# tiles on the diagonal need a mask.
-
-# %%
-plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
-
 
 # %% [markdown]
-# ### Exercise 1-4 · The tiled forward
-# ●●● · 20 minutes · 7 points
+# ### Exercise 1-4 · The tiled forward, in three steps
+# ●●● · 40 minutes · 7 points
+#
+# You write one function, and let it grow: one block of rows, then all rows, then a causal mask. After each step run its cell again, and
+# the checks of that step.
 #
 # | | shape | |
 # | --- | --- | --- |
 # | `q` | `(..., seqlen_q, head_dim)` | queries |
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
-# | `is_causal` | bool | if true, query `i` sees keys up to `i + seqlen_k - seqlen_q` |
+# | `is_causal` | bool | step 3: if true, query `i` sees keys up to `i + seqlen_k - seqlen_q` |
 # | `block_q`, `block_k` | integers | rows and columns of a tile; need not divide the lengths |
 # | returns `out` | `(..., seqlen_q, head_dim)` | |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
@@ -520,25 +587,34 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 # No tensor of `seqlen_q` × `seqlen_k` may be created, not even a mask. A query that sees no key gets output 0.
 # You need not skip empty tiles.
 #
-# <details><summary>Hint 1: the frame</summary>
+# #### Step 1 · One block of rows · 15 minutes, 3 points
+#
+# Take all queries as one block, and leave `block_q` and `is_causal` aside. What is left is the inner loop: go through the blocks of keys and
+# values, and carry $m$, $\ell$ and $O$. It is exercise 1-3 with one line more.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which three things does the worker carry from tile to tile, and which of them must be corrected when the maximum rises?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor, whatever leading dimensions it has. $m$ and $\ell$ have one number
+# for each query, $O$ has one row: beside a tile or $O$, write `m[..., None]`. Divide by $\ell$ once, after the last block.
+#
+# <details><summary>Hint 3: an outline</summary>
 #
 # ```text
-# for each block of queries, i = 0, block_q, 2 * block_q, ...:
-#     rows = the slice from i to i + block_q, but not beyond seqlen_q
-#     start m with -inf, l with 0, o with zeros: one entry (one row) for each of these queries
-#     for each block of keys, j = 0, block_k, ...:
-#         cols = likewise
-#         one tile of scores, its mask, then the update of m, l and o
-#     divide o by l, store it in out; store m + log(l) in lse
+# m = -inf, l = 0: one number for each query; o = 0: one row for each query
+# for j = 0, block_k, 2 * block_k, ...:
+#     cols = the slice from j to j + block_k, but not beyond seqlen_k
+#     s = the tile of scores: q times the block of k transposed, times scale
+#     m_new = the larger one of m and the tile's row maximum
+#     p = exp(s - m_new), alpha = exp(m - m_new)
+#     l and o, each times alpha, plus what the tile brings
+#     m = m_new
+# return o divided by l, and m + log(l)
 # ```
-#
-# `x[..., rows, :]` takes a block out of a tensor, whatever leading dimensions it has.
-# </details>
-# <details><summary>Hint 2: the mask of one tile</summary>
-#
-# Compare positions: with `i` the row numbers (a column vector) and `j` the column numbers,
-# `j <= i + seqlen_k - seqlen_q` is the tile of the mask.
-# </details>
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-4-tiled-forward", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -574,10 +650,10 @@ def my_flash_forward(q, k, v, is_causal, block_q, block_k):
     ### END SOLUTION
 
 
-# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-values", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
-checks.check_forward_values(my_flash_forward)
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-rows", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_rows(my_flash_forward)
 ### BEGIN HIDDEN TESTS
-checks.check_forward_values(my_flash_forward, seed=41)
+checks.check_forward_rows(my_flash_forward, seed=44)
 ### END HIDDEN TESTS
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-lse", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
@@ -585,6 +661,79 @@ checks.check_forward_lse(my_flash_forward)
 ### BEGIN HIDDEN TESTS
 checks.check_forward_lse(my_flash_forward, seed=42)
 ### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 2 · All rows · 10 minutes, 1 point
+#
+# Now cut `q` into blocks of `block_q` rows. Go up to your function, and put an outer loop around what you have: each block of queries starts
+# with its own $m$, $\ell$ and $O$, and stores its rows of `out` and `lse` when its inner loop ends.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which of your lines must run once for each block of queries, and which once in all?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Make `out` and `lse` first, of the right shape, and write a block of rows into them at a time. The last block may be shorter than
+# the others.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# make out and lse, one row (one number) for each query
+# for i = 0, block_q, 2 * block_q, ...:
+#     rows = the slice from i to i + block_q, but not beyond seqlen_q
+#     all of step 1, with q[..., rows, :] in place of q
+#     store the results in out[..., rows, :] and lse[..., rows]
+# ```
+# </details></details></details>
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_forward_values(my_flash_forward)
+### BEGIN HIDDEN TESTS
+checks.check_forward_values(my_flash_forward, seed=41)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 3 · A causal mask · 15 minutes, 3 points
+#
+# "Lower triangle" is clear only when there are as many queries as keys. During generation there is one new
+# query and a long cache of keys. That query is the *last* token: it must see everything. So the mask is
+# aligned at the bottom right. flash-attn (version 2.1 and later) does that, and so does this lab. PyTorch's
+# `is_causal=True` aligns at the top left:
+
+# %% tags=["nbval-check-output"]
+ones = torch.ones(2, 5, dtype=torch.bool)
+print("top-left (SDPA's is_causal)     ", ones.tril().int().tolist())
+print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist())
+
+# %% [markdown]
+# With more keys than queries, the diagonal runs through the tiles like this:
+
+# %%
+plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
+
+# %% [markdown]
+# Tiles above the diagonal need not be computed at all, and only tiles on the diagonal need a mask. (You may compute and mask all of
+# them.) Add the mask of one tile to your function. Mind the rows that see no key: `seqlen_q` may be larger than `seqlen_k`.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which positions in the whole sequence do the rows and columns of this tile have?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Compare positions: with `i` the row numbers of the whole sequence (a column vector) and `j` the column numbers,
+# `j <= i + seqlen_k - seqlen_q` is the tile of the mask. `torch.arange(start, stop)` counts them. Hidden scores are `-inf`.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# if is_causal: in the tile, scores become -inf where j > i + seqlen_k - seqlen_q
+# m_new may still be -inf: subtract 0 there, so that exp gives 0 and not NaN
+# l may still be 0 at the end: divide by 1 there; m + log(l) is -inf by itself
+# ```
+# </details></details></details>
 
 # %% nbgrader={"grade": true, "grade_id": "ex-1-4-tiled-forward-edges", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_forward_edges(my_flash_forward)
@@ -604,6 +753,7 @@ checks.check_forward_memory(my_flash_forward)
 
 # %% [markdown]
 # ## 1.6 · FlashAttention, backward
+# *Further (optional) · 49 minutes*
 #
 # The backward pass needs $P$ again. The textbook keeps it from the forward pass. FlashAttention keeps only
 # $L$, one number a row, because any tile of $P$ follows from it:
@@ -614,23 +764,26 @@ checks.check_forward_memory(my_flash_forward)
 # dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
 # $$
 #
-# Where does $D$ come from? The derivative of a softmax row is
-# $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. The sum runs over the whole row again, which would spoil the
-# tiling. But $dp_k = dO \cdot v_k$, so
-# $\sum_k p_k\, dp_k = dO \cdot \sum_k p_k v_k = dO \cdot O$. Hence $D = \operatorname{rowsum}(dO \circ O)$: one number for each query, a
-# column beside the tile. It is computed once, from tensors of the inputs' size, over the *whole* row and never from a tile alone.
+# Where does $D$ come from? The derivative of a softmax row is $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
+# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part
+# of it. Must the pass go over each row twice? No: $D$ follows from tensors of the inputs' size, which are there in full. In step 2 you find out
+# how.
 #
 # The right half of the drawing in section 1.5 is the loop: $dK$ and $dV$ of one block of keys stay with their worker, and $dQ$ is
 # added up from all of them.
 #
 # > **A common error.** "The backward costs twice the forward." It does five matrix products where the forward
 # > does two ($QK^\top$ again, and four above): 2.5 times the FLOPs.
+#
+# ![Matrix products of a training step, seven instead of six, and measured times on an H200: with the one more it is still several times as fast.](../theory/figures/products-and-time.png)
 
 # %% [markdown]
-# ### Exercise 1-5 · The backward, by recomputation
-# ●●● · 20 minutes · 6 points
+# ### Exercise 1-5 · The backward, by recomputation, in three steps
+# ●●● · 45 minutes · 6 points
 #
-# | | shape | |
+# Again one function grows: first `dv`, and in the end all three gradients. In between you write a small second one.
+#
+# | `my_flash_backward` | shape | |
 # | --- | --- | --- |
 # | `dout`, `out` | `(..., seqlen_q, head_dim)` | gradient of the output, and the output |
 # | `lse` | `(..., seqlen_q)` | from the forward pass |
@@ -639,12 +792,30 @@ checks.check_forward_memory(my_flash_forward)
 # The other arguments are those of exercise 1-4, and the same rule holds: no tensor of `seqlen_q` × `seqlen_k`. A
 # query that sees no key (`lse` is `-inf`) contributes nothing.
 #
-# <details><summary>Hint</summary>
+# #### Step 1 · P again, and dV · 15 minutes, 1 point
 #
-# Let the outer loop run over the blocks of keys, as version 2 does: `dk` and `dv` of a block are then
-# finished when its inner loop ends, and `dq` is added up (`+=`) across the outer loop. For a query without
-# keys, replace its `lse` by `+inf`: then `exp(s - lse)` is 0.
-# </details>
+# Without a mask: go through the tiles, compute $P$ of each from `lse`, and add up `dv`. Return zeros for `dq` and `dk`.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# The forward pass needed a running maximum and sum. Why does this pass need neither?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Let the outer loop run over the blocks of keys, as version 2 does: `dv` of a block is then finished when its inner loop ends. A tile of
+# $P$ is $e^{S - L}$, with `lse` as a column beside the tile.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# dq, dk, dv = zeros like q, k, v
+# for each block of keys, cols:
+#     for each block of queries, rows:
+#         s = the tile of scores, as in exercise 1-4
+#         p = exp(s - lse of these rows)
+#         dv of cols += p transposed times dout of rows
+# ```
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -675,7 +846,82 @@ def my_flash_backward(dout, q, k, v, out, lse, is_causal, block_q, block_k):
     ### END SOLUTION
 
 
-# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-values", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-dv", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_backward_dv(my_flash_backward)
+### BEGIN HIDDEN TESTS
+checks.check_backward_dv(my_flash_backward, seed=53)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 2 · D, and with it dS · 15 minutes, 1 point
+#
+# ![One query: of its rows of P and dP the tile has two of eight entries; its rows of O and dO are there in full.](../theory/figures/row-and-tile.png)
+#
+# Take pencil and paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Find
+# $D$ without any sum over $k$. Then write $dS$ of one tile.
+#
+# | `score_gradient` | shape | |
+# | --- | --- | --- |
+# | `p` | `(..., rows, cols)` | one tile of $P$; the other columns are not here |
+# | `dout`, `out` | `(..., rows, head_dim)` | the tile's rows of $dO$ and $O$ |
+# | `v` | `(..., cols, head_dim)` | the tile's rows of $V$ |
+# | returns `ds` | `(..., rows, cols)` | $P \circ (dP - D)$ |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# In the sum over $k$, what does not depend on $k$? Move it to the front.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# $\sum_k P_{ik}\, (dO_i \cdot v_k) = dO_i \cdot \sum_k P_{ik}\, v_k$. You know the second sum by another name.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# The second sum is row $i$ of $O$. So $D_i = dO_i \cdot O_i$: multiply `dout` and `out` entry by entry, and add up each row. In code $D$ needs
+# a last dimension of 1 beside the tile (`keepdim=True`). Then $dP = dO\, V^\top$, and $dS = P \circ (dP - D)$.
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-5-backward-scores", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def score_gradient(p, dout, out, v):
+    """The gradient dS of one tile of scores."""
+    ### BEGIN SOLUTION
+    delta = (dout * out).sum(dim=-1, keepdim=True)
+    return p * (dout @ v.mT - delta)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-scores-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_score_gradient(score_gradient)
+### BEGIN HIDDEN TESTS
+checks.check_score_gradient(score_gradient, seed=54)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 3 · dQ and dK, and the mask · 15 minutes, 4 points
+#
+# Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up. (Call
+# `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then the causal mask, as in exercise 1-4.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which of the two gradients is finished when the inner loop ends, and which collects parts across the outer loop?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# The scale $1/\sqrt d$ appears in both: $S$ contains it, so $dQ$ and $dK$ do too. For a query without keys, replace its `lse` by
+# `+inf`: then `exp(s - lse)` is 0.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+#         ds = dS of the tile
+#         dk of cols += scale times ds transposed times q of rows
+#         dq of rows += scale times ds times k of cols
+# ```
+# </details></details></details>
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-5-backward-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_backward_values(my_flash_backward)
 ### BEGIN HIDDEN TESTS
 checks.check_backward_values(my_flash_backward, seed=51)
@@ -754,6 +1000,7 @@ else:
 
 # %% [markdown]
 # ## 1.7 · The fast ones, through one door
+# *Core · 2 minutes*
 #
 # Many libraries implement FlashAttention. They disagree about layout, option names, the alignment of causal
 # masks and even the log-sum-exp of an empty row. The lab puts one function in front of them, with the conventions of
@@ -762,6 +1009,8 @@ else:
 # ```python
 # attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
 # ```
+#
+# ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
 # Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
 # stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
@@ -778,10 +1027,16 @@ try:
 except ValueError as error:
     print(type(error).__name__, "-", error)
 
+# %% [markdown]
+# Now in the right layout. Which backend will run here, by the card at the top? Write its name down first.
+
+# %%
+predicted_backend = None  # a name, such as "sdpa_flash"
+
 # %%
 q, k, v = (t.transpose(1, 2).to(device) for t in (q, k, v))
 out = attention(q, k, v, causal=True)
-print(last_call())
+print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 
 # %% [markdown]
 # `last_call()` says which backend ran, which kernel, and why others were passed over. Ask for a backend by name
@@ -800,8 +1055,9 @@ available_backends(device=device)
 
 # %% [markdown]
 # ## 1.8 · The comparison
+# *Core · 5 minutes*
 #
-# We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), yours (`mine`), and
+# Half a minute of measuring. We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), yours (`mine`), and
 # PyTorch's FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
 # dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than the textbook?
 
@@ -820,7 +1076,7 @@ chosen = [name for name in wanted if name in here]
 table = run_grid(
     grid(chosen, lengths, heads=heads, head_dim=head_dim, dtype=dtype),
     device=device,
-    max_seconds=0.4,
+    max_seconds=0.2,
 )
 table = speedup(table, over="standard")
 readable(table)
@@ -860,7 +1116,8 @@ plotting.plot_memory(
 # rise far more slowly, yours among them. (At the left end of theirs, fixed costs dominate: `flash_torch` and `mine` hold one tile for
 # all heads at once, `sdpa_flash` some scratch memory for each thread.) In time yours is a loop in Python, with a kernel for each line;
 # in memory it is FlashAttention.
-#
+
+# %% [markdown]
 # And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
 # at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)
 
@@ -870,15 +1127,15 @@ predicted_small = None  # your guess, a number, before you run the next cell
 # %%
 shape = {"heads": heads, "head_dim": head_dim, "dtype": dtype}
 cases = grid(chosen, lengths[:3], **shape, direction="forward+backward")
-training = run_grid(cases, device=device, max_seconds=0.4, measure_error=False)
+training = run_grid(cases, device=device, max_seconds=0.2, measure_error=False)
 training = speedup(training, over="standard")
 small = training[(training.seqlen == 512) & (training.backend == fused)].speedup.item()
 checks.compare_prediction("Forward and backward, 512 tokens", predicted_small, small, "times")
 readable(training)
 
 # %% [markdown]
-# "FlashAttention is always faster" is a common error. On short sequences the recomputation may cost more than it saves: did it, on
-# your device? The number above is small in any case.
+# > **A common error.** "FlashAttention is always faster." On short sequences the recomputation may cost more than it saves. Did it, on
+# > your device?
 #
 # ### What a causal mask changes
 #
@@ -887,8 +1144,8 @@ readable(training)
 # two things: memory saved, and work skipped. Keep them apart. Times as fast as the textbook, at 2,048 tokens:
 
 # %%
-cases = grid(chosen, [2048], **shape, causal=[False, True])
-masked = run_grid(cases, device=device, max_seconds=0.4, measure_error=False)
+cases = grid(["standard", fused], [2048], **shape, causal=[False, True])
+masked = run_grid(cases, device=device, max_seconds=0.2, measure_error=False)
 masked = speedup(masked, over="standard")
 masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 
@@ -906,6 +1163,7 @@ for row in wall.itertuples():
 
 # %% [markdown]
 # ## 1.9 · Are they equal?
+# *Core · 2 minutes*
 #
 # In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
 # differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
@@ -934,22 +1192,14 @@ errors
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
+# *Further (optional) · 20 minutes*
 #
-# Two things go wrong here, in this order: an error message about dtypes, and later a NaN. First, what can each dtype
-# hold?
-
-# %% tags=["nbval-check-output"]
-limits = pd.DataFrame(index=["float32", "float16", "bfloat16"])
-for name in limits.index:
-    info = torch.finfo(getattr(torch, name))
-    limits.loc[name, "largest"] = info.max
-    limits.loc[name, "smallest, full precision"] = info.smallest_normal
-    limits.loc[name, "relative step"] = info.eps
-print(limits.map(lambda x: f"{x:.2g}").to_string())
-
-# %% [markdown]
-# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's.
-# A model that runs partly in one and partly in the other soon hands a kernel three tensors that do not match:
+# Two things go wrong here, in this order: an error message about dtypes, and later a NaN. First, what can each dtype hold?
+#
+# ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
+#
+# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that runs
+# partly in one and partly in the other soon hands a kernel three tensors that do not match:
 
 # %%
 q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
@@ -970,16 +1220,6 @@ except RuntimeError as error:
 # > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
 # > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
 #
-# `PrecisionTracker` looks at inputs before a kernel does. Here it says what a GPU would make of these three:
-
-# %%
-from labsupport.precision import PrecisionTracker
-
-tracker = PrecisionTracker()
-tracker.track_flash_attention_input(q, k.bfloat16(), v, name="a mixed call", device="cuda")
-print(tracker.report())
-
-# %% [markdown]
 # ### Small inputs, large scores
 #
 # Take q and k with 40 in every entry, in float16. Each score is $40 \cdot 40 \cdot 64 = 102{,}400$ before it is scaled, and
@@ -1009,7 +1249,7 @@ overflow
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
-# ●●○ · 10 minutes · 4 points
+# ●●○ · 15 minutes · 4 points
 #
 # Make inputs of any floating dtypes fit a kernel that takes float16 and bfloat16 only.
 #
@@ -1024,11 +1264,24 @@ overflow
 # `half_attention(q, k, v)` calls `attention` in that dtype, and returns the result in the dtype of `q`. All tensors are
 # `(batch, seqlen, heads, head_dim)`. Each input gets its gradient in its own dtype.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# Infinite and NaN entries are past mending: leave them out with `isfinite()` before you look for the largest. `.to(dtype)`
+# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries are lost already, whatever you choose?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Infinite and NaN entries cannot be repaired: leave them out with `isfinite()` before you look for the largest magnitude. `.to(dtype)`
 # is differentiable, and its backward casts the gradient back; there is nothing to do for that.
-# </details>
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# half_dtype: for each of q, k, v:
+#     bfloat16, if its dtype is bfloat16, or if any finite magnitude is 65,520 or more
+# float16, if none of them was
+# half_attention: cast all three, call attention, cast the result to the dtype that q had
+# ```
+# </details></details></details>
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-1-6-half-precision", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -1070,9 +1323,9 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` goes further. If the kernel accepts float32, it casts up to float32 rather than down. Tensors that
-# are too *small* for float16 send it to bfloat16 as well. It says what it did and why, and it measures what that cost, on a
-# sample of the queries. `dtypes=` plays the GPU on a CPU:
+# The lab's `safe_flash_attention` goes further. If the kernel accepts float32, it casts up to float32 rather than down, and tensors that
+# are too *small* for float16 send it to bfloat16 as well. Its report says what it did, and what that cost, measured on a sample of
+# the queries. (`PrecisionTracker` looks at the inputs of a whole model before the kernels do.) `dtypes=` plays the GPU on a CPU:
 
 # %%
 import warnings
@@ -1080,46 +1333,23 @@ import warnings
 from labsupport.precision import PrecisionWarning, safe_flash_attention
 
 warnings.simplefilter("ignore", PrecisionWarning)  # it warns by itself; here we print instead
-_, report = safe_flash_attention(q, k.bfloat16(), v, return_report=True)
-print(report, "\n")
 halves = (torch.float16, torch.bfloat16)
 _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_report=True)
 print(report)
 
 # %% [markdown]
-# ### What large scores do
+# The size of the scores decides something else: how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
+# 0.5, and then a key that was second by a hair may win.
 #
-# The size of the scores decides something else. A score of 1,000 with a relative error of 0.0005 is off by 0.5. Then a key that
-# was second by a hair may win, and the output follows another value altogether. Guess: with inputs ten times as large as
-# unit normal ones, how large is the error in float16, relative to the largest output?
-
-# %%
-predicted_error = None  # your guess, a fraction such as 0.001
-
-# %%
-by_scale = experiments.error_by_scale(device=device).set_index("scale")
-checks.compare_prediction("Error in float16, scale 10", predicted_error, by_scale.float16[10])
-by_scale.map(lambda x: f"{x:.1g}" if x < 1 else f"{x:,.0f}")
-
-# %% [markdown]
-# Up to unit normal inputs the error is that of rounding the values and the result. Inputs ten times as large have scores a
-# hundred times as large, and some queries sit between two keys that rounding can swap: the error jumps. Beyond, it cannot grow
-# much more: the worst query already follows the wrong key. (At scale 100, in bfloat16, the error is as large as
-# the output.) No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$
-# and by normalising q and k. Where yours do not, half precision is not safe, with or without FlashAttention. The report of
-# `safe_flash_attention` says so:
-
-# %%
-large = [100 * x for x in (q, k, v)]
-_, report = safe_flash_attention(*large, dtypes=halves, return_report=True)
-print(report)
-
-# %% [markdown]
-# [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs
-# in which dtype, each row with its experiment.
+# ![Relative error of the output against the size of the scores, for bfloat16, float16 and float32: it grows with the scores in each of them.](../theory/figures/error-by-scale.png)
+#
+# No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k.
+# [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs in which
+# dtype, each row with its experiment.
 
 # %% [markdown]
 # ## 1.11 · On a data-centre GPU
+# *Further (optional) · 4 minutes*
 #
 # What follows was recorded on another machine with a command of this lab; the small print names device and date. If
 # you have a GPU, compare it with your own numbers above.
@@ -1140,18 +1370,20 @@ plotting.plot_time(
 # %%
 plotting.plot_memory(
     recorded,
-    title="On an H200, too, only the textbook pays for N × N",
+    title="On an H200, too, only textbooks pay for N × N",
     references=[plotting.Reference("S and P by formula", score_mib(recorded))],
 )
 
 # %% [markdown]
-# Three things to notice.
+# Read it off: at which length does the best kernel come within a factor of two of the dotted line, and why not before?
+#
+# <details><summary>An answer</summary>
+#
+# At 16K tokens. The *distance* to the line tells how well a kernel uses the GPU; at 512 tokens the work is too small to fill it.
+# </details>
 #
 # `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a kernel of
-# its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds.
-#
-# The *distance* to the dotted line tells how well a kernel uses the GPU. At 16K tokens the best is within a factor of two
-# of the specified peak. At 512 tokens none comes near it: the work is too small to fill the GPU.
+# its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds. (`sdpa_math` is PyTorch's own textbook.)
 #
 # And here, too, a causal mask changes the ratios, because it lets the fused kernels skip half of the work:
 

@@ -19,8 +19,9 @@
 # - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 80 minutes, its exercises take 55 of them; part two about 60, with exercises of 30. **You need** notebooks
-# 1 and 2. A laptop is enough: on a CPU you train at 8,192 tokens, and two processes stand for two devices.
+# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 47, with exercises of 19. **You need** notebooks
+# 1 and 2. A laptop is enough: on a CPU you train at 8,192 tokens, and two processes stand for two devices. Each section is marked
+# *core* or *further (optional)*; the core of both parts fits an afternoon.
 #
 # **To read beside it**, before or after: the theory chapter [7, Long context](../theory/07-long-context.md). The
 # [glossary](../theory/glossary.md) fixes the words.
@@ -37,7 +38,8 @@ import torch
 
 from labsupport import checks, models, plotting, training
 from labsupport.attention import attention_varlen
-from labsupport.attention.rotary import permute_rotary_rows
+from labsupport.attention.rotary import apply_rotary_emb, permute_rotary_rows
+from labsupport.attention.rotary import rotary_angles as labs_angles
 from labsupport.profiling import environment_card, load_run, measure_peak_memory
 from labsupport.training import DecoderConfig, MemoryOptions, TrainConfig, consistency
 from labsupport.training.measure import MemoryStrategy, exponent, measure_training, readable
@@ -53,7 +55,7 @@ gpu = device.type == "cuda"
 # %% [markdown]
 # ## 3.1 · Why longer?
 #
-# FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
+# *Core.* FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
 # passage of 128 tokens from another file stands in it twice, 1,024 tokens apart. How well does the model predict the second
 # occurrence, if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
 # tokens costs 10.8.)
@@ -86,7 +88,14 @@ context = load_run("context-cpu")
 plain = context[
     (context.task == "windows") & (context.measure == "nll") & (context.text != "repeat")
 ]
-plain.pivot_table(index="text", columns="window", values="value").round(2)
+by_text = plain.pivot_table(index="window", columns="text", values="value").reset_index()
+plotting.plot_by_window(
+    by_text,
+    {name: f"{name}.py" for name in by_text.columns[1:]},
+    title="64 tokens of three real files, by the context that the model sees",
+    ylabel="NLL (nats a token)",
+    small_print="recorded: SmolLM2 on a CPU, the tokens after position 4,096",
+)
 
 
 # %% [markdown]
@@ -96,14 +105,14 @@ plain.pivot_table(index="text", columns="window", values="value").round(2)
 #
 # ## 3.2 · A position for every token
 #
-# Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of
+# *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of
 # 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, has no table and no end: it turns each query
 # and each key by angles that grow with the position. A dot product of two turned vectors depends on the angle *between* them
 # only, so a score depends on how far apart two tokens stand.
 
 # %% [markdown]
 # ### Exercise 3-1 · Turn by position
-# ●●○ · 15 minutes · 5 points
+# ●●○ · 12 minutes · 5 points
 #
 # Pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$ at position $t$, in radians:
 #
@@ -120,11 +129,26 @@ plain.pivot_table(index="text", columns="window", values="value").round(2)
 # halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
 # `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# A table of angles is an outer product: `positions[:, None] * frequencies`. `cos` has no dimension for the heads; `cos[:, None, :]`
-# has one. bfloat16 times float32 is float32, so cast at the end only. For the rows: `unflatten` them into
-# `(heads, head_dim // 2, 2)`, swap two dimensions, and `reshape` back.
+# Take one pair at one position, with paper and pencil: $d = 2$, so $f = 1$. Then a head of eight: which number is the partner of
+# number 1, with halves and with neighbours?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# A table of angles is an outer product, every position times every frequency: `positions[:, None] * frequencies`. `chunk(2, dim=-1)`
+# gives the $x$ of all pairs and the $y$ of all pairs. `cos` has no dimension for the heads; `cos[:, None, :]` has one. bfloat16 times
+# float32 is float32, so cast at the end only.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# rotary_angles     0, 2, 4, ... divided by head_dim  ->  frequencies  ->  table of angles  ->  cos and sin, as float32
+# apply_rope        x in float32, cut into halves  ->  both formulas  ->  torch.cat of the new halves  ->  x's dtype
+# pairs_to_halves   unflatten the rows into (heads, head_dim // 2, 2), swap the last two of these, reshape back
+# ```
+# </details>
+# </details>
 # </details>
 
 
@@ -182,9 +206,42 @@ checks.check_rope_conventions(pairs_to_halves, seed=14)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Both conventions are right, and both are in use. What if the weights of one meet the code of the other? The shapes fit, nothing
-# is NaN. Here are SmolLM2's weights in a small decoder of this lab (`labsupport.training.Decoder`: you will train one below),
-# which turns halves. First as they are; then with rows where llama2.c keeps them; then moved back by your `pairs_to_halves`:
+# Your functions can drive a real model. Here are SmolLM2's weights in a small decoder of this lab (`labsupport.training.Decoder`: you
+# will train one below). Its method `turn` gets the positions and returns the function that turns queries and keys. We put yours in
+# its place:
+
+# %%
+own_angles = checks.solution_or_reference(rotary_angles, labs_angles, checks.check_rope_angles)
+own_rope = checks.solution_or_reference(apply_rope, apply_rotary_emb, checks.check_rope_values)
+decoder = training.from_transformers(smollm2.model)
+some = repeat.ids[:, :129].to(device)
+
+
+def with_your_rope(model):
+    """The decoder, with your functions for its positions."""
+
+    def turn(positions):
+        config = model.config
+        cos, sin = own_angles(positions.flatten(), config.head_dim, base=config.rope_base)
+        return lambda x: own_rope(x, cos, sin)
+
+    model.turn = turn
+    return model
+
+
+@torch.no_grad()
+def nll(model):
+    return model(some[:, :-1], some[:, 1:]).item()
+
+
+labs = nll(decoder)
+right = nll(with_your_rope(decoder))
+print(f"NLL of SmolLM2: with the lab's RoPE {labs:.4f}, with yours {right:.4f}")
+assert abs(right - labs) < 1e-3
+
+# %% [markdown]
+# Both conventions are in use. What if the weights of one meet the code of the other? The shapes fit, nothing is NaN. First we move
+# SmolLM2's rows to where llama2.c keeps them, then back by your `pairs_to_halves`:
 
 # %%
 own_rows = checks.solution_or_reference(
@@ -192,13 +249,6 @@ own_rows = checks.solution_or_reference(
     lambda weight, heads: permute_rotary_rows(weight, heads, to_interleaved=False),
     checks.check_rope_conventions,
 )
-decoder = training.from_transformers(smollm2.model)
-some = repeat.ids[:, :257].to(device)
-
-
-@torch.no_grad()
-def nll(model):
-    return model(some[:, :-1], some[:, 1:]).item()
 
 
 @torch.no_grad()
@@ -209,25 +259,26 @@ def move_rows(model, move):
             projection.weight.copy_(move(projection.weight, heads))
 
 
-right = nll(decoder)
 move_rows(decoder, lambda w, heads: permute_rotary_rows(w, heads, to_interleaved=True))
 mixed = nll(decoder)
 move_rows(decoder, own_rows)
-mended = nll(decoder)
-print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_halves {mended:.2f}")
-assert mended == right
+back = nll(decoder)
+print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_halves {back:.2f}")
+assert back == right
 
 # %% [markdown]
-# Twice the NLL, and not one complaint. Trained from scratch with either convention, a model is equally good; it is only a
+# About twice the NLL, and not one complaint. Trained from scratch with either convention, a model is equally good; it is only a
 # *checkpoint* that belongs to one. So look up which, before anything else.
 #
 # Positions are only numbers here. The second half of a sequence, on another device, takes positions from the middle on; and a
-# longer context than a model was trained on can be had by turning slower (theory chapter 7).
+# longer context than a model was trained on can be had by turning slower
+# ([chapter 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, the slow ones only.
 #
+# ![Turns of each of 32 pairs at the last token, logarithmic: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base. Interpolated falls on the trained line; the larger base starts with the line of 8,192 and meets the trained line at the last pair only; below one turn everything above the trained line is new to the model](../theory/figures/long-context-turns.png)
 #
 # ## 3.3 · What a long step costs
 #
-# Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
+# *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
 # backward, and AdamW. With standard attention and with FlashAttention, all else equal, all in
 # float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only; there another kernel of the same idea steps in,
 # memory-efficient attention. The column *kernel* names what ran.)
@@ -243,7 +294,9 @@ flash = MemoryStrategy("flash", MemoryOptions())
 tiny = DecoderConfig.preset("tiny")
 lengths = [8192, 16_384, 32_768, 65_536] if gpu else [512, 1024, 2048, 4096]
 limit = "60GiB" if gpu else "1GiB"
-steps = measure_training(tiny, lengths, strategies=[standard, flash], limit=limit)
+steps = measure_training(
+    tiny, lengths, strategies=[standard, flash], limit=limit, max_seconds=0.4
+)  # on a CPU a few seconds
 checked = steps[steps.status == "ok"]
 memory = checked.pivot(index="seqlen", columns="backend", values="peak_memory_bytes")
 growth = memory.flash.iloc[-1] / memory.flash.iloc[0]
@@ -278,11 +331,12 @@ pd.DataFrame(slopes).round(2)
 # Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and
 # memory's slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not
 # linear, and never will be: all pairs are still computed. The slope of time is a mixture: matrices grow with $N$, attention with
-# $N^2$, and the longer the sequence, the more attention weighs. (The textbook's may exceed 2, where its scores outgrow a cache.)
+# $N^2$, and the longer the sequence, the more attention weighs. (The textbook's may exceed 2, where its scores outgrow a cache.
+# A slope of time below 1 is not possible: then another program used the cores, so run the cell again.)
 #
 # ## 3.4 · The largest tensor is not attention's
 #
-# Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier gives each position a number for
+# *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier gives each position a number for
 # every one of them. For 4,096 tokens that is 0.8 GB of logits, as much again for the log-softmax, and again for its gradient. All
 # that for one number, the loss, to which each token contributes by itself.
 
@@ -292,7 +346,8 @@ pd.DataFrame(slopes).round(2)
 #
 # With a hidden state $h$ and the weight $W$ of the classifier, one token has
 #
-# $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) - \text{onehot}(\text{label})$$
+# $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) -
+# \text{onehot}(\text{label})$$
 #
 # and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the tokens whose
 # label is not -100. (If there is none, it is 0, and so are its gradients.)
@@ -311,14 +366,32 @@ pd.DataFrame(slopes).round(2)
 # `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
 # Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`. And
-# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or work the logits out
-# again in `backward`.
+# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or
+# work the logits out again in `backward`.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
+#
+# The loss is a sum over tokens, and a token's gradient needs the logits of that token only. Which single number must you know before
+# the loop over chunks begins?
+#
+# <details><summary>Hint 2: the idea</summary>
 #
 # `hidden[start : start + chunk]` is shorter at the end, and that is fine. Count the tokens that count once, before the loop. A
-# label of -100 is no index: use `labels.masked_fill(labels == -100, 0)`, and set `d` to 0 where the label was -100. Every chunk
+# label of -100 is no index: use `labels.masked_fill(labels == -100, 0)`, and set $d$ to 0 where the label was -100. Every chunk
 # *adds* to the weight's gradient. `ctx.save_for_backward(a, b)` keeps tensors, and `a, b = ctx.saved_tensors` brings them back.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# forward    count the labels; begin with zeros for the loss and for both gradients
+#            for each chunk:  logits  ->  log_softmax  ->  add the losses of the labels that count
+#                             d = softmax - onehot, 0 where the label is -100, divided by the count
+#                             these rows of hidden's gradient = d W;   weight's gradient += d^T hidden
+#            save both gradients; return the sum of the losses / count
+# backward   both gradients times grad_loss, None, None
+# ```
+# </details>
+# </details>
 # </details>
 
 
@@ -373,7 +446,7 @@ checks.check_loss_memory(ChunkedLoss)
 
 
 # %% [markdown]
-# Does it pay? The loss alone, on 2,048 tokens of width 128:
+# Does it pay? The loss alone, on 512 tokens of width 128. Beside yours is the lab's, `training.chunked_cross_entropy`:
 
 
 # %%
@@ -381,41 +454,51 @@ def whole(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
 
 
-def loss_memory(loss):
+def labs_chunks(hidden, weight, labels, chunk):
+    return training.chunked_cross_entropy(hidden, weight, labels, chunk=chunk)
+
+
+hidden = torch.randn(512, 128, device=device, requires_grad=True)
+weight = torch.randn(50_257, 128, device=device, requires_grad=True)
+labels = torch.randint(50_257, (512,), device=device)
+own_loss = checks.solution_or_reference(
+    ChunkedLoss, labs_chunks, checks.check_loss_values, checks.check_loss_gradients
+)
+in_chunks = getattr(own_loss, "apply", own_loss)
+losses_of = {
+    "all logits": whole,
+    "yours, 64 tokens at a time": lambda h, w, y: in_chunks(h, w, y, 64),
+    "the lab's, 64 tokens at a time": lambda h, w, y: labs_chunks(h, w, y, 64),
+}
+
+
+def peak_of(loss):
     return measure_peak_memory(lambda: loss(hidden, weight, labels).backward()).peak_bytes / 2**20
 
 
-hidden = torch.randn(2048, 128, device=device, requires_grad=True)
-weight = torch.randn(50_257, 128, device=device, requires_grad=True)
-labels = torch.randint(50_257, (2048,), device=device)
-own_loss = checks.solution_or_reference(
-    ChunkedLoss,
-    lambda h, w, y, chunk: training.chunked_cross_entropy(h, w, y, chunk=chunk),
-    checks.check_loss_values,
-    checks.check_loss_gradients,
-)
-in_chunks = getattr(own_loss, "apply", own_loss)
-pd.Series(
-    {
-        "all logits": loss_memory(whole),
-        "256 at a time": loss_memory(lambda h, w, y: in_chunks(h, w, y, 256)),
-    },
-    name="peak, MiB",
-).round(0).to_frame()
+peaks = {name: peak_of(loss) for name, loss in losses_of.items()}
+pd.Series(peaks, name="peak, MiB").round().astype(int).to_frame()
 
 
 # %% [markdown]
-# The gradient of the weight alone takes 25 MiB, which nobody can save. If you worked the gradients out in
-# `forward`, nothing is computed twice; if in `backward`, the logits are. Both are allowed.
+# The gradient of the weight alone takes 25 MiB, which nobody can save. If you worked the gradients out in `forward`, nothing is
+# computed twice; if in `backward`, the logits are. Both are allowed. Does yours need more than the lab's? *Further (optional)*: look
+# for tensors of the weight's size. `grad_weight += d.T @ h` first makes the product, a second one; `grad_weight.addmm_(d.T, h)` adds
+# in place. `grad * grad_loss` is a third.
 #
 # ## 3.5 · What a layer keeps
 #
-# Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer keeps it. The rules are
-# simple enough to be counted.
+# *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer keeps it. Here
+# are two training steps of a small decoder, measured at every allocation and release:
+#
+# ![Memory of two training steps over time. Above, textbook attention: memory climbs in four steps, one for each block, jumps at the loss, and falls in the backward pass, with a small peak in each block. Below, FlashAttention with the loss in chunks and checkpointing: hardly any climb, a low loss, and a bump for each block that is computed again.](../theory/figures/step-memory.png)
+#
+# The forward pass climbs, because every block adds what it keeps. The loss adds its logits. The backward pass goes back block by
+# block: it frees what a block had kept, after a short peak for that block's gradients. The rules are simple enough to be counted.
 
 # %% [markdown]
 # ### Exercise 3-3 · What a layer keeps
-# ●●○ · 15 minutes · 4 points
+# ●●○ · 10 minutes · 4 points
 #
 # `kept_bytes(seqlen, width, layers, heads, mlp_width, vocab, *, stores_scores, checkpoint, loss_chunk, itemsize=4)` returns how
 # many bytes a training step of a decoder in GPT-2's shape holds at its **highest moment**, beside the weights and their
@@ -440,13 +523,30 @@ pd.Series(
 # | 2. the last block's backward pass, in its MLP | $V w$; a gradient of $N m$; with `checkpoint` the whole block, computed again |
 # | 3. the same, in its attention, if `stores_scores` | $V w$; two more matrices of $N^2$ for every head (gradients of probabilities and of scores); with `checkpoint` the whole block; less $2 N m$, since the MLP of this block is done and what it had kept is freed |
 #
-# The step needs as much as its largest moment. Small things are left out: tables of single rows, the angles, the normalised
-# last hidden states.
+# The step needs as much as its largest moment. $Vw$ stays once the loss has made it: it is a gradient of a weight, and waits for the
+# optimizer. The block that is computed again has its own copy of everything, its input included. Small things are left out: tables of
+# single rows, the angles, the normalised last hidden states.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
 #
-# Write `block` and `kept` down first, then the three moments one by one, and return `itemsize * max(...)`. The causal mask hides
-# half of a stored matrix, but does not make it smaller.
+# Mark the lines of the tables that depend on `checkpoint`, then those that depend on `stores_scores`. Which numbers are there in all
+# three moments?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Write `block` and `kept` down first, then the three moments one by one. The causal mask hides half of a stored matrix, but does
+# not make it smaller. `loss_chunk` may be larger than $N$.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# scores   heads N^2, or 0               again   block with checkpoint, or 0
+# block    8 N w + 2 N m + scores        kept    layers times (N w with checkpoint, or block)
+# moments  the loss; the MLP: V w + N m + again; attention, if it stores scores: V w + 2 scores - 2 N m + again
+# bytes    itemsize times (kept + the largest moment)
+# ```
+# </details>
+# </details>
 # </details>
 
 
@@ -531,18 +631,15 @@ counts = pd.DataFrame(
 (counts.set_index("case") / 2**20).round(1)
 
 # %% [markdown]
-# The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your count may be 2 MiB too high: at the
-# peak most of the gradients do not exist yet. The lab's planner counts the small things,
-# too. It says what a step holds at its highest moment, and why:
-
-# %% tags=["nbval-check-output"]
-print(training.plan_memory(tiny, seqlen=8192, savings=MemoryOptions(attention="standard")))
+# Your function predicts real steps. The 16 bytes of each weight: itself, its gradient, and AdamW's two averages, all float32. Your
+# count may be 2 MiB too high: at the peak most of the gradients do not exist yet. The lab's planner counts the small things, too;
+# `print(training.plan_memory(tiny, seqlen=8192))` shows each part with its formula, in the symbols of theory chapter 7.
 
 # %% [markdown]
 # ## 3.6 · The wall, and what moves it
 #
-# The decoder again, now with GPT-2's vocabulary: 6.4 million more weights. We allow it 1.4 GiB and want 2,048 tokens. One remedy
-# after the other, each on top of those before it:
+# *Core.* The decoder again, now with a vocabulary of 16,384: 2 million more weights. We allow it 640 MiB and want 2,048 tokens. One
+# remedy after the other, each on top of those before it:
 #
 # **Predict first**: how many MiB does the loss in chunks save, on top of FlashAttention?
 
@@ -550,7 +647,7 @@ print(training.plan_memory(tiny, seqlen=8192, savings=MemoryOptions(attention="s
 predicted_saving = None  # your guess, in MiB
 
 # %%
-words = DecoderConfig.preset("tiny", vocab_size=50_257)
+words = DecoderConfig.preset("tiny", vocab_size=16_384)
 remedies = [
     MemoryStrategy("standard", MemoryOptions(attention="standard")),
     MemoryStrategy("flash", MemoryOptions()),
@@ -560,7 +657,7 @@ remedies = [
         "+ MLP in chunks", MemoryOptions(loss_chunk=256, checkpoint=True, mlp_chunk=512)
     ),
 ]
-ladder = measure_training(words, [2048], strategies=remedies, limit="1.4GiB", device=device)
+ladder = measure_training(words, [2048], strategies=remedies, limit="640MiB", max_seconds=0.0)
 peak = ladder.set_index("backend").peak_memory_bytes / 2**20
 saved = peak["flash"] - peak["+ loss in chunks"]
 checks.compare_prediction("Saved by the loss in chunks", predicted_saving, saved, "MiB")
@@ -579,14 +676,14 @@ plotting.plot_memory_parts(
     parts,
     title="After attention it is the logits, after the logits what the blocks keep",
     measured=ran.peak_memory_bytes.to_dict(),
-    limit=("allowed: 1.4 GiB", 1.4 * 2**30),
-    small_print=f"Bars: predicted. 2,048 tokens, vocabulary 50,257, float32, {device.type}",
+    limit=("allowed: 640 MiB", 640 * 2**20),
+    small_print=f"Bars: predicted. 2,048 tokens, vocabulary 16,384, float32, {device.type}",
 )
 
 
 # %% [markdown]
-# A remedy lowers the peak only if it works on what the peak is made of. Here chunks of the MLP bring nothing more: the highest
-# moment is already the loss. It holds 256 rows of logits, the embedding's gradient and, larger than both, the weights and AdamW's
+# A remedy lowers the peak only if it works on what the peak is made of. Here chunks of the MLP bring hardly more: just below the
+# highest moment waits the loss. It holds 256 rows of logits, the embedding's gradient and, larger than both, the weights and AdamW's
 # states. In a wider model chunks of the MLP do help. What each one costs:
 #
 # | remedy | lowers | price |
@@ -618,8 +715,9 @@ pd.Series(
 ).round(1).to_frame()
 
 # %% [markdown]
-# How far does the same ladder carry a real size? GPT-2 small's shape, 124 million weights, with RoPE instead of learned
-# positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training --preset gpt2-small --longest
+# *Further (optional), to the end of the section.* How far does the same ladder carry a real size? GPT-2 small's shape, 124 million
+# weights, with RoPE instead of learned positions, on a GPU with 16 GiB. Predicted, without a GPU; `python -m benchmarks training
+# --preset gpt2-small --longest
 # --limit 16GiB` looks for the real wall on yours:
 
 # %%
@@ -630,40 +728,40 @@ fits["gib"] = (fits.peak_bytes / 2**30).round(1)
 fits[["remedy", "longest", "gib", "when"]].rename(columns=columns)
 
 # %% [markdown]
-# The same GPU: a hundred times as many tokens, by the plan. Is it true? Recorded on an H200 whose allocator was held to 16 GiB, with
-# Transformers' own GPT-2 small in front; the last row has the whole card:
-
-# %%
-walls = [f"context-16gib-{part}-h200" for part in ("plain", "short", "long")]
-walls = pd.concat([load_run(name) for name in [*walls, "million-h200"]], ignore_index=True)
-walls["GiB"], walls["s"] = walls.peak_memory_bytes / 2**30, walls.median_ms / 1e3
-walls["by the plan"] = walls.backend.map(fits.set_index("remedy").longest).astype("Int64")
-walls.loc[walls.index[-1], ["backend", "by the plan"]] = "a million: + checkpointing", pd.NA
-columns = {"backend": "remedy", "seqlen": "longest, tokens", "GiB": "peak, GiB", "s": "a step, s"}
-walls[[*columns, "by the plan"]].rename(columns=columns).round(2)
-
-# %% [markdown]
-# Against plain eager attention it is 128 times as far, against Transformers' best setting 21 times. The plan promised
-# more, up to a third in the first row: it counts tensors, while the limit counts all that the allocator has reserved, and the search
-# went in steps of 1,024 tokens. That a step fits does not mean that you can
-# wait for it: time still grows with $N^2$, and the million takes four minutes.
+# The same GPU: a hundred times as many tokens, by the plan. Is it true? The dots were measured on an H200 whose allocator was held to
+# 16 GiB (`context-16gib-short-h200`, `context-16gib-long-h200`); `million-h200` has the whole card:
+#
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+#
+# Transformers' GPT-2 with plain eager attention reaches 3,072 tokens there, and 18,432 in its best setting (`context-16gib-plain-h200`);
+# the last remedy reaches 393,216. The plan promises up to a third more than what ran: it counts tensors, while the limit counts all that
+# the allocator has reserved, and the search went in steps of 1,024 tokens. That a step fits does not mean that you can wait for it: time
+# still grows with $N^2$, and the million takes four minutes.
 
 # %% [markdown]
 # ## 3.7 · Many documents, one sequence
 #
-# Real documents have all lengths. Padding them to the longest wastes most of the work; so they are *packed*, one after the other,
+# *Core.* Real documents have all lengths. Padding them to the longest wastes most of the work; so they are *packed*, one after the other,
 # and `cu_seqlens` says where each begins. Python's own help, as bytes:
 
 # %%
 tokenizer = training.ByteTokenizer()
 documents = [tokenizer.encode(document.text) for document in training.help_documents()]
-packed = next(iter(training.pack(documents, 8192, end_token=tokenizer.end_token)))
-print("starts of the documents:", packed.cu_seqlens.tolist())
-print("positions around the second:", packed.positions[0, packed.cu_seqlens[1] - 2 :][:5].tolist())
+rows = []
+for length in (2048, 4096, 8192):
+    sequences = list(training.pack(documents, length, end_token=tokenizer.end_token))
+    parts = [one.cu_seqlens.diff() for one in sequences]
+    pairs = sum(int(part.square().sum()) for part in parts) / (len(parts) * length**2)
+    rows.append((length, len(parts), sum(map(len, parts)) / len(parts), 100 * pairs))
+columns = ["tokens", "sequences", "documents in one", "pairs of one document, %"]
+first = sequences[0]
+print("starts of the documents in the first 8,192:", first.cu_seqlens.tolist())
+print("positions around the second:", first.positions[0, first.cu_seqlens[1] - 2 :][:5].tolist())
+pd.DataFrame(rows, columns=columns).round(1)
 
 # %% [markdown]
-# Positions begin at 0 again in each document. But a causal mask alone would let each document see all those before it. Change the
-# first document, and watch the second:
+# Positions begin at 0 again in each document. A document that is cut goes on in the next sequence. But a causal mask alone would let
+# each document see all those before it. Change the first document, and watch the second:
 
 # %% tags=["nbval-check-output"]
 generator = torch.Generator().manual_seed(0)
@@ -682,20 +780,42 @@ for name, offsets in (("cu_seqlens", apart), ("causal mask alone", together)):
 #
 # ## 3.8 · Training, for real
 #
-# 8,192 bytes of Python's own source in each step. How does the lab's loop train? AdamW; a learning rate that is a function of the
-# step alone; gradients clipped at norm 1; and a stop before NaN reaches the weights.
+# *Core.* 8,192 bytes of Python's own source in each step, and *your* RoPE and *your* loss in chunks in the decoder. (Its method
+# `chunked_loss` gets `hidden`, `weight` and `labels`, with a dimension for the batch.) First, do they give the lab's loss and
+# gradients? Then the lab's loop trains: AdamW; a learning rate that is a function of the step alone; gradients clipped at norm 1; and
+# a stop before NaN reaches the weights.
 
 # %%
 source = [tokenizer.encode(document.text) for document in training.source_documents()]
 stream = training.batches(source, 8192, end_token=tokenizer.end_token)
+two_layers = DecoderConfig.preset("tiny", layers=2)
+
+
+def first_loss(model):
+    batch = training.tensors(stream(0)[0])
+    loss = model(*(batch[name][:, :512].to(device) for name in ("tokens", "labels")))
+    return loss.item(), torch.autograd.grad(loss, model.head.weight)[0]
+
+
 torch.manual_seed(0)
-model = training.Decoder(tiny, MemoryOptions(loss_chunk=1024)).to(device)
+model = training.Decoder(two_layers, MemoryOptions(loss_chunk=256)).to(device)
+labs_loss, labs_gradient = first_loss(model)
+model = with_your_rope(model)
+model.chunked_loss = lambda hidden, weight, labels: in_chunks(
+    hidden.flatten(0, 1), weight, labels.flatten(), model.savings.loss_chunk
+)
+your_loss, your_gradient = first_loss(model)
+off = (your_gradient - labs_gradient).norm() / labs_gradient.norm()
+print(f"the lab's loss {labs_loss:.5f}, yours {your_loss:.5f}; the gradient is {off:.0e} off")
+assert max(abs(your_loss - labs_loss), off) < 1e-4
+
+# %%
 history = training.train(model, stream, TrainConfig(steps=2, learning_rate=3e-3))
 history.frame()[["step", "loss", "grad_norm", "tokens_per_s"]].round(3)
 
 # %% [markdown]
-# Two steps show that it runs, not that it learns; and a loss curve alone does not show that FlashAttention is *right*. Two runs
-# with equal seeds may part, because they round differently. What can be asked:
+# That was training on your own code. Two steps show that it runs, not that it learns; and a loss curve alone does not show that
+# FlashAttention is *right*. Two runs with equal seeds may part, because they round differently. What can be asked:
 #
 # 1. Are the first step's gradients as near to the exact ones as the textbook's? (The rule of notebook 1.)
 # 2. Do the first losses agree?
@@ -720,9 +840,10 @@ plotting.plot_runs(
 
 
 # %% [markdown]
-# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is float32 on a CPU. Of 16 bits it says
-# nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are noisy (the text changes, the
-# model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into the weights:
+# The answer to the third question is no: in 200 steps the two are at most 5e-7 apart, and another seed 0.25 on average. (This is
+# float32 on a CPU. Of 16 bits it says nothing.) Loss and gradient norm are also where trouble shows first. Batches of one document are
+# noisy (the text changes, the model does not); a norm that jumps by itself is not. The loop clips it, and stops before NaN gets into
+# the weights:
 
 
 # %%
@@ -741,7 +862,7 @@ except RuntimeError as error:
 
 # %% [markdown]
 # **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages, the step
-# and the random numbers; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
+# from which the random numbers follow; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
 # is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
 
 
@@ -762,20 +883,17 @@ print("the same to the last bit:", resumed == losses(8))
 # %% [markdown]
 # ## 3.9 · What long contexts are good for
 #
-# Three uses, each with a score, and beside each what can be had without any model.
-#
-# ### A long talk, a long list
-#
-# To look something up is what attention does. `recall` is a decoder of 0.25 million weights, which one command of the lab has
-# taught to find facts again, in dialogues and in lists of records (`python -m benchmarks.recall`). The texts are
-# made from a seed, so no model can know the answers. Here is one text from the fact on, and a question about it:
+# *Further (optional).* To look something up is what attention does. `recall` is a decoder of 0.25 million weights, which one command of
+# the lab has taught to find facts again, in long dialogues and in lists of records (`python -m benchmarks.recall`). The texts are made
+# from a seed, so no model can know the answers. Here is one text from the fact on, and a question about it:
 
 # %%
 unseen = recall.unseen_documents(count=2)  # 2,048 bytes each: two lists, two dialogues
 talk = unseen[-1]
 question = talk.questions[0]
+distance = len(talk.text) - question.evidence[0]
 print("...", talk.text[question.evidence[0] :], sep="")
-print(question.prompt, f"(said {len(talk.text) - question.evidence[0]:,} bytes before)", sep="... ")
+print(f"{question.prompt}... ({distance:,} bytes before: {question.answer})")
 
 # %% [markdown]
 # **Predict first**: the model sees the last eighth of such a text. What share of the questions does it answer?
@@ -783,21 +901,13 @@ print(question.prompt, f"(said {len(talk.text) - question.evidence[0]:,} bytes b
 # %%
 predicted_share = None  # your guess, a number between 0 and 1
 
-
 # %%
-def shares(scores):
-    """One row a window, one column a solver, over all kinds of questions."""
-    by = [scores.window, scores.solver]
-    right = (scores.accuracy * scores.n).groupby(by).sum()
-    return (right / scores.n.groupby(by).sum()).unstack().reset_index()
-
-
 finder = recall.load_recall(device)
 scores = recall_scores.accuracy_by_window(finder, unseen, [256, 512, 1024, 2048])
-found = shares(scores)
+scores["right"] = scores.accuracy * scores.n
+sums = scores.groupby(["window", "solver"])[["right", "n"]].sum()
+found = (sums.right / sums.n).unstack().reset_index()
 checks.compare_prediction("Right with an eighth of the text", predicted_share, found.model[0])
-
-# %%
 plotting.plot_by_window(
     found,
     {
@@ -816,118 +926,22 @@ plotting.plot_by_window(
 
 # %% [markdown]
 # The model finds nearly all that it sees, and can only guess the rest. (A regular expression finds all that is visible: it was told
-# how facts are written. The model found out.) By kind of question, with all of the text:
-
-# %%
-full = scores[(scores.window == 2048) & (scores.solver == "model")]
-full[["kind", "accuracy", "chance", "n"]].round(3)
-
-# %% [markdown]
-# And the evidence: does a head look at the fact? One head is chosen on half of the texts and scored on the other half. It counts as
-# *found* when its largest weight lies at most 6 bytes after the fact, because earlier layers have gathered the line there. *Inside* the
-# fact itself it never lies. The chance level stands beside it.
-
-# %%
-head = recall_scores.evidence_head(finder, unseen[::2], unseen[1::2])
-pd.Series(head, name="value").to_frame().round(3)
-
-# %% [markdown]
-# Does it find as much in a text twice as long? It was hardly trained on such texts.
-
-# %%
-longer = recall.unseen_documents(4096, count=2)
-far = recall_scores.accuracy_by_window(finder, longer, [2048, 4096])
-shares(far)[["window", "model", "pattern"]].round(2)
-
-# %% [markdown]
-# Now *all* facts are visible, and the model finds far fewer than all. That the memory is enough, and that RoPE has no end, does not
-# make a model good at a length: it must be trained there. *What fits* and *what is used* are two questions.
+# how facts are written. The model found out.) In texts of 4,096 bytes, longer than those it was trained on, it finds far fewer facts,
+# although all are visible. *What fits* and *what is used* are two questions.
 #
-# To learn the longer texts it would go on from here. Three such steps show only that it runs; the experiment to try is the lab's
-# command, with more steps at 4,096 bytes.
+# Three larger tasks were recorded with SmolLM2 (`python -m benchmarks tasks`): questions about facts in a long document, the names of
+# the functions that a whole source file calls, and a summary. For each window, the share of right answers, and beside it what a plain
+# search finds without a model:
 
 # %%
-more = recall.recall_batches([recall.Stage(3, 4096, 1, facts=40, questions=120)])
-further = training.train(finder, more, TrainConfig(steps=3, learning_rate=1e-4), progress=False)
-further.frame()[["step", "loss", "grad_norm", "seconds"]].round(3)
-
+asked = context[context.measure.isin(["right", "search", "model"])]
+asked = asked[(asked.task == "document") | ((asked.task == "code") & (asked.sites == "all"))]
+asked.pivot_table(index="window", columns=["task", "measure"], values="value").round(2)
 
 # %% [markdown]
-# ### A long document: find, answer, give evidence
-#
-# SmolLM2 was never trained for this. Twelve facts ("The mascot of the mill is ...", "The password of the castle is ...") stand in
-# a chapter of Python's manual, 4,096 tokens long. The model reads the last `window` tokens, and then a question. *Evidence* is
-# the sentence without which the answer changes most; it is right if it is the planted one. Recorded (`python -m
-# benchmarks tasks`):
-
-
-# %%
-def recorded(task, *columns, **chosen):
-    rows = context[context.task == task]
-    for name, value in chosen.items():
-        rows = rows[rows[name] == value]
-    return rows.pivot_table(index="window", columns="measure", values="value")[list(columns)]
-
-
-documents = ["chance", "visible", "right", "right_visible", "evidence_right", "recent", "search"]
-recorded("document", *documents).round(2)
-
-# %% [markdown]
-# 24 questions; with 256 tokens only 2 facts are visible. What is not visible is not answered. With all visible, two thirds are
-# right: visible is necessary, not sufficient. (*Evidence* is scored where the answer was right and its fact visible.) And the
-# honest column is the last one: a plain search for the question's words finds every visible fact, without a model. Where
-# questions repeat the document's words, search first. A model is needed where they do not; that was not tested here.
-#
-# ### A whole file: what does this function call?
-#
-# At each call of a function that a file itself defines, the model has read between half a `window` and a whole one, and must
-# name it. `ast` knows the truth.
-
-# %%
-calls = recorded("code", "model", "search", "latest", "frequent", sites="all")
-plotting.plot_by_window(
-    calls.reset_index(),
-    {
-        "model": "the model",
-        "search": "a search for the words in front",
-        "latest": "the function called last",
-        "frequent": "the one called most often",
-    },
-    title="A longer context names more of the functions that are called: "
-    "44% with 256 tokens, 59% with 4,096",
-    ylabel="share of call sites",
-    small_print="recorded: configparser.py, 113 call sites, the name by greedy decoding",
-)
-
-# %%
-context[(context.task == "code") & (context.measure == "model")].pivot_table(
-    index="window", columns="sites", values="value"
-).round(2)
-
-# %% [markdown]
-# The model beats every rule, at every window. But a longer context helps the search as well: the lead does not grow. (And the file
-# is public: the model may have seen it in training, which would explain some names that it cannot see.) *In the window*: the name
-# stands in what it sees; *further back*: only before that; *new*: nowhere yet. Why does it rise? With 256 tokens, 49 of the
-# 113 names stand only *further back*; with 4,096 tokens just 6. Of the names that are visible the model gets fewer right, 66% instead of
-# 72%: there are more to choose from.
-#
-# ### And a summary?
-#
-# SmolLM2-Instruct summarises the beginning of a chapter. Judged by counting: *supported*, the share of its content words that
-# stand in the text; *copied*, of its sentences that stand there word for word; *coverage*, of the chapter's own headings. Beside
-# it the oldest baseline there is: the text's first sentences (*lead*).
-
-# %%
-summaries = context[context.task == "summary"]
-summaries.pivot_table(index=["text", "summary"], columns="measure", values="value")[
-    ["words", "supported", "copied", "coverage"]
-].round(2)
-
-# %% [markdown]
-# Three texts are few. The lead copies, so its *supported* and *copied* are 1 by construction; look at *coverage*: once equal,
-# twice better than the model's. About *async* the model repeats one sentence until it is cut off, every word of which is
-# "supported"; about *naming* it writes of the text instead of what is in it. Read the summaries themselves before you trust a
-# count: the command prints them. A context that is long enough does not make a model that is large enough.
+# What is not visible is not answered; with all of it visible, two thirds of the document's questions are right. And the honest column is
+# *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
+# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the evidence, the calls in detail, the summaries.
 #
 # ## What you measured on one device
 #
@@ -974,16 +988,16 @@ summaries.pivot_table(index=["text", "summary"], columns="measure", values="valu
 # %%
 from labsupport.attention import merge_attention
 from labsupport.attention.reference import standard_attention
-from labsupport.distributed import demos, positions_of, unshard_sequence
+from labsupport.distributed import demos, positions_of, setup_ddp, cleanup_ddp, unshard_sequence
 from labsupport.distributed.launch import LaunchError, launch
+from labsupport.distributed.minimal_ring import send_on
 from labsupport.distributed.ring import Plan
-from labsupport.distributed.scaling import check_against
 
 # %% [markdown]
 # ## 3.10 · One device is not enough
 #
-# With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of Llama 3
-# with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
+# *Core.* With every remedy of section 3.6, what does one sequence of a million tokens need? GPT-2 small, and a model in the shape of
+# Llama 3 with 8 billion weights (arXiv 2407.21783, table 3), by the plan:
 
 # %% tags=["nbval-check-output"]
 sizes = {"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "mlp_width": 14_336}
@@ -994,9 +1008,10 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
-# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235 seconds, each step (section 3.6): $N^2$ again;
-# even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million
-# tokens. Several devices can share the work in three ways:
+# An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
+# seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
+# FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
+# share the work in three ways:
 #
 # | | a rank works on | it sends | what gets smaller on each rank |
 # | --- | --- | --- | --- |
@@ -1010,7 +1025,7 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
 # %% [markdown]
 # ## 3.11 · A ring
 #
-# Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys. Nobody has room for
+# *Core.* Each rank holds the queries, keys and values of its own tokens, its *shard*. Its queries must meet *all* keys. Nobody has room for
 # all of them at once, so they travel: in each step, a rank works with the keys and values it holds, and passes them on to the next
 # rank. (Liu, Zaharia and Abbeel, *Ring Attention*, arXiv 2310.01889.) **Predict**: with four ranks, whose keys does rank 1 hold
 # in the last step, step 3?
@@ -1044,11 +1059,13 @@ print(f"the plain average is off by {error:.0%}")
 # %% [markdown]
 # The second part had three times as many keys, and counts no more than the first. A part must weigh as much as its softmax's
 # denominator: the sum of the exponentials of its scores. Its logarithm, the *log-sum-exp* (notebook 1), is what FlashAttention
-# returns beside the output.
+# returns beside the output. Here is what merging does to the maximum and the sum of a row, in any order:
+#
+# ![Two diagrams of merging four blocks of scores, as a chain and as a tree: the boxes on the way hold different pairs of m and l, the last box holds m = 5 and l = 1.646 in both](../theory/figures/merge-orders.png)
 
 # %% [markdown]
 # ### Exercise 3-4 · Merge partial results
-# ●●○ · 20 minutes · 5 points
+# ●●○ · 12 minutes · 5 points
 #
 # With $\ell_a$, $\ell_b$ the log-sum-exps of two disjoint sets of keys, and $o_a$, $o_b$ attention over each:
 #
@@ -1063,11 +1080,25 @@ print(f"the plain average is off by {error:.0%}")
 # and 0, not NaN. Log-sum-exps may be as large as 1,000, or as small as -1,000. Change no argument in place. `merge_all` holds one
 # part at a time, as a ring does.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Three keys in one part, one key in the other, and all scores equal: which weights must the two parts get? And if the second part has
+# no key that a query may see?
+#
+# <details><summary>Hint 2: the idea</summary>
 #
 # `torch.logaddexp` is $\ell$, without overflow. Then only `-inf - (-inf)` is left, in the weights: let `masked_fill` put a 0 where
-# $\ell$ is -inf, before you subtract. float32 times bfloat16 is float32. For `merge_all`: `parts = iter(parts)`, and begin with
-# `next(parts)`.
+# $\ell$ is -inf, before you subtract. `weight[..., None]` has a dimension for `head_dim`. float32 times bfloat16 is float32.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# merge      l = logaddexp of both;  safe = l with 0 in place of -inf
+#            the weights exp(lse - safe) and exp(part_lse - safe), each [..., None];  the weighted sum, and l
+# merge_all  parts = iter(parts);  begin with next(parts), in float32;  merge the others into it;  cast out back, once
+# ```
+# </details>
+# </details>
 # </details>
 
 
@@ -1158,7 +1189,7 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 #
 # ## 3.12 · Equal work
 #
-# Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see rank 0's keys, and nothing else. Rank 7's
+# *Core.* Now cut a causal sequence into eight shards, one after the other. Rank 0's queries see rank 0's keys, and nothing else. Rank 7's
 # see all of them.
 #
 # **Predict first**: how many times as much as the average must the busiest of the eight ranks compute?
@@ -1184,45 +1215,16 @@ checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work
 #              rank 3:             6 7           rank 3:       3 4
 # ```
 #
-# Each rectangle below is a block of one rank's queries and another's keys, filled as far as it is visible:
-
-
-# %%
-def schedule(layout, plan):
-    return [
-        {
-            "layout": layout,
-            "rank": rank,
-            "step": step,
-            "owner": plan.owner(rank, way),
-            "pairs": pairs,
-        }
-        for rank in range(plan.world_size)
-        for step, (way, pairs) in enumerate(zip(plan.route, plan.pairs(rank), strict=True))
-    ]
-
-
-plans = {
-    "contiguous": Plan.of(4, 1024, causal=True),
-    "zigzag": Plan.of(4, 1024, causal=True, zigzag=True),
-}
-blocks = pd.DataFrame([row for name, plan in plans.items() for row in schedule(name, plan)])
-plotting.plot_ring_steps(
-    blocks,
-    block=1024**2,
-    title="Contiguous: 3.5 blocks of time, most ranks wait. Zigzag: 2, and nobody waits",
-    small_print="4 ranks, 1,024 tokens each, causal",
-)
-
-
-# %% [markdown]
-# A step lasts as long as its fullest block, because all wait for the next keys. Contiguous shards need
-# $\tfrac12 + 1 + 1 + 1$; zigzag shards $4 \cdot \tfrac12$, in each step half a block for everybody. (Dashes: later keys, hidden; they
-# are not even sent.)
+# The causal square, by the rank that computes and the step in which it does:
+#
+# ![The causal score matrix of four ranks, cut into eight by eight chunks, coloured by the rank that computes each chunk and numbered by the step. Contiguous: the last rank has seven times as much as the first. Zigzag: all have the same, in each step. Below, the time of each rank: contiguous, rank 3 needs 3.5 units and rank 0 half a unit; zigzag, all need 2.](../theory/figures/long-context-zigzag.png)
+#
+# A step lasts as long as its fullest block, because all wait for the next keys. Contiguous shards need $\tfrac12 + 1 + 1 + 1$; zigzag
+# shards $4 \cdot \tfrac12$: in each step every rank has half of a block to compute, and the other half is hidden.
 
 # %% [markdown]
 # ### Exercise 3-5 · Zigzag order
-# ●○○ · 10 minutes · 4 points
+# ●○○ · 7 minutes · 4 points
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -1232,11 +1234,26 @@ plotting.plot_ring_steps(
 #
 # Within a chunk, tokens keep their order.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Number the eight chunks of four ranks in the drawing above. Which two belong to rank 0, and what do the two numbers of every rank add
+# up to?
+#
+# <details><summary>Hint 2: the idea</summary>
 #
 # Chunk $c$ holds positions `c * size` to `(c + 1) * size - 1`. For the way back, `shard.chunk(2, dim=1)` gives a rank's early and
-# late half. The early halves are in order. In which order do the ranks hold the late ones? Or put all positions in a row, and look
-# up what `argsort` does.
+# late half. The early halves are in order. In which order do the ranks hold the late ones?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# zigzag_chunks     rank, and as far from the end
+# zigzag_positions  size = seqlen // (2 * world);  torch.cat of one torch.arange for each chunk
+# unzigzag          all early halves, then all late halves from the last rank to the first;  torch.cat along dim=1
+# ```
+# Or put all positions in a row, and index by their `argsort`.
+# </details>
+# </details>
 # </details>
 
 
@@ -1303,24 +1320,52 @@ for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chun
     found = own_unzigzag(ring_by_hand(shards, positions))
     print(f"{name} positions: right to 2e-6: {bool((found - exact).abs().max() < 2e-6)}")
 
+
 # %% [markdown]
-# Whoever shards tokens must shard positions with them. A mask from the wrong positions raises no error; it computes something
-# else.
+# Shard positions together with their tokens. A mask from the wrong positions raises no error; it computes something else.
 #
 # ## 3.13 · Real processes
 #
-# `launch` starts processes on this machine, here two, and returns what each of them returned. `ring_on_ranks`
-# (`labsupport/distributed/demos.py`) calls `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
-# options, one shard on each rank. First, are they right? Forward and backward, with RoPE, against one device in float64:
+# *Core.* Now without a list of all shards: real processes, with your merge and your order. `launch` starts two on this machine, gives
+# them your function, and returns what each of them returned. `send_on` sends keys and values to the next rank; what it returns waits
+# for those of the previous one (`labsupport/distributed/minimal_ring.py`).
+
 
 # %%
-looked = launch(demos.ring_on_ranks, processes=2, device="cpu")
+def ring_on_this_rank(whole):
+    """This rank's share of causal attention: its queries stay, keys and values travel."""
+    info = setup_ddp("gloo")
+    seqlen = whole.shape[2]
+    local = own_positions(seqlen, info.rank, info.world)
+    q, *keys = whole[:, :, local]
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:-1], -torch.inf)
+    for step in range(info.world):
+        arriving = send_on(keys)  # they travel while this rank computes
+        owner = (info.rank - step) % info.world
+        visible = local[:, None] >= own_positions(seqlen, owner, info.world)
+        out, lse = own_merge(out, lse, *attend(q, *keys, visible))
+        keys = arriving()
+    cleanup_ddp()
+    return out
+
+
+found = own_unzigzag(launch(ring_on_this_rank, [whole], processes=2, device="cpu"))
+print(f"your ring on two processes, largest error: {(found - exact).abs().max():.0e}")
+assert (found - exact).abs().max() < 2e-6
+
+# %% [markdown]
+# That is ring attention, forward. A real one adds the backward pass, windows, and any kernel for a block. `ring_on_ranks`
+# (`labsupport/distributed/demos.py`) calls the lab's `ring_flash_attn_func` and `zigzag_ring_flash_attn_func`: flash-attn's layout and
+# options, one shard on each rank. Are they right? Forward and backward, with RoPE, against one device in float64:
+
+# %%
+looked = launch(demos.ring_on_ranks, processes=2, device="cpu")  # some seconds
 errors = pd.DataFrame(looked[0]["errors"]).set_index(["case", "tensor"])
 assert (errors.relative < 2e-6).all()
 errors.map("{:.0e}".format)
 
 # %% [markdown]
-# Rounding, nothing else. Now a whole model: `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank computes the loss
+# The differences are rounding. Now a whole model: `recall` of section 3.9, on 2,048 bytes with 80 questions. Each rank computes the loss
 # of its own tokens, and the two are added up. Then the same with three mistakes that are easily made:
 #
 # 1. zigzag shards, but the ring for contiguous ones;
@@ -1333,11 +1378,11 @@ errors.map("{:.0e}".format)
 pd.DataFrame(looked[0]["losses"]).set_index("case").round(3)
 
 # %% [markdown]
-# The second one ruins the loss, so somebody will look. The third changes it by 2%, and is the worst of them: only the last token of
+# The first two raise the loss so much that somebody will look. The third changes it by 2%, and is the worst of them: only the last token of
 # each chunk has a wrong label, nobody looks, and the model learns it. (A label is the *next* token. That of a chunk's last token is on
 # another rank.) So compare with one device, to the last digits, before you train on many.
 #
-# Who computed, who waited? PyTorch's profiler watches a forward pass over 4,096 tokens (six, of which the fastest is shown).
+# Who computed, who waited? PyTorch's profiler watches a forward pass over 4,096 tokens (four, of which the fastest is shown).
 #
 # **Predict first**: how many times as long do contiguous shards take on two ranks? (Count blocks, as above.)
 
@@ -1393,13 +1438,13 @@ except LaunchError as error:
 #
 # ## 3.14 · Other data on each rank: DDP and FSDP
 #
-# A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its own
-# micro-batches; then all gradients are averaged, an *all-reduce*. Whoever accumulates four micro-batches before an update needs the
-# sum once, not four times: `no_sync()` keeps the first three at home. FSDP cuts parameters, gradients and AdamW's states into $W$
-# parts, and fetches a block's parameters only while that block computes.
+# *Further (optional).* A model that fits can work on $W$ times as many sequences. With DDP each rank holds everything, and computes its
+# own micro-batches; then all gradients are averaged, an *all-reduce*. With four micro-batches before an update, you need the sum once,
+# not four times: `no_sync()` holds back the first three. FSDP *shards* parameters, gradients and AdamW's states over the ranks, and
+# fetches a block's parameters only while that block computes.
 #
-# **Predict first**: how many bytes of parameters, gradients and states does each of two ranks hold under FSDP, as a share of what it
-# holds under DDP?
+# **Predict first**: each of two ranks holds how much of parameters, gradients and states between two steps under FSDP, as a share of
+# what it holds under DDP?
 
 # %%
 predicted_held = None  # your guess, a number between 0 and 1
@@ -1419,9 +1464,9 @@ first["reduced, MiB"] = (first.all_reduced_bytes / 2**20).round(1)
 print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep=""))
 
 # %% [markdown]
-# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing.
-# (One all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1 MiB) as soon as they are full, while the
-# backward pass goes on.)
+# The same loss three times: they compute the same step. Without `no_sync` four times as many bytes are reduced, for nothing. (One
+# all-reduce: the 3 MiB of gradients fit into one *bucket*. DDP sends buckets of 25 MiB (asked for here; by default the first has 1
+# MiB) as soon as they are full, while the backward pass goes on.)
 #
 # FSDP pays with traffic: parameters are gathered before the forward and before the backward pass, gradients reduced: half as much
 # again as DDP. So take DDP as long as 16 bytes a weight fit (float32, AdamW), FSDP when they do not, and a ring when the
@@ -1429,85 +1474,44 @@ print(first[["loss", "all_reduces", "reduced, MiB"]].round(3).to_string(na_rep="
 #
 # ## 3.15 · How far does it carry?
 #
-# Two processes on a CPU show that it is right, not that it is fast. On GPUs: *efficiency* is the share of the ideal speed. For the
-# ring, a shard's length stays the same, so $W$ devices hold $W$ times the sequence: $W^2$ times the work on $W$ times the devices.
-# Efficiency 1 means: it takes $W$ times as long as one device with its own shard, not more. Recorded on four H200 on NVLink
-# (`labsupport ring bench`), by the kernel that computes the blocks:
+# *Further (optional).* Two processes on a CPU show that it is right, not that it is fast. On GPUs: *efficiency* is the share of the ideal
+# speed. For the ring, a shard's length stays the same, so $W$ devices hold $W$ times the sequence: $W^2$ times the work on $W$ times
+# the devices. Efficiency 1 means: it takes $W$ times as long as one device with its own shard. **Predict first**: by the count of
+# section 3.12, which efficiency can contiguous shards reach on four devices, at best?
 
 # %%
-recorded = load_run("ring-h200")
-ring = recorded[(recorded.kv_heads == 8) & (recorded.direction == "forward+backward")]
-alone = ring.assign(world=1, efficiency=1.0)  # by definition
-lines = pd.concat([alone, ring])
-lines["who"] = lines.implementation + ", " + lines.layout
-lines["shard"] = lines.seqlen_per_rank.map("{:,} tokens on each device".format)
+predicted_efficiency = None  # your guess, a number between 0 and 1
+
+# %%
+ring = load_run("ring-h200").query("kv_heads == 8 and direction == 'forward+backward'")
+bound = 4 / (2 * 4 - 1)  # an even share is W / 2 blocks of time, contiguous shards take W - 1/2
+checks.compare_prediction("Contiguous shards, at best", predicted_efficiency, bound)
+ring["who"] = ring.implementation + ", " + ring.layout
+ring["shard"] = ring.seqlen_per_rank.map("{:,} tokens on each device".format)
 plotting.plot_scaling(
-    lines[lines.implementation != "context_parallel[flash]"],
+    pd.concat([ring.assign(world=1, efficiency=1.0), ring]),  # one device: 1 by definition
     column="efficiency",
     series="who",
     panel="shard",
-    title="On 4 GPUs a zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
+    title="On 4 GPUs the lab's zigzag ring keeps 84 to 96% of the ideal, contiguous shards half",
     ylabel="efficiency (1: as fast as one device alone)",
     references=[
         plotting.Reference("nobody waits", 1.0),
         plotting.Reference("contiguous, at best", lambda world: world / (2 * world - 1)),
     ],
-    names={"context_parallel[cudnn], zigzag": "PyTorch's context_parallel (cudnn)"},
     small_print="recorded: NVIDIA H200, causal, bfloat16, 32 heads of 128, 8 key heads, forward and "
-    "backward. One device: 1 by definition. native: PyTorch's own FlashAttention",
+    "backward. native: PyTorch's own FlashAttention; context_parallel: PyTorch's",
 )
 
 # %% [markdown]
-# The lower line needs no measurement: contiguous shards take $W - \tfrac12$ blocks of time, an even share is $\tfrac W2$. Zigzag goes
-# far beyond it. What then is missing to 1? Theory chapter 7 predicts an efficiency from the plan, the links' bandwidth and the cost of
-# merging (`labsupport.distributed.scaling`). Beside it, what was measured:
-
-# %%
-rings = ring[~ring.implementation.str.startswith("context_parallel")]
-beside = check_against(rings, memory_gb_s=4800).rename(columns={"seqlen_per_rank": "tokens"})
-beside["without messages"] = (4 * rings.single_ms / rings.without_messages_ms).values
-beside.pivot_table(
-    index=["layout", "implementation"],
-    columns="tokens",
-    values=["efficiency", "predicted_efficiency", "without messages"],
-).round(2)
-
-# %% [markdown]
-# Longer shards lose less, as predicted. But all zigzag rings stay below the prediction, cuDNN with 8,192 tokens most: 84%, where 95%
-# were predicted. The last columns say why: without messages, almost nothing is lost (a block without a
-# mask may even be faster than one device's triangle). Messages that hide, it seems, still take multiprocessors and memory from the
-# compute, and ranks wait for each other. With 32 key heads, four times the bytes, it is 69%. PyTorch's `context_parallel` gathers all
-# keys first and hides nothing: 63 and 87%.
+# Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
+# shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. What is missing to 1 are
+# messages that take multiprocessors and memory from the compute ([chapter 7](../theory/07-long-context.md#when-a-hop-hides) compares
+# with a prediction).
 #
-# A whole model: GPT-2 small with 524,288 tokens on the four takes 13.9 s a step and 12.2 GiB on each (`sequence-parallel-h200`).
-#
-# And data parallelism: each rank computes as much as one device alone. Efficiency 1 means that $W$ of them are $W$ times as fast.
-# Recorded on the same GPUs, 4,096 tokens a sequence (`python -m benchmarks data_parallel`):
-
-# %%
-names = {"gpt2-medium": "0.35 billion weights, batch 8", "48x1600": "1.56 billion, batch 4"}
-runs = [load_run(f"data-parallel-{name}h200") for name in ("", "large-")]
-scaling = pd.concat(runs).query("micro_batches == 1 and strategy != 'single'")
-scaling["model"] = scaling.preset.map(names)
-plotting.plot_scaling(
-    scaling,
-    column="efficiency",
-    series="strategy",
-    panel="model",
-    names={"ddp": "DDP", "fsdp": "FSDP"},
-    title="On 4 GPUs DDP keeps 94 to 97% of the speed, FSDP 84 to 91%",
-    ylabel="efficiency (1: nothing is lost)",
-    references=[plotting.Reference("nothing is lost", 1.0)],
-    small_print="recorded: NVIDIA H200, bfloat16, 4,096 tokens a sequence",
-)
-
-# %%
-held = scaling.set_index(["model", "strategy", "world"])[["state_bytes", "peak_memory_bytes"]]
-held.div(2**30).round(1).unstack("world")
-
-# %% [markdown]
-# `state_bytes` is what a rank holds of weights, gradients and AdamW's averages, in GiB: with DDP always the same, with FSDP a $W$-th.
-# The peak falls by less: activations are each rank's own. FSDP loses 3 to 4% on a single GPU already, where nothing is sent.
+# And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
+# On the same GPUs DDP keeps 94 to 97%, FSDP 84 to 91%; under FSDP a rank holds a $W$-th of the state
+# ([chapter 7](../theory/07-long-context.md#fsdp-the-state-is-shared-too)).
 #
 # ## What you measured on several devices
 #

@@ -9,13 +9,11 @@ import pytest
 
 from tests.fresh import Python
 
-# Before torch is imported: each worker takes its share of the cores. Workers that each use all of
-# them spend their time waiting for one another.
-_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
+# Before torch is imported. Tensors here are small: several threads would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before Transformers, which imports Triton: without a GPU its kernels have to be interpreted.
-import labsupport.attention  # noqa: E402, F401
+import labsupport.attention  # noqa: F401
 
 gc.freeze()  # what is imported stays: collections need not look at it
 # A shell starts what runs in its background deaf to Control-C, and children inherit that: tests

@@ -125,8 +125,10 @@ def become(arguments, cwd, env, folder):
 if __name__ == "__main__":
     # Nothing here may compute: a fork would not have the threads that PyTorch starts for it.
     # labsupport.attention comes before whatever imports Triton.
+    # An optimizer's first step imports torch._dynamo: a second in each fork.
     for name in ("labsupport.attention", "labsupport.cli", "pandas", "transformers"):
         import_module(name)
+    import_module("torch._dynamo")
     gc.freeze()  # a collection in a fork would copy what it shares
     request = serve(Connection(int(sys.argv[1])))
     try:

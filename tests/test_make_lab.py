@@ -28,36 +28,29 @@ def checkout(project, tmp_path):
     return shutil.copytree(project, tmp_path / "lab", ignore=hidden)
 
 
-@pytest.fixture
-def home(tmp_path):
-    """A home directory with a broken kernel that bears the name of the lab's."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "within"),
+    [(f"PY={sys.executable}", 60), ("TORCH=cpu", 900)],
+    ids=["this Python", "fresh clone"],
+)
+def test_make_lab_shows_the_student_edition_and_runs_the_right_kernel(
+    checkout, tmp_path, variable, within
+):
+    # In the home directory is a broken kernel that bears the name of the lab's.
     kernel = tmp_path / "home" / ".local" / "share" / "jupyter" / "kernels" / "python3"
     kernel.mkdir(parents=True)
     spec = {"argv": ["/bin/false"], "display_name": "Broken", "language": "python"}
     (kernel / "kernel.json").write_text(json.dumps(spec))
-    return tmp_path / "home"
-
-
-@pytest.mark.parametrize(
-    ("variable", "within"),
-    [(f"PY={sys.executable}", 60), pytest.param("TORCH=cpu", 900, marks=pytest.mark.slow)],
-    ids=["this Python", "fresh clone"],
-)
-def test_make_lab_shows_the_student_edition_and_runs_the_right_kernel(
-    checkout, home, variable, within
-):
     port = free_port()
     options = f"--no-browser --ServerApp.port={port} --ServerApp.port_retries=0"
+    # The models are not fetched anew for a home directory that is thrown away.
+    own = {"HOME": str(tmp_path / "home"), "LABSUPPORT_CACHE": str(cache_dir())}
     process = subprocess.Popen(
         ["make", "lab", f"ARGS={options} --IdentityProvider.token=secret", variable],
-        cwd=checkout,
-        # The models are not fetched anew for a home directory that is thrown away.
-        env={**os.environ, "HOME": str(home), "LABSUPPORT_CACHE": str(cache_dir())},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        cwd=checkout, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
 
     def ask(path):
         url = f"http://127.0.0.1:{port}/api/{path}?token=secret"

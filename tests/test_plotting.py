@@ -8,11 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from labsupport import plotting
-
-BACKENDS = [
-    "standard", "flash_torch", "flash_triton", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn",
-    "sdpa_math", "flex", "fa2", "fa4", "xformers",
-]  # fmt: skip
+from labsupport.attention.implementations import BACKENDS
 
 
 def make_table(directions=("forward",), recorded=False):
@@ -39,9 +35,9 @@ def lines(figure, gid=None):
 
 
 def test_every_implementation_has_its_own_colour_and_marker():
-    assert {*BACKENDS, "mine"} == set(plotting.STYLES)
-    for looks in zip(*map(plotting.style, BACKENDS), strict=True):
-        assert len(set(looks)) == len(BACKENDS)
+    assert set(plotting.STYLES) == {*(one.name for one in BACKENDS), "mine"}
+    for looks in zip(*plotting.STYLES.values(), strict=True):
+        assert len(set(looks)) == len(plotting.STYLES)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +65,12 @@ def test_recorded_runs_are_dashed_and_references_may_depend_on_the_length():
         plotting.Reference("limit", lambda n: 2.0 * n), plotting.Reference("constant", 3.0)
     ]  # fmt: skip
     recorded = make_table(recorded=True)
-    both = plotting.plot_time(make_table(), recorded=recorded, references=references, title="Both")
-    styles = {label: line.get_linestyle() for label, line in lines(both).items()}
-    assert (styles["sdpa_flash"], styles["sdpa_flash (recorded)"]) == ("-", "--")
-    assert "recorded run old" in both.get_supxlabel()
-    drawn = {label: list(line.get_ydata()) for label, line in lines(both, "reference").items()}
+    figure = plotting.plot_time(recorded, references=references, title="Recorded")
+    styles = {label: line.get_linestyle() for label, line in lines(figure).items()}
+    assert styles == {"standard (recorded)": "--", "sdpa_flash (recorded)": "--"}
+    assert "recorded run old" in figure.get_supxlabel()
+    drawn = {label: list(line.get_ydata()) for label, line in lines(figure, "reference").items()}
     assert drawn == {"limit": [1024.0, 2048.0, 4096.0], "constant": [3.0, 3.0, 3.0]}
-    alone = plotting.plot_time(recorded, title="Recorded alone")
-    assert set(lines(alone)) == {"standard (recorded)", "sdpa_flash (recorded)"}
 
 
 def test_directions_get_a_panel_each_and_mixed_shapes_and_double_rows_are_refused():
@@ -123,8 +117,6 @@ def test_each_device_has_its_time_its_interval_and_its_bound():
         "A finding. H200: 2 ms, from 1.5 to 2.6, at least 0.5, measured 1.9; "
         "A100: 6 ms, from 3 to 12, at least 1.8"
     )
-    with pytest.raises(ValueError, match="no prediction"):
-        plotting.plot_predictions(table.iloc[:0], title="t")
 
 
 # --- dtypes and magnitudes from layer to layer ----------------------------------------------------
@@ -139,21 +131,13 @@ def make_flow(layers=2, measured=True, nan_from=None):
         bad = nan_from is not None and not backward and order >= nan_from
         rows.append(
             {
-                "order": order,
-                "pass": "backward" if backward else "forward",
-                "name": name,
-                "class": part.title(),
-                "kind": "module",
-                "call": 0,
+                "order": order, "pass": "backward" if backward else "forward", "name": name,
+                "class": part.title(), "kind": "module", "call": 0,
                 "dtype_in": "" if backward else "float32, int64" if part == "norm" else "float32",
-                "dtype_weights": "" if backward else "bfloat16, float32",
-                "dtype_out": "bfloat16",
-                "largest": 8.0,
-                "smallest": 1e-6,
-                "nan": float(bad),
-                "inf": 0.0,
+                "dtype_weights": "" if backward else "bfloat16, float32", "dtype_out": "bfloat16",
+                "largest": 8.0, "smallest": 1e-6, "nan": float(bad), "inf": 0.0,
             }
-        )
+        )  # fmt: skip
     frame = pd.DataFrame(rows)
     return frame if measured else frame.assign(largest=math.nan, smallest=math.nan, nan=math.nan)
 
@@ -178,20 +162,17 @@ def test_the_flow_shows_each_dtype_in_its_place_and_magnitudes_from_smallest_to_
     assert "NaN in 2 of them, first model.layers.1.norm." in plotting.alt_text(figure)
 
 
-def test_what_cannot_be_drawn_is_refused_and_minus_infinity_out_of_a_log_softmax_is_no_alarm():
+def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
     frame = make_flow().assign(inf=3.0, minus_inf=3.0)
     frame = frame[frame["pass"] == "forward"]
     for name, alarm in (("Linear", True), ("LogSoftmax", False)):
         words = plotting.plot_dtype_flow(frame.assign(**{"class": name}), title="x").description
         assert ("Infinity" in words) == alarm
-    for bad, message in (
-        (frame.drop(columns="dtype_out"), "lacks dtype_out"), (frame.iloc[:0], "no forward call")
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            plotting.plot_dtype_flow(bad, title="x")
+    with pytest.raises(ValueError, match="no forward call"):
+        plotting.plot_dtype_flow(frame.iloc[:0], title="x")
 
 
-@pytest.mark.parametrize(("layers", "measured"), [(1, True), (13, False), (126, True)])
+@pytest.mark.parametrize(("layers", "measured"), [(1, True), (24, False)])
 def test_labels_have_room_whatever_the_number_of_layers(layers, measured, recwarn):
     frame = make_flow(layers=layers, measured=measured)
     last, first = float(frame["order"].max()), -10.0
@@ -206,15 +187,10 @@ def test_labels_have_room_whatever_the_number_of_layers(layers, measured, recwar
     boxes = [label.get_window_extent() for label in bottom.get_xticklabels()]
     assert all(a.x1 <= b.x0 for a, b in itertools.pairwise(boxes))
     assert min(box.y0 for box in boxes) >= footer.y1 > footer.y0 >= 0
-    heights = [axes.get_window_extent().height / figure.dpi for axes in figure.axes]  # inches
-    assert heights[0] > 1.0
-    assert all(height > 2.5 for height in heights[1:])
-    assert bottom.get_window_extent().width / figure.dpi > 2
 
 
-@pytest.mark.parametrize("layers", [2, 20, 48])
-def test_many_layers_are_labelled_by_layer_and_few_by_module(layers):
-    axes = plotting.plot_dtype_flow(make_flow(layers=layers), title="A finding").axes[1]
-    labels = [label.get_text() for label in axes.get_xticklabels()]
+def test_many_layers_are_labelled_by_layer_and_few_by_module():
     few = [f"model.layers.{i}.{part}" for i in range(2) for part in ("norm", "up")]
-    assert labels == (few if layers == 2 else [f"layers.{i}" for i in range(layers)])
+    for layers, expected in ((2, few), (20, [f"layers.{i}" for i in range(20)])):
+        axes = plotting.plot_dtype_flow(make_flow(layers=layers), title="A finding").axes[1]
+        assert [label.get_text() for label in axes.get_xticklabels()] == expected

@@ -38,11 +38,7 @@ def collect_command(
 def collect(student: str, url: str, due: datetime, folder: Path) -> str:
     """Clone one repository into FOLDER/STUDENT; return the commit and its date.
 
-    Files get the time of the last commit that changed them.
-
-    Raises:
-        ValueError: the name is no folder's, it is there already, there is no commit before the
-            date, or git fails. Nothing is left then.
+    Files get the time of the last commit that changed them. Where that fails, nothing is left.
     """
     target = folder / student
     if not student or target.parent != folder or student.startswith((".", "-")):
@@ -58,9 +54,8 @@ def collect(student: str, url: str, due: datetime, folder: Path) -> str:
             raise ValueError(f"there is no commit before {due:%Y-%m-%d %H:%M}")
         _git(*inside, "checkout", "--quiet", commit)
         for path in target.rglob("*.ipynb"):
-            changed = _git(
-                *inside, "log", "-1", "--format=%ct", "--", str(path.relative_to(target))
-            )
+            name = str(path.relative_to(target))
+            changed = _git(*inside, "log", "-1", "--format=%ct", "--", name)
             if changed and not path.is_symlink():
                 os.utime(path, (int(changed), int(changed)))
         return _git(*inside, "log", "-1", "--format=%h of %ci")

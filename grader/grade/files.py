@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from grader.grade.reading import MAX_BYTES, UnreadableError
+from grader.grade.notebooks import MAX_BYTES, UnreadableError
 
 MAX_ZIP_BYTES = 100 * 2**20
 # A zip is opened for each file, so that none stays in memory.
@@ -28,14 +28,7 @@ _CANVAS = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """A name that a course system gave to a folder or file.
-
-    Attributes:
-        system: "Moodle" or "Canvas".
-        student: "Ada Lovelace_4711" or "lovelaceada_123".
-        file: Canvas's number of the file, larger for newer ones; 0 in Moodle.
-        late: whether Canvas says so.
-    """
+    """A name that Moodle or Canvas gave; Canvas numbers files, newer ones higher."""
 
     system: str
     student: str
@@ -66,17 +59,9 @@ def is_zip(name: str) -> bool:
 
 @dataclass(frozen=True)
 class File:
-    """Something handed in.
-
-    Attributes:
-        path: relative to the folder of submissions; a zip in it counts as a folder.
-        owner: the part of the path that says whose it is, "" if none does.
-        read: returns its bytes.
-        modified: its time, None if unknown.
-    """
+    """Something handed in; in its path, a zip counts as a folder."""
 
     path: str
-    owner: str
     read: Callable[[], bytes]
     modified: datetime | None = None
 
@@ -87,43 +72,34 @@ def files_in(given: Path) -> Iterator[File]:
     Raises:
         ValueError: there is no such folder or file.
     """
-    if given.is_dir():
-        for here, folders, names in os.walk(given):
-            folders[:] = sorted(name for name in folders if not _hidden(name))
-            if Path(here) == given:
-                # Whoever has nothing else in their folder.
-                yield from (File(f"{name}/", name, nothing) for name in folders)
-            for name in sorted(names):
-                path = Path(here, name)
-                yield from _file(path, path.relative_to(given).as_posix())
+    if not given.is_dir():
+        if not given.is_file() or not (is_notebook(given.name) or is_zip(given.name)):
+            raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
+        for file in _opened_if_zip(given, given.name, inner_zips=1):
+            # In the download of a course, the names in it say whose the files are.
+            yield replace(file, path=file.path.removeprefix(f"{given.name}/"))
         return
-    if not given.is_file() or not (is_notebook(given.name) or is_zip(given.name)):
-        raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
-    whole = plain_file(given, given.name)
-    found = _unzipped(whole, partial(zipfile.ZipFile, given), 1) if is_zip(given.name) else [whole]
-    for file in found:
-        # In the download of a course, the names in it say whose the files are.
-        path = file.path.removeprefix(f"{given.name}/")
-        yield replace(file, path=path, owner=path.split("/")[0])
+    for here, folders, names in os.walk(given):
+        folders[:] = sorted(name for name in folders if not _hidden(name))
+        if Path(here) == given:
+            # Whoever has nothing else in their folder.
+            yield from (File(f"{name}/", nothing) for name in folders)
+        for name in sorted(names):
+            path = Path(here, name)
+            if not _hidden(name):
+                yield from _opened_if_zip(path, path.relative_to(given).as_posix())
 
 
-def plain_file(path: Path, name: str) -> File:
-    """Return a file of a folder under the name by which reports speak of it."""
+def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
     modified = datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
-    return File(name, name.split("/")[0], partial(_bytes_of, path), modified)
-
-
-def _file(path: Path, name: str) -> Iterator[File]:
-    if _hidden(path.name):
-        return
-    file = plain_file(path, name)
+    file = File(name, partial(_bytes_of, path), modified)
     if is_zip(name) and path.is_file() and not path.is_symlink():
-        yield from _unzipped(file, partial(zipfile.ZipFile, path))
+        yield from _unzipped(file, partial(zipfile.ZipFile, path), inner_zips)
     else:
         yield file
 
 
-def _unzipped(file: File, opened: _Opened, inner_zips: int = 0) -> Iterator[File]:
+def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
     """Find the files in a zip; where that fails, reading the zip says why."""
     try:
         for member in opened().infolist():
@@ -131,8 +107,10 @@ def _unzipped(file: File, opened: _Opened, inner_zips: int = 0) -> Iterator[File
             path = member.filename.replace("\\", "/")
             if member.is_dir() or any(map(_hidden, path.split("/"))):
                 continue
-            read = partial(_member, opened, member)
-            inner = File(f"{file.path}/{path}", file.owner, read, _time_of(member))
+            modified = None
+            with contextlib.suppress(ValueError):  # some zips hold no time
+                modified = datetime(*member.date_time).astimezone()
+            inner = File(f"{file.path}/{path}", partial(_member, opened, member), modified)
             if is_zip(path) and inner_zips:
                 yield from _unzipped(inner, partial(_inner_zip, opened, member), inner_zips - 1)
             elif is_zip(path):
@@ -147,12 +125,6 @@ def _inner_zip(opened: _Opened, member: zipfile.ZipInfo) -> zipfile.ZipFile:
     return zipfile.ZipFile(io.BytesIO(_member(opened, member, MAX_ZIP_BYTES)))
 
 
-def _time_of(member: zipfile.ZipInfo) -> datetime | None:
-    with contextlib.suppress(ValueError):  # some zips hold none
-        return datetime(*member.date_time).astimezone()
-    return None
-
-
 def _member(opened: _Opened, member: zipfile.ZipInfo, most: int = MAX_BYTES) -> bytes:
     _check_size(member.file_size, most)
     try:
@@ -163,12 +135,12 @@ def _member(opened: _Opened, member: zipfile.ZipInfo, most: int = MAX_BYTES) -> 
 
 def _bytes_of(path: Path) -> bytes:
     """Read a plain file; never through a symbolic link, never from a pipe."""
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         raise UnreadableError("it is a symbolic link")
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UnreadableError("it is not a plain file")
-    _check_size(path.stat().st_size)
+    _check_size(status.st_size)
     return path.read_bytes()
 
 

@@ -1,7 +1,5 @@
 """Limits for all processes of a submission together: a control group, by systemd or our own."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -9,7 +7,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -18,68 +15,46 @@ _GROUPS = Path("/sys/fs/cgroup")
 _EACH = "ulimit -n 256; ulimit -f 65536; ulimit -c 0; echo 1000 > /proc/self/oom_score_adj"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """A control group for a submission's processes.
-
-    Attributes:
-        command: what to put before the program's own command.
-        missing: what is not limited here, a sentence; "" if nothing.
-        folders: of the control groups that we made.
-    """
-
-    command: list[str]
-    missing: str = ""
-    folders: tuple[Path, ...] = ()
-
-    def peak_bytes(self) -> int:
-        """Return the most memory that all had together; 0 where the system doesn't say."""
-        for folder in self.folders:
-            for name in ("memory.max_usage_in_bytes", "memory.peak"):
-                with contextlib.suppress(OSError):
-                    return int((folder / name).read_text())
-        return 0
-
-
 @contextlib.contextmanager
-def limits(memory_bytes: int, cores: int = 1, tasks: int = 256) -> Iterator[Limits]:
-    """Limit memory, cores and tasks (threads) of what is started with `command`.
+def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
+    """Limit memory, tasks (threads) and cores (one) of a submission's processes together.
 
     systemd makes the group where it runs the machine; otherwise we do, in the groups that this
-    process is in (version 2 or 1). Where neither works, `missing` says so.
+    process is in (version 2 or 1).
+
+    Yields:
+        what to put before the program's own command, and what is not limited here: a sentence, or
+        "" if nothing.
     """
     if Path("/run/systemd/system").is_dir() and shutil.which("systemd-run"):
-        options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", f"TasksMax={tasks}"]
-        options += [f"CPUQuota={100 * cores}%"]
+        options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", "TasksMax=256", "CPUQuota=100%"]
         command = ["systemd-run", "--scope", "--quiet", "--collect"]
         command += [] if os.geteuid() == 0 else ["--user"]
         command += [part for option in options for part in ("-p", option)]
-        yield Limits([*command, "/bin/sh", "-c", f'{_EACH}; exec "$@"', "sh"])
+        yield [*command, "/bin/sh", "-c", f'{_EACH}; exec "$@"', "sh"], ""
         return
     values = {
         "memory": {"memory.max": memory_bytes, "memory.limit_in_bytes": memory_bytes}
         | {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": memory_bytes},
-        "pids": {"pids.max": tasks},
-        "cpu": {"cpu.max": f"{cores}00000 100000", "cpu.cfs_quota_us": cores * 100_000},
+        "pids": {"pids.max": 256},
+        "cpu": {"cpu.max": "100000 100000", "cpu.cfs_quota_us": 100_000},
     }
-    folders, missing = [], ""
+    folders: list[Path] = []
+    why = "" if _parents() else "there is no control group to be in"
     try:
         for parent, controllers in _parents():
-            folder = parent / f"labsupport-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-            folder.mkdir()
-            folders.append(folder)
+            folders.append(parent / f"labsupport-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+            folders[-1].mkdir()
             for controller in controllers:
                 for name, value in values[controller].items():
-                    if (folder / name).exists():
-                        (folder / name).write_text(str(value))
-        if not folders:
-            missing = "memory and processes are not limited: there is no control group to be in"
+                    if (folders[-1] / name).exists():
+                        (folders[-1] / name).write_text(str(value))
     except OSError as error:
-        missing = f"memory and processes are not limited: {error}"
-    joins = "".join(f"echo $$ > {one}/cgroup.procs && " for one in ([] if missing else folders))
+        why = str(error)
+    joins = "" if why else "".join(f"echo $$ > {one}/cgroup.procs && " for one in folders)
     try:
-        command = ["/bin/sh", "-c", f'{_EACH}; {joins}exec "$@"', "sh"]
-        yield Limits(command, missing, tuple(folders))
+        missing = f"memory and processes are not limited: {why}" if why else ""
+        yield ["/bin/sh", "-c", f'{_EACH}; {joins}exec "$@"', "sh"], missing
     finally:
         for folder in folders:
             _remove(folder)
@@ -87,7 +62,7 @@ def limits(memory_bytes: int, cores: int = 1, tasks: int = 256) -> Iterator[Limi
 
 @functools.cache
 def _parents() -> tuple[tuple[Path, tuple[str, ...]], ...]:
-    """Our own control groups, and what they can limit."""
+    """Return our own control groups, and what they can limit."""
     found, known = [], ("memory", "pids", "cpu")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)

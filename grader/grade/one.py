@@ -1,22 +1,16 @@
 """Grading one submission: its cells run in a sandbox, its functions are judged here."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-from grader.grade.package import kernel_package
-from grader.grade.plan import Check, Plan, Step, make_plan
-from grader.grade.pristine import Pristine, current_edition, pristine_notebooks
+from grader.grade.notebooks import pristine_notebooks
+from grader.grade.plan import Check, Plan, make_plan
 from grader.grade.results import CheckResult, Flag, SubmissionResult
 from grader.grade.rules import flags_of
 from grader.grade.sandbox import NotServing, Sandbox, confinement_missing
 from grader.grade.settings import Settings
-from grader.grade.submissions import Refused, Submission
+from grader.grade.submissions import Submission
 from grader.remote.evaluate import evaluate_check
 from grader.remote.session import Session
 
@@ -30,166 +24,128 @@ class KilledError(RuntimeError):
     """The system ended a submission's program; as a rule because the machine is out of memory."""
 
 
-@dataclass
-class _Run:
-    """A submission while it is graded."""
-
-    plan: Plan
-    settings: Settings
-    alone: bool
-    seed: int
-    end: float
-    steps: list[Step]
-    todo: list[Check]
-    results: dict[str, CheckResult] = field(default_factory=dict)
-    died: set[str] = field(default_factory=set)
-    late: set[str] = field(default_factory=set)
-    flags: list[Flag] = field(default_factory=list)
-    peak_memory_bytes: int = 0
-
-    def record(self, check: Check, status: str, message: str, seconds: float = 0.0) -> None:
-        """Keep the result of a check; it is then no longer to be done."""
-        result = CheckResult(
-            check.grade_id, check.exercise, check.points, status, message, round(seconds, 3)
-        )
-        self.results[check.grade_id] = result
-        self.todo = [one for one in self.todo if one is not check]
-
-
 def grade_one(
-    submission: Submission | Refused, settings: Settings | None = None, *, alone: bool = True
+    submission: Submission, settings: Settings, *, alone: bool = True
 ) -> SubmissionResult:
     """Grade one submission; whatever it does, there is a result, and no process of it is left.
 
-    Args:
-        submission: from `find_submissions` or `read_submission`.
-        settings: limits; the defaults if None.
-        alone: whether no other submission runs: then nobody else uses up the memory.
-
     Raises:
-        KilledError: the system ended its program, and others were running: that does not count.
+        KilledError: the system ended its program, and it was not `alone`: that does not count.
         RuntimeError: no submission can be run on this machine.
-        labsupport.course.editions.ReleaseError: the solved notebooks are not there.
     """
-    settings = settings or Settings()
+    if submission.refused:
+        return not_run(submission, settings, submission.refused, status="refused")
     start = time.monotonic()
-    pristine = pristine_notebooks(settings.notebooks)
-    if isinstance(submission, Refused):
-        return not_run(submission, pristine, submission.reason, status="refused")
-    notebook = pristine[submission.notebook]
+    notebook = pristine_notebooks(settings.notebooks)[submission.notebook]
     plan = make_plan(notebook, submission)
     missing = confinement_missing(settings.unconfined)
-    seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
-    end = time.monotonic() + settings.notebook_timeout_s
-    run = _Run(plan, settings, alone, seed, end, list(plan.steps), list(plan.checks))
-    for check in plan.checks:
-        if check.grade_id in plan.settled:
-            run.record(check, *plan.settled[check.grade_id])
+    run = _Run(plan, settings, alone)
     for _ in range(_RUNS):
-        if run.todo:
-            _run_once(run)
+        run.once()
     for check in run.todo:
-        over = time.monotonic() >= end
+        over = time.monotonic() >= run.end
         run.record(check, "timeout" if over else "died", _TIME_IS_OVER if over else _ENDED_OFTEN)
-    flags = [*submission.flags, *_edition_flags(submission, settings), *plan.flags]
-    flags += [*flags_of(plan, notebook), *run.flags]
-    flags += [Flag("", "not confined", text) for text in missing]
+    flags = [*submission.flags, *plan.flags, *flags_of(plan, notebook), *run.flags]
     return SubmissionResult(
-        student=submission.student,
-        notebook=submission.notebook,
-        path=submission.path,
-        digest=submission.digest,
-        edition=submission.edition,
+        submission.student, submission.notebook, submission.path, submission.digest,
         checks=tuple(run.results[check.grade_id] for check in plan.checks),
-        flags=tuple(flags),
+        flags=(*flags, *(Flag("", "not confined", text) for text in missing)),
         seconds=round(time.monotonic() - start, 2),
-        peak_memory_bytes=run.peak_memory_bytes,
-    )
+    )  # fmt: skip
 
 
 def not_run(
-    one: Submission | Refused, pristine: dict[str, Pristine], why: str, **fields: Any
+    one: Submission, settings: Settings, why: str, *flags: Flag, status: str = "graded"
 ) -> SubmissionResult:
     """Return the result of what could not be run: all its points to lose, and why."""
     checks: tuple[CheckResult, ...] = ()
-    if known := pristine.get(one.notebook):
+    if known := pristine_notebooks(settings.notebooks).get(one.notebook):
         checks = tuple(
             CheckResult(name, known.exercise_of(name), cell.points, "not run", why)
             for name, cell in known.graded.items()
         )
-    given: dict[str, Any] = {"reason": why, "checks": checks} | fields
-    return SubmissionResult(one.student, one.notebook, one.path, one.digest, **given)
+    whose = one.student, one.notebook, one.path, one.digest
+    return SubmissionResult(*whose, status, one.refused, checks, (*one.flags, *flags))
 
 
-def _edition_flags(submission: Submission, settings: Settings) -> Iterator[Flag]:
-    if submission.edition:
-        current = current_edition(submission.notebook, settings.notebooks)
-        if current and current != submission.edition:
-            text = f"It was begun with edition {submission.edition}; today's is {current}."
-            yield Flag("", "other edition", text)
+class _Run:
+    """A submission while it is graded."""
 
+    def __init__(self, plan: Plan, settings: Settings, alone: bool) -> None:
+        self.plan, self.settings, self.alone = plan, settings, alone
+        self.seed = secrets.randbelow(2**31)
+        self.end = time.monotonic() + settings.notebook_timeout_s
+        self.steps = list(plan.steps)
+        self.results: dict[str, CheckResult] = {}
+        self.died: set[str] = set()  # checks
+        self.late: set[str] = set()  # exercises
+        self.flags: list[Flag] = []
 
-def _run_once(run: _Run) -> None:
-    """Run the cells in one sandbox, and judge checks until all are done or something breaks."""
-    left = run.end - time.monotonic()
-    if left <= 0:
-        return
-    with Sandbox(kernel_package(), run.settings) as box:
-        try:
-            with contextlib.closing(box.run(run.steps, left)) as session:
-                _judge_all(run, session, box)
-        except NotServing as problem:
-            _leave_out(run, problem, box.step)
-    run.peak_memory_bytes = max(run.peak_memory_bytes, box.peak_memory_bytes)
-    if box.killed and not run.alone:
-        raise KilledError("the system ended its program")
+    @property
+    def todo(self) -> list[Check]:
+        return [check for check in self.plan.checks if check.grade_id not in self.results]
 
+    def record(self, check: Check, status: str, message: str) -> None:
+        self.results[check.grade_id] = CheckResult(
+            check.grade_id, check.exercise, check.points, status, message
+        )
 
-def _leave_out(run: _Run, problem: NotServing, at: int | None) -> None:
-    """Go on without the cell that ended the program; the exercise that it solves is lost."""
-    if at is None or not 0 <= at < len(run.steps) or not run.steps[at].source:
-        for check in list(run.todo):
-            run.record(check, problem.status, f"When the notebook was run: {problem}.")
-        return
-    step = run.steps.pop(at)
-    for check in list(run.todo):
-        if step.exercise and check.exercise == step.exercise:
-            run.record(check, problem.status, f"When its cell was run: {problem}.")
-    if not step.exercise:
-        first = step.source.strip().split("\n")[0][:60]
-        text = f"A cell was left out, because {problem}. It begins: {first}"
-        run.flags.append(Flag("", "cell left out", text))
-
-
-def _judge_all(run: _Run, session: Session, box: Sandbox) -> None:
-    # Exercises that ended a session come late, lest their endless loops use up the others' time.
-    # Fused attention, once allowed, stays so until the end.
-    order = sorted(run.todo, key=lambda one: (one.may_use_fused, one.exercise in run.late))
-    for check in order:
-        if time.monotonic() >= run.end:
+    def once(self) -> None:
+        """Run the cells in a sandbox, and judge checks until all are done or something breaks."""
+        left = self.end - time.monotonic()
+        if left <= 0 or not self.todo:
             return
-        session.fused = check.may_use_fused
-        outcome = evaluate_check(
-            check.source, check.needs, session, version=check.grade_id, seed=run.seed,
-            limit_s=run.settings.cell_timeout_s,
-        )  # fmt: skip
-        status, message = outcome.status, outcome.message
-        if session.failure is not None:
-            run.late.add(check.exercise)
-            if status == "died":
-                message = f"{message}: {box.why_died()}"
-            if check.grade_id not in run.died and status == "died":
-                # Another call may have done it: once more, after the others.
-                run.died.add(check.grade_id)
-            else:
-                run.record(check, status, message, outcome.seconds)
+        with Sandbox(self.settings) as box:
+            try:
+                with contextlib.closing(box.run(self.steps, left)) as session:
+                    self._judge_all(session, box)
+            except NotServing as problem:
+                self._leave_out(problem, box.step)
+        if box.killed and not self.alone:
+            raise KilledError("the system ended its program")
+
+    def _leave_out(self, problem: NotServing, at: int | None) -> None:
+        """Go on without the cell that ended the program; the exercise that it solves is lost."""
+        if at is None or not 0 <= at < len(self.steps) or not self.steps[at].source:
+            for check in self.todo:
+                self.record(check, problem.status, f"When the notebook was run: {problem}.")
             return
-        if status == "failed" and "is not defined" in message:
-            if check.exercise in run.plan.absent:
-                status, message = run.plan.absent[check.exercise]
-            elif box.first_error:
-                message += f" A cell ended with {box.first_error[:300]}"
-        run.record(check, status, message, outcome.seconds)
-        if outcome.unexpected:
-            text = "The check stumbled over what came back: was it the student's fault?"
-            run.flags.append(Flag(check.grade_id, "not judged", text))
+        step = self.steps.pop(at)
+        if not step.exercise:
+            first = step.source.strip().split("\n")[0][:60]
+            text = f"A cell was left out, because {problem}. It begins: {first}"
+            self.flags.append(Flag("", "cell left out", text))
+        for check in self.todo:
+            if check.exercise == step.exercise:
+                self.record(check, problem.status, f"When its cell was run: {problem}.")
+
+    def _judge_all(self, session: Session, box: Sandbox) -> None:
+        # Exercises that ended a session come late, lest their endless loops use up the others'
+        # time. Fused attention, once allowed, stays so until the end.
+        for check in sorted(self.todo, key=lambda c: (c.may_use_fused, c.exercise in self.late)):
+            if time.monotonic() >= self.end:
+                return
+            session.fused = check.may_use_fused
+            status, message, unexpected = evaluate_check(
+                check.source, check.names, session, version=check.grade_id, seed=self.seed,
+                limit_s=self.settings.cell_timeout_s,
+            )  # fmt: skip
+            if session.failure is not None:
+                self.late.add(check.exercise)
+                if status == "died":
+                    message = f"{message}: {box.why_died()}"
+                if status == "died" and check.grade_id not in self.died:
+                    # Another call may have done it: once more, after the others.
+                    self.died.add(check.grade_id)
+                else:
+                    self.record(check, status, message)
+                return
+            if status == "failed" and "is not defined" in message:
+                if check.exercise in self.plan.absent:
+                    status, message = self.plan.absent[check.exercise]
+                elif box.first_error:
+                    message += f" A cell ended with {box.first_error[:300]}"
+            self.record(check, status, message)
+            if unexpected:
+                text = "The check stumbled over what came back: was it the student's fault?"
+                self.flags.append(Flag(check.grade_id, "not judged", text))

@@ -5,48 +5,37 @@ a name which the student's code needs; what measures and draws stays out. At eac
 names that it uses are noted as they stand there. Check cells themselves do not run here.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dis
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from grader.grade.pristine import Pristine
-from grader.grade.reading import Cell
+from grader.grade.notebooks import Cell, Pristine
 from grader.grade.results import Flag
 from grader.grade.submissions import Submission
-from labsupport.course.editions import CODE_STUB, TEXT_STUB, regions
+from labsupport.course.editions import CODE_STUB
 
 # Exercises whose solutions may call fused attention: to use it is what they ask.
 MAY_USE_FUSED = ("ex-1-6", "ex-2-2")
 _LIGHT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-_LOADS = {"LOAD_NAME", "LOAD_GLOBAL"}
-_STORES = {"STORE_NAME", "STORE_GLOBAL"}
+_LOADS, _STORES = ("LOAD_NAME", "LOAD_GLOBAL"), ("STORE_NAME", "STORE_GLOBAL")
+_SOLUTION = re.compile("### BEGIN SOLUTION.*?### END SOLUTION", re.DOTALL)
+_HIDDEN = re.compile("### BEGIN HIDDEN TESTS.*?### END HIDDEN TESTS", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check cell of the solved notebook.
-
-    Attributes:
-        grade_id: its own.
-        exercise: the solution cell's.
-        points: what it is worth.
-        source: its text, hidden tests too.
-        needs: the student's names that it uses.
-        by_hand: whether it is an answer that a person judges.
-    """
+    """One check cell of the solved notebook, and the student's names that it uses."""
 
     grade_id: str
     exercise: str
     points: float
     source: str
-    needs: tuple[str, ...] = ()
-    by_hand: bool = False
+    names: tuple[str, ...]
 
     @property
     def may_use_fused(self) -> bool:
@@ -56,14 +45,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A cell to run, or a check at which names are noted.
-
-    Attributes:
-        source: the cell's text; "" at a check.
-        exercise: whose solution the cell is, or "".
-        check: the check's grade_id, or "".
-        names: that the check uses.
-    """
+    """A cell to run, which may be an exercise's solution; or a check, at which names are noted."""
 
     source: str = ""
     exercise: str = ""
@@ -73,39 +55,30 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells that run for a submission, and results that are known before.
+    """Cells that run for a submission in the student's order, and what is known before.
 
-    Attributes:
-        checks: all of the solved notebook's, in order.
-        steps: in the order of the student's notebook.
-        settled: (status, message) of checks that need no run, by grade_id.
-        absent: (status, message) by exercise whose solution cell is missing or as it was given: for
-            the case that nothing else defines its names.
-        flags: for an instructor.
+    `absent` has (status, message) by exercise whose solution cell is missing or as it was given:
+    for the case that nothing else defines its names.
     """
 
     checks: tuple[Check, ...]
     steps: tuple[Step, ...]
-    settled: dict[str, tuple[str, str]]
     absent: dict[str, tuple[str, str]]
     flags: tuple[Flag, ...]
 
 
 def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     """Decide what of a submission runs."""
-    checks = _checks(pristine)
-    by_id = {check.grade_id: check for check in checks}
-    given = _given(pristine)
-    flags, settled, absent = [], {}, {}
-    for check in checks:
-        if check.by_hand:
-            settled[check.grade_id] = _by_hand(check, submission.cells, flags)
+    checks = {
+        name: Check(name, pristine.exercise_of(name), cell.points, cell.source, _names_in(cell))
+        for name, cell in pristine.graded.items()
+    }
+    flags, absent = [], {}
     for name, solution in pristine.solutions.items():
-        untouched = {"", _normal(_student_text(solution.source))}
         own = [cell for cell in submission.cells if cell.grade_id == name and cell.kind == "code"]
         if not own:
             absent[name] = "missing", "its cell is not in the notebook"
-        elif all(_normal(cell.source) in untouched for cell in own):
+        elif all(_normal(cell.source) in ("", _as_given(solution)) for cell in own):
             absent[name] = "not written", "the cell is as it was given"
         if any("### BEGIN SOLUTION" in cell.source for cell in own):
             text = "Its cell holds the markers of the instructor's notebook, which no student gets."
@@ -113,57 +86,37 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
         if len(own) > 1:
             text = f"{len(own)} cells say that they are this exercise: the last definition counts."
             flags.append(Flag(name, "duplicate", text))
-    wanted = _needed_cells(pristine, submission.cells, given)
-    steps = []
+    unneeded, steps = _unneeded_cells(pristine, submission.cells), []
     for cell in submission.cells:
         if cell.kind != "code" or not cell.source.strip():
             continue
-        if cell.grade_id in by_id:
-            if not by_id[cell.grade_id].by_hand:
-                check = by_id[cell.grade_id]
-                steps.append(Step(check=check.grade_id, names=check.needs))
+        if check := checks.get(cell.grade_id):
+            steps.append(Step(check=check.grade_id, names=check.names))
         elif cell.grade_id in pristine.solutions:
             steps.append(Step(cell.source, exercise=cell.grade_id))
-        elif _normal(cell.source) not in given or _normal(cell.source) in wanted:
+        elif _normal(cell.source) not in unneeded:
             steps.append(Step(cell.source))
-    return Plan(checks, tuple(steps), settled, absent, tuple(flags))
+    return Plan(tuple(checks.values()), tuple(steps), absent, tuple(flags))
 
 
-@lru_cache(maxsize=32)
-def _checks(pristine: Pristine) -> tuple[Check, ...]:
-    made = []
-    for name, cell in pristine.graded.items():
-        needs = () if cell.by_hand else tuple(sorted(loaded_names(cell.source) - {"checks"}))
-        exercise = pristine.exercise_of(name)
-        made.append(Check(name, exercise, cell.points, cell.source, needs, cell.by_hand))
-    return tuple(made)
+def _names_in(check: Cell) -> tuple[str, ...]:
+    loaded, _ = names_of(check.source)
+    return tuple(sorted(loaded - {"checks"}))
 
 
-@lru_cache(maxsize=32)
-def _given(pristine: Pristine) -> frozenset[str]:
-    """The texts of all code cells as students get them, solutions apart."""
-    return frozenset(
-        _normal(_student_text(cell.source))
-        for cell in pristine.cells
-        if cell.kind == "code" and not (cell.solution and not cell.by_hand)
-    )
-
-
-def _needed_cells(
-    pristine: Pristine, cells: Sequence[Cell], given: frozenset[str]
-) -> frozenset[str]:
-    """The given cells that run: imports, definitions, and what the student's code needs."""
-    texts = {_normal(c.source): c.source for c in pristine.cells if c.kind == "code"}
-    texts = {text: source for text, source in texts.items() if text in given}
+def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:
+    """Return the given cells that do not run: they measure and draw, and nothing needs them."""
+    given = {_as_given(c): c.source for c in pristine.cells if c.kind == "code" and not c.solution}
     theirs = [c.source for c in cells if c.kind == "code" and _normal(c.source) not in given]
-    bound = frozenset().union(*map(bound_names, theirs))
-    wanted = frozenset().union(*map(loaded_names, theirs)) - bound
-    chosen = {text for text, source in texts.items() if _is_light(source)}
-    for text, source in reversed(texts.items()):
-        if text not in chosen and bound_names(source) & wanted:
-            chosen.add(text)
-            wanted |= loaded_names(source) - bound_names(source)
-    return frozenset(chosen)
+    bound = frozenset().union(*(names_of(source)[1] for source in theirs))
+    wanted = frozenset().union(*(names_of(source)[0] for source in theirs)) - bound
+    left = {text: source for text, source in given.items() if not _is_light(source)}
+    for text, source in reversed(list(left.items())):
+        loads, binds = names_of(source)
+        if binds & wanted:
+            del left[text]
+            wanted |= loads - binds
+    return set(left)
 
 
 @lru_cache(maxsize=4096)
@@ -188,64 +141,32 @@ def parsed(source: str) -> ast.Module | None:
     return None
 
 
-def loaded_names(source: str) -> frozenset[str]:
-    """Return the global names that a cell looks up, its functions' too."""
-    return frozenset(name for name, stored in _names(source) if not stored) - set(dir(builtins))
-
-
-def bound_names(source: str) -> frozenset[str]:
-    """Return the global names to which a cell gives a value."""
-    return frozenset(name for name, stored in _names(source) if stored)
-
-
 @lru_cache(maxsize=4096)
-def _names(source: str) -> frozenset[tuple[str, bool]]:
-    tree = parsed(source)
-    if tree is None:
-        return frozenset()
+def names_of(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the global names that a cell looks up, and those to which it gives a value."""
+    tree, found = parsed(source), []
     try:
-        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        return frozenset(_names_in(compile(tree, "<cell>", "exec", flags, dont_inherit=True)))
+        if tree is not None:
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            found = list(_instructions(compile(tree, "<cell>", "exec", flags, dont_inherit=True)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return frozenset()
+        pass
+    loaded = frozenset(one.argval for one in found if one.opname in _LOADS)
+    bound = frozenset(one.argval for one in found if one.opname in _STORES)
+    return loaded - set(dir(builtins)), bound
 
 
-def _names_in(code: types.CodeType) -> Iterator[tuple[str, bool]]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _LOADS:
-            yield instruction.argval, False
-        elif instruction.opname in _STORES:
-            yield instruction.argval, True
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from _instructions(constant)
 
 
-def _student_text(source: str) -> str:
-    """A cell as students get it: solutions are stubs, hidden tests are gone."""
-    cut = {number for _, number, _ in regions(source)}
-    lines, inside = [], False
-    for number, line in enumerate(source.split("\n"), start=1):
-        if "### BEGIN SOLUTION" in line:
-            lines.append(CODE_STUB)
-            inside = True
-        elif inside and "### END SOLUTION" in line:
-            inside = False
-        elif number not in cut and " HIDDEN TESTS" not in line:
-            lines.append(line)
-    return "\n".join(lines)
+def _as_given(cell: Cell) -> str:
+    """Return a cell's text as students get it: solutions are stubs, hidden tests are gone."""
+    return _normal(_HIDDEN.sub("", _SOLUTION.sub(CODE_STUB, cell.source)))
 
 
 def _normal(text: str) -> str:
     return "\n".join(line.strip() for line in text.split("\n") if line.strip())
-
-
-def _by_hand(check: Check, cells: Sequence[Cell], flags: list[Flag]) -> tuple[str, str]:
-    """A written answer never gets points here, but is brought to the instructor."""
-    answer = next((c.source for c in cells if c.grade_id == check.grade_id), None)
-    if answer is None:
-        return "missing", "its cell is not in the notebook"
-    if answer.strip() in ("", TEXT_STUB):
-        return "not written", "nothing was written"
-    flags.append(Flag(check.grade_id, "by hand", "A written answer: read it and give the points."))
-    return "not run", "to be graded by hand"

@@ -1,14 +1,12 @@
-"""What grading one submission gave: plain values, kept as JSON."""
-
-from __future__ import annotations
+"""The results of grading: plain values, kept as JSON, one line for each submission."""
 
 import json
+import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-# Of a check: it passed; it found a mistake; the exercise is still a stub; its solution cell is not
-# there; the student's process died; it took too long; the submission was not run.
-CHECK_STATUSES = ("passed", "failed", "not written", "missing", "died", "timeout", "not run")
+NAME = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -16,14 +14,10 @@ class CheckResult:
     """One check cell, all or nothing.
 
     Attributes:
-        grade_id: the check cell's.
         exercise: the solution cell's grade_id, such as "ex-1-3-online-softmax".
-        points: what it is worth, from the instructor's notebook.
-        status: one of CHECK_STATUSES.
+        status: one of `reports.page.STATUS_WORDS`.
         message: the diagnosis, or what happened; plain text.
-        seconds: how long it took.
-        given: points that an instructor gave instead, or None.
-        remark: the instructor's, for the student.
+        given: points that an instructor gave instead, with a remark; or None.
     """
 
     grade_id: str
@@ -31,7 +25,6 @@ class CheckResult:
     points: float
     status: str
     message: str = ""
-    seconds: float = 0.0
     given: float | None = None
     remark: str = ""
 
@@ -45,13 +38,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Flag:
-    """Something that an instructor should look at; it takes no points by itself.
-
-    Attributes:
-        grade_id: the cell that it is about, or "" for the whole submission.
-        kind: a short word, such as "library call", "late", "duplicate".
-        text: one or two sentences.
-    """
+    """Something that an instructor should look at; with a grade_id, about that cell."""
 
     grade_id: str
     kind: str
@@ -60,32 +47,20 @@ class Flag:
 
 @dataclass(frozen=True)
 class SubmissionResult:
-    """One notebook that one student handed in.
+    """One notebook that one student handed in; the first four fields are as in `Submission`.
 
-    Attributes:
-        student: the identifier by which the course knows the student.
-        notebook: the lab's notebook, such as "01-Setup_and_Comparison".
-        path: of the file, relative to the folder of submissions.
-        digest: SHA-256 of the file, so that a later version is graded anew.
-        edition: which student edition it came from, if it says so.
-        status: "graded", or "refused" with no checks run, and `reason` says why.
-        checks: every check cell of the instructor's notebook, in its order.
-        flags: for manual review.
-        seconds: the whole time.
-        peak_memory_bytes: of the student's processes.
+    Its status is "graded", or "refused" with no checks run, and `reason` says why.
     """
 
     student: str
     notebook: str
     path: str
     digest: str
-    edition: str = ""
     status: str = "graded"
     reason: str = ""
     checks: tuple[CheckResult, ...] = ()
     flags: tuple[Flag, ...] = ()
     seconds: float = 0.0
-    peak_memory_bytes: int = 0
 
     @property
     def points(self) -> float:
@@ -94,24 +69,33 @@ class SubmissionResult:
 
     @property
     def earned(self) -> float:
-        """The points of the checks that passed."""
+        """The points that the student gets."""
         return sum(check.earned for check in self.checks)
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self), ensure_ascii=True)
 
-    @staticmethod
-    def from_json(line: str) -> SubmissionResult:
-        """What `to_json` wrote.
+def write_result(out: Path, result: SubmissionResult) -> None:
+    """Add a line to OUT/results.jsonl; when this returns, it is on the disk."""
+    with (out / NAME).open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        # What an interruption cut off stays a line of its own, and harms none.
+        begin = b"" if file.read() in (b"", b"\n") else b"\n"
+        file.write(begin + json.dumps(asdict(result)).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
-        Raises:
-            ValueError: it is something else.
-        """
+
+def read_results(out: Path) -> list[SubmissionResult]:
+    """Read all results in OUT/results.jsonl, in the order in which they came.
+
+    A line that an interruption cut off is passed over: its submission is graded again.
+    """
+    found = []
+    for line in (out / NAME).read_bytes().split(b"\n") if (out / NAME).exists() else ():
         try:
-            given: dict[str, Any] = json.loads(line)
+            given: dict[str, Any] = json.loads(line.decode("ascii"))
             given["checks"] = tuple(CheckResult(**check) for check in given["checks"])
             given["flags"] = tuple(Flag(**flag) for flag in given["flags"])
-            return SubmissionResult(**given)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no result of grading: {error}") from error
+            found.append(SubmissionResult(**given))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

@@ -5,13 +5,14 @@ no network, no other processes, no home, no /etc beyond what programs need to st
 can start threads, but no other program.
 """
 
-from __future__ import annotations
-
+import atexit
+import compileall
 import contextlib
 import dataclasses
 import functools
 import json
 import os
+import shutil
 import signal
 import site
 import socket
@@ -25,6 +26,7 @@ from typing import Self
 
 import psutil
 
+import grader
 from grader.grade.limits import limits
 from grader.grade.plan import Step
 from grader.grade.settings import Settings
@@ -36,18 +38,39 @@ START_TIMEOUT_S, GRACE_S = 90.0, 5.0
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
 _SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
+_PACKAGE = "LABSUPPORT_GRADING_PACKAGE"
+# The grader's own files that run in the student's process.
+_INSIDE = ("__init__", "kernel", "programs", "refuse", "values", "worker")
 
 
 class NotServing(RuntimeError):
-    """The sandbox ended, or took too long, before it was ready.
-
-    Attributes:
-        status: "died" or "timeout".
-    """
+    """The sandbox ended, or took too long, before it was ready; `status` is "died" or "timeout"."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def package_folder() -> Path:
+    """Return the folder with the package that a sandbox imports: a copy without the answers.
+
+    It is made once, for this process and the workers that it starts, and removed at the end.
+    """
+    from grader.exam import write_package
+
+    if _PACKAGE not in os.environ:
+        made = tempfile.TemporaryDirectory(prefix="labsupport-grade-")
+        atexit.register(made.cleanup)
+        folder, own = Path(made.name).resolve(), Path(grader.__file__).parent
+        write_package(folder)
+        (folder / "grader" / "remote").mkdir(parents=True)
+        for path in ("__init__.py", *(f"remote/{name}.py" for name in _INSIDE)):
+            shutil.copy(own / path, folder / "grader" / path)
+        # Compiled, so that no sandbox spends its time on that.
+        compileall.compile_dir(folder, quiet=2, workers=1)
+        folder.chmod(0o755)
+        os.environ[_PACKAGE] = str(folder)
+    return Path(os.environ[_PACKAGE])
 
 
 @functools.cache
@@ -84,30 +107,25 @@ def confinement_missing(unconfined: bool) -> tuple[str, ...]:
         missing.append(f"for trusted submissions only: they run as you, because {why}")
     if not _programs_forbidden():
         missing.append("submissions can start programs: there is no seccomp filter here")
-    with limits(2**30) as here:
-        return tuple(filter(None, [*missing, here.missing]))
+    with limits(2**30) as (_, unlimited):
+        return tuple(filter(None, [*missing, unlimited]))
 
 
 class Sandbox:
     """A running submission; leaving the `with` block ends it, and everything that it started.
 
-    Attributes:
-        step: the cell that runs, as the program says; None if it says nothing.
-        first_error: of its cells, as it says; only to be shown.
-        killed: whether somebody else ended it: as a rule the system, for lack of memory.
-        peak_memory_bytes: of all its processes together; 0 where the system doesn't say.
+    The program says which `step` runs, and the `first_error` of a cell. The grader sees whether it
+    was `killed`: as a rule by the system, for lack of memory.
     """
 
-    def __init__(self, package: Path, settings: Settings) -> None:
-        self.settings, self.package = settings, package
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.step: int | None = None
-        self.first_error, self.killed, self.peak_memory_bytes = "", False, 0
+        self.first_error, self.killed = "", False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Prepare the limits."""
-        settings = self.settings
-        self._limits = self._stack.enter_context(limits(settings.memory_bytes, settings.threads))
+        self._limited, _ = self._stack.enter_context(limits(self.settings.memory_bytes))
         return self
 
     def run(self, steps: list[Step], timeout_s: float) -> Session:
@@ -126,7 +144,10 @@ class Sandbox:
                         self.step, limit = number, self.settings.cell_timeout_s + GRACE_S
                     case {"first_error": str(text)}:
                         self.first_error, self.step = text, None
-                        return Session(connection, self._pid(), self.settings.cell_timeout_s)
+                        # The student's process: the last of a line of parents with one child each.
+                        family = psutil.Process(self._process.pid).children(recursive=True)
+                        pid = (family or [self._process])[-1].pid
+                        return Session(connection, pid, self.settings.cell_timeout_s)
                     case _:
                         raise FrameError("a report that is none")
         except TimeoutError:
@@ -146,12 +167,13 @@ class Sandbox:
         self._stack.enter_context(folder)
         self._stack.enter_context(ours)
         with theirs:
-            wall = [] if wall_missing() else _wall(self.package, self.settings.network)
+            package = package_folder()
+            wall = [] if wall_missing() else _wall(str(package))
             program = [sys.executable, "-P", "-m", "grader.remote.kernel", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*self._limits.command, *wall, *program],
+                [*self._limited, *wall, *program],
                 cwd=folder.name,
-                env=_environment(self.package, self.settings, "/tmp" if wall else folder.name),
+                env=_environment(package, "/tmp" if wall else folder.name),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -165,11 +187,6 @@ class Sandbox:
             json.dump(plan, stdin)
         return ours
 
-    def _pid(self) -> int:
-        """The student's process: the last of a line of parents that each have one child."""
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        return children[-1].pid if children else self._process.pid
-
     def why_died(self) -> str:
         """Say what ended the program."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -181,7 +198,6 @@ class Sandbox:
         return "its process ended"
 
     def _end(self) -> None:
-        self.peak_memory_bytes = self._limits.peak_bytes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -190,16 +206,15 @@ class Sandbox:
         self._stack.close()
 
 
-def _wall(package: Path | None = None, network: bool = False) -> list[str]:
-    """bubblewrap and its options."""
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+def _wall(*places: str) -> list[str]:
+    """Return bubblewrap and its options; `places` can be read, too."""
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent"]
+    command += ["--new-session", "--cap-drop", "ALL"]
     command += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "lab"]
-    command += ["--share-net"] if network else []
     # Read-only: what a process writes into /proc/self/clear_refs would hide its memory.
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/proc", "--remount-ro", "/dev"]
     command += ["--size", str(_SPACE), "--tmpfs", "/tmp"]
-    places = [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *_python_folders()]
-    for path in [*places, str(package)] if package else places:
+    for path in [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *_python_folders(), *places]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -216,9 +231,8 @@ def _python_folders() -> tuple[str, ...]:
     return tuple(p for p in folders if not any(p.startswith(f"{q}/") for q in (*folders, *_SYSTEM)))
 
 
-def _environment(package: Path, settings: Settings, home: str) -> dict[str, str]:
+def _environment(package: Path, home: str) -> dict[str, str]:
     """Nothing of the instructor's own: tokens and passwords stand in environments."""
-    threads = str(settings.threads)
     env = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
         "HOME": home,
@@ -226,8 +240,7 @@ def _environment(package: Path, settings: Settings, home: str) -> dict[str, str]
         "PYTHONDONTWRITEBYTECODE": "1",
         "LANG": "C.UTF-8",
         "MPLBACKEND": "agg",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": "1",
         # Grading is the same on every machine: on the CPU, Triton interpreted, nothing compiled.
         "CUDA_VISIBLE_DEVICES": "",
         "TRITON_INTERPRET": "1",

@@ -28,12 +28,7 @@ def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class ClassList:
-    """The students of a course.
-
-    Attributes:
-        system: "Moodle" for its grading worksheet, "Canvas" for its gradebook, else "".
-        rows: of the file, by student as the lab calls them ("Ada Lovelace_4711").
-    """
+    """Rows of a file by student, as the lab calls them; the system is "Moodle", "Canvas" or ""."""
 
     system: str
     rows: dict[str, dict[str, str]]
@@ -42,8 +37,8 @@ class ClassList:
         """Return the name in the list of a student who handed in; None if there is none."""
         if not self.system:
             return student if student in self.rows else None
-        same = (one for one in self.rows if number_of(one) == number_of(student))
-        return next(same, None) if number_of(student) else None
+        number = number_of(student)
+        return next((one for one in self.rows if number and number_of(one) == number), None)
 
 
 def number_of(student: str) -> str:
@@ -60,18 +55,19 @@ def read_class(path: Path) -> ClassList:
         OSError: it cannot be read.
     """
     rows = read_table(path)
-    columns = rows[0] if rows else {}
+    columns, students = rows[0] if rows else {}, {}
     if "Identifier" in columns:
-        numbered = [(row, re.search(r"\d+$", row["Identifier"])) for row in rows]
-        names = [row.get("Full name", "").replace("_", " ") or "Participant" for row in rows]
-        named = zip(names, numbered, strict=True)
-        return ClassList("Moodle", {f"{name}_{n[0]}": row for name, (row, n) in named if n})
+        for row in rows:
+            if number := re.search(r"\d+$", row["Identifier"]):
+                name = row.get("Full name", "").replace("_", " ") or "Participant"
+                students[f"{name}_{number[0]}"] = row
+        return ClassList("Moodle", students)
     if {"Student", "ID"} <= columns.keys():
-        # Not the lines "Points Possible" and the like, which have no ID.
-        listed = [row for row in rows if row["ID"].isdigit()]
-        signs = re.compile(r"\W")
-        students = [f"{signs.sub('', row['Student'].lower())}_{row['ID']}" for row in listed]
-        return ClassList("Canvas", dict(zip(students, listed, strict=True)))
+        for row in rows:
+            if row["ID"].isdigit():  # not the lines "Points Possible" and the like
+                name = re.sub(r"\W", "", row["Student"].lower())
+                students[f"{name}_{row['ID']}"] = row
+        return ClassList("Canvas", students)
     if "student" in columns:
         return ClassList("", {row["student"]: row for row in rows if row["student"]})
     raise ValueError(f"{path}: no column 'student' (nor Moodle's 'Identifier', nor Canvas's 'ID')")

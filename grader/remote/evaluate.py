@@ -4,8 +4,6 @@ The cell is the instructor's, visible and hidden lines; only the student's names
 functions that are computed in the sandbox. Checks of memory are joined by a look from outside.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io
@@ -25,20 +23,15 @@ _UNJUDGED = "what came back cannot be judged"
 
 
 class Outcome(NamedTuple):
-    """The outcome of a check, as in grade/results.py.
+    """The outcome of a check.
 
-    Attributes:
-        status: "passed", "failed", "not written", "died", "timeout", or "not run" where the
-            sandbox could not be watched.
-        message: the [ok] lines of a check that passed; else the diagnosis, or what happened.
-        seconds: how long it took.
-        unexpected: whether something happened that no check foresees: a person should look.
+    The message holds the [ok] lines of a check that passed, else the diagnosis, or what happened.
+    At something `unexpected`, which no check foresees, a person should look.
     """
 
     status: str
     message: str
-    seconds: float
-    unexpected: bool = False
+    unexpected: bool
 
 
 def evaluate_check(
@@ -50,7 +43,7 @@ def evaluate_check(
     seed: int,
     limit_s: float = 120.0,
 ) -> Outcome:
-    """Run a check cell on a student's functions.
+    """Run a check cell on a student's functions; nothing that these do raises here.
 
     The last definition of a name in the notebook counts. Where the check does not pass with it, and
     another one stood there when the notebook came to the check, that one counts too.
@@ -60,14 +53,10 @@ def evaluate_check(
         names: the student's names that it uses.
         session: to the sandbox. If its `failure` is set afterwards, it is over.
         version: of the names as they stood at the check.
-        seed: of this run; each `seed=` in the source becomes one that is drawn from it.
-        limit_s: for all calls of this check together.
-
-    Returns:
-        the outcome; nothing that the student's process does raises here.
+        seed: each `seed=` in the source becomes one that is drawn from it.
+        limit_s: for all calls together.
     """
-    start = time.monotonic()
-    session.deadline = start + limit_s
+    session.deadline = time.monotonic() + limit_s
     status, message = _run(source, names, session, "", seed)
     if status != "passed" and session.failure is None and _stood_there(names, session, version):
         earlier = _run(source, names, session, version, seed)
@@ -76,9 +65,8 @@ def evaluate_check(
     session.deadline = None
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
-    unexpected = message.startswith(_UNJUDGED)
     kept = "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:MAX_MESSAGE])
-    return Outcome(status, kept, time.monotonic() - start, unexpected)
+    return Outcome(status, kept, message.startswith(_UNJUDGED))
 
 
 def _stood_there(names: tuple[str, ...], session: Session, version: str) -> bool:

@@ -6,9 +6,6 @@ Nothing of this decides a point: the student's code could undo it. It keeps an e
 cell from costing the others, and tells the student's own error where a name is missing.
 """
 
-from __future__ import annotations
-
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -41,16 +38,14 @@ def main(descriptor: str) -> None:
     Args:
         descriptor: of the socket to the grader.
     """
-    with contextlib.suppress(OSError):  # the grader knows, and says so
+    with suppress(OSError):  # the grader knows, and says so
         programs.forbid()
     hide_kernels()
     tempfile.gettempdir()  # looked for and remembered, before cells may fill it
     plan = json.load(sys.stdin)
     connection = socket.socket(fileno=int(descriptor))
-    config = Config(
-        {"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}}
-    )
-    shell = InteractiveShell.instance(config=config)
+    plain = {"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}}
+    shell = InteractiveShell.instance(config=Config(plain))
     # Nothing is installed and no program is started by a line of the notebook's.
     nothing: Any = lambda *args, **kwargs: None  # noqa: E731
     shell.system = shell.getoutput = shell.enable_gui = nothing
@@ -58,7 +53,7 @@ def main(descriptor: str) -> None:
 
     def forgiving(name: str, line: str, _stack_depth: int = 1) -> Any:
         # What Jupyter knows and this shell does not: `%config InlineBackend...`, extensions.
-        with contextlib.suppress(UsageError, NotImplementedError, ImportError):
+        with suppress(UsageError, NotImplementedError, ImportError):
             return magic(name, line, _stack_depth=_stack_depth + 1)
 
     shell.run_line_magic = forgiving  # type: ignore[method-assign]
@@ -66,22 +61,20 @@ def main(descriptor: str) -> None:
     first_error = ""
     left = plan["own_cells_s"]
     signal.signal(signal.SIGALRM, _too_long)
-    with Path(os.devnull).open("w") as nowhere:
-        quiet = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
-        with quiet[0], quiet[1]:
-            for number, step in enumerate(plan["steps"]):
-                send(connection, pack({"step": number}))
-                if step["check"]:
-                    names = shell.user_ns
-                    versions[step["check"]] = {n: names[n] for n in step["names"] if n in names}
-                    continue
-                limit, start = plan["cell_timeout_s"], time.monotonic()
-                if not step["exercise"]:
-                    limit = max(1.0, min(limit, left))
-                error = _run(shell, step["source"], limit)
-                first_error = first_error or error
-                if not step["exercise"]:
-                    left -= time.monotonic() - start
+    with open(os.devnull, "w") as sink, redirect_stdout(sink), redirect_stderr(sink):
+        for number, step in enumerate(plan["steps"]):
+            send(connection, pack({"step": number}))
+            if step["check"]:
+                names = shell.user_ns
+                versions[step["check"]] = {n: names[n] for n in step["names"] if n in names}
+                continue
+            limit, start = plan["cell_timeout_s"], time.monotonic()
+            if not step["exercise"]:
+                limit = max(1.0, min(limit, left))
+            error = _run(shell, step["source"], limit)
+            first_error = first_error or error
+            if not step["exercise"]:
+                left -= time.monotonic() - start
     versions[""] = shell.user_ns
     send(connection, pack({"first_error": first_error}))
     serve(versions, connection)

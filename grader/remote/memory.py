@@ -10,9 +10,7 @@ can start no other:
   calls the figure was 60 to 160 MiB too high. So it wants a second look.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,8 @@ LOOKS = 3
 LIBRARIES = 64 * MIB  # code and small objects that any call touches
 BLOCK, LENGTHS = 512, ((4096, False), (8192, True))
 TILES = 48 * MIB  # more than any number of 512 x 512 tiles that a solution has names for
+# (was called, for the message; most bytes; draws inputs, and returns the call)
+Limit = Callable[[str, int, Callable[[], Callable[[], object]]], None]
 
 
 class NotWatchedError(Exception):
@@ -43,60 +43,51 @@ class NotWatchedError(Exception):
 
 def judges(session: Session) -> dict[str, Callable[..., None]]:
     """Return the checks that are judged from outside: name -> what to call in the check's place."""
-    return {name: partial(judge, _Limit(session)) for name, judge in JUDGES.items()}
+    limit: Limit = partial(_limit, session)
+    return {name: partial(judge, limit) for name, judge in JUDGES.items()}
 
 
-class _Limit:
-    def __init__(self, session: Session) -> None:
-        self.session = session
+def _limit(
+    session: Session, what: str, most: int, prepare: Callable[[], Callable[[], object]]
+) -> None:
+    """Refuse a call during which the sandbox takes or touches more than `most` bytes.
 
-    def __call__(self, what: str, most: int, prepare: Callable[[], Callable[[], object]]) -> None:
-        """Refuse a call during which the sandbox takes or touches more than `most` bytes.
+    The call refuses a wrong answer: little memory is no merit of it. Where only the bytes touched
+    are too many, they are looked at again, with other inputs.
 
-        Args:
-            what: was called, for the message.
-            most: bytes.
-            prepare: draws inputs, and returns the call, which refuses a wrong answer: little memory
-                is no merit of it. Where only the bytes touched are too many, they are looked at
-                again, with other inputs.
-
-        Raises:
-            CheckFailed: saying `what` was called, and how much memory it took.
-        """
-        used = 0
-        for _ in range(LOOKS):
-            ask = prepare()
-            self.session.library("grader.remote.worker", "tidy")
-            taken, touched = extra_memory(self.session.pid, ask)
-            used = max(taken, touched)
-            if taken > most or touched <= most:
-                break
-        if used > most:
-            raise CheckFailed(
-                f"{what} the process took {format_bytes(used)} more than before, seen from "
-                f"outside; {format_bytes(most)} are plenty without it."
-            )
+    Raises:
+        CheckFailed: saying `what` was called, and how much memory it took.
+    """
+    used = 0
+    for _ in range(LOOKS):
+        ask = prepare()
+        session.library("grader.remote.worker", "tidy")
+        taken, touched = extra_memory(session.pid, ask)
+        used = max(taken, touched)
+        if taken > most or touched <= most:
+            break
+    if used > most:
+        raise CheckFailed(
+            f"{what} the process took {format_bytes(used)} more than before, seen from outside; "
+            f"{format_bytes(most)} are plenty without it."
+        )
 
 
 def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
     """Return the bytes that a process takes during `ask()`, and those it touches.
-
-    Args:
-        pid: of the process that is asked.
-        ask: the call.
 
     Raises:
         NotWatchedError: /proc does not show it. What `ask` raises passes through.
     """
     files = Path(f"/proc/{pid}")
     try:
-        before = _kib(files / "status", "VmRSS")
+        before = _bytes(files / "status", "VmRSS")
         for what in "15":
             (files / "clear_refs").write_text(what)
-        untouched = _kib(files / "smaps_rollup", "Referenced")
+        untouched = _bytes(files / "smaps_rollup", "Referenced")
         ask()
-        touched = _kib(files / "smaps_rollup", "Referenced") - untouched
-        most, after = _kib(files / "status", "VmHWM"), _kib(files / "status", "VmRSS")
+        touched = _bytes(files / "smaps_rollup", "Referenced") - untouched
+        most, after = _bytes(files / "status", "VmHWM"), _bytes(files / "status", "VmRSS")
     except OSError as error:
         raise NotWatchedError(
             f"the memory of the student's process cannot be watched ({error}): the grader needs to "
@@ -106,13 +97,13 @@ def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
     return max(most - before, before - after, 0), max(touched - LIBRARIES, 0)
 
 
-def _kib(file: Path, name: str) -> int:
-    """Bytes of an entry such as "VmHWM:  12 kB"."""
+def _bytes(file: Path, name: str) -> int:
+    """Read an entry such as "VmHWM:  12 kB"."""
     lines = file.read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-def _running_streams(limit: _Limit, student: Any) -> None:
+def _running_streams(limit: Limit, student: Any) -> None:
     """A whole row's exponentials take as much as the scores; one block's next to nothing.
 
     There is one row, so that looking at row after row is no way around.
@@ -120,94 +111,79 @@ def _running_streams(limit: _Limit, student: Any) -> None:
     checks.check_running_streams(student)
     call(student, torch.randn(2, 60), 10)
     n, block = 2**23, 2**15
-    size = n * 4
 
     def stream(scores: Tensor) -> None:
         require_maximum(call(student, scores, block), scores)
 
     limit(
-        f"with a row of {n:,} scores ({format_bytes(size)}) and blocks of {block:,}",
+        f"with a row of {n:,} scores ({format_bytes(4 * n)}) and blocks of {block:,}",
         # What arrives takes as much once, and the allocator half of it now and then; a whole row's
         # exponentials make it twice at least.
-        int(1.8 * size),
+        int(1.8 * 4 * n),
         lambda: partial(stream, torch.randn(1, n)),
     )
     passed("no exponentials of whole rows, seen from outside")
 
 
-def _forward_memory(limit: _Limit, student: Any) -> None:
+def _no_matrix(limit: Limit, prepare: Callable[[int, bool], Callable[[], object]]) -> None:
     """8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64 MiB.
 
     Q, K, V and O are 2 MiB together.
     """
+    prepare(600, True)()
+    for n, is_causal in LENGTHS:
+        what = f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
+        limit(what, TILES, partial(prepare, n, is_causal))
+    passed("no matrix of scores: little memory, seen from outside")
+
+
+def _forward_memory(limit: Limit, student: Any) -> None:
     checks.check_forward_memory(student)
 
-    def forward(n: int, is_causal: bool) -> None:
-        q, k, v = torch.randn(3, 1, n, 16)
+    def forward(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
         out, _ = unpack(call(student, q, k, v, is_causal, BLOCK, BLOCK), FORWARD_NAMES)
         if not is_causal:
             rows = torch.randint(q.shape[-2], (8,))
             weights = (q[:, rows] @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-            judge("out (some rows)", _rows(out, q)[:, rows], weights @ v, allowed=1e-3)
+            judge("out (some rows)", _like(out, q)[:, rows], weights @ v, allowed=1e-3)
 
-    forward(600, True)
-    for n, is_causal in LENGTHS:
-        limit(
-            f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}",
-            TILES,
-            lambda n=n, is_causal=is_causal: partial(forward, n, is_causal),
-        )
-    passed("no matrix of scores: little memory, seen from outside")
+    _no_matrix(limit, lambda n, is_causal: partial(forward, is_causal, *torch.randn(3, 1, n, 16)))
 
 
-def _backward_memory(limit: _Limit, student: Any) -> None:
-    """As of the forward pass."""
+def _backward_memory(limit: Limit, student: Any) -> None:
     checks.check_backward_memory(student)
 
-    def backward(given: Sequence[Tensor], is_causal: bool) -> None:
+    def backward(is_causal: bool, *given: Tensor) -> None:
         result = call(student, *given, is_causal, BLOCK, BLOCK)
         _, _, dv = unpack(result, BACKWARD_NAMES)
         if not is_causal:
             dout, q, k, _, _, lse = given
             rows = torch.randint(k.shape[-2], (8,))
             columns = (q @ k[:, rows].mT / q.shape[-1] ** 0.5 - lse[..., None]).exp()
-            judge("dv (some rows)", _rows(dv, k)[:, rows], columns.mT @ dout, allowed=1e-3)
+            judge("dv (some rows)", _like(dv, k)[:, rows], columns.mT @ dout, allowed=1e-3)
 
-    backward([one.clone() for one in _forward_results(600, True)], True)
-    for n, is_causal in LENGTHS:
+    def prepare(n: int, is_causal: bool) -> Callable[[], None]:
         # Copies: a process that says it changed its arguments must not reach the next student's.
         given = [one.clone() for one in _forward_results(n, is_causal)]
+        return partial(backward, is_causal, torch.randn_like(given[0]), *given)
 
-        def prepare(
-            given: list[Tensor] = given, is_causal: bool = is_causal
-        ) -> Callable[[], object]:
-            dout = torch.randn_like(given[0])
-            return partial(backward, [dout, *given[1:]], is_causal)
-
-        limit(
-            f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}",
-            TILES,
-            prepare,
-        )
-    passed("no matrix of probabilities: little memory, seen from outside")
+    _no_matrix(limit, prepare)
 
 
 @lru_cache(maxsize=4)
 def _forward_results(n: int, is_causal: bool) -> tuple[Tensor, ...]:
-    """dout, q, k, v, out, lse."""
-    generator = torch.Generator().manual_seed(n)
-    dout, q, k, v = torch.randn(4, 1, n, 16, generator=generator)
-    out, lse = flash_attention_forward(q, k, v, is_causal, block_q=512, block_k=512)
-    return dout, q, k, v, out, lse
+    """Compute q, k, v, out, lse."""
+    q, k, v = torch.randn(3, 1, n, 16, generator=torch.Generator().manual_seed(n))
+    return q, k, v, *flash_attention_forward(q, k, v, is_causal, block_q=512, block_k=512)
 
 
-def _loss_memory(limit: _Limit, student: Any) -> None:
+def _loss_memory(limit: Limit, student: Any) -> None:
     """All the logits are 128 MiB, a chunk's 2 MiB."""
     checks.check_loss_memory(student)
     tokens, vocab, chunk = 4096, 8192, 64
 
     def step(count: int) -> None:
-        leaves = [torch.randn(count, 16).requires_grad_(), torch.randn(vocab, 16).requires_grad_()]
+        leaves = [torch.randn(n, 16, requires_grad=True) for n in (count, vocab)]
         loss = call(student.apply, *leaves, torch.randint(vocab, (count,)), chunk)
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise CheckFailed("the loss does not know that it depends on hidden and weight.")
@@ -215,75 +191,49 @@ def _loss_memory(limit: _Limit, student: Any) -> None:
         require_gradients([leaf.grad for leaf in leaves])
 
     step(chunk)
-    limit(
-        f"for {tokens:,} tokens, a vocabulary of {vocab:,} and chunk {chunk}",
-        tokens * vocab * 4 // 2,
-        lambda: partial(step, tokens),
-    )
+    what = f"for {tokens:,} tokens, a vocabulary of {vocab:,} and chunk {chunk}"
+    limit(what, tokens * vocab * 4 // 2, lambda: partial(step, tokens))
     passed("never all the logits, seen from outside")
 
 
-def _registered_memory(limit: _Limit, student: Any) -> None:
+def _registered_memory(limit: Limit, student: Any) -> None:
     """Scores of 8 heads of 2048 x 2048 are 128 MiB; keys and values for 4 heads 64 MiB."""
     checks.check_registered_memory(student)
 
-    def registered(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def registered(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+        layer: Any = nn.Module().eval()
+        layer.is_causal, layer.layer_idx = is_causal, 0
         result = call(student, layer, q, k, v, None)
         out = result[0] if isinstance(result, tuple | list) and result else result
         if not isinstance(out, Tensor):
             raise CheckFailed("the first value that came back is no tensor.")
-        if not layer.is_causal:
+        if not is_causal:
             rows = torch.randint(q.shape[-2], (4,))
             right = F.scaled_dot_product_attention(q[..., rows, :], k, v, enable_gqa=True)
-            given = _rows(out, q.transpose(1, 2))[:, rows]
+            given = _like(out, q.transpose(1, 2))[:, rows]
             judge("out (some rows)", given, right.transpose(1, 2), allowed=1e-3)
+
+    def prepare(n_q: int, n_k: int, kv_heads: int, is_causal: bool) -> Callable[[], None]:
+        sizes = (n_q, 4), (n_k, kv_heads), (n_k, kv_heads)
+        return partial(
+            registered, is_causal, *(torch.randn(2, n, h, 16).transpose(1, 2) for n, h in sizes)
+        )
 
     for n_q, n_k, kv_heads, is_causal, most in (
         (2048, 2048, 4, True, 64 * MIB),
         (2048, 2048, 4, False, 64 * MIB),
         (4, 2**16, 1, False, 48 * MIB),
     ):
-        layer = _layer(is_causal)
-        registered(layer, *_model_inputs(4, 64, kv_heads))
-
-        def prepare(
-            layer: nn.Module = layer, sizes: tuple[int, ...] = (n_q, n_k, kv_heads)
-        ) -> Callable[[], object]:
-            return partial(registered, layer, *_model_inputs(*sizes))
-
+        prepare(4, 64, kv_heads, is_causal)()
         limit(
             f"for {n_q:,} queries in 4 heads, {n_k:,} keys in {kv_heads}, is_causal={is_causal}",
             most,
-            prepare,
+            partial(prepare, n_q, n_k, kv_heads, is_causal),
         )
     passed("no matrix of scores, and no repeated keys, seen from outside")
 
 
-def _rows(result: Tensor, like: Tensor) -> Tensor:
-    """A result whose rows can be taken.
-
-    Raises:
-        CheckFailed: its shape is wrong.
-    """
-    if result.shape != like.shape:
-        raise CheckFailed(f"{tuple(like.shape)} was expected, not {tuple(result.shape)}.")
-    return result
-
-
-def _model_inputs(n_q: int, n_k: int, kv_heads: int) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.randn(2, n, h, 16).transpose(1, 2)
-        for n, h in ((n_q, 4), (n_k, kv_heads), (n_k, kv_heads))
-    )
-
-
-def _layer(is_causal: bool) -> nn.Module:
-    module: Any = nn.Module()
-    module.is_causal, module.layer_idx = is_causal, 0
-    return module.eval()
-
-
-def _merge_all(limit: _Limit, student: Any, seed: int = 0) -> None:
+def _merge_all(limit: Limit, student: Any, seed: int = 0) -> None:
     """The check itself, whose stream arrives over there part by part; then a stream of 160 MiB."""
     checks.check_merge_all(student, seed)
     count, rows = 40, 2**15
@@ -301,6 +251,13 @@ def _merge_all(limit: _Limit, student: Any, seed: int = 0) -> None:
         count * each // 2,
         lambda: lambda: call(student, coming(rows)),
     )
+
+
+def _like(result: Tensor, right: Tensor) -> Tensor:
+    """Return a result whose rows can be taken; refuse a wrong shape."""
+    if result.shape != right.shape:
+        raise CheckFailed(f"{tuple(right.shape)} was expected, not {tuple(result.shape)}.")
+    return result
 
 
 JUDGES: dict[str, Callable[..., None]] = {

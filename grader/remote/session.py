@@ -1,12 +1,9 @@
 """The grader's side: a connection to a sandbox, and functions that are computed there."""
 
-from __future__ import annotations
-
 import builtins
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -16,7 +13,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from grader.remote.values import (
     MAX_REPLY,
-    Frame,
     FrameError,
     pack,
     receive,
@@ -43,13 +39,8 @@ class SessionTimeout(BaseException):
 class Session:
     """A connection to a process that runs `worker.serve`.
 
-    Args:
-        connection: a stream socket.
-        pid: of that process.
-        timeout_s: for the answer to one call.
-
     Attributes:
-        failure: what ended the session, or None.
+        failure: the end of the session, or None.
         deadline: by time.monotonic(), for all calls together; None for none.
         fused: whether the student's functions may call fused attention. What was allowed once
             stays allowed over there, so such exercises come last.
@@ -62,26 +53,17 @@ class Session:
         self.fused = False
         self._asked = 0
         self._drop: list[int] = []
-        self._streams: dict[int, Iterator[Any]] = {}
+        self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
-        """End `serve` over there, and the connection."""
-        if self.failure is None:
-            with suppress(OSError):
-                self.connection.settimeout(self.timeout_s)
-                send(self.connection, pack({"do": "close", "drop": []}))
+        """End the connection, and `serve` over there with it."""
         self.failure = self.failure or SessionDied("the session was closed")
         self.connection.close()
 
     def remote(self, name: str, version: str = "") -> tuple[Any, bool]:
-        """Return what stands in for the student's object of that name, and whether it is the last.
+        """Return a stand-in for the student's object of that name; None where there is none.
 
-        Args:
-            name: in the notebook.
-            version: which of the worker's namespaces; "" is the one after the last cell.
-
-        Returns:
-            the stand-in, None where there is no such name; whether the last namespace has the same.
+        The second value tells whether the last of the worker's namespaces ("") has the same object.
         """
         found = self._ask("describe", (version, name), (), {})["value"]
         if not isinstance(found, dict):
@@ -118,9 +100,9 @@ class Session:
         value = reply["value"]
         leaves = [one for one in tensors_in((args, kwargs)) if one.requires_grad]
         outputs = [one for one in tensors_in(value) if one.requires_grad]
-        if isinstance(reply.get("graph"), int) and leaves and outputs:
+        if reply.get("graph") is True and leaves and outputs:
             with torch.enable_grad():
-                tied = iter(_Backward.apply(_Graph(self, reply["graph"]), outputs, *leaves))
+                tied = iter(_Backward.apply(_Graph(self, reply["id"]), outputs, *leaves))
             return _replaced(value, tied)
         return value
 
@@ -136,12 +118,11 @@ class Session:
         self._drop.append(graph)
 
     def _refer(self, value: Any) -> Any:
-        if isinstance(value, RemoteFunction | RemoteKernel):
-            return ["name", list(value.target)]
-        if isinstance(value, type) and hasattr(value, "remote_target"):
-            return ["name", list(value.remote_target)]
+        target = getattr(value, "remote_target", None)
+        if isinstance(target, tuple):
+            return ["name", list(target)]
         if isinstance(value, Iterator):
-            self._streams[len(self._streams)] = value
+            self._streams.append(value)
             return ["stream", len(self._streams) - 1]
         return None
 
@@ -150,7 +131,8 @@ class Session:
             raise self.failure
         end = time.monotonic() + self.timeout_s
         end = end if self.deadline is None else min(end, self.deadline)
-        self._asked, self._streams = self._asked + 1, {}
+        self._asked, self._streams, drop = self._asked + 1, [], self._drop
+        self._drop = []
         modes = _get_current_dispatch_mode_stack()
         request = {
             "id": self._asked,
@@ -159,15 +141,14 @@ class Session:
             "args": args,
             "kwargs": kwargs,
             "grad": torch.is_grad_enabled(),
-            "drop": self._drop,
+            "drop": drop,
             "fused": self.fused,
             "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
         }
-        self._drop = []
-        arguments = list(tensors_in((args, kwargs)))
         try:
             with torch.utils._python_dispatch._disable_current_modes():
-                reply = self._exchange(pack(request, self._refer), end, arguments)
+                reply = self._exchange(request, end, list(tensors_in((args, kwargs))))
+                raised = _exception_of(reply["error"]) if "error" in reply else None
         except TimeoutError:
             self._fail(SessionTimeout("the call took too long"))
         except (EOFError, OSError):
@@ -176,11 +157,7 @@ class Session:
             self._fail(SessionDied(f"{_NO_ANSWER}: {error}"))
         if reply.get("id") != self._asked or type(reply.get("id")) is not int:
             self._fail(SessionDied("the process answered another request"))
-        if "error" in reply:
-            try:
-                raised = _exception_of(reply["error"])
-            except FrameError as error:
-                self._fail(SessionDied(f"{_NO_ANSWER}: {error}"))
+        if raised is not None:
             raise raised
         if "value" not in reply:
             self._fail(SessionDied(_NO_ANSWER))
@@ -189,7 +166,7 @@ class Session:
             vars(mode).update({name: known[name] for name in vars(mode) if name in known})
         return reply
 
-    def _exchange(self, frame: Frame, end: float, arguments: list[Tensor]) -> dict[str, Any]:
+    def _exchange(self, request: Any, end: float, arguments: list[Tensor]) -> dict[str, Any]:
         def resolve(kind: str, content: Any) -> Any:
             if kind != "view":
                 raise FrameError("a value of no known kind")
@@ -197,27 +174,22 @@ class Session:
             x = arguments[index].detach()
             return strided(x, shape, stride, offset, span_limit=span(x))
 
-        self._send(frame, end)
+        frame = pack(request, self._refer)
         while True:
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            send(self.connection, frame)
             reply = unpack(receive(self.connection, limit=MAX_REPLY, deadline=end), resolve)
             if not isinstance(reply, dict):
                 raise FrameError("an answer that is no dict")
             if "next" not in reply:
                 return reply
-            stream = self._streams.get(reply["next"])
-            if stream is None:
+            if not isinstance(number := reply["next"], int) or not 0 <= number < len(self._streams):
                 raise FrameError("no such stream")
             last = object()
-            item = next(stream, last)
-            answer = {"stop": True} if item is last else {"stop": False, "item": item}
-            self._send(pack(answer), end)
-
-    def _send(self, frame: Frame, end: float) -> None:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.connection.settimeout(left)
-        send(self.connection, frame)
+            item = next(self._streams[number], last)
+            frame = pack({"stop": True} if item is last else {"stop": False, "item": item})
 
     def _fail(self, failure: SessionDied | SessionTimeout) -> NoReturn:
         self.failure = failure
@@ -229,26 +201,22 @@ class RemoteFunction:
     """A student's function: called like it, computed in the sandbox."""
 
     def __init__(self, session: Session, target: tuple[str, str]) -> None:
-        self.session, self.target = session, target
+        self.session, self.remote_target = session, target
         self.__name__ = self.__qualname__ = target[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute it over there; see `Session.compute`."""
-        return self.session.compute("call", self.target, args, kwargs)
+        return self.session.compute("call", self.remote_target, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<function {self.__name__}>"
 
 
 class RemoteKernel:
-    """A student's `@triton.jit` function: runs inside the lab's kernel, over there.
-
-    Attributes:
-        stub: whether it still raises NotImplementedError.
-    """
+    """A student's `@triton.jit` function, or a `stub` of one; it runs in the lab's kernel."""
 
     def __init__(self, session: Session, target: tuple[str, str], stub: bool) -> None:
-        self.session, self.target, self.stub = session, target, stub
+        self.session, self.remote_target, self.stub = session, target, stub
         self.__name__ = target[1]
 
     def run_update(self, *tensors: Tensor, **options: Any) -> Any:
@@ -301,7 +269,7 @@ def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:
 
 
 def _exception_of(chain: Any) -> Exception:
-    """An exception from the names of its classes and its message, with its causes."""
+    """Make an exception from the names of its classes and its message, with its causes."""
     if not isinstance(chain, list) or not 0 < len(chain) <= 8:
         raise FrameError("an exception that is none")
     made = [_exception(one) for one in chain]
@@ -313,22 +281,14 @@ def _exception_of(chain: Any) -> Exception:
 def _exception(one: Any) -> Exception:
     match one:
         case [[str(first), *rest], str(message)] if all(isinstance(n, str) for n in rest):
-            names = [first, *rest]
+            known = [getattr(builtins, name, None) for name in (first, *rest)]
         case _:
             raise FrameError("an exception that is none")
-    base: type[Exception] = RuntimeError
-    for name in names:
-        found = getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, Exception):
-            base = found
-            break
+    # What would end a loop, or the grader itself, becomes an ordinary error.
+    bases = (b for b in known if isinstance(b, type) and issubclass(b, Exception))
+    base = next(bases, RuntimeError)
     if issubclass(base, StopIteration | StopAsyncIteration | Warning):
         base = RuntimeError
-    shown = "".join(c if c.isalnum() or c == "_" else "_" for c in names[0][:80]) or "Exception"
-    text = message[:300]
-    members = {
-        "__init__": lambda self: None,
-        "__str__": lambda self: text,
-        "__module__": "builtins",
-    }
-    return type(shown, (base,), members)()
+    shown = "".join(c if c.isalnum() or c == "_" else "_" for c in first[:80]) or "Exception"
+    members = {"__init__": lambda self: None, "__str__": lambda self: message[:300]}
+    return type(shown, (base,), members | {"__module__": "builtins"})()

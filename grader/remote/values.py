@@ -6,8 +6,6 @@ Nothing in a frame names code: it is built from a short list of kinds, each chec
 built. A value of another kind arrives as a `Foreign`, which only knows the name of its type.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -53,8 +51,8 @@ def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Fram
     """Return the frame of a value.
 
     Args:
-        value: None, bool, int, float, str, tuple, list, dict with str keys, slice, Tensor, NumPy
-            array or number, torch.dtype, DataFrame, an attention layer (its plain attributes), a
+        value: None, bool, int, float, str, tuple, list, dict with str keys, Tensor, NumPy array or
+            number, torch.dtype, DataFrame, an attention layer (its plain attributes), a
             FlashAttentionConfig. Anything else arrives as a `Foreign`.
         refer: asked first of tensors and of values without a kind; returns a node [kind, content]
             that stands for the value, or None.
@@ -74,11 +72,9 @@ def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Fram
 
 
 def unpack(frame: tuple[bytes, Tensor], resolve: Callable[[str, Any], Any] | None = None) -> Any:
-    """Return the value of a frame, which is trusted in nothing.
+    """Return the value of a frame, which is trusted in nothing; tensors use its memory.
 
-    Args:
-        frame: from `receive`; tensors use its memory.
-        resolve: for the kinds of `pack`'s refer: called with kind and content.
+    `resolve` is called with kind and content of the nodes that `pack`'s `refer` made.
 
     Raises:
         FrameError: the bytes are no frame.
@@ -103,11 +99,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in tuples, lists and dicts, in the order of a frame."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
+    elif isinstance(value, tuple | list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(one)
 
 
@@ -129,56 +122,48 @@ class _Packer:
         if value is None or value is True or value is False:
             return value
         if isinstance(value, np.generic | np.ndarray):
-            return self.array(value)
-        if isinstance(value, int):
+            array = np.array(value, order="C")  # a copy: PyTorch wants to be able to write
+            if array.dtype.kind in "biuf":
+                return ["array", [self.store(torch.from_numpy(array.reshape(-1))), array.shape]]
+        elif isinstance(value, int):
             return int(value)
-        if isinstance(value, float):
+        elif isinstance(value, float):
             return ["float", float(value).hex()]
-        if isinstance(value, str):
+        elif isinstance(value, str):
             if len(value) > MAX_TEXT:
                 raise FrameError("a text that is too long")
             return str.__str__(value)
-        if isinstance(value, tuple | list):
+        elif isinstance(value, tuple | list):
             kind = "tuple" if isinstance(value, tuple) else "list"
             return [kind, [self.node(one, depth + 1) for one in value]]
-        if isinstance(value, dict) and all(type(key) is str for key in value):
+        elif isinstance(value, dict) and all(type(key) is str for key in value):
             return ["dict", [[key, self.node(one, depth + 1)] for key, one in value.items()]]
-        if isinstance(value, slice):
-            parts = value.start, value.stop, value.step
-            return ["slice", [self.node(one, depth + 1) for one in parts]]
-        if self.refer is not None and (made := self.refer(value)) is not None:
+        elif self.refer is not None and (made := self.refer(value)) is not None:
             return made
-        if isinstance(value, Tensor):
-            return self.tensor(value)
-        if isinstance(value, torch.dtype):
+        return self.rarer(value, depth)
+
+    def rarer(self, value: Any, depth: int) -> Any:
+        name, dtype = type(value).__name__, str(getattr(value, "dtype", "")).removeprefix("torch.")
+        if isinstance(value, Tensor) and dtype in DTYPES:
+            if value.layout == torch.strided and value.device.type != "meta":
+                return self.tensor(value)
+        elif isinstance(value, torch.dtype):
             return ["dtype", str(value).removeprefix("torch.")]
-        if isinstance(value, nn.Module):
+        elif isinstance(value, nn.Module):
             plain = {k: v for k, v in vars(value).items() if is_plain(v) and k[:1] != "_"}
-            return ["module", [type(value).__name__, self.node(plain, depth + 1)]]
+            return ["module", [name, self.node(plain, depth + 1)]]
         # Of packages that need not be imported: where they are not, no value is theirs.
-        name = type(value).__name__
-        if name == "DataFrame" and all(type(one) is str for one in value.columns):
+        elif name == "DataFrame" and all(type(one) is str for one in value.columns):
             columns = [value[one].to_numpy() for one in value.columns]
             columns = [c if c.dtype.kind in "biuf" else c.tolist() for c in columns]
             return ["table", [self.node(list(value.columns), depth), self.node(columns, depth + 1)]]
-        if name == "FlashAttentionConfig":
+        elif name == "FlashAttentionConfig":
             fields = {one: getattr(value, one) for one in value.__dataclass_fields__}
             return ["policy", [name, self.node(fields, depth + 1)]]
         own = value.__name__ if isinstance(value, type) else ""
         return ["foreign", [name[:80], own[:80]]]
 
-    def array(self, value: Any) -> Any:
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        value = np.array(value, order="C")  # a copy: PyTorch wants to be able to write
-        try:
-            return [kind, [self.store(torch.from_numpy(value.reshape(-1))), value.shape]]
-        except TypeError:
-            return ["foreign", [type(value).__name__, ""]]
-
     def tensor(self, x: Tensor) -> Any:
-        name = str(x.dtype).removeprefix("torch.")
-        if x.layout != torch.strided or x.device.type == "meta" or name not in DTYPES:
-            return ["foreign", [type(x).__name__, ""]]
         if x.numel() * x.element_size() > self.limit:  # though it may take four bytes
             raise FrameError("a value that is too large")
         data = x.detach().cpu().as_subclass(Tensor)
@@ -189,10 +174,10 @@ class _Packer:
         return ["tensor", [self.store(flat), list(x.shape), list(data.stride()), x.requires_grad]]
 
     def store(self, flat: Tensor) -> list[Any]:
-        """The dtype, the place in the body, and the count of a tensor in one piece."""
+        """Keep a tensor in one piece; return its dtype, its place in the body, and its count."""
         name = str(flat.dtype).removeprefix("torch.")
         if name not in DTYPES:
-            raise TypeError(name)
+            raise FrameError(f"numbers of a kind that does not travel: {name}")
         data = flat.view(torch.uint8).numpy().data
         place = [name, self.size, flat.numel()]
         self.size += data.nbytes + -data.nbytes % ALIGN
@@ -223,48 +208,34 @@ class _Unpacker:
         if isinstance(node, str):
             return node.encode("utf-8", "replace").decode()
         kind, content = node
-
-        def parts() -> list[Any]:
-            return [self.build(one, depth + 1) for one in content]
-
         match kind:
             case "float":
                 return float.fromhex(content)
             case "list":
-                return parts()
+                return [self.build(one, depth + 1) for one in content]
             case "tuple":
-                return tuple(parts())
+                return tuple(self.build(one, depth + 1) for one in content)
             case "dict":
                 return {_text(key): self.build(one, depth + 1) for key, one in content}
-            case "slice":
-                start, stop, step = parts()
-                return slice(start, stop, step)
             case "dtype":
                 return DTYPES[content]
-            case "array" | "number":
+            case "array":
                 place, shape = content
-                array = self.flat(place).numpy().reshape(shape)
-                return array if kind == "array" else array[()]
+                return self.flat(place).numpy().reshape(shape)[()]
             case "tensor":
                 place, shape, stride, requires_grad = content
                 flat = self.flat(place)
                 made = strided(flat, shape, stride, 0, span_limit=flat.numel())
                 return made.requires_grad_(requires_grad is True and made.is_floating_point())
             case "module" | "policy" | "table" | "foreign":
-                return _made(kind, *parts())
+                return _made(kind, *(self.build(one, depth + 1) for one in content))
         if self.resolve is None or not isinstance(kind, str):
             raise FrameError("a value of no known kind")
         return self.resolve(kind, content)
 
 
 def _made(kind: str, name: Any, content: Any) -> Any:
-    """A layer, a precision policy, a table, or what stands for a value of another kind."""
-    if kind == "module":
-        module = type(_name(name), (nn.Module,), {})()
-        for key, value in content.items():
-            if is_plain(value) and key.isidentifier() and key[:1] != "_":
-                module.__dict__[key] = value
-        return module
+    """Make a layer, a precision policy, a table, or what stands for a value of another kind."""
     if kind == "policy":
         from labsupport.precision import FlashAttentionConfig
 
@@ -275,8 +246,11 @@ def _made(kind: str, name: Any, content: Any) -> Any:
         import pandas as pd
 
         return pd.DataFrame(dict(zip(map(_text, name), content, strict=True)))
-    made = type(_name(name), (Foreign,), {})()
-    if content:
+    made = type(_name(name), (nn.Module if kind == "module" else Foreign,), {})()
+    if kind == "module":
+        plain = {k: v for k, v in content.items() if is_plain(v) and k.isidentifier()}
+        vars(made).update({k: v for k, v in plain.items() if k[:1] != "_"})
+    elif content:
         made.__name__ = _name(content)  # type: ignore[attr-defined]
     return made
 
@@ -320,12 +294,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 def receive(
     connection: socket.socket, *, limit: int, deadline: float | None = None
 ) -> tuple[bytes, Tensor]:
-    """Return one whole frame.
-
-    Args:
-        connection: a stream socket.
-        limit: bytes of the tensors.
-        deadline: by time.monotonic(); None waits for ever.
+    """Return one whole frame, of at most `limit` bytes of tensors; None as deadline waits for ever.
 
     Raises:
         FrameError: it is larger.

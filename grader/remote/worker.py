@@ -5,10 +5,9 @@ grader asks for its backward pass. The grader trusts nothing of what is said her
 student's code runs in the same process and can change all of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
+import functools
 import gc
 import hashlib
 import importlib
@@ -43,18 +42,14 @@ MAX_MESSAGE, CAUSES = 300, 5  # letters of an exception's message; exceptions in
 def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
     """Answer the grader's requests until it closes the connection.
 
-    Args:
-        versions: namespaces in which names are looked up: "" is the notebook's after its last
-            cell, the others are what stood at a check.
-        connection: to the grader.
+    Names are looked up in `versions`: "" is the notebook's namespace after its last cell, the
+    others are what stood at a check.
     """
     worker = _Worker(versions, connection)
     try:
-        while worker.answer():
-            pass
+        while True:
+            worker.answer()
     except (EOFError, ConnectionError):
-        return
-    finally:
         worker.allow()
 
 
@@ -62,16 +57,12 @@ class _Worker:
     def __init__(self, versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
         self.versions, self.connection = versions, connection
         self.graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        self.made = 0
         self.allow = refuse()
 
-    def answer(self) -> bool:
-        """Answer one request; return False when there are no more."""
+    def answer(self) -> None:
         request = self.read()
         for graph in request["drop"]:
             self.graphs.pop(graph, None)
-        if request["do"] == "close":
-            return False
         if request["fused"]:
             self.allow()
         number = request["id"]
@@ -83,7 +74,6 @@ class _Worker:
             frame = pack({"id": number, "error": _chain(error)})
         del request  # and the arguments with it, before the next ones arrive
         send(self.connection, frame)
-        return True
 
     def read(self) -> Any:
         return unpack(receive(self.connection, limit=2 * MAX_BYTES), self.resolve)
@@ -101,10 +91,7 @@ class _Worker:
         names = self.versions.get(version, {})
         if first not in names:
             raise NameError(f"name {first!r} is not defined")
-        found = names[first]
-        for attribute in rest:
-            found = getattr(found, attribute)
-        return found
+        return functools.reduce(getattr, rest, names[first])
 
     def stream(self, number: int) -> Iterator[Any]:
         """Ask for the values of the grader's iterator one at a time."""
@@ -119,10 +106,10 @@ class _Worker:
         version, name = request["target"]
         try:
             found = describe(self.find(version, name))
-            same = self.find("", name) is self.find(version, name)
+            found["same"] = self.find("", name) is self.find(version, name)
         except (NameError, AttributeError):
-            found, same = {"kind": "missing"}, False
-        return pack({"id": request["id"], "value": found | {"same": same}})
+            found = {"kind": "missing", "same": False}
+        return pack({"id": request["id"], "value": found})
 
     def do_call(self, request: Any) -> Frame:
         return self.compute(request, self.find(*request["target"]))
@@ -132,19 +119,13 @@ class _Worker:
         return self.compute(request, getattr(importlib.import_module(module), name))
 
     def compute(self, request: Any, function: Any) -> Frame:
-        args, kwargs = request["args"], request["kwargs"]
+        args, kwargs, number = request["args"], request["kwargs"], request["id"]
         leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
         with _watched(request) as modes:
             result = function(*args, **kwargs)
         changed = [i for i, one in enumerate(given, 1) if _digest(one) != before[i - 1]]
-        reply: dict[str, Any] = {
-            "id": request["id"],
-            "value": result,
-            "changed": changed[:1],
-            "modes": _seen(modes),
-            "graph": None,
-        }
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         outputs: list[Tensor] = []
 
         def refer(value: Any) -> Any:
@@ -155,12 +136,10 @@ class _Worker:
                 return None
             return _as_view(value, leaves)
 
-        self.made += 1
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        reply["graph"] = self.made if wanted else None
-        frame = pack(reply, refer, MAX_REPLY - 2**20)
+        reply = {"id": number, "value": result, "changed": changed[:1], "modes": _seen(modes)}
+        frame = pack(reply | {"graph": bool(wanted)}, refer, MAX_REPLY - 2**20)
         if outputs and wanted:
-            self.graphs[self.made] = outputs, wanted
+            self.graphs[number] = outputs, wanted
         return frame
 
     def do_backward(self, request: Any) -> Frame:
@@ -182,22 +161,17 @@ def tidy() -> None:
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """Say what a student's name stands for.
-
-    Returns:
-        {"kind": "function class" | "kernel" | "function" | "value", "stub": whether it is a kernel
-        that still raises NotImplementedError}.
-    """
+    """Say what a student's name stands for, and of a kernel whether it is still a stub."""
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
         return {"kind": "function class"}
     kernel = getattr(value, "fn", None)
-    if kernel is not None and inspect.isroutine(kernel):
-        try:
-            stub = "raise NotImplementedError" in inspect.getsource(kernel)
-        except (OSError, TypeError):
-            stub = False
-        return {"kind": "kernel", "stub": stub}
-    return {"kind": "function" if callable(value) else "value"}
+    if not inspect.isroutine(kernel):
+        return {"kind": "function"}
+    try:
+        stub = "raise NotImplementedError" in inspect.getsource(kernel)
+    except (OSError, TypeError):
+        stub = False
+    return {"kind": "kernel", "stub": stub}
 
 
 @contextlib.contextmanager

@@ -1,60 +1,123 @@
-"""The results of a course in the order in which reports show them."""
+"""The results of a course in the order of the reports, and the questions that were asked."""
 
-from __future__ import annotations
-
+import functools
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
+from grader.grade.notebooks import Pristine, pristine_notebooks
 from grader.grade.results import CheckResult, Flag, SubmissionResult
 from grader.grade.tables import ClassList
-from grader.reports.questions import Question, questions_in
+from labsupport import checks, paths
 
 # The message of these says what a student did; that of the others, that nothing was there.
 _MISTAKES = ("failed", "died", "timeout")
 # A flag of this kind is about the machine that graded, and the same for all submissions.
 OF_THE_MACHINE = "not confined"
 _NUMBER = re.compile(r"(?<![\w.])-?(\d+(\.\d+)?(e[+-]?\d+)?|nan|inf)(?![\w])", re.IGNORECASE)
+_CARD = re.compile(r"^### (Exercise .+)\n+(.*)", re.MULTILINE)
+_CHAPTER = re.compile(r"\(([\w-]+\.md)[#)]")
+_CHECK = re.compile(r"\bchecks\.(check_\w+)\(")
+# The docstring of a check repeats which exercise it belongs to.
+_EXERCISE = re.compile(r"^Exercise [\d-]+( \([a-z, ]+\))?: ")
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A diagnosis, as it was said to one of the students who got it, and their number."""
+class Question:
+    """One exercise as it was set.
+
+    Attributes:
+        exercise: the grade_id of its solution cell.
+        card: the line below its title: difficulty, minutes, points; "" if there is none.
+        chapter: the explanation in the theory, such as "02-online-softmax.md", or "".
+        points: each check cell's, by grade_id, in the notebook's order.
+        asks: the request of each check, by grade_id, in one line; "" where nothing says it.
+    """
 
     exercise: str
-    message: str
-    students: int
+    title: str
+    card: str
+    chapter: str
+    points: dict[str, float] = field(default_factory=dict)
+    asks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All points of the exercise."""
+        return sum(self.points.values())
+
+
+def asked_by(source: str) -> str:
+    """Return the first line of the docstring of the first check that a cell calls, or ""."""
+    found = _CHECK.search(source)
+    check = getattr(checks, found[1], None) if found else None
+    return _EXERCISE.sub("", (inspect.getdoc(check) or "").split("\n")[0]) if check else ""
+
+
+@functools.cache
+def _chapters() -> dict[str, str]:
+    """The chapter that explains an exercise, such as "1-3", by the table of the three days."""
+    text = (paths.project_root() / "theory/three-days.md").read_text(encoding="utf-8")
+    return {
+        number: link[1]
+        for line in text.split("\n")
+        if (link := _CHAPTER.search(line))
+        for number in re.findall(r"\*\*(\d-\d)\*\*", line)
+    }
+
+
+def questions_of(notebook: Pristine) -> list[Question]:
+    """Return the exercises of an instructor's notebook, in its order.
+
+    The grader's rule says which exercise a check belongs to; an exercise has the card above it.
+    """
+    made: dict[str, Question] = {}
+    title = card = ""
+    for cell in notebook.cells:
+        if found := _CARD.search(cell.source if cell.kind == "markdown" else ""):
+            title, card = found[1].strip(), found[2].strip()
+        if not (cell.solution or cell.grade):
+            continue
+        exercise = notebook.exercise_of(cell.grade_id)
+        if exercise not in made:
+            number = "-".join(exercise.split("-")[1:3])
+            made[exercise] = Question(
+                exercise, title or exercise, card, _chapters().get(number, "")
+            )
+            title = card = ""
+        if cell.grade:
+            made[exercise].points[cell.grade_id] = cell.points
+            made[exercise].asks[cell.grade_id] = asked_by(cell.source)
+    return list(made.values())
 
 
 @dataclass(frozen=True)
 class Course:
-    """What reports are made of.
-
-    Attributes:
-        results: one for each student and notebook, by student, then notebook.
-        questions: the exercises of each notebook that somebody handed in.
-        class_list: who should have handed in, None if nobody said.
-    """
+    """The contents of all reports: a result for each student and notebook, and what was asked."""
 
     results: tuple[SubmissionResult, ...]
-    questions: Mapping[str, tuple[Question, ...]]
+    questions: Mapping[str, Sequence[Question]]
     class_list: ClassList | None = None
 
-    @staticmethod
+    @classmethod
     def of(
+        cls,
         results: Sequence[SubmissionResult],
-        notebooks: Path,
+        notebooks: Path | None = None,
         class_list: ClassList | None = None,
-    ) -> Course:
+    ) -> Self:
         """Order results as `write_reports` takes them, and find out what was asked."""
         # A file that was refused may not tell which notebook it is: then each counts by itself.
         latest = {(r.student, r.notebook, "" if r.notebook else r.path): r for r in results}
         known = [_known(result, class_list) for result in latest.values()]
         ordered = sorted(known, key=lambda r: (*_by_name(r.student), r.notebook, r.path))
-        asked, names = questions_in(notebooks), sorted({r.notebook for r in ordered if r.notebook})
-        questions = {name: tuple(asked.get(name, ())) for name in names}
-        return Course(tuple(ordered), questions, class_list)
+        asked = pristine_notebooks(notebooks)
+        names = sorted(asked.keys() & {r.notebook for r in ordered})
+        return cls(tuple(ordered), {name: questions_of(asked[name]) for name in names}, class_list)
 
     @property
     def students(self) -> list[str]:
@@ -69,42 +132,37 @@ class Course:
         there = {self.class_list.find(student) for student in self.students}
         return sorted(set(self.class_list.rows) - there, key=_by_name)
 
-    @property
-    def exercises(self) -> list[Question]:
-        """The questions of all notebooks, in order."""
-        return [question for name in self.questions for question in self.questions[name]]
-
-    @property
-    def out_of(self) -> float:
-        """All points that the notebooks are worth together."""
-        return sum(question.total for question in self.exercises)
+    def out_of(self, name: str = "") -> float:
+        """Return the points that a notebook is worth, or all of them together."""
+        chosen = self.questions.values() if not name else [self.questions.get(name, ())]
+        return sum(question.total for questions in chosen for question in questions)
 
     def of_student(self, student: str) -> list[SubmissionResult]:
         """Return a student's notebooks in order."""
         return [r for r in self.results if r.student == student]
 
-    def out_of_notebook(self, name: str) -> float:
-        """Return all points of one notebook."""
-        return sum(question.total for question in self.questions.get(name, ()))
+    def total(self, student: str) -> float:
+        """Return all points of a student."""
+        return sum(result.earned for result in self.of_student(student))
 
     def graded(self, name: str) -> list[SubmissionResult]:
         """Return the submissions of one notebook that were run."""
         return [r for r in self.results if r.notebook == name and r.status == "graded"]
 
-    def mistakes(self, name: str) -> list[Mistake]:
-        """Return the diagnoses of one notebook, the commonest first, each counted once a student.
+    def mistakes(self, name: str) -> list[tuple[str, str, int]]:
+        """Return (exercise, message, number of students) of one notebook, the commonest first.
 
         Diagnoses that differ only in their numbers count as the same: inputs are drawn anew.
         """
-        said_to: dict[tuple[str, str], dict[str, str]] = {}
+        said_to: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for result in self.graded(name):
             for check in result.checks:
                 said = check.message.strip().split("\n")[0] or f"({check.status})"
                 if check.status in _MISTAKES:
                     key = check.exercise, _NUMBER.sub("#", said)
-                    said_to.setdefault(key, {}).setdefault(result.student, said)
+                    said_to[key].setdefault(result.student, said)
         order = sorted(said_to.items(), key=lambda item: (-len(item[1]), item[0]))
-        return [Mistake(exercise, min(to.values()), len(to)) for (exercise, _), to in order]
+        return [(exercise, min(to.values()), len(to)) for (exercise, _), to in order]
 
 
 def _known(result: SubmissionResult, class_list: ClassList | None) -> SubmissionResult:
@@ -124,9 +182,9 @@ def _by_name(student: str) -> tuple[str, str]:
     return student.casefold(), student
 
 
-def checks_of(result: SubmissionResult, exercise: str) -> Iterator[CheckResult]:
+def checks_of(result: SubmissionResult, exercise: str) -> list[CheckResult]:
     """Return the checks of one exercise in a submission."""
-    return (check for check in result.checks if check.exercise == exercise)
+    return [check for check in result.checks if check.exercise == exercise]
 
 
 def earned(result: SubmissionResult, exercise: str) -> float:

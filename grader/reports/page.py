@@ -1,15 +1,12 @@
 """One student's page: what was asked, what came out, which likely mistake, how many points."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from grader.grade.results import CheckResult, SubmissionResult
-from grader.reports.course import Course, checks_of, earned
-from grader.reports.questions import Question
+from grader.reports.course import Course, Question, checks_of, earned
 from grader.reports.rendering import render
 
 # What a status is called on a page, and which of the three colours it has.
@@ -42,29 +39,20 @@ def page_names(students: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _check(check: CheckResult, question: Question) -> dict[str, Any]:
-    words, tone = STATUS_WORDS.get(check.status, (check.status, "none"))
-    if check.given is not None:
-        words, tone = "by your instructor", "good" if check.given >= check.points else "none"
-    return {
-        "asks": question.asks.get(check.grade_id) or check.grade_id,
-        "words": words,
-        "tone": tone,
-        "message": check.remark or ("" if words == "passed" else check.message.strip()),
-        "points": check.points,
-        "earned": check.earned,
-    }
-
-
 def _checks(checks: Iterable[CheckResult], question: Question) -> list[dict[str, Any]]:
     """Describe the checks of an exercise; a diagnosis that repeats is said once."""
-    shown = [_check(check, question) for check in checks]
-    said: set[str] = set()
-    for one in shown:
-        if one["message"] in said:
-            one["message"] = "As above." if one["tone"] == "bad" else ""
-        elif one["message"]:
-            said.add(one["message"])
+    shown, before = [], set()
+    for check in checks:
+        words, tone = STATUS_WORDS.get(check.status, (check.status, "none"))
+        if check.given is not None:
+            words, tone = "by your instructor", "good" if check.given >= check.points else "none"
+        message = check.remark or ("" if words == "passed" else check.message.strip())
+        said = message
+        if message and message in before:
+            said = "As above." if tone == "bad" else ""
+        before.add(message)
+        asks = question.asks.get(check.grade_id) or check.grade_id
+        shown.append({"asks": asks, "words": words, "tone": tone, "said": said, "check": check})
     return shown
 
 
@@ -77,15 +65,16 @@ def _notebook(course: Course, result: SubmissionResult) -> dict[str, Any]:
         }
         for question in course.questions.get(result.notebook, ())
     ]
-    return {
-        "result": result,
-        "out_of": course.out_of_notebook(result.notebook),
-        "exercises": exercises if result.status == "graded" else [],
-    }
+    return {"result": result, "exercises": exercises if result.status == "graded" else []}
 
 
-def _next(notebooks: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Choose what to do next: the first exercise with a mistake, else the first without points."""
+def student_page(course: Course, student: str) -> str:
+    """Make the page of one student, as HTML.
+
+    It names no other student, and says nothing that is for instructors only. The next step is the
+    first exercise with a mistake, else the first without all points.
+    """
+    notebooks = [_notebook(course, result) for result in course.of_student(student)]
     left = [
         {"notebook": notebook["result"].notebook, **exercise}
         for notebook in notebooks
@@ -93,21 +82,14 @@ def _next(notebooks: list[dict[str, Any]]) -> dict[str, Any] | None:
         if exercise["earned"] < exercise["question"].total
     ]
     wrong = [one for one in left if any(check["tone"] == "bad" for check in one["checks"])]
-    return next(iter(wrong or left), None)
-
-
-def student_page(course: Course, student: str) -> str:
-    """Make the page of one student, as HTML.
-
-    It names no other student, and says nothing that is for instructors only.
-    """
-    own = course.of_student(student)
-    notebooks = [_notebook(course, result) for result in own]
     return render(
         "student.html",
+        course=course,
         student=student,
         notebooks=notebooks,
-        next=_next(notebooks),
-        earned=sum(result.earned for result in own),
-        out_of=sum(notebook["out_of"] for notebook in notebooks),
+        next=next(iter(wrong or left), None),
+        earned=course.total(student),
+        out_of=sum(
+            course.out_of(name) for name in {n["result"].notebook for n in notebooks} - {""}
+        ),
     )

@@ -4,8 +4,6 @@ A page loads nothing and runs nothing. Its texts come from students, so Jinja es
 should one ever slip through, the page's own policy still keeps a browser from obeying it.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib
@@ -69,15 +67,7 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Make a page.
-
-    Args:
-        template: the file's name in `templates/`.
-        values: what the template names.
-
-    Raises:
-        jinja2.UndefinedError: the template names something else.
-    """
+    """Make a page from a file in `templates/`, and values for all that it names."""
     style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
     # The policy allows this style and no other, so the two must agree byte for byte.
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

@@ -41,18 +41,6 @@ DURATION = "gpu__time_duration.sum"  # ns
 TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 STALL = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
-STALLS = {
-    "long_scoreboard": "data from L2 or the large memory: load more, earlier",
-    "short_scoreboard": "shared memory, or exponentials",
-    "wait": "a fixed latency: normal in dense arithmetic",
-    "math_pipe_throttle": "a busy arithmetic unit: bound by arithmetic",
-    "gmma": "tensor cores that have work",
-    "barrier": "other warps of the block",
-    "mio_throttle": "the queue of shared memory and special functions",
-    "lg_throttle": "the queue of loads and stores: make them wider",
-    "no_instruction": "the next instruction: code larger than its cache",
-    "not_selected": "nothing: another warp was chosen",
-}
 
 
 def find(tool: str) -> str | None:
@@ -116,18 +104,17 @@ def read_ncu(text: str) -> list[dict[str, Any]]:
 
 
 def top_stall(launch: dict[str, Any]) -> str:
-    """Return what a launch's warps waited for most, in words; empty if that was not read."""
+    """Return what a launch's warps waited for most; empty if that was not read."""
+    first, last = STALL
     waits = {
-        name.removeprefix(STALL[0]).removesuffix(STALL[1]): value
+        name.removeprefix(first).removesuffix(last): value
         for name, value in launch.items()
-        if name.startswith(STALL[0]) and name.endswith(STALL[1])
+        if name.startswith(first) and name != f"{first}selected{last}"  # who issues, waits not
     }
-    waits.pop("selected", None)  # warps that issue do not wait
     if not any(waits.values()):
         return ""
-    first = max(waits, key=lambda name: waits[name])
-    share = waits[first] / sum(waits.values())
-    return f"{first}, {share:.0%} ({STALLS.get(first, 'see the guide')})"
+    most = max(waits, key=lambda name: waits[name])
+    return f"{most}, {waits[most] / sum(waits.values()):.0%}"
 
 
 def launch_table(launches: Sequence[dict[str, Any]]) -> pd.DataFrame:

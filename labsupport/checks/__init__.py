@@ -56,13 +56,16 @@ from labsupport.checks.fitting import (
     predict_time,
 )
 from labsupport.checks.flash import (
+    check_backward_dv,
     check_backward_edges,
     check_backward_memory,
     check_backward_values,
     check_forward_edges,
     check_forward_lse,
     check_forward_memory,
+    check_forward_rows,
     check_forward_values,
+    check_score_gradient,
 )
 from labsupport.checks.intensity import (
     attention_cost,

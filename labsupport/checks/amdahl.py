@@ -33,6 +33,8 @@ The part that attention does not touch is missing: it takes 1 - share, as before
     1 - share + ->
 That is the limit for an infinite speed-up; attention still takes share / speedup.
     + share / speedup ->
+That takes share / speedup off the old time. Take off share, and add share / speedup.
+    1 - share + share / speedup -> 1 - share / speedup
 The two parts are swapped: share is what gets faster.
     1 - share + share / speedup -> share + (1 - share) / speedup
 """)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labsupport.checks.verdict import CheckFailed, call, draw, judge_call, mistakes, passed, tensor
+from labsupport.checks.verdict import (
+    CheckFailed,
+    call,
+    draw,
+    judge_call,
+    mistakes,
+    own_line,
+    passed,
+    tensor,
+)
 from labsupport.profiling.memory import LargestTensor, measure_peak_memory
 from labsupport.profiling.units import format_bytes
 
@@ -197,10 +208,12 @@ def _applied(student: Any) -> Callable[..., Tensor]:
             "forward and backward."
         )
 
-    def apply(*args: Any) -> Any:
+    def applied(*args: Any) -> Any:
         return student.apply(*args)
 
-    apply.__name__ = student.__name__
+    apply: Any = applied
+    apply.__name__, apply.__wrapped__ = student.__name__, student.forward
+    apply.__signature__ = inspect.signature(partial(student.forward, None))
     return lambda *args: tensor(call(apply, *args), "the loss")
 
 
@@ -228,9 +241,10 @@ def _backward(loss: Tensor, leaves: list[Tensor]) -> Sequence[Tensor]:
         ) from None
     except Exception as error:
         raise CheckFailed(
-            f"backward raised {type(error).__name__}: {error}\nIt returns four values, as forward "
-            "takes four arguments after ctx: gradients of hidden (tokens, width) and weight "
-            "(vocab, width), in this order, and None for labels and chunk."
+            f"backward raised {type(error).__name__}{own_line(error) or ': '}{error}\n"
+            "It returns four values, as forward takes four arguments after ctx: gradients of "
+            "hidden (tokens, width) and weight (vocab, width), in this order, and None for labels "
+            "and chunk."
         ) from error
     for name, gradient in zip(NAMES, gradients, strict=True):
         if gradient is None:

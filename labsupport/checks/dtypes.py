@@ -154,7 +154,7 @@ def _of_output(out: Tensor, dtype: torch.dtype, half: torch.dtype) -> str:
     if out.dtype != dtype:
         return (
             f"the result must be {short(dtype)}, like q, but it is {short(out.dtype)}, as the "
-            "kernel made it: cast it."
+            "kernel made it: cast it. (Is `q` the cast one by then? Note its dtype first.)"
         )
     if not out.isfinite().all():
         return "all are finite, and the result is not: cast to the dtype of your half_dtype."

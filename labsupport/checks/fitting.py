@@ -67,6 +67,10 @@ The two values are swapped: return start_ms, tflops.
     float(start_ms), float(1 / slope) -> float(1 / slope), float(start_ms)
 The rate is in FLOP/s: divide by 1e12.
     1 / slope -> 1e12 / slope
+The rate is in FLOPs a millisecond: divide by 1e9, since a TFLOP is 1e12 FLOPs and a second 1e3 ms.
+    1 / slope -> 1e9 / slope
+That is the slope, the ms of 1e9 FLOPs. The rate is its inverse, 1 / slope.
+    1 / slope -> slope
 """)
 
 

@@ -59,6 +59,9 @@ def flash_forward(
 FORWARD_MISTAKES = mistakes(r"""
 The scores are not divided by sqrt(head_dim).
     1 / math.sqrt(q.shape[-1]) -> 1.0
+The rescaling has the wrong sign: the old l and O shrink by exp(m - m_new). exp(m_new - m) is
+infinite while m is -inf, and infinity times 0 is NaN.
+    torch.exp(m - shift) -> torch.exp(shift - m)
 Your running maximum and sum are right, but the accumulator O is not rescaled when the maximum
 rises: multiply it by exp(m - m_new) before adding the new block.
     o * alpha[..., None] -> o
@@ -82,6 +85,12 @@ The causal mask is missing.
 The causal mask is aligned top-left. For seqlen_q != seqlen_k it must be bottom-right: query i sees
 keys up to i + seqlen_k - seqlen_q.
     query + seqlen_k - seqlen_q -> query
+The causal mask is shifted the wrong way: query i sees keys up to i + seqlen_k - seqlen_q.
+    query + seqlen_k - seqlen_q -> query + seqlen_q - seqlen_k
+The causal mask is the triangle of the tile itself: count queries and keys from the start of the
+sequence, not of the tile.
+    torch.arange(rows.start, rows.stop) -> torch.arange(rows.stop - rows.start)
+    torch.arange(cols.start, cols.stop) -> torch.arange(cols.stop - cols.start)
 The causal mask hides the query's own position too.
     key > query -> key >= query
 The last, shorter block of keys is left out: loop to seqlen_k.
@@ -93,6 +102,8 @@ It is log(l); the maximum that was subtracted is missing: m + log(l).
     m + torch.log(l) -> torch.log(l)
 It is the running maximum; the log-sum-exp is m + log(l).
     m + torch.log(l) -> m
+L is a natural logarithm: torch.log, not log2.
+    torch.log(l) -> torch.log2(l)
 """)
 
 
@@ -132,24 +143,36 @@ def flash_backward(
 
 
 BACKWARD_MISTAKES = mistakes(r"""
-D = rowsum(dO * O) is missing: dS = P * (dP - D).
+dq and dk are still zeros, as in step 1: add up their parts, tile by tile.
+    return dq, dk, dv -> return 0 * dq, 0 * dk, dv
+The three gradients come back in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dv, dk, dq
+D is missing: dS = P * (dP - D).
     - delta[..., rows, None] ->
 dS = P * (dP - D): the factor P is missing.
     ds = p * -> ds =
+D was taken from one tile, but its sum runs over the whole row: take it from dO and O.
+    delta[..., rows, None] -> (p * dp).sum(-1, keepdim=True)
+P is a softmax of the tile alone. It must be normalised over the whole row: exp(S - lse).
+    torch.exp(s - lse[..., rows, None]) -> s.softmax(-1)
 P is not normalised: it is exp(S - lse), with the log-sum-exp, not the maximum.
     s - lse[..., rows, None] -> s - s.amax(-1, keepdim=True)
     block_k): -> seqlen_k):
     j + block_k -> j + seqlen_k
-dQ = dS K * softmax_scale: the scale is missing in dQ.
+dQ = scale * dS K: the scale is missing in dQ.
     ds @ k[..., cols, :] * scale -> ds @ k[..., cols, :]
-dK = dS^T Q * softmax_scale: the scale is missing in dK.
+dK = scale * dS^T Q: the scale is missing in dK.
     q[..., rows, :] * scale -> q[..., rows, :]
-The recomputed scores lack softmax_scale.
+The recomputed scores lack the scale, 1 / sqrt(head_dim).
     .mT * scale -> .mT
 P is recomputed without the causal mask.
     if is_causal -> if False
 The causal mask is aligned top-left; it must be bottom-right, as in the forward.
     query + seqlen_k - seqlen_q -> query
+The causal mask is the triangle of the tile itself: count queries and keys from the start of the
+sequence, not of the tile.
+    torch.arange(rows.start, rows.stop) -> torch.arange(rows.stop - rows.start)
+    torch.arange(cols.start, cols.stop) -> torch.arange(cols.stop - cols.start)
 The causal mask hides the query's own position too.
     key > query -> key >= query
 Each block overwrites the contribution of the one before: it must be added up (+=).
@@ -160,28 +183,77 @@ such an lse by +inf, so that its P is 0.
 """)
 
 
+def score_gradient(p: Tensor, dout: Tensor, out: Tensor, v: Tensor) -> Tensor:
+    """Return dS of one tile, from its P, its rows of dO and O, and its rows of V."""
+    delta = (dout * out).sum(dim=-1, keepdim=True)
+    return p * (dout @ v.mT - delta)
+
+
+SCORE_MISTAKES = mistakes("""
+D was taken from this tile, but its sum runs over the whole row, and the other columns are not here.
+Insert dP = dO V^T into the sum, and look for O in it.
+    (dout * out).sum(dim=-1, keepdim=True) -> (p * (dout @ v.mT)).sum(-1, keepdim=True)
+D is missing: dS = P * (dP - D).
+    - delta ->
+The factor P is missing: dS = P * (dP - D).
+    p * (dout @ v.mT - delta) -> dout @ v.mT - delta
+D belongs inside of the brackets: dS = P * (dP - D), not P * dP - D.
+    p * (dout @ v.mT - delta) -> p * (dout @ v.mT) - delta
+D is added, but it must be subtracted.
+    - delta -> + delta
+D is one number for each query: the sum over the row of dO * O, not its mean.
+    .sum(dim=-1 -> .mean(dim=-1
+D is the sum of dO * O over the last dimension, head_dim: this one runs over the queries.
+    .sum(dim=-1, keepdim=True) -> .sum(dim=-2, keepdim=True).mean(-1, keepdim=True)
+dS is the gradient of the scaled scores S: the scale comes later, in dQ and dK.
+    p * ( -> v.shape[-1] ** -0.5 * p * (
+""")
+
+
 # --- forward --------------------------------------------------------------------------------------
 
 
+def check_forward_rows(student: Student, seed: int = 0) -> None:
+    """Exercise 1-4, step 1: the output of one block of queries, without a mask."""
+    for block_k in (16, 20):  # the second does not divide the length
+        inputs = _qkv(2, n_q=16, n_k=48, seed=seed)
+        where = f"(16 queries in one block, 48 keys in blocks of {block_k}) "
+        _judge_forward(student, inputs, False, (16, block_k), ("out",), where)
+    passed("one block of queries agrees with the textbook in float64", seed)
+
+
 def check_forward_values(student: Student, seed: int = 0) -> None:
-    """Exercise 1-4: output without a mask, blocks that divide the lengths."""
+    """Exercise 1-4, step 2: all blocks of queries, without a mask."""
     for leading in ((2,), (), (2, 3)):
         inputs = _qkv(*leading, n_q=32, n_k=48, seed=seed)
         where = f"(inputs of {len(leading) + 2} dimensions) "
         for blocks in ((8, 16), (16, 8)):
-            _judge_forward(student, inputs, False, blocks, ("out",), where)
-    passed("the tiled output agrees with the oracle", seed)
+            _judge_forward(student, inputs, False, blocks, FORWARD_NAMES, where)
+    where = "(29 queries in blocks of 8: the last block is shorter) "
+    _judge_forward(
+        student, _qkv(2, n_q=29, n_k=37, seed=seed), False, (8, 16), FORWARD_NAMES, where
+    )
+    inputs = _qkv(1, n_q=64, n_k=64, seed=seed)
+    with LargestTensor() as largest:
+        call(student, *inputs, False, 8, 32)
+    # All 64 x 64 scores are for the check of memory; here it is a tile of all queries.
+    if largest.numel > inputs[0].numel() and largest.shape[-1] == 32:
+        raise CheckFailed(
+            f"a tensor of shape {largest.shape} was created, but a tile has 8 x 32 scores here "
+            "(block_q 8, block_k 32): take block_q queries at a time, in an outer loop."
+        )
+    passed("all blocks of queries agree with the textbook in float64", seed)
 
 
 def check_forward_lse(student: Student, seed: int = 0) -> None:
-    """Exercise 1-4: the log-sum-exp of each row, which the backward will need."""
-    inputs = _qkv(2, n_q=32, n_k=48, seed=seed)
-    _judge_forward(student, inputs, False, (8, 16), ("lse",))
-    passed("the log-sum-exp agrees with the oracle", seed)
+    """Exercise 1-4, step 1: the log-sum-exp of one block of rows, which the backward needs."""
+    inputs = _qkv(2, n_q=16, n_k=48, seed=seed)
+    _judge_forward(student, inputs, False, (16, 16), ("lse",))
+    passed("the log-sum-exp agrees with that of the whole row", seed)
 
 
 def check_forward_edges(student: Student, seed: int = 0) -> None:
-    """Exercise 1-4: causal masks, lengths that no block divides, unequal lengths, empty rows."""
+    """Exercise 1-4, step 3: causal masks, unequal lengths, partial blocks, empty rows."""
     for n_q, n_k, is_causal in (*EDGES, (1, 40, True)):
         inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
@@ -197,8 +269,8 @@ def check_forward_memory(student: Student) -> None:
             output without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
-    exact = reference(lambda: flash_forward(*inputs, False, 32, 32)[0])
-    _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, "out", exact)
+    exact = reference(lambda: flash_forward(*inputs, False, 32, 32)[:1])  # of the output alone
+    _judge_memory(student, lambda is_causal: inputs, FORWARD_NAMES, exact)
 
 
 def _judge_forward(
@@ -217,14 +289,32 @@ def _judge_forward(
 # --- backward -------------------------------------------------------------------------------------
 
 
+def check_backward_dv(student: Student, seed: int = 0) -> None:
+    """Exercise 1-5, step 1: dV without a mask; dq and dk may still hold anything."""
+    _judge_backward(student, 32, 48, False, seed, judged=("dv",))
+    passed("dV agrees with the textbook's in float64", seed)
+
+
+def check_score_gradient(student: Student, seed: int = 0) -> None:
+    """Exercise 1-5, step 2: dS of one tile, which is only a part of its rows."""
+    q, k, v = _qkv(2, n_q=32, n_k=48, seed=seed)
+    dout = draw(*q.shape, seed=seed + 7)
+    out, lse = reference(lambda: flash_forward(q, k, v, False, 8, 16))
+    rows, cols = slice(8, 16), slice(16, 32)
+    s = q[:, rows] @ k[:, cols].mT / q.shape[-1] ** 0.5
+    arguments = torch.exp(s - lse[:, rows, None]), dout[:, rows], out[:, rows], v[:, cols]
+    judge_call(student, score_gradient, SCORE_MISTAKES, arguments, ("ds",), factor=3)
+    passed("dS of a tile agrees with the textbook's in float64", seed)
+
+
 def check_backward_values(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5: dQ, dK and dV without a mask."""
+    """Exercise 1-5, step 3: dQ, dK and dV without a mask."""
     _judge_backward(student, 32, 48, False, seed)
-    passed("dQ, dK and dV agree with the oracle's gradients", seed)
+    passed("dQ, dK and dV agree with the textbook's in float64", seed)
 
 
 def check_backward_edges(student: Student, seed: int = 0) -> None:
-    """Exercise 1-5: causal masks, partial blocks, unequal lengths, queries without keys."""
+    """Exercise 1-5, step 3: causal masks, partial blocks, unequal lengths, empty rows."""
     for n_q, n_k, is_causal in EDGES:
         where = f"(seqlen_q {n_q}, seqlen_k {n_k}, causal {is_causal}, blocks 8 x 16) "
         _judge_backward(student, n_q, n_k, is_causal, seed, where)
@@ -235,8 +325,8 @@ def check_backward_memory(student: Student) -> None:
     """Exercise 1-5: P is recomputed tile by tile, never stored whole.
 
     Raises:
-        CheckFailed: names the shape of the largest tensor and the operator that made it; or dV
-            without a mask is wrong, so that a stub that computes nothing cannot pass.
+        CheckFailed: names the shape of the largest tensor and the operator that made it; or a
+            gradient without a mask is wrong, so that a stub that computes nothing cannot pass.
     """
     inputs = _qkv(1, n_q=256, n_k=256, seed=0)
     dout = torch.ones_like(inputs[0])
@@ -245,19 +335,26 @@ def check_backward_memory(student: Student) -> None:
         return dout, *inputs, *reference(lambda: flash_forward(*inputs, is_causal, 32, 32))
 
     unmasked: Any = (*arguments(False), False, 32, 32)
-    exact = reference(lambda: flash_backward(*unmasked)[2])
-    _judge_memory(student, arguments, BACKWARD_NAMES, "dv", exact)
+    exact = reference(lambda: flash_backward(*unmasked))
+    _judge_memory(student, arguments, BACKWARD_NAMES, exact)
 
 
 def _judge_backward(
-    student: Student, n_q: int, n_k: int, is_causal: bool, seed: int, where: str = ""
+    student: Student,
+    n_q: int,
+    n_k: int,
+    is_causal: bool,
+    seed: int,
+    where: str = "",
+    judged: Sequence[str] = (),
 ) -> None:
     inputs = _qkv(2, n_q=n_q, n_k=n_k, seed=seed)
     dout = draw(*inputs[0].shape, seed=seed + 7)
     forward = reference(lambda: flash_forward(*inputs, is_causal, 8, 16))
     arguments = (dout, *inputs, *forward, is_causal, 8, 16)
     names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
-    judge_call(student, flash_backward, known, arguments, names, where=where, factor=3)
+    options: Any = {"judged": judged, "where": where, "factor": 3}
+    judge_call(student, flash_backward, known, arguments, names, **options)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -269,10 +366,9 @@ def _judge_memory(
     student: Student,
     inputs: Callable[[bool], Sequence[Any]],
     names: Sequence[str],
-    judged: str,
-    exact: Tensor,
+    exact: Sequence[Tensor],
 ) -> None:
-    n, d = exact.shape[-2:]
+    n, d = exact[0].shape[-2:]
     for is_causal in (False, True):
         arguments = inputs(is_causal)
         with LargestTensor() as largest:
@@ -283,10 +379,10 @@ def _judge_memory(
                 f"head_dim {d}, is_causal={is_causal}, blocks of 32: FlashAttention never stores "
                 "more than one 32 x 32 tile of scores beside tensors of its inputs' size."
             )
-        value = unpack(result, names)[names.index(judged)]
         if not is_causal:
             where = "(no mask; memory counts where the result is right)"
-            judge(f"{where} {judged}", value, exact, allowed=1e-3)
+            for name, value, right in zip(names, unpack(result, names), exact, strict=False):
+                judge(f"{where} {name}", value, right, allowed=1e-3)
     passed(f"the largest tensor created has {largest.numel:,} entries; N x N would be {n * n:,}")
 
 

@@ -163,7 +163,9 @@ def check_roof(student: Student, seed: int = 0) -> None:
         if by != bound:
             say = "The longer time is the bound; the shorter one hides in it."
             if len(set(given)) == 1:
-                say = "You say so in every case: compare the two times."
+                say = (
+                    "You say so in every case: compare two times in one unit, 1e12 and 1e9 put in."
+                )
             raise CheckFailed(f"for {', '.join(map(readable, case))} bound_by is {by!r}. {say}")
     passed("the intensity, the least time, and what bounds it", seed)
 

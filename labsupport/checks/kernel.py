@@ -18,7 +18,16 @@ from torch import Tensor
 
 from labsupport.attention.kernels import mode
 from labsupport.checks.cases import reference
-from labsupport.checks.verdict import CheckFailed, draw, judge, mistakes, passed, results, short
+from labsupport.checks.verdict import (
+    CheckFailed,
+    draw,
+    judge,
+    mistakes,
+    own_line,
+    passed,
+    results,
+    short,
+)
 
 BLOCK, HEAD_DIM, LOG2_E = 16, 16, math.log2(math.e)
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -57,6 +66,9 @@ acc is rescaled, but the running sum l is not: multiply it by exp2(m - m_new) to
 m and l are right, but acc is not rescaled when the maximum rises: multiply each row of it by
 exp2(m - m_new), that is alpha[:, None], before you add P V.
     acc * alpha[:, None] -> acc
+alpha has one number a row: alpha[:, None] multiplies each row of acc by its own. Without it, the
+columns are multiplied.
+    acc * alpha[:, None] -> acc * alpha
 m is the maximum of the last tile only: tl.maximum(m, tl.max(scores, 1)) keeps the larger one.
     tl.maximum(m, tl.max(scores, 1)) -> tl.max(scores, 1)
 The old m comes back: return m_new, the maximum under which l and acc were scaled.
@@ -94,7 +106,7 @@ NARROW = (
 
 
 def check_update_values(student: Any, seed: int = 0) -> None:
-    """m, l and out of random rows, in tiles that divide the lengths, without a mask.
+    """Exercise 4-3: m, l and out of random rows, in tiles that divide the lengths, without a mask.
 
     Args:
         student: a `@triton.jit` function, as `attention_with_update` takes it.
@@ -105,7 +117,7 @@ def check_update_values(student: Any, seed: int = 0) -> None:
 
 
 def check_update_extremes(student: Any, seed: int = 0) -> None:
-    """Tiles and rows without a visible key, lengths that no tile divides, scores of thousands."""
+    """Exercise 4-3: tiles and rows without a visible key, partial tiles, scores of thousands."""
     for n_q, n_k in ((37, 37), (21, 45), (40, 21)):
         where = f"(causal, seqlen_q {n_q}, seqlen_k {n_k}, tiles {BLOCK} x {BLOCK}) "
         _judge(student, _rising(n_q, n_k, seed), where, causal=True)
@@ -126,8 +138,11 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 
 def check_update_dtype(student: Any) -> None:
-    """Rounding to v's dtype for the product alone; float16 and float32 inputs."""
-    out, _, _ = _run(student, *_two_levels(0, 2.0**12))
+    """Exercise 4-3: rounding to v's dtype for the product alone; float16 and float32 inputs."""
+    inputs, scale = _two_levels(0, 2.0**12)
+    out, _, _ = _run(student, inputs, softmax_scale=scale)
+    if out.isnan().any():
+        _judge(student, inputs, softmax_scale=scale)
     if not out.isfinite().all():
         raise CheckFailed(NARROW)
     out, _, _ = _run(student, *_two_levels(26, 2.0**14))  # 2^-26 rounds to 0 in float16
@@ -230,9 +245,14 @@ def _explained(name: str, error: BaseException, dtype: torch.dtype) -> str:
         )
     if "unpack" in text or "index out of range" in text:
         return f"{name} must return three values, m, l and acc ({text})."
+    if "unexpected keyword argument 'dim'" in text or "has no attribute" in text:
+        return (
+            f"{name} does not run: {text}. Triton's functions take an axis: tl.max(scores, 1), "
+            "tl.sum(p, 1)."
+        )
     if "Loop-carried variable acc" in text:
         return NARROW
-    return f"{name} does not run. {type(error).__name__}: {text}"
+    return f"{name} raised {type(error).__name__}{own_line(error) or ': '}{text}"
 
 
 def _reference(
@@ -245,10 +265,16 @@ def _reference(
     scores = q.double() @ k.double().mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones(n_q, n_k).tril(n_k - n_q) == 0, -torch.inf)
-    m, l, acc = scores.new_full((n_q,), -torch.inf), scores.new_zeros(n_q), q.double() * 0
-    for cols in torch.arange(n_k).split(BLOCK):
-        m, l, acc = update(m, l, acc, scores[:, cols], v[cols])
-    return acc / torch.where(l == 0, 1.0, l)[:, None], m, l
+    blocks = []
+    for tiles in scores.split(BLOCK):  # one program's queries: as many as a tile has keys
+        n = len(tiles)
+        m, l = tiles.new_full((n,), -torch.inf), tiles.new_zeros(n)
+        acc = tiles.new_zeros(n, q.shape[1])
+        for cols in torch.arange(n_k).split(BLOCK):
+            m, l, acc = update(m, l, acc, tiles[:, cols], v[cols])
+        blocks.append((acc / torch.where(l == 0, 1.0, l)[:, None], m, l))
+    out, m, l = map(torch.cat, zip(*blocks, strict=True))
+    return out, m, l
 
 
 def _rising(n_q: int, n_k: int, seed: int, dtype: torch.dtype = torch.float16) -> Inputs:

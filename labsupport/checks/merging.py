@@ -48,6 +48,12 @@ divided by the sum of both.
     weight[..., None] * out + part_weight[..., None] * part -> (out + part) / 2
 The outputs are added up without weights: each one is an average over its own keys.
     weight[..., None] * out + part_weight[..., None] * part -> out + part
+A weight belongs to a row: weight[..., None] multiplies all head_dim numbers of its row. Without it,
+rows meet columns, or shapes do not fit.
+    weight[..., None] * out + part_weight[..., None] * part -> weight * out + part_weight * part
+The two values are swapped: return out, lse.
+    return weight[..., None] -> return both, weight[..., None]
+    part, both -> part
 The weights are the log-sum-exps, which are logarithms. Take exp(lse) and exp(part_lse), divided by
 their sum.
     (lse - safe).exp() -> lse / (lse + part_lse)
@@ -102,7 +108,8 @@ Only the first two parts are merged.
 
 def check_merge_values(student: Student, seed: int = 0) -> None:
     """Exercise 3-4 (a): two partial results are attention over the keys of both."""
-    for leading, rows, head_dim, keys in (((), 7, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
+    # With as many queries as head_dim, a missing dimension of the weights raises no error.
+    for leading, rows, head_dim, keys in (((), 8, 8, (5, 12)), ((2, 3), 6, 4, (1, 9))):
         ours, theirs = _parts(leading, rows, head_dim, keys, seed)
         _judge(student, (*ours, *theirs), f"({rows} queries, {keys[0]} keys and {keys[1]}) ")
     for dtype in HALF:

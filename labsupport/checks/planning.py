@@ -63,6 +63,10 @@ That counts numbers; a number takes itemsize bytes.
     itemsize * ( -> (
 Every head has its own scores: heads * seqlen**2 in each layer.
     heads * seqlen**2 -> seqlen**2
+Every head has its own scores: in each block too, heads * seqlen**2.
+    mlp + scores -> mlp + scores / heads
+Every head has its own scores: in attention's backward too, 2 * heads * seqlen**2.
+    2 * scores -> 2 * scores / heads
 stores_scores is ignored: the probabilities are missing.
     if stores_scores -> if False
 In attention's backward, the gradients of the probabilities and the scores are missing.
@@ -96,6 +100,10 @@ loss_chunk may be larger than seqlen: take min(loss_chunk, seqlen).
     min(loss_chunk, seqlen) -> loss_chunk
 The gradient of the classifier, vocab * width, is missing: it is there from the loss on.
     classifier = vocab * width -> classifier = 0
+In the MLP's backward the gradient of the classifier, vocab * width, is missing: it stays.
+    classifier + again + seqlen -> again + seqlen
+In attention's backward the gradient of the classifier, vocab * width, is missing: it stays.
+    classifier + again + 2 -> again + 2
 """)
 
 

@@ -70,6 +70,9 @@ Your pairs are neighbours, (2i, 2i + 1), the other convention. Here dimension i 
 i + head_dim // 2.
     .chunk(2, dim=-1) -> .unflatten(-1, (-1, 2)).unbind(-1)
     torch.cat(turned, dim=-1) -> torch.stack(turned, dim=-1).flatten(-2)
+You read neighbours, (2i, 2i + 1), but write halves: here dimension i is paired with
+i + head_dim // 2, for reading too.
+    .chunk(2, dim=-1) -> .unflatten(-1, (-1, 2)).unbind(-1)
 The pairs are right, but the result interleaves them: join the halves with torch.cat.
     torch.cat(turned, dim=-1) -> torch.stack(turned, dim=-1).flatten(-2)
 It turns the other way round, by -angle: x' = x cos - y sin and y' = y cos + x sin.

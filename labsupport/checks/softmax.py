@@ -50,6 +50,9 @@ Each block was summed under its own maximum, and the sums were added.
 A row that is -inf throughout keeps m = -inf and l = 0, but exp(-inf - (-inf)) is NaN: subtract 0
 while m is -inf.
     m_new.masked_fill(m_new == -torch.inf, 0.0) -> m_new
+The rescaling has the wrong sign: the old l shrinks by exp(m - m_new). exp(m_new - m) is infinite
+while m is -inf, and infinity times 0 is NaN.
+    (m - shift).exp() -> (shift - m).exp()
 The maximum is never subtracted: this is sum(exp(s)), which overflows for large scores.
     l * (m - shift).exp() -> l
     - shift[..., None] ->

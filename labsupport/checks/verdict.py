@@ -2,45 +2,70 @@
 
 A typical mistake is an edit of the reference solution: an entry in an exercise's table
 (`mistakes`). When a result is wrong, the edited solutions (`mutant`) run on the same inputs, and
-the one with the same result gives the diagnosis. To name a new mistake, add one entry: the tests
-use it too.
+the one with the same result gives the diagnosis; after them, every two of the edits together. To
+name a new mistake, add one entry: the tests use it too.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
+import itertools
 import linecache
 import math
 import re
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labsupport import paths
+from labsupport.checks import cases
 from labsupport.checks.cases import reference
 
 Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
+# Frames of an error in these folders are not the student's: the lab, libraries, the standard one.
+NOT_THEIRS = tuple(
+    str(Path(file).parent) for file in (paths.__file__, Path(torch.__file__).parent, ast.__file__)
+)
 
 
-class CheckFailed(AssertionError):
-    """A check found a mistake; the message names it where possible."""
+class _Shown:
+    """An error of which a notebook shows the message alone, in lines that fit into its window."""
+
+    begins = "Check failed: "
 
     def _render_traceback_(self) -> list[str]:
-        """Show only the message in a notebook, in lines that fit into its window."""
         return [
             line
-            for paragraph in f"Check failed: {self}".split("\n")
+            for paragraph in f"{self.begins}{self}".split("\n")
             for line in textwrap.wrap(paragraph, LINE, break_long_words=False) or [""]
         ]
+
+
+class CheckFailed(_Shown, AssertionError):
+    """A check found a mistake; the message names it where possible."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(filter(None, (message, _outside()))))
+
+
+class CheckInterrupted(_Shown, KeyboardInterrupt):
+    """The reader interrupted a check while the student's function ran."""
+
+    begins = "Check interrupted: "
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -98,18 +123,28 @@ def _source(solution: Any) -> str:
 
 
 def results(
-    solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any]
+    solution: Any, mistakes: Iterable[Mistake], run: Callable[[Any], Any], pairs: bool | None = None
 ) -> Iterable[tuple[str, Any]]:
     """Return each mistake's diagnosis with the result of `run(mutant)`, unless that raises.
 
     Call it in every run of a check, before it is known whether something is wrong: see `cases`.
+
+    Args:
+        solution, mistakes, run: the reference, its edits, and how to get a result.
+        pairs: let every two mistakes together follow; by default only where nothing is stored.
     """
+    mistakes = tuple(mistakes)
+    pairs = not cases.is_recording() if pairs is None else pairs
 
     def computed() -> Iterator[tuple[str, Any]]:
         for mistake in mistakes:
             wrong = mutant(solution, mistake.edit)
             with suppress(Exception):
                 yield mistake.say, run(wrong)
+        for one, two in itertools.combinations(mistakes, 2) if pairs else ():
+            with suppress(Exception):  # the second edit may not find its text any more
+                wrong = run(mutant(solution, one.edit + two.edit))
+                yield f"There may be two mistakes: {one.say} And: {two.say}", wrong
 
     return reference(computed)
 
@@ -132,6 +167,8 @@ def explain(
 def passed(what: str, seed: int = 0) -> None:
     """Print that a check passed; a seed other than 0 drew other inputs."""
     print(f"[ok] {what}{' (other inputs)' if seed else ''}")
+    if note := _outside():
+        print(note)
 
 
 def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -139,23 +176,25 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
     Raises:
         CheckFailed: the function is still a stub, raises, returns None, or changes its arguments.
+        CheckInterrupted: the reader stopped it.
     """
     name = getattr(function, "__name__", "your function")
+    _remember(function)
     before = [[leaf.clone() for leaf in _leaves(arg)] for arg in args]
     try:
         result = function(*args, **options)
-    except NotImplementedError:
+    except NotImplementedError as error:
+        if (line := own_line(error)) and "raise NotImplementedError" not in line:
+            raise CheckFailed(_raised(function, error, args, options)) from error
         raise CheckFailed(
             f"{name} is not written yet: replace `raise NotImplementedError`."
         ) from None
     except CheckFailed:
         raise
     except Exception as error:
-        shown = [f"a list of {len(x)}" if isinstance(x, list) else readable(x) for x in args]
-        shown += [f"{key}={readable(value)}" for key, value in options.items()]
-        raise CheckFailed(
-            f"{name} raised {type(error).__name__}: {error}\nIt was called with {', '.join(shown)}."
-        ) from error
+        raise CheckFailed(_raised(function, error, args, options)) from error
+    except KeyboardInterrupt as error:
+        raise CheckInterrupted(_raised(function, error, args, options)) from None
     if result is None:
         raise CheckFailed(f"{name} returned None: is a `return` missing?")
     for position, (arg, clones) in enumerate(zip(args, before, strict=True), start=1):
@@ -166,6 +205,98 @@ def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
                     "name that ends in `_`), but its caller still needs it. Compute a new tensor."
                 )
     return result
+
+
+def _raised(
+    function: Callable[..., Any],
+    error: BaseException,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+) -> str:
+    """Say what a student's function raised, in which of its lines, and how it was called."""
+    name = getattr(function, "__name__", "your function")
+    where = own_line(error)
+    said = f"{name} raised {type(error).__name__}{where or ': '}{error}"
+    if isinstance(error, KeyboardInterrupt):
+        said = f"{name} was{where.rstrip() or ' running'}"
+    if isinstance(error, TypeError) and not where:
+        said += "\nKeep the names of the parameters as they are in the exercise's first line."
+    elif re.search(r"\.T\b", where):
+        said += "\n`.T` turns all dimensions round; `.mT` swaps the last two."
+    elif "must match the size of tensor b" in str(error):
+        said += (
+            "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
+            "x[..., None]); and the last block may be shorter than the others."
+        )
+    names: list[str] = []
+    with suppress(ValueError):  # some built-in functions have no signature
+        parameters = inspect.signature(function).parameters.values()
+        names = [f"{p.name}: " for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
+    shown = [f"{name}{_shown(value)}" for name, value in named]
+    shown += [f"{key}: {_shown(value)}" for key, value in options.items()]
+    return f"{said}\nIt was called with {', '.join(shown)}."
+
+
+def own_line(error: BaseException) -> str:
+    """Return the last line of the student's own that an error went through; "" if unknown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.line and not f.filename.startswith((*NOT_THEIRS, "<frozen"))]
+    return f" in line {own[-1].lineno}:\n    {own[-1].line}\n" if own else ""
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, Tensor) and value.ndim:
+        return f"{short(value.dtype)} {tuple(value.shape)}"
+    text = readable(value)
+    return text if len(text) <= LINE else kind(value)
+
+
+# --- variables of the notebook in the place of arguments ------------------------------------------
+
+_students: list[Callable[..., Any]] = []  # the function that a check called last
+
+
+def _remember(function: Any) -> None:
+    function = inspect.unwrap(function)
+    scope = getattr(function, "__globals__", {"__name__": "labsupport"})
+    if not str(scope.get("__name__")).startswith("labsupport"):
+        _students[:] = [function]
+
+
+def _outside() -> str:
+    """Name the notebook's numbers and tensors that the student's function reads, once.
+
+    A constant in capitals is meant to be read there.
+    """
+    if not _students:
+        return ""
+    function: Any = _students.pop()
+    read = {
+        name: function.__globals__.get(name)
+        for name in sorted(_names(function.__code__))
+        if len(name) == 1 or not name.isupper()
+    }
+    known = {n: x for n, x in read.items() if isinstance(x, Real | Tensor)}
+    if not known:
+        return ""
+    shown = ", ".join(f"{name} ({_shown(value)})" for name, value in known.items())
+    return (
+        f"Note: {function.__name__} reads {shown} from the notebook, not from its arguments. If "
+        "that was not meant, compute it from the arguments."
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that a function reads, inner functions included."""
+    loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return loads.union(*inner)
+
+
+# --- the kind of a result -------------------------------------------------------------------------
 
 
 def _leaves(value: Any) -> list[Tensor]:
@@ -256,21 +387,28 @@ def judge(
     Raises:
         CheckFailed: wrong shape, dtype or values.
     """
-    if result.shape != expected.shape:
-        raise CheckFailed(
-            f"{name} has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
-        )
-    if dtype is not None and result.dtype != dtype:
+    fits = result.shape == expected.shape
+    if fits and dtype is not None and result.dtype != dtype:
         raise CheckFailed(f"{name} has dtype {result.dtype}, but {dtype} was expected.")
     result, expected = result.detach().double(), expected.detach().double()
-    if _close(result, expected, allowed):
+    if fits and _close(result, expected, allowed):
         return
-    near = max(allowed, 1e-4)
+    near, partly = max(allowed, 1e-4), ""
+    shape = f"has shape {tuple(result.shape)}, but {tuple(expected.shape)} was expected."
     for say, wrong in mistakes:
         wrong = wrong.detach().double()
-        if wrong.shape == result.shape and _close(result, wrong, near, relative=1e-4):
-            raise CheckFailed(f"{name} is wrong. {say}")
-    raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}")
+        if wrong.shape != result.shape:
+            continue
+        if _close(result, wrong, near, relative=1e-4):
+            raise CheckFailed(f"{name} {'is wrong.' if fits else shape} {say}")
+        if fits and not partly:
+            off = ~torch.isclose(result, expected, rtol=0.0, atol=allowed, equal_nan=True)
+            explained = off & torch.isclose(result, wrong, rtol=1e-4, atol=near, equal_nan=True)
+            if 2 * explained.sum() > off.sum():
+                partly = f"\nPerhaps: {say} (It explains {int(explained.sum())} of these entries.)"
+    if not fits:
+        raise CheckFailed(f"{name} {shape}")
+    raise CheckFailed(f"{name} is wrong. {_location(result, expected, allowed)}{partly}")
 
 
 def judge_call(
@@ -352,7 +490,7 @@ def _location(result: Tensor, expected: Tensor, allowed: float) -> str:
     if (nan := result.isnan() & ~expected.isnan()).any():
         return (
             f"It holds {int(nan.sum())} NaN, the first at index {_first(nan)}: look for inf - inf, "
-            "0 / 0, or exp of a large positive number."
+            "0 / 0, 0 times inf, or exp of a large positive number."
         )
     if (inf := result.isinf() & ~expected.isinf()).any():
         return f"It holds {int(inf.sum())} infinities, the first at index {_first(inf)}."
@@ -383,7 +521,10 @@ def judge_numbers(
     *,
     close: float = 1e-9,
 ) -> None:
-    """Judge the numbers that a student's function returns; a mistake must explain every case.
+    """Judge the numbers that a student's function returns.
+
+    A mistake that explains every case is named; one that explains the first wrong case alone is
+    named as a guess: there may be two mistakes.
 
     Args:
         student, solution, mistakes: the function, the reference, and its typical edits.
@@ -419,10 +560,13 @@ def judge_numbers(
         return [pick(function(*args, **options)) for args, options in asked]
 
     given = run(partial(call, student))
-    right, known = reference(lambda: run(solution)), results(solution, mistakes, run)
-    for (args, options), ours, theirs in zip(asked, right, given, strict=True):
+    right, known = reference(lambda: run(solution)), results(solution, mistakes, run, pairs=True)
+    for i, ((args, options), ours, theirs) in enumerate(zip(asked, right, given, strict=True)):
         if not same([ours], [theirs]):
-            say = explain(given, known, same) or f"Right is {show(ours)}."
+            say = explain(given, known := list(known), same)
+            if not say and (here := explain([theirs], [(s, w[i : i + 1]) for s, w in known], same)):
+                say = f"Right is {show(ours)}. Perhaps: {here}"
+            say = say or f"Right is {show(ours)}."
             arguments = inspect.signature(solution).bind(*args, **options).arguments
             sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
             raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")

@@ -32,13 +32,11 @@ def bench_command(
         Option(help="Measure the file's case again: status 1 if slower, 3 if one cannot tell."),
     ] = None,
     tolerance: Annotated[
-        str, Option(help="Slower than this is an alarm; twice this is caught.")
-    ] = "5%",
+        float, Option(min=0.001, max=1, help="Slower than this is an alarm; twice this is caught.")
+    ] = 0.05,
     device: options.Device = None,
     to_json: options.Json = None,
     to_csv: options.Csv = None,
-    save: options.Save = None,
-    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure one attention call: time, speed, memory, and how far from this device's ceilings.
 
@@ -56,7 +54,7 @@ def bench_command(
     if check_baseline is not None:
         if save_baseline is not None:
             raise ValueError("--save-baseline and --check-baseline: one at a time")
-        raise typer.Exit(_check(check_baseline, _fraction(tolerance)))
+        raise typer.Exit(_check(check_baseline, tolerance))
 
     from labsupport.profiling.bench import bench_report, one_case
     from labsupport.profiling.benchmark import run_grid
@@ -79,7 +77,7 @@ def bench_command(
         table[name] = case.flops() / table[column].astype(float) / 1e9
     ran = table["status"].tolist() == ["ok"]
     text = bench_report(table, case, where, measured_ceilings(str(where)) if ran else None)
-    options.show_table(text, table, to_json, to_csv, save, overwrite)
+    options.show_table(text, table, to_json, to_csv)
     if not ran:
         interrupted = table.attrs["provenance"].get("interrupted")
         raise typer.Exit(interrupted_status() if interrupted else 1)
@@ -99,18 +97,3 @@ def _check(path: Path, tolerance: float) -> int:
         return EXIT_STATUS["cannot tell"]
     typer.echo(str(verdict))
     return EXIT_STATUS[verdict.word]
-
-
-def _fraction(text: str) -> float:
-    """'5%' and '0.05' as 0.05.
-
-    Raises:
-        ValueError: no number, or one that is not between 0 and 1.
-    """
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise ValueError(f"--tolerance {text!r}: a share such as 5% or 0.05 is expected")
-    return value

@@ -19,8 +19,6 @@ def compare_command(
     device: options.Device = None,
     to_json: options.Json = None,
     to_csv: options.Csv = None,
-    save: options.Save = None,
-    overwrite: options.Overwrite = False,
 ) -> None:
     """Compare all implementations that run here: the fastest, the leanest, and what to do next.
 
@@ -57,4 +55,4 @@ def compare_command(
         sms = torch.cuda.get_device_properties(where).multi_processor_count
     table = judge_table(table, case, ceilings, sms)
     text = compare_report(table, case, ceilings)
-    options.show_table(text, table, to_json, to_csv, save, overwrite, ceilings=asdict(ceilings))
+    options.show_table(text, table, to_json, to_csv, ceilings=asdict(ceilings))

@@ -1,7 +1,5 @@
 """The command `labsupport doctor`."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +7,6 @@ import typer
 
 
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
     ] = False,
@@ -30,12 +27,9 @@ def doctor_command(
     from labsupport.profiling.environment import diagnose
 
     items = diagnose(quick=quick)
-    if as_json:
-        typer.echo(json.dumps([asdict(item) for item in items], indent=2, ensure_ascii=False))
-    else:
-        for item in items:
-            typer.echo(f"{f'[{item.status}]':6} {item.name}: {item.detail}")
-            if item.remedy:
-                typer.echo(f"       to fix it: {item.remedy}")
+    for item in items:
+        typer.echo(f"{f'[{item.status}]':6} {item.name}: {item.detail}")
+        if item.remedy:
+            typer.echo(f"       to fix it: {item.remedy}")
     if any(item.status == "fail" for item in items):
         raise typer.Exit(1)

@@ -16,13 +16,6 @@ Option = typer.Option
 CHART_TYPES = (".png", ".svg", ".pdf")
 
 
-def _run_name(name: str | None) -> str | None:
-    """Refuse a bad name before anything is measured."""
-    from labsupport.profiling.runs import check_run_name
-
-    return name and check_run_name(name)
-
-
 # One shape: `bench` and `compare`.
 Batch = Annotated[int | None, Option(help="Sequences. Default: 2.")]
 Seqlen = Annotated[int | None, Option(help="Tokens in each. Default: 1024.")]
@@ -47,10 +40,6 @@ Json = Annotated[
     str | None, Option("--json", help="Write all as JSON to this file; - is the terminal.")
 ]
 Csv = Annotated[Path | None, Option("--csv", help="Write the rows as CSV to this file.")]
-Save = Annotated[
-    str | None, Option(callback=_run_name, help="Keep the table under data/runs/SAVE.")
-]
-Overwrite = Annotated[bool, Option("--overwrite", help="Replace a run of that name.")]
 
 
 def check_chart(path: Path | None) -> None:
@@ -64,16 +53,12 @@ def show_table(
     table: pd.DataFrame,
     to_json: str | None,
     to_csv: Path | None,
-    save: str | None,
-    overwrite: bool,
     **further: object,
 ) -> None:
-    """Print a table's report, export the rows, and save them as a recorded run if asked to.
+    """Print a table's report, and export the rows.
 
     The JSON object has "provenance", `further`, and "results": an object for each row.
     """
-    from labsupport.profiling.runs import keep_run
-
     typer.echo(text, err=to_json == "-")
     if to_csv is not None:
         to_csv.parent.mkdir(parents=True, exist_ok=True)
@@ -87,5 +72,3 @@ def show_table(
         else:
             Path(to_json).parent.mkdir(parents=True, exist_ok=True)
             Path(to_json).write_text(written, encoding="utf-8")
-    if save is not None:
-        typer.echo(keep_run(table, save, overwrite=overwrite), err=True)

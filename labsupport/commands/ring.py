@@ -58,7 +58,7 @@ def check_command(
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 -m labsupport.cli ring check  on both of 2 nodes
     """
-    from labsupport.distributed.ring_check import MARKS, check, table
+    from labsupport.distributed.ring_programs import MARKS, check, table
     from labsupport.profiling.bench import listed
 
     kernels = kernel and listed(kernel, str)
@@ -121,8 +121,8 @@ def bench_command(
     """
     import torch
 
-    from labsupport.distributed import ring_bench
-    from labsupport.distributed.ring_check import LAYOUTS, MARKS, table
+    from labsupport.distributed import ring_programs
+    from labsupport.distributed.ring_programs import LAYOUTS, MARKS, table
     from labsupport.profiling.bench import listed
     from labsupport.profiling.provenance import command_line
     from labsupport.profiling.runs import check_run_name, list_runs, save_run
@@ -141,17 +141,17 @@ def bench_command(
         "limit": limit,
         "rows_file": None if rows is None else str(rows.absolute()),
     }
-    kernels = [*(entry.name for entry in table.KERNELS), *ring_bench.CONTEXT_PARALLEL]
+    kernels = [*(entry.name for entry in table.KERNELS), *ring_programs.CONTEXT_PARALLEL]
     _check_known("implementations", options["implementations"], kernels)
     _check_known("layouts", options["layouts"], LAYOUTS)
-    _check_known("directions", options["directions"], ring_bench.DIRECTIONS)
+    _check_known("directions", options["directions"], ring_programs.DIRECTIONS)
     _check_known("dtype", dtype and [dtype], MARKS)
     _check_heads(options["heads"], options["kv_heads"])
     if save is not None:
         check_run_name(save)
         if save in list_runs() and not overwrite:
             raise FileExistsError(f"there is a run {save}: choose another --save, or --overwrite")
-    done = _in_every_process(ring_bench.measure_ring, options, backend, processes, timeout)
+    done = _in_every_process(ring_programs.measure_ring, options, backend, processes, timeout)
     if done is not None and save is not None:
         done.attrs["provenance"]["command"] = command_line()
         typer.echo(f"saved: {save_run(done, save, overwrite=overwrite)}")
@@ -160,9 +160,9 @@ def bench_command(
 def _in_every_process(
     function: Any, options: dict[str, Any], backend: str | None, processes: int | None, timeout: Any
 ) -> Any:
-    """Call `ring_check.in_every_process`; print what ends it early, and set the exit status."""
+    """Call `ring_programs.in_every_process`; print what ends it early, and set the exit status."""
     from labsupport.distributed.launch import LaunchError
-    from labsupport.distributed.ring_check import in_every_process
+    from labsupport.distributed.ring_programs import in_every_process
 
     try:
         return in_every_process(

@@ -33,8 +33,6 @@ def sweep_command(
     quiet: Annotated[bool, Option("--quiet", help="No progress bar.")] = False,
     to_json: options.Json = None,
     to_csv: options.Csv = None,
-    save: options.Save = None,
-    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure many cases: lengths, batches, heads, backends. Control-C keeps what was measured.
 
@@ -64,7 +62,7 @@ def sweep_command(
     bounds = {"max_seconds": max_seconds, "repeats": repeats}
     table = run_grid(cases, device=where, measure_error=errors, progress=not quiet, **bounds)
     text = format_table(table) if len(table) else "nothing was measured"
-    options.show_table(text, table, to_json, to_csv, save, overwrite)
+    options.show_table(text, table, to_json, to_csv)
     if chart is not None and len(table):
         for path in write_charts(table, chart):
             typer.echo(f"chart: {path}", err=True)

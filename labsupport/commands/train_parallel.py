@@ -164,7 +164,7 @@ def _train(
 def _division(options: Mapping[str, Any], run: Prepared, place: RankInfo) -> str:
     """Say in one line how the work is divided."""
     if options["parallel"] == "ring":
-        from labsupport.distributed.sequence_parallel.sharding import shard_length
+        from labsupport.distributed.sequence_parallel import shard_length
 
         layout = "contiguous" if options["contiguous"] else "zigzag"
         each = shard_length(run.length, place.world, zigzag=layout == "zigzag")

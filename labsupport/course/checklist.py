@@ -7,7 +7,7 @@ text may change from edition to edition, or in a student's hands; its tick stays
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FILE = "Checklist.md"
 KINDS = {"T": "theory", "P": "practice", "A": "application"}
@@ -18,16 +18,8 @@ _ITEM = re.compile(
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
-@dataclass(frozen=True)
-class Item:
-    """One box.
-
-    Attributes:
-        name: such as "T1-4".
-        kind: "T", "P" or "A".
-        day: of the three-day path.
-        ticked: whether anything stands in the box.
-    """
+class Item(NamedTuple):
+    """One box, such as "T1-4": "T", "P" or "A", and the day; ticked if anything stands in it."""
 
     name: str
     kind: str
@@ -36,11 +28,7 @@ class Item:
 
 
 def items(text: str) -> list[Item]:
-    """The boxes of a checklist, each name once; one that is there twice counts if either is ticked.
-
-    Args:
-        text: Markdown; lines that are no boxes of the lab's are skipped.
-    """
+    """The boxes in a Markdown text, each name once; of two with a name either may be ticked."""
     found: dict[str, Item] = {}
     for line in text.splitlines():
         if (match := _ITEM.match(line)) is None:
@@ -52,11 +40,7 @@ def items(text: str) -> list[Item]:
 
 
 def students_copy(text: str) -> str:
-    """The lab's checklist as it stands in a student's folder, where `theory` is a link.
-
-    Args:
-        text: that of `theory/checklists.md`.
-    """
+    """The lab's checklist as it stands in a student's folder, where `theory` is a link."""
 
     def moved(link: re.Match[str]) -> str:
         target = link[1]

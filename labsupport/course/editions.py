@@ -37,14 +37,10 @@ class ReleaseError(ValueError):
 
 @dataclass(frozen=True)
 class Edition:
-    """The student edition of one notebook.
+    """The student edition of one notebook: the file's name, which is the solved one's, and text.
 
-    Attributes:
-        name: the file's name, the same as the solved notebook's.
-        identifier: twelve hexadecimal digits that change with the contents. The notebook's own
-            metadata carries them too (`labsupport.edition`), so that a working copy still tells
-            which edition it came from.
-        text: the notebook file.
+    identifier: twelve hexadecimal digits that change with the contents. The notebook's own metadata
+        carries them too (`labsupport.edition`), so that a copy tells which edition it came from.
     """
 
     name: str

@@ -6,13 +6,11 @@ from pathlib import Path
 # In the name of a student's copy as it was before an upgrade. A file browser lists it below the
 # copy: ".ipynb" and ".md" come before it.
 OLDER_EDITION = ".older-edition-"
-# What earlier editions of the lab wrote instead.
-_EARLIER_NAMES = (".before-upgrade-", ".new-edition-")
 
 
 def lies_beside(path: str) -> bool:
     """Whether the lab put this file beside a student's copy, when it was upgraded."""
-    return any(mark in Path(path).name for mark in (OLDER_EDITION, *_EARLIER_NAMES))
+    return OLDER_EDITION in Path(path).name
 
 
 def write_new(path: Path, text: str | bytes) -> None:

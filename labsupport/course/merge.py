@@ -13,8 +13,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Cell = dict[str, Any]
 Notebook = dict[str, Any]
@@ -22,21 +21,11 @@ Notebook = dict[str, Any]
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-@dataclass(frozen=True)
-class Merged:
-    """A merged notebook.
-
-    Attributes:
-        notebook: as JSON.
-        conflicts: what could not be kept in its place, one sentence each.
-    """
+class Merged(NamedTuple):
+    """A merged notebook as JSON; what could not be kept in its place, one sentence each."""
 
     notebook: Notebook
     conflicts: tuple[str, ...]
-
-
-class MergeError(ValueError):
-    """The student's file is no notebook that can be merged."""
 
 
 def source_of(cell: Cell) -> str:
@@ -92,14 +81,16 @@ def merge(mine: Any, newer: Notebook) -> Merged:
         the merged notebook, and what could not be kept in its place.
 
     Raises:
-        MergeError: `mine` is no notebook of format 4.
+        ValueError: `mine` is no notebook of format 4.
     """
-    cells = _dict(mine).get("cells")
-    whole = isinstance(cells, list) and all(
-        isinstance(cell, dict) and _is_text(cell.get("source", "")) for cell in cells
-    )
-    if not whole or mine.get("nbformat") != 4:
-        raise MergeError("it is not a notebook of format 4")
+    try:
+        written_in = mine["nbformat"]
+        for cell in mine["cells"]:
+            source_of(cell)
+    except (AttributeError, KeyError, TypeError):
+        written_in = None
+    if written_in != 4:
+        raise ValueError("it is not a notebook of format 4")
     newer = copy.deepcopy(newer)
     hashes = _dict(_about(mine, "labsupport").get("cells"))
     base = {str(name): str(value) for name, value in hashes.items()}
@@ -107,26 +98,16 @@ def merge(mine: Any, newer: Notebook) -> Merged:
     taken, extra = _match(mine["cells"], newer["cells"], base, conflicts)
     merged = [(cell, False) for cell in extra.get(-1, [])]
     for index, cell in enumerate(newer["cells"]):
-        own = taken.get(index)
-        merged.append((cell if own is None else _renewed(cell, own, base, conflicts), True))
-        merged += [(own, False) for own in extra.get(index, [])]
+        if index in taken:
+            cell = _renewed(cell, taken[index], base, conflicts)
+        merged += [(cell, True), *((own, False) for own in extra.get(index, []))]
     newer["cells"] = list(_with_ids_of_their_own(merged))
     newer["metadata"] |= {k: v for k, v in _dict(mine.get("metadata")).items() if k != "labsupport"}
     return Merged(newer, tuple(conflicts))
 
 
-def _is_text(source: Any) -> bool:
-    lines = source if isinstance(source, list) else [source]
-    return all(isinstance(line, str) for line in lines)
-
-
 def _hash(cell: Cell) -> str:
     return source_hash(source_of(cell))
-
-
-def _written(cell: Cell, stub: Cell, base: dict[str, str]) -> bool:
-    """True if the student wrote something into a solution cell."""
-    return _hash(cell) not in (base.get(str(stub.get("id"))), _hash(stub))
 
 
 def _match(
@@ -139,34 +120,26 @@ def _match(
     anchor = -1
     for cell in mine:
         role, name = _key(cell)
-        # Unchanged since the older edition, even where an editor gave the cell another id.
-        instructors = _hash(cell) in base.values()
         place = places.get((role, name))
         if not role and (place is None or place in taken):
+            # An editor may have given the cell another id.
             alike = (i for i, c in enumerate(newer) if not _key(c)[0] and _hash(c) == _hash(cell))
             place = next((i for i in alike if i not in taken), None)
         anchor = anchor if place is None else place
-        keep = False  # as a cell of the student's own
-        if place is None:
-            if role and not instructors:
-                conflicts.append(
-                    f"the {role} {name}, which you had changed, is not in the newer edition"
-                )
-            keep = not instructors and role != "check"
-        elif role == "exercise cell" and _written(cell, newer[place], base):
-            kind, keep = cell.get("cell_type"), True
-            if kind != newer[place].get("cell_type"):
-                conflicts.append(f"{name} is a {kind} cell in your copy: a new one was added")
-            elif place in taken and _written(taken[place], newer[place], base):
-                conflicts.append(f"{name} was there more than once: the first counts")
-            else:
-                taken[place], keep = cell, False
-        elif role == "check" and place in taken:
-            conflicts.append(f"the check {name} was there twice")
-        elif not role or role == "check" or cell.get("cell_type") == newer[place].get("cell_type"):
-            taken.setdefault(place, cell)
-        if keep:
-            extra.setdefault(anchor, []).append(_own(cell))
+        given = set(base.values()) if place is None else {_hash(newer[place])}
+        if role and place is not None:
+            given.add(base.get(str(newer[place].get("id")), ""))
+        unchanged = _hash(cell) in given
+        if role == "exercise cell" and unchanged:
+            continue  # the newer stub stands there
+        same_kind = place is not None and cell.get("cell_type") == newer[place].get("cell_type")
+        if place is not None and place not in taken and (same_kind or not role):
+            taken[place] = cell
+        elif not unchanged:
+            if role != "check":
+                extra.setdefault(anchor, []).append(_own(cell))
+            if role:
+                conflicts.append(f"{role} {name}: the newer edition has no place for yours")
     return taken, extra
 
 
@@ -175,19 +148,15 @@ def _renewed(cell: Cell, own: Cell, base: dict[str, str], conflicts: list[str]) 
     role, name = _key(cell)
     before = base.get(str(cell.get("id")))
     given, wrote = _hash(cell), _hash(own)
-    changed, renewed = wrote != (before or given), given != before
+    changed, renewed = wrote not in (before or given, given), before not in (None, given)
     if role == "exercise cell":
-        if not _written(own, cell, base):
-            return cell
-        if renewed and before is not None:
+        if renewed:
             conflicts.append(f"what is given in {name} has changed: your cell is as you wrote it")
-    elif own.get("cell_type") != cell.get("cell_type") or (
-        changed and (role == "check" or renewed) and wrote != given
-    ):
+    elif own.get("cell_type") != cell.get("cell_type") or (changed and (role or renewed)):
         what = f"the check {name}" if role else _shown(source_of(own))
         conflicts.append(f"{what}: you changed this cell of the lab, and it was renewed")
         return cell
-    elif not changed and renewed and before is not None:
+    elif wrote != given and not changed:
         return cell
     parts = ("outputs", "execution_count", "attachments")
     kept = {part: copy.deepcopy(own[part]) for part in parts if part in own}

@@ -18,7 +18,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from labsupport import paths
 from labsupport.course import checklist, merge
@@ -28,12 +28,11 @@ from labsupport.course.files import OLDER_EDITION, replace, write_new
 STATE_FILE = ".labsupport.json"
 
 
-@dataclass(frozen=True)
-class Upgrade:
-    """A copy into which a newer edition was merged."""
+class Upgrade(NamedTuple):
+    """A copy into which a newer edition was merged, and the file with what it was before."""
 
-    copy: Path  # the student's notebook or checklist
-    before: Path  # what it was before, byte for byte
+    copy: Path
+    before: Path
     conflicts: tuple[str, ...]  # what could not be kept in its place, one sentence each
 
 
@@ -47,18 +46,11 @@ class StartReport:
     upgraded: list[Upgrade] = field(default_factory=list)  # a newer edition was merged into them
     left_alone: dict[Path, str] = field(default_factory=dict)  # cannot be read, and why
 
-    def leave_alone(self, copy: Path, reason: str) -> None:
-        """Note a copy that the lab cannot renew."""
-        self.kept.append(copy)
-        self.left_alone[copy] = reason
-
     def lines(self) -> list[str]:
         """The report for people, a line for each file and each conflict."""
         out = [f"created: {path}" for path in self.created]
-        for path in self.kept:
-            out.append(f"kept:    {path} (yours, unchanged)")
-            reasons = [self.left_alone[path]] if path in self.left_alone else []
-            out += [f"         left alone: {reason}" for reason in reasons]
+        out += [f"kept:    {path} (yours, unchanged)" for path in self.kept]
+        out += [f"left alone: {path}: {reason}" for path, reason in self.left_alone.items()]
         for upgrade in self.upgraded:
             out.append(f"renewed: {upgrade.copy} (a newer edition, with your work in it)")
             out.append(f"         as it was before: {upgrade.before}")
@@ -94,7 +86,7 @@ def _start_one(source: Path, report: StartReport, editions: dict[str, str]) -> N
         merged = merge.merge(mine, newer)
     except (OSError, ValueError, RecursionError) as error:
         reason = str(error).split("\n")[0]
-        report.leave_alone(copy, f"it cannot be read as a notebook ({reason})")
+        report.left_alone[copy] = f"it cannot be read as a notebook ({reason})"
         return
     # In ASCII: half of a character, as some editors leave it, has an escape only.
     text = json.dumps(merged.notebook, indent=1) + "\n"
@@ -116,7 +108,7 @@ def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]
             was = copy.read_bytes()
             renewed, added = checklist.with_new_items(was.decode("utf-8-sig"), text)
         except (OSError, ValueError) as error:
-            report.leave_alone(copy, f"it cannot be read as text ({error})")
+            report.left_alone[copy] = f"it cannot be read as text ({error})"
             return
         if not added:
             report.kept.append(copy)
@@ -126,12 +118,7 @@ def _start_checklist(source: Path, report: StartReport, editions: dict[str, str]
 
 
 def _exchange(
-    copy: Path,
-    was: bytes,
-    text: str,
-    edition: str,
-    conflicts: tuple[str, ...],
-    report: StartReport,
+    copy: Path, was: bytes, text: str, edition: str, conflicts: tuple[str, ...], report: StartReport
 ) -> bool:
     """Put the renewed text in the copy's place, with the old one saved; True if it was done."""
     # An upgrade that was interrupted finds the student's file beside, and saves it only once.
@@ -144,7 +131,7 @@ def _exchange(
             break
     # An editor may have saved meanwhile: then the file is newer than what was merged.
     if copy.read_bytes() != was:
-        report.leave_alone(copy, "it changed while it was being upgraded; start again")
+        report.left_alone[copy] = "it changed while it was being upgraded; start again"
         return False
     replace(copy, text)
     report.upgraded.append(Upgrade(copy, before, conflicts))
@@ -160,13 +147,9 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
         to: the student's folder, created if need be; `work/` in the project if None.
         notebooks: the folder of the solved notebooks; the lab's own if None.
 
-    Returns:
-        what was created, kept and upgraded.
-
     Raises:
         ValueError: `to` is the folder of the solved notebooks, or is a file.
         labsupport.course.editions.ReleaseError: a notebook has no student edition.
-        OSError: the folder cannot be written to.
     """
     sources = release.solved_notebooks(notebooks)
     folder = paths.project_root() / "work" if to is None else to

@@ -8,8 +8,8 @@ has its minutes in the last column but one.
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from labsupport import paths
 from labsupport.course import checklist
@@ -22,23 +22,15 @@ _ROW = re.compile(rf"^\| ({CORE}|{EXTRA}) \|(.*)\| (\d+) \|[^|]*\|$", re.MULTILI
 _EXERCISE = re.compile(r"\*\*(\d-\d)\*\*")
 
 
-@dataclass(frozen=True)
-class Step:
-    """One row of a day's table.
-
-    Attributes:
-        kind: "core" or "extra".
-        exercises: such as "1-3".
-        minutes: reading and exercises, without the machine's time.
-    """
+class Step(NamedTuple):
+    """One row of a day's table, "core" or "extra"; exercises such as "1-3"."""
 
     kind: str
     exercises: tuple[str, ...]
     minutes: int
 
 
-@dataclass(frozen=True)
-class Day:
+class Day(NamedTuple):
     """One day of the path: its number, its title, its steps in order."""
 
     number: int
@@ -51,15 +43,7 @@ class Day:
 
 
 def read_days(page: Path | None = None) -> list[Day]:
-    """The days of the path, in order.
-
-    Args:
-        page: the Markdown file; the lab's own if None.
-
-    Raises:
-        OSError: there is no such file.
-        labsupport.paths.ProjectNotFoundError: the lab's own page cannot be found from here.
-    """
+    """The days of the path, in order, from its page; raise OSError if there is none."""
     page = paths.project_root() / "theory" / "three-days.md" if page is None else page
     parts = _DAY.split(page.read_text(encoding="utf-8"))
     days = []
@@ -81,7 +65,6 @@ def lines_of_path(
     Exercises of notebooks that the student has not got are not counted.
 
     Args:
-        days: as `read_days` returns them.
         checks: by notebook, as `Progress.checks`.
         boxes: of the student's checklist; empty if there is none.
     """
@@ -121,20 +104,11 @@ def _count(done: Iterable[bool]) -> str:
 
 
 def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> list[str]:
-    """What `labsupport progress` says of the path; nothing where the lab's page is not there.
-
-    Args:
-        folder: the student's; `work/` in the project if None.
-        checks: by notebook, as `Progress.checks`.
-    """
+    """What `labsupport progress` says of the path; nothing where the lab's page is not there."""
     try:
         days = read_days()
-        folder = paths.project_root() / "work" if folder is None else folder
+        file = (folder or paths.project_root() / "work") / checklist.FILE
     except (OSError, paths.ProjectNotFoundError):
         return []
-    file, boxes, troubles = folder / checklist.FILE, [], []
-    try:
-        boxes = checklist.items(file.read_text(encoding="utf-8")) if file.exists() else []
-    except (OSError, ValueError) as error:
-        troubles = [f"{file}: cannot be read ({error})"]
-    return lines_of_path(days, checks, boxes) + troubles
+    boxes = checklist.items(file.read_text(encoding="utf-8")) if file.exists() else []
+    return lines_of_path(days, checks, boxes)

@@ -2,14 +2,13 @@
 
 minimal_ring        ring attention in 60 lines, to read first
 ring/               attention over a sequence that no single device holds
-sequence_parallel/  a model whose sequence is sharded over the ranks
+sequence_parallel   a model whose sequence is sharded over the ranks
 data_parallel/      other data on each rank: DDP, FSDP, distributed checkpoints
 scaling             what larger worlds and other links would give, predicted
 process_group       which rank this process is, and its device
 launch              a function in several processes of this machine
 demos               runs of notebook 3
-ring_check          labsupport ring check: is it right on these devices?
-ring_bench          labsupport ring bench: how fast is it?
+ring_programs       labsupport ring check, bench: is it right on these devices, and how fast?
 failures            errors of ranks: which explain themselves
 
 Names are imported from these files when first used, so that the program `labsupport` starts fast.

@@ -31,10 +31,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -121,7 +120,7 @@ def launch(
         (folder / "job").write_bytes(job)
         try:
             for rank in range(processes):
-                workers.append(_Worker.start(rank, folder, environment))
+                workers.append(_Worker(rank, folder, environment))
             return _results(workers)
         finally:
             _end(workers)
@@ -130,8 +129,7 @@ def launch(
 # --- the processes, from outside ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """Cause of a rank's end; `lost`: it says that other ranks are gone or late."""
 
     what: str
@@ -140,29 +138,23 @@ class _Failure:
     lost: bool = False
 
 
-@dataclass(frozen=True)
 class _Worker:
     """One rank's process, and the files that it leaves in the run's folder."""
 
-    rank: int
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    @classmethod
-    def start(cls, rank: int, folder: Path, environment: Mapping[str, str]) -> _Worker:
+    def __init__(self, rank: int, folder: Path, environment: Mapping[str, str]) -> None:
         """Start the process in a session of its own: the terminal's Control-C is the launcher's."""
+        self.rank, self.folder = rank, folder
         code = (
             f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; "
             f"from labsupport.distributed import launch; launch._work({str(folder)!r})"
         )
         with (folder / f"output-{rank}").open("wb") as output:
-            process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        return cls(rank, folder, process)
 
     def failure(self) -> _Failure | None:
         """Return how the rank failed; None if it runs or has succeeded."""

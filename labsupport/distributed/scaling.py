@@ -1,8 +1,8 @@
 """Predictions for several devices: ring attention and DDP, from compute and links.
 
 A prediction takes what one device needs alone and what a link carries, and follows the schedule of
-`Plan`. It leaves out starting kernels, links that share a switch, and clocks that fall when all
-devices work: so it is a bound on efficiency. Theory chapter 7 derives it.
+`Plan`. It leaves out latencies, starting kernels, links that share a switch, and clocks that fall
+when all devices work: so it is a bound on efficiency. Theory chapter 7 derives it.
 
 A ring. In each step a rank computes with the keys that it holds, while those of the next step
 travel:
@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.ring.plan import Plan
@@ -37,6 +36,7 @@ Direction = Literal["forward", "backward", "forward+backward"]
 PRODUCTS = {"forward": 2, "backward": 5, "forward+backward": 7}
 ZIGZAG = {"contiguous": False, "zigzag": True}
 ELEMENT = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+BUCKET_BYTES = 25 * 2**20  # DDP's default
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,12 @@ class RingPrediction:
     Attributes:
         total_ms: until the last rank is done.
         exposed_ms: by how much the total exceeds what it would be if messages took no time.
-        hop_ms: the longest message of a step.
         sent_bytes: by the rank that sends most.
         efficiency: world * single_ms / total_ms.
     """
 
     total_ms: float
     exposed_ms: float
-    hop_ms: float
     sent_bytes: int
     efficiency: float
 
@@ -84,7 +82,6 @@ def predict_ring(
     heads: int,
     head_dim: int,
     kv_heads: int | None = None,
-    batch: int = 1,
     dtype: str = "bfloat16",
     causal: bool = True,
     layout: Layout = "zigzag",
@@ -92,17 +89,16 @@ def predict_ring(
     single_ms: float | None = None,
     tflops: float | None = None,
     gb_s: float = LINKS[0].gb_s,
-    latency_us: float = 0.0,
     memory_gb_s: float | None = None,
 ) -> RingPrediction:
-    """Predict a ring's time from one device's.
+    """Predict a ring's time from one device's, batch 1.
 
     Args:
-        world, seqlen_per_rank, heads, kv_heads, head_dim, batch, dtype, causal, layout: the call.
+        world, seqlen_per_rank, heads, kv_heads, head_dim, dtype, causal, layout: the call.
         direction: "forward+backward" is one after the other.
         single_ms: what the kernel needs on one device for `seqlen_per_rank` tokens, same direction.
         tflops: in its place, what it achieves.
-        gb_s, latency_us: of a link, each way; a message takes latency_us + bytes / gb_s.
+        gb_s: of a link, each way.
         memory_gb_s: of a device; adding a step's result to the result so far reads and writes it in
             float32 and reads the new part. None: that is free.
 
@@ -124,10 +120,10 @@ def predict_ring(
     plan = Plan.of(world, seqlen_per_rank, causal=causal, zigzag=ZIGZAG[layout])
     one = Plan.of(1, seqlen_per_rank, causal=causal).pairs(0)[0]
     if single_ms is None:
-        single_ms = one * batch * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
-    narrow, wide = batch * head_dim * ELEMENT[dtype], batch * head_dim * 4  # a head of a token
+        single_ms = one * heads * 2 * head_dim * PRODUCTS[direction] / (tflops or 1) / 1e9
+    narrow, wide = head_dim * ELEMENT[dtype], head_dim * 4  # bytes of a token's head
     add_ms = 0.0 if memory_gb_s is None else (narrow + 2 * wide) / memory_gb_s / 1e6
-    total = free = longest = sent = 0.0
+    total = free = sent = 0.0
     for name in direction.split("+"):
         backward = name == "backward"
         pair_ms = single_ms * PRODUCTS[name] / PRODUCTS[direction] / one
@@ -144,43 +140,32 @@ def predict_ring(
             ]
             for rank in range(world)
         ]
-        values = seqlen_per_rank * 2 * kv_heads  # of K and V, per head_dim and batch
-        nbytes = _messages(plan, values * narrow, values * wide if backward else 0)
-        times = [
-            {way: latency_us / 1e3 + size / gb_s / 1e6 for way, size in step.items()}
-            for step in nbytes
-        ]
-        total += _end(work, times)
-        free += _end(work, [dict.fromkeys(step, 0.0) for step in times])
-        longest = max([longest, *(ms for step in times for ms in step.values())])
-        sent += max(
-            sum(size for step in nbytes for (sender, _), size in step.items() if sender == rank)
-            for rank in range(world)
-        )
-    return RingPrediction(total, total - free, longest, int(sent), world * single_ms / total)
+        values = seqlen_per_rank * 2 * kv_heads  # K and V, or dK and dV, in heads of tokens
+        steps, by_rank = list[Counter[tuple[int, int]]](), Counter[int]()
+        for messages in plan.messages[: len(plan.route) + backward]:
+            step = Counter[tuple[int, int]]()  # bytes by sender and receiver
+            for what, sender, receiver in messages:
+                if what == "keys" or backward:
+                    size = values * (narrow if what == "keys" else wide)
+                    step[sender, receiver] += size
+                    by_rank[sender] += size
+            steps.append(step)
+        total += _end(work, steps, gb_s)
+        free += _end(work, steps, math.inf)
+        sent += max(by_rank.values(), default=0)
+    return RingPrediction(total, total - free, int(sent), world * single_ms / total)
 
 
-def _messages(plan: Plan, kv_bytes: int, gradient_bytes: int) -> list[dict[tuple[int, int], int]]:
-    """Bytes of each step by (sender, receiver); without gradients it is a forward's."""
-    steps = list[dict[tuple[int, int], int]]()
-    for messages in plan.messages[: len(plan.route) + bool(gradient_bytes)]:
-        sent = Counter[tuple[int, int]]()
-        for what, sender, receiver in messages:
-            sent[sender, receiver] += kv_bytes if what == "keys" else gradient_bytes
-        steps.append(+sent)  # without messages of no bytes
-    return steps
-
-
-def _end(work: list[list[float]], times: list[dict[tuple[int, int], float]]) -> float:
-    """The time of the last rank: `work` by [rank][step], `times` of messages by step."""
+def _end(work: list[list[float]], steps: list[Counter[tuple[int, int]]], gb_s: float) -> float:
+    """The time of the last rank: `work` in ms by [rank][step], bytes of messages by step."""
     begin = [0.0] * len(work)
-    for step, messages in enumerate(times):
+    for step, messages in enumerate(steps):
         ends = [
             at + sum(row[step : step + 1])  # in a backward's last step nothing is computed
             for at, row in zip(begin, work, strict=True)
         ]
-        for (sender, receiver), ms in messages.items():
-            there = max(begin[sender], begin[receiver]) + ms
+        for (sender, receiver), size in messages.items():
+            there = max(begin[sender], begin[receiver]) + size / gb_s / 1e6
             ends[sender], ends[receiver] = max(ends[sender], there), max(ends[receiver], there)
         begin = ends
     return max(begin)
@@ -207,27 +192,23 @@ def hides_from(
     heads: int,
     head_dim: int,
     kv_heads: int | None = None,
-    batch: int = 1,
     dtype: str = "bfloat16",
     balanced_causal: bool = True,
     direction: Literal["forward", "backward"] = "forward",
-    latency_us: float = 0.0,
 ) -> float:
     """Return the fewest tokens of a rank whose step of compute is as long as its messages.
 
     A step of n queries and n keys (half of the pairs in a zigzag ring) takes a n^2, its messages
-    c n + latency. So n = (c + sqrt(c^2 + 4 a latency)) / 2a; theory chapter 7 derives it.
-    `balanced_causal` False is no mask: all pairs, half of that n.
+    c n; theory chapter 7 derives both. `balanced_causal` False is no mask: all pairs, half of that
+    n.
 
     >>> round(hides_from(600, 25, heads=32, kv_heads=8, head_dim=128))
     12000
     """
-    kv_heads, element = kv_heads or heads, ELEMENT[dtype]
     pairs = 0.5 if balanced_causal else 1.0
-    a = pairs * 2 * PRODUCTS[direction] * head_dim * heads * batch / (tflops * 1e12)
-    travels = element + (4 if direction == "backward" else 0)
-    c = 2 * kv_heads * head_dim * batch * travels / (gb_s * 1e9)
-    return (c + math.sqrt(c * c + 4 * a * latency_us / 1e6)) / (2 * a)
+    a = pairs * 2 * PRODUCTS[direction] * head_dim * heads / (tflops * 1e12)
+    travels = ELEMENT[dtype] + (4 if direction == "backward" else 0)
+    return 2 * (kv_heads or heads) * head_dim * travels / (gb_s * 1e9) / a
 
 
 # --- DDP ------------------------------------------------------------------------------------------
@@ -244,33 +225,22 @@ class DdpPrediction:
 
 
 def predict_ddp(
-    parameters: int,
-    world: int,
-    *,
-    step_ms: float,
-    backward_ms: float | None = None,
-    gb_s: float = LINKS[0].gb_s,
-    latency_us: float = 0.0,
-    bucket_mib: float = 25.0,
-    gradient_bytes: int = 4,
+    parameters: int, world: int, *, step_ms: float, gb_s: float = LINKS[0].gb_s
 ) -> DdpPrediction:
     """Predict a DDP step with one micro-batch from one device's step.
 
     Args:
-        parameters, gradient_bytes: what is all-reduced.
-        step_ms, backward_ms: of one device alone; a backward takes two thirds of a step unless said
-            (twice the forward's FLOPs; the optimizer's time is neglected).
-        gb_s, latency_us: of a link, each way; a ring all-reduce has 2 (world - 1) messages.
-        bucket_mib: as DDP's bucket_cap_mb.
+        parameters: their gradients are all-reduced, in float32.
+        step_ms: of one device alone; the backward takes two thirds of it (twice the forward's
+            FLOPs; the optimizer's time is neglected).
+        gb_s: of a link, each way.
 
     >>> predict_ddp(355_000_000, 8, step_ms=30, gb_s=450).exposed_ms < 0.2
     True
     """
-    backward = 2 / 3 * step_ms if backward_ms is None else backward_ms
-    nbytes = gradient_bytes * parameters
-    buckets = max(1, math.ceil(nbytes / (bucket_mib * 2**20)))
+    backward, nbytes = 2 / 3 * step_ms, 4 * parameters
+    buckets = max(1, math.ceil(nbytes / BUCKET_BYTES))
     one = ddp_bytes_sent(nbytes, world) / buckets / gb_s / 1e6
-    one += 2 * (world - 1) * latency_us / 1e3
     done = 0.0
     for bucket in range(buckets):
         done = max(done, backward * (bucket + 1) / buckets) + one
@@ -281,56 +251,34 @@ def predict_ddp(
 # --- beside a recorded run ------------------------------------------------------------------------
 
 
-def check_against(
-    table: pd.DataFrame, *, gb_s: float = LINKS[0].gb_s, memory_gb_s: float | None = None
-) -> pd.DataFrame:
-    """Set predictions beside a recorded run's times: a ring's, or DDP's.
+def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> pd.DataFrame:
+    """Set predictions beside a recorded ring's times.
 
     Args:
-        table: of `ring_bench.measure_ring` or of `python -m benchmarks data_parallel`.
-        gb_s, memory_gb_s: of the devices on which it was measured.
+        table: of `ring_programs.measure_ring`, on devices with NVLink.
+        memory_gb_s: of the devices on which it was measured.
 
     Returns:
-        One row for each measured one of more than one rank (of the first: those that go around in
-        a ring, PyTorch's context parallelism does not; of the second: those of DDP with one
-        micro-batch): what it is, median_ms or step_ms, predicted_ms, ratio (measured over
-        predicted), efficiency, predicted_efficiency.
+        One row for each measured one of more than one rank (PyTorch's context parallelism, which is
+        no ring, left out): what it is, median_ms, predicted_ms, ratio (measured over predicted),
+        efficiency, predicted_efficiency.
     """
     import pandas as pd
 
-    ok, rows = table[(table.status == "ok") & (table.world > 1)], []
-    if "layout" in table:
-        ring = ~ok.implementation.str.startswith("context_parallel")
-        for row in ok[ring & ok.single_ms.notna()].to_dict("records"):
-            names = ("heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms")
-            guess = predict_ring(
-                row["world"],
-                row["seqlen_per_rank"],
-                **{name: row[name] for name in names},
-                gb_s=gb_s,
-                memory_gb_s=memory_gb_s,
-            )
-            what = ("layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction")
-            ideal = row["world"] * row["single_ms"]
-            rows.append(_beside(row, what, "median_ms", guess.total_ms, ideal))
-        return pd.DataFrame(rows)
-    alone = table[(table.strategy == "single") & (table.world == 1) & (table.micro_batches == 1)]
-    single = alone.set_index(["preset", "length"]).step_ms.to_dict()
-    for row in ok[(ok.strategy == "ddp") & (ok.micro_batches == 1)].to_dict("records"):
-        if (ideal := single.get((row["preset"], row["length"]))) is not None:
-            guess = predict_ddp(row["parameters"], row["world"], step_ms=ideal, gb_s=gb_s)
-            what = ("strategy", "preset", "world", "length")
-            rows.append(_beside(row, what, "step_ms", guess.step_ms, ideal))
+    rows = []
+    ok = table[(table.status == "ok") & (table.world > 1) & table.single_ms.notna()]
+    for row in ok[~ok.implementation.str.startswith("context_parallel")].to_dict("records"):
+        names = ("heads", "kv_heads", "head_dim", "dtype", "layout", "direction", "single_ms")
+        call = {name: row[name] for name in names}
+        guess = predict_ring(row["world"], row["seqlen_per_rank"], **call, memory_gb_s=memory_gb_s)
+        what = ("layout", "implementation", "world", "seqlen_per_rank", "kv_heads", "direction")
+        rows.append(
+            {name: row[name] for name in (*what, "median_ms")}
+            | {
+                "predicted_ms": guess.total_ms,
+                "ratio": row["median_ms"] / guess.total_ms,
+                "efficiency": row["world"] * row["single_ms"] / row["median_ms"],
+                "predicted_efficiency": guess.efficiency,
+            }
+        )
     return pd.DataFrame(rows)
-
-
-def _beside(
-    row: Mapping[Any, Any], what: Iterable[str], time: str, predicted: float, ideal: float
-) -> dict[str, Any]:
-    return {name: row[name] for name in what} | {
-        time: row[time],
-        "predicted_ms": predicted,
-        "ratio": row[time] / predicted,
-        "efficiency": ideal / row[time],
-        "predicted_efficiency": ideal / predicted,
-    }

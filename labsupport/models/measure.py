@@ -20,6 +20,7 @@ from labsupport.models.integration.select import set_attention
 from labsupport.models.integration.trace import attention_used, reset_attention_used
 from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.profiling import measure_peak_memory, measure_time
+from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.provenance import provenance
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def kernels_used(model: PreTrainedModel) -> str:
     return " and ".join(kernels) or f"Transformers' {model.config._attn_implementation}"
 
 
+@warn_if_busy()
 def measure_model(
     model: PreTrainedModel,
     ids: Tensor,

@@ -4,10 +4,10 @@ An implementation has the same colour and marker in every chart (colours of Okab
 Paul Tol, told apart by readers with any colour vision).
 
     charts       time and memory against sequence length; predictions; rooflines
-    explorer     how the score matrix is cut into tiles; block sizes, fast memory and traffic
+    explorer     the score matrix: weights, tiles; block sizes, fast memory and traffic
     precision    dtypes and magnitudes from layer to layer
     training     what fills the memory, how losses run, what a longer context brings
-    distributed  a ring's steps, who waits for whom, what more devices bring
+    distributed  who waits for whom, what more devices bring
     monitor      memory and use of a device over time
     drawing      the vocabulary that charts share
     figure       a figure that shows and describes itself
@@ -21,11 +21,12 @@ from labsupport.plotting.charts import (
     plot_memory,
     plot_predictions,
     plot_roofline,
+    plot_share,
     plot_time,
 )
-from labsupport.plotting.distributed import plot_ring_steps, plot_scaling, plot_timeline
+from labsupport.plotting.distributed import plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
-from labsupport.plotting.explorer import plot_tile_choices, plot_tiles
+from labsupport.plotting.explorer import plot_tile_choices, plot_tiles, plot_weights
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.precision import plot_dtype_flow
 from labsupport.plotting.training import (
@@ -46,14 +47,15 @@ __all__ = [
     "plot_memory",
     "plot_memory_parts",
     "plot_predictions",
-    "plot_ring_steps",
     "plot_roofline",
     "plot_runs",
     "plot_scaling",
+    "plot_share",
     "plot_tile_choices",
     "plot_tiles",
     "plot_time",
     "plot_timeline",
     "plot_training",
+    "plot_weights",
     "style",
 ]

@@ -1,6 +1,6 @@
 """Charts from benchmark tables, predictions and rooflines.
 
-Solid lines are the reader's own run, dashed lines with hollow markers are recorded ones. A case
+Solid lines are the reader's own run, dashed lines with hollow markers a recorded one. A case
 that ran out of memory is a cross at its length, at the top of the chart. Small print names device
 and date. Benchmark tables are DataFrames as `labsupport.profiling.benchmark.run_grid` returns them,
 one shape family at a time.
@@ -22,7 +22,6 @@ from labsupport.plotting.drawing import (
     draw_references,
     log2_axis,
     log10_axis,
-    need,
     plain,
     style,
 )
@@ -37,32 +36,24 @@ _SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal")
 CROSS_SPACING = 0.065  # of the height of a panel, between two lines of crosses
 
 
-def plot_time(
-    table: pd.DataFrame,
-    *,
-    title: str,
-    recorded: pd.DataFrame | None = None,
-    references: Sequence[Reference] = (),
-) -> Chart:
+def plot_time(table: pd.DataFrame, *, title: str, references: Sequence[Reference] = ()) -> Chart:
     """Plot the median time in ms against sequence length, with a band between the quartiles.
 
     Args:
         table: the run to draw.
         title: the finding, as a sentence.
-        recorded: another run, drawn dashed and labelled "recorded".
         references: lines to judge by, in ms.
 
     Raises:
         ValueError: the table mixes shapes, dtypes or masks, or lacks a column.
     """
-    return _plot(table, recorded, "median_ms", "time (ms)", title, references, band=True)
+    return _plot(table, "median_ms", "time (ms)", title, references, band=True)
 
 
 def plot_memory(
     table: pd.DataFrame,
     *,
     title: str,
-    recorded: pd.DataFrame | None = None,
     references: Sequence[Reference] = (),
     label: str = "peak extra memory (MiB)",
 ) -> Chart:
@@ -70,13 +61,11 @@ def plot_memory(
 
     Arguments and errors as `plot_time`; `label` says what is counted, if it is not extra memory.
     """
-    scale = 2**-20
-    return _plot(table, recorded, "peak_memory_bytes", label, title, references, scale=scale)
+    return _plot(table, "peak_memory_bytes", label, title, references, scale=2**-20)
 
 
 def _plot(
     table: pd.DataFrame,
-    recorded: pd.DataFrame | None,
     column: str,
     ylabel: str,
     title: str,
@@ -85,42 +74,38 @@ def _plot(
     scale: float = 1.0,
     band: bool = False,
 ) -> Chart:
-    runs = [(table, bool(table.attrs.get("provenance", {}).get("recorded")))]
-    runs += [] if recorded is None else [(recorded, True)]
-    for run, _ in runs:
-        _check(run, column)
-    directions = list(dict.fromkeys(d for run, _ in runs for d in run["direction"]))
+    _check(table, column)
+    recorded = bool(table.attrs.get("provenance", {}).get("recorded"))
+    directions = list(dict.fromkeys(table["direction"]))
     figure = Chart(figsize=(2.8 + 5.0 * len(directions), 4.8))
     panels = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
     for axes, direction in zip(panels, directions, strict=True):
-        shown = [(run[run["direction"] == direction], is_recorded) for run, is_recorded in runs]
-        lengths = sorted({n for rows, _ in shown for n in rows["seqlen"]})
-        for rows, is_recorded in shown:
-            for backend in dict.fromkeys(rows["backend"]):
-                series = rows[rows["backend"] == backend].sort_values("seqlen")
-                _draw_series(axes, series, backend, column, scale, band, is_recorded)
-        draw_references(axes, references if lengths else (), lengths)
+        rows = table[table["direction"] == direction]
+        lengths = sorted(set(rows["seqlen"]))
+        for backend in dict.fromkeys(rows["backend"]):
+            series = rows[rows["backend"] == backend].sort_values("seqlen")
+            _draw_series(axes, series, backend, column, scale, band, recorded)
+        draw_references(axes, references, lengths)
         log2_axis(axes, lengths, "sequence length (tokens, 1K = 1024)")
-        if lengths:
-            axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+        axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
         axes.tick_params(axis="x", labelrotation=45 if len(lengths) > 9 else 0)
         plain(axes)
         if len(directions) > 1:
             axes.set_title(direction, fontsize=10, loc="left")
-        for rows, is_recorded in shown:
-            _draw_out_of_memory(axes, rows, is_recorded)
+        _draw_out_of_memory(axes, rows, recorded)
     panels[0].set_ylabel(ylabel)
     _finish_y_axis(panels)
     add_legend(figure, panels)
     width = int(figure.get_size_inches()[0] * 9)
-    small = "\n".join(textwrap.fill(_small_print(run), int(width * 1.6)) for run, _ in runs)
+    small = textwrap.fill(_small_print(table), int(width * 1.6))
     figure.headline(textwrap.fill(title, int(width * 0.7)), small)
     return figure
 
 
 def _check(run: pd.DataFrame, column: str) -> None:
     columns = "backend", "direction", column, "seqlen", "status"
-    need(run, *columns, hint="pass what run_grid returned")
+    if missing := [name for name in columns if name not in run]:
+        raise ValueError(f"the table lacks {', '.join(missing)}: pass what run_grid returned")
     for name in _SHAPE:
         if name in run and run[name].nunique() > 1:
             values = ", ".join(str(value) for value in sorted(set(run[name])))
@@ -161,8 +146,7 @@ def _draw_out_of_memory(axes: Axes, rows: pd.DataFrame, recorded: bool) -> None:
     """Draw a cross for each lost case at its length, one line of crosses per implementation."""
     lost = rows[rows["status"] == "out of memory"]
     left, right = axes.get_xlim()
-    # Crosses of another run may be there already: go below them.
-    for level, backend in enumerate(dict.fromkeys(lost["backend"]), start=_crosses(axes)):
+    for level, backend in enumerate(dict.fromkeys(lost["backend"])):
         lengths = sorted(lost.loc[lost["backend"] == backend, "seqlen"])
         height, colour = 0.96 - CROSS_SPACING * level, style(backend)[0]
         label = f"{backend}{' (recorded)' if recorded else ''}: out of memory"
@@ -219,6 +203,19 @@ def _small_print(run: pd.DataFrame) -> str:
 # --- predictions and rooflines --------------------------------------------------------------------
 
 
+def plot_share(shares: pd.Series, *, title: str) -> Chart:
+    """Plot attention's share of the FLOPs, 0 to 1, against the number of tokens (the index)."""
+    figure = Chart(figsize=(7.2, 3.4))
+    axes = figure.subplots()
+    axes.plot(shares.index, shares, color=BLUE, marker="o", label="attention's share")
+    axes.axhline(0.5, color=GREY, linestyle=":", linewidth=1.2)
+    log2_axis(axes, list(shares.index), "sequence length (tokens, 1K = 1024)")
+    axes.set(ylim=(0, 1), ylabel="share of the FLOPs")
+    plain(axes)
+    figure.headline(title, "By formula, one causal pass over the whole text, all logits counted")
+    return figure
+
+
 def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
     """Plot predicted times with their intervals, a row for each device, from above to below.
 
@@ -227,13 +224,7 @@ def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") 
             time by the specification) may be there, NaN where there is none.
         title: the finding, as a sentence.
         small_print: the case, and what the predictions rest on.
-
-    Raises:
-        ValueError: a column is missing, or there is no row.
     """
-    need(table, "device", "ms", "low_ms", "high_ms", hint="one row a device is needed")
-    if table.empty:
-        raise ValueError("there is no prediction to draw")
     figure = Chart(figsize=(8.8, 1.9 + 0.36 * len(table)))
     axes, rows = figure.subplots(), range(len(table))
     axes.hlines(rows, table["low_ms"], table["high_ms"], color=BLUE, linewidth=5, alpha=0.35,
@@ -289,13 +280,7 @@ def plot_roofline(
         roofs: at least one; the first is drawn solid (the specified one, say), others dashed.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: no roof, or a column is missing.
     """
-    need(table, "backend", "intensity", "tflops", hint="pass what roofline() returned")
-    if not roofs:
-        raise ValueError("a roofline needs at least one roof")
     figure = Chart(figsize=(8.6, 5.2))
     axes = figure.subplots()
     measured = table[table["tflops"].notna() & (table["tflops"] > 0)]

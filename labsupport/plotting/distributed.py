@@ -1,4 +1,4 @@
-"""Several devices: a ring's steps, who computes and who waits, and what more devices bring."""
+"""Several devices: who computes and who waits, and what more devices bring."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import ScalarFormatter
 
 from labsupport.plotting.drawing import (
     BLUE,
-    GREY,
     ORANGE,
-    PALE,
     RED,
     SKY,
     STYLES,
@@ -21,7 +19,6 @@ from labsupport.plotting.drawing import (
     add_legend,
     draw_references,
     log2_axis,
-    need,
     plain,
 )
 from labsupport.plotting.figure import Chart
@@ -35,66 +32,6 @@ _LINES = ((RED, "s"), (ORANGE, "v"), (SKY, "P"), ("#AA4466", "X"), ("#808080", "
 _KNOWN = STYLES | {"native": STYLES["sdpa_flash"], "cudnn": STYLES["sdpa_cudnn"]}
 
 
-def plot_ring_steps(table: pd.DataFrame, *, block: int, title: str, small_print: str = "") -> Chart:
-    """Draw which rank works on whose keys in which step, and how much: a panel for each layout.
-
-    Each cell is filled as far as its block of queries and keys is visible. A step lasts as long as
-    its fullest cell: written above the column.
-
-    Args:
-        table: columns layout, rank, step, owner (whose keys), pairs (visible ones: the work).
-        block: pairs of a whole block, with nothing hidden.
-        title: the finding, as a sentence.
-        small_print: sizes.
-
-    Raises:
-        ValueError: a column is missing.
-    """
-    need(table, "layout", "rank", "step", "owner", "pairs")
-    layouts = list(dict.fromkeys(table["layout"]))
-    ranks, steps = table["rank"].max() + 1, table["step"].max() + 1
-    figure = Chart(figsize=(1.6 + 0.85 * steps * len(layouts), 1.9 + 0.62 * ranks))
-    panels = figure.subplots(1, len(layouts), sharey=True, squeeze=False)[0]
-    words = []
-    for axes, layout in zip(panels, layouts, strict=True):
-        rows = table[table["layout"] == layout]
-        for row in rows.itertuples():
-            share = row.pairs / block
-            for height, colour in ((0.92, PALE), (0.92 * share, BLUE)):  # filled from below
-                corner = row.step + 0.04, row.rank + 0.96 - height
-                axes.add_patch(Rectangle(corner, 0.92, height, facecolor=colour, edgecolor="none"))
-            axes.annotate(
-                f"K{row.owner} V{row.owner}" if row.pairs else "–",
-                (row.step + 0.5, row.rank + 0.26),
-                ha="center", va="center", fontsize=9,
-                color="white" if share > 0.6 else "black",
-            )  # fmt: skip
-        busiest = rows.groupby("step")["pairs"].max() / block
-        total = rows.groupby("rank")["pairs"].sum() / block
-        for step, most in busiest.items():
-            axes.annotate(f"{most:.2g}", (step + 0.5, -0.1), ha="center", fontsize=9, color=GREY)
-        for rank, work in total.items():
-            axes.annotate(
-                f"{work:.3g}", (steps + 0.08, rank + 0.5), va="center", fontsize=9,
-                color="#444444", annotation_clip=False,
-            )  # fmt: skip
-        axes.set(xlim=(0, steps + 0.75), ylim=(ranks, -0.5))
-        axes.set_xticks([step + 0.5 for step in range(steps)], map(str, range(steps)))
-        axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
-        axes.set_xlabel("step")
-        axes.set_title(f"{layout}: {busiest.sum():.2g} blocks of time", fontsize=10, loc="left")
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        words.append(
-            f"{layout}: the steps last {', '.join(f'{most:.2g}' for most in busiest)} blocks, "
-            f"{busiest.sum():.3g} together; the ranks' work is "
-            f"{', '.join(f'{work:.3g}' for work in total)} blocks."
-        )
-    unit = "Above: how long each step lasts. Right: each rank's work. In whole blocks."
-    figure.say(title, f"{unit} {small_print}".strip(), words, wrap=86)
-    return figure
-
-
 def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> Chart:
     """Draw what each rank did when: a panel for each layout, two lines for each rank.
 
@@ -102,11 +39,7 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
         table: columns layout, rank, what ("compute" or "message"), start_ms, end_ms.
         title: the finding, as a sentence.
         small_print: device, sizes, and what a message's beginning and end are.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    need(table, "layout", "rank", "what", "start_ms", "end_ms")
     layouts, ranks = list(dict.fromkeys(table["layout"])), sorted(set(table["rank"]))
     figure = Chart(figsize=(8.6, 1.3 + len(layouts) * (0.45 + 0.55 * len(ranks))))
     panels = figure.subplots(len(layouts), 1, sharex=True, squeeze=False)[:, 0]
@@ -165,12 +98,9 @@ def plot_scaling(
         small_print: device, date, sizes.
 
     Raises:
-        ValueError: a column is missing, there is no row, or two rows are the same point.
+        ValueError: two rows are the same point.
     """
     keys = [series, *([panel] if panel else []), "world"]
-    need(table, *keys, column)
-    if table.empty:
-        raise ValueError("there is no row to draw")
     if table.duplicated(keys).any():
         raise ValueError(f"several rows have the same {', '.join(keys)}: choose one of each first")
     worlds = sorted(set(table["world"]))

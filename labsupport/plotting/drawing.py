@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -55,12 +54,6 @@ def style(backend: str) -> tuple[str, str]:
     if backend in known:
         return known[backend]
     return _SPARE[zlib.crc32(backend.encode()) % len(_SPARE)], "p"
-
-
-def need(table: pd.DataFrame, *columns: str, hint: str = "") -> None:
-    """Raise a ValueError that names the columns a table lacks."""
-    if missing := [name for name in columns if name not in table]:
-        raise ValueError(f"the table lacks {', '.join(missing)}" + (f": {hint}" if hint else ""))
 
 
 def draw_references(axes: Axes, references: Sequence[Reference], places: Sequence[float]) -> None:

@@ -1,10 +1,11 @@
-"""Tiles: how the algorithm cuts the score matrix, a map of block sizes, and their traffic.
+"""The score matrix: its weights, how it is cut into tiles, a map of block sizes, their traffic.
 
 `plot_tile_choices` takes what `labsupport.analysis.explorer.tile_choices` returned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from labsupport.plotting.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, RED, need, plain
+from labsupport.plotting.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PALE, RED, plain
 from labsupport.plotting.figure import Chart
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 TILE_COLOURS = {"computed": BLUE, "computed, with a mask": ORANGE, "skipped": PALE}
 _OUTSIDE = {"version2": "queries outside (version 2)", "version1": "keys outside (version 1)"}
-_COLUMNS = "block_q", "block_k", "fits", "needed_bytes", "traffic_bytes", "theorem_bytes"
 
 
 def plot_tiles(
@@ -72,39 +72,44 @@ def plot_tiles(
     return figure
 
 
-def plot_tile_choices(
-    table: pd.DataFrame, *, chosen: tuple[int, int] | None = None, title: str | None = None
-) -> Chart:
+def plot_weights(weights: Mapping[str, Any]) -> Chart:
+    """Draw matrices of attention weights side by side.
+
+    Args:
+        weights: matrices (queries, keys) of numbers from 0 to 1, by the panels' titles.
+    """
+    figure = Chart(figsize=(2.9 * len(weights), 3.1))
+    panels = figure.subplots(1, len(weights), squeeze=False)[0]
+    for axes, (title, matrix) in zip(panels, weights.items(), strict=True):
+        axes.imshow(matrix, cmap="Greys", vmin=0, vmax=1)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel("keys")
+        axes.locator_params(integer=True)
+    panels[0].set_ylabel("queries")
+    figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
+    return figure
+
+
+def plot_tile_choices(table: pd.DataFrame, *, chosen: tuple[int, int] | None = None) -> Chart:
     """Plot traffic of each pair of blocks, and of the best pair against the size of fast memory.
 
     Args:
         table: from `tile_choices`, with its `.attrs["case"]`.
         chosen: (B_r, B_c) to mark; by default the pair that fits and moves least.
-        title: the finding, as a sentence; by default what the chosen pair moves.
-
-    Raises:
-        ValueError: a column, the case, or the chosen pair is missing.
     """
-    need(table, *_COLUMNS, hint="pass what tile_choices() returned")
-    if "case" not in table.attrs:
-        raise ValueError("the table lacks its case: pass what tile_choices() returned")
     case = table.attrs["case"]
     fitting = table[table["fits"]].sort_values(["traffic_bytes", "needed_bytes"])
-    if chosen is None:
-        # Where nothing fits, the pair that needs least shows by how much.
-        row = fitting.iloc[0] if len(fitting) else table.loc[table["needed_bytes"].idxmin()]
-    else:
-        found = table[(table["block_q"] == chosen[0]) & (table["block_k"] == chosen[1])]
-        if found.empty:
-            raise ValueError(f"the table has no pair Br = {chosen[0]}, Bc = {chosen[1]} to mark")
-        row = found.iloc[0]
+    # Where nothing fits, the pair that needs least shows by how much.
+    row = fitting.iloc[0] if len(fitting) else table.loc[table["needed_bytes"].idxmin()]
+    if chosen is not None:
+        row = table[(table["block_q"] == chosen[0]) & (table["block_k"] == chosen[1])].iloc[0]
     # A fixed layout: the constrained one draws twice, and this picture follows a slider.
     figure = Chart(figsize=(9.6, 4.7), dpi=100, layout=None)
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": (1.12, 1)})
     figure.subplots_adjust(left=0.075, right=0.985, top=0.77, bottom=0.17, wspace=0.28)
     _draw_map(left, table, row)
     _draw_curve(right, table, case, row)
-    finding = title or _finding(row, case)
+    finding = _finding(row, case)
     small = (
         f"Computed, not measured: one head, forward, N = {case['seqlen']:,}, "
         f"d = {case['head_dim']}, {case['dtype']}, {'causal' if case['causal'] else 'no mask'}, "

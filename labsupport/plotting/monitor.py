@@ -28,7 +28,6 @@ def plot_monitor(
     title: str,
     limit: tuple[str, float] | None = None,
     gpu_limit: tuple[str, float] | None = None,
-    start_bytes: float | None = None,
     small_print: str = "",
 ) -> Chart:
     """Memory against time.
@@ -39,14 +38,8 @@ def plot_monitor(
         title: the finding, as a sentence.
         limit: what the memory is judged by: its name, and bytes. A line if it is near, else words.
         gpu_limit: the same for the GPU's memory.
-        start_bytes: memory at the start, a line.
         small_print: device, date, and how it was sampled.
-
-    Raises:
-        ValueError: a column is missing, or there is no sample.
     """
-    if samples.empty or not {"time_s", "rss_bytes"} <= set(samples):
-        raise ValueError("samples with time_s and rss_bytes are expected, as monitor takes them")
     panels: dict[str, list[str]] = {}
     for column, (panel, _, _) in _LINES.items():
         if column in samples and samples[column].notna().any():
@@ -65,9 +58,8 @@ def plot_monitor(
             axes.set_title(label, fontsize=8.5, loc="left")
             words.append(f"{label}: {read[columns[0]].mean():.0f}% on average.")
         else:
-            gpu = panel == "GPU memory"
-            most, start = (gpu_limit, None) if gpu else (limit, start_bytes)
-            words += _draw_memory(axes, samples, panel, columns, most, start)
+            most = gpu_limit if panel == "GPU memory" else limit
+            words += _draw_memory(axes, samples, panel, columns, most)
     all_axes[-1].set_xlabel("time since the start (s)")
     figure.say(title, small_print, words, wrap=76)
     return figure
@@ -79,7 +71,6 @@ def _draw_memory(
     panel: str,
     columns: list[str],
     limit: tuple[str, float] | None,
-    start: float | None,
 ) -> list[str]:
     top = high = max(float(samples[name].max()) for name in columns)
     unit, size = next((u, s) for u, s in _UNITS if top >= s or s == 1)
@@ -92,13 +83,12 @@ def _draw_memory(
         axes.plot(read["time_s"], read[name] / size, color=colour, linewidth=1.8, label=label)
         axes.plot([when], [peak / size], color=colour, marker="o")
         words.append(f"{label}, {_readable(read[name].iloc[-1])} at the end.")
-    if start is not None:
-        words.append(_reference(axes, start / size, f"at the start: {_readable(start)}", ":"))
     if limit is not None and limit[1] > 0:
         label = f"{limit[0]}: {_readable(limit[1])}"
         if limit[1] <= _NEAR * top:
-            high = max(top, limit[1])
-            words.append(_reference(axes, limit[1] / size, label, "--"))
+            high, y = max(top, limit[1]), limit[1] / size
+            axes.axhline(y, color=GREY, linestyle="--", linewidth=1.2, label=label, gid="reference")
+            words.append(f"Reference: {label}.")
         else:
             axes.plot([], [], color="none", label=f"↑ {label}")
             words.append(f"Far above: {label}.")
@@ -107,11 +97,6 @@ def _draw_memory(
     # Above the panel: inside, the curve would run through the words.
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8.5)
     return words
-
-
-def _reference(axes: Axes, y: float, label: str, dashes: str) -> str:
-    axes.axhline(y, color=GREY, linestyle=dashes, linewidth=1.2, label=label, gid="reference")
-    return f"Reference: {label}."
 
 
 def _readable(count: float) -> str:

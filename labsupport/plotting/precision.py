@@ -24,7 +24,6 @@ from labsupport.plotting.drawing import (
     PINK,
     RED,
     SKY,
-    need,
     plain,
 )
 from labsupport.plotting.figure import Chart
@@ -41,12 +40,7 @@ _BARS = {"forward": (GREY, RED, "output", -0.17), "backward": (SKY, "#882255", "
 _ALARMS = {"nan": ("x", "NaN"), "inf": ("^", "infinity")}
 # float16: the largest number, the smallest with all its digits, and the smallest.
 _FLOAT16 = {"largest": 65504.0, "smallest normal": 2.0**-14, "smallest subnormal": 2.0**-24}
-_NEEDED = (
-    "order", "pass", "name", "class", "kind", "call", "dtype_in", "dtype_weights", "dtype_out",
-    "largest", "smallest", "nan", "inf",
-)  # fmt: skip
 MOST_LABELS = 26  # with more columns than that, only groups of them are labelled
-LABEL_HEIGHT = 0.15  # inches, of one line of the columns' labels
 
 
 def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
@@ -59,9 +53,8 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
         title: the finding, as a sentence.
 
     Raises:
-        ValueError: a column is missing, or the frame holds no forward call.
+        ValueError: the frame holds no forward call.
     """
-    need(frame, *_NEEDED, hint="pass what PrecisionTracker.to_dataframe returned")
     shown = frame[(frame["pass"] == "forward") & (frame["kind"] != "block") & (frame["call"] == 0)]
     if shown.empty:
         raise ValueError("no forward call was recorded: call the model inside the with-block")
@@ -76,7 +69,7 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
     pitch = 0.18 if len(columns) <= MOST_LABELS else 0.11
     width = min(max(6.5, beside + pitch * len(columns)), 15.0)
     pitch = (width - beside) / len(columns)
-    labels = _labels(columns, pitch)
+    labels = _labels(columns)
     strips = [*_CELLS, "gradient"] if back else list(_CELLS)
     panels = (0.34 * len(strips), 3.6) if measured else (0.34 * len(strips),)
     title_lines = textwrap.wrap(title, int(width * 8))
@@ -198,19 +191,11 @@ def _groups(columns: list[Any]) -> list[tuple[str, int, int]]:
     return [(name, places[0], places[-1]) for name, places in runs]
 
 
-def _labels(columns: list[Any], pitch: float) -> list[tuple[float, str]]:
-    """Return (place, words): each column's name, or each layer's where the columns are many.
-
-    Columns are `pitch` inches wide; a label that has no room is left out.
-    """
+def _labels(columns: list[Any]) -> list[tuple[float, str]]:
+    """Return (place, words): each column's name, or each layer's where the columns are many."""
     if len(columns) <= MOST_LABELS:
         return [(float(x), _label(row)) for x, row in enumerate(columns)]
-    kept: list[tuple[float, str]] = []
-    for words, first, last in _groups(columns):
-        place = (first + last) / 2
-        if not kept or (place - kept[-1][0]) * pitch >= LABEL_HEIGHT:
-            kept.append((place, words))
-    return kept
+    return [((first + last) / 2, words) for words, first, last in _groups(columns)]
 
 
 def _label(row: Any) -> str:

@@ -21,7 +21,6 @@ from labsupport.plotting.drawing import (
     draw_references,
     log2_axis,
     log10_axis,
-    need,
     plain,
     style,
 )
@@ -51,13 +50,7 @@ def plot_memory_parts(
         measured: bytes by case, a diamond on its bar.
         limit: what may be used at most: its name, and bytes; a line.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: a column is missing, or there is no row.
     """
-    need(table, "case", "part", "bytes", hint="one row a case and part is needed")
-    if table.empty:
-        raise ValueError("there is no part to draw")
     cases = list(dict.fromkeys(table["case"]))
     wide = table.pivot_table(index="case", columns="part", values="bytes", aggfunc="sum").fillna(0)
     largest = wide.max().sort_values(ascending=False)
@@ -102,9 +95,8 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
         small_print: device, speed, sizes.
 
     Raises:
-        ValueError: a column is missing, or there is no step to draw.
+        ValueError: there is no step to draw.
     """
-    need(table, "step", "loss", "grad_norm", hint="pass a history's frame()")
     if table.empty:
         raise ValueError("there is no step to draw")
     steps, losses = table["step"], table["loss"]
@@ -130,22 +122,13 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
     """Plot training runs: losses, gradient norms, and how far each loss is from the first run's.
 
     Args:
-        table: columns backend, seed, step, loss, and grad_norm for a panel of its own. The first
-            run is the one compared with.
+        table: columns backend, seed, step, loss, grad_norm. The first run is compared with.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
-
-    Raises:
-        ValueError: a column is missing, or there are fewer than two runs.
     """
-    need(table, "backend", "seed", "step", "loss", hint="pass what training_courses made")
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
-    if len(runs) < 2:
-        raise ValueError("one run has nothing to be compared with")
-    norms = "grad_norm" in table
-    ratios = (3, 1.6, 1.8) if norms else (3, 2)
-    figure = Chart(figsize=(8.6, 1.1 * sum(ratios)))
-    panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
+    figure = Chart(figsize=(8.6, 7.0))
+    panels = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 1.8))
     first = None
     words = []
     for n, (backend, seed) in enumerate(runs):
@@ -160,8 +143,7 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
         words.append(
             f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at last."
         )
-        if norms:
-            panels[1].plot(run.index, run["grad_norm"], **look)
+        panels[1].plot(run.index, run["grad_norm"], **look)
         if first is None:
             first = run["loss"]
             continue
@@ -173,9 +155,8 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
             f"{int((apart == 0).sum())} of {len(apart)} steps."
         )
     panels[0].set_ylabel("loss\n(nats a token)")
-    if norms:
-        panels[1].set_ylabel("gradient norm")
-        panels[1].set_yscale("log")
+    panels[1].set_ylabel("gradient norm")
+    panels[1].set_yscale("log")
     panels[-1].set_ylabel("distance of the loss\nfrom the first run's")
     panels[-1].set_yscale("log")
     panels[-1].set_xlabel("step")
@@ -206,11 +187,7 @@ def plot_by_window(
         unit: of the windows.
         references: lines to judge by; y a number, or a function of the window.
         small_print: model, texts, source.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    need(table, "window", *columns)
     table = table.sort_values("window")
     windows = list(table["window"])
     figure = Chart(figsize=(8.6, 4.4))

@@ -18,15 +18,13 @@ bounds are hundreds of times too large: on a sample of the queries, against the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.overrides
 from torch import Tensor
 
 from labsupport.attention.backends import flash_attention
@@ -45,7 +43,7 @@ from labsupport.attention.registry import (
     Backend,
     BackendUnavailableError,
 )
-from labsupport.precision.dtypes import overflow_threshold, short, unit_roundoff
+from labsupport.precision.dtypes import overflow_threshold, range_of, short, unit_roundoff
 
 Float64 = Literal["refuse", "keep", "cast"]
 
@@ -80,15 +78,14 @@ def auto_fix_precision_for_flash_attention(
         options: `causal`, `window_size`, ... as for `labsupport.attention.flash_attention`.
 
     Inputs that have the right dtype are returned as they are; gradients arrive in each input's own
-    dtype. A `PrecisionWarning` says what was cast. Waits for the device, once.
+    dtype. A `PrecisionWarning` says what was cast. Waits for the device.
 
     Returns:
         (q, k, v), or (q, k, v, report).
 
     Raises:
         AttentionInputError: integers, complex or quantised numbers, float64 without consent, mixed
-            devices, shapes that do not fit; numbers, scores or sums of values that none of the
-            dtypes can hold.
+            devices, shapes that do not fit; numbers that none of the dtypes can hold.
         BackendUnavailableError: nothing can run the call in an acceptable dtype; lists the reasons.
 
     >>> q, k, v = torch.randn(3, 1, 8, 2, 16)
@@ -96,7 +93,7 @@ def auto_fix_precision_for_flash_attention(
     [torch.float32, torch.float32, torch.float32]
     """
     call = _checked(q, k, v, options)
-    report = _plan(call, backend, dtypes, float64, q.dtype, return_report)
+    report = _plan(call, backend, dtypes, float64, return_report)
     _warn(report)
     fixed = tuple(tensor.to(report.compute_dtype) for tensor in (q, k, v))
     return (*fixed, report) if return_report else fixed
@@ -110,7 +107,6 @@ def safe_flash_attention(
     backend: str = "auto",
     dtypes: Sequence[torch.dtype] | None = None,
     float64: Float64 = "refuse",
-    out_dtype: torch.dtype | None = None,
     return_report: bool = False,
     **options: Any,
 ) -> Any:
@@ -119,7 +115,6 @@ def safe_flash_attention(
     Args:
         q, k, v, backend, dtypes, float64, options: as for
             `auto_fix_precision_for_flash_attention`; `return_lse` is allowed among the options.
-        out_dtype: the dtype of the result; q's unless given.
         return_report: also return the `PrecisionReport`, as the last element.
 
     Returns:
@@ -127,23 +122,22 @@ def safe_flash_attention(
 
     Raises:
         AttentionInputError, BackendUnavailableError: as there; also if the result does not fit into
-            the range of `out_dtype`.
+            the range of q's dtype.
     """
     call = _checked(q, k, v, options)
-    out_dtype = out_dtype or q.dtype
-    report = _plan(call, backend, dtypes, float64, out_dtype, return_report)
+    report = _plan(call, backend, dtypes, float64, return_report)
     _warn(report)
     with autocast_off(q):  # the report's dtype is the one to compute in
         fixed = (tensor.to(report.compute_dtype) for tensor in (q, k, v))
         result = flash_attention(*fixed, backend=report.backend, **options)
     out, *lse = result if isinstance(result, tuple) else (result,)
-    rounded = out.to(out_dtype)
-    narrower = torch.finfo(out_dtype).max < torch.finfo(report.compute_dtype).max
-    if narrower and v.dtype != out_dtype and (out.isfinite() & ~rounded.isfinite()).any():
+    rounded = out.to(q.dtype)
+    narrower = torch.finfo(q.dtype).max < torch.finfo(report.compute_dtype).max
+    if narrower and v.dtype != q.dtype and (out.isfinite() & ~rounded.isfinite()).any():
         raise AttentionInputError(
-            f"the output reaches {out.abs().max().item():.3g}, but {short(out_dtype)} ends at "
-            f"{torch.finfo(out_dtype).max:,.0f}: pass out_dtype=torch.{short(report.compute_dtype)}"
-            ", or scale v down and the output up."
+            f"the output reaches {out.abs().max().item():.3g}, but q's dtype, {short(q.dtype)}, "
+            f"ends at {torch.finfo(q.dtype).max:,.0f}: pass q in {short(report.compute_dtype)}, "
+            "or scale v down and the output up."
         )
     returned = [rounded, *lse] + ([report] if return_report else [])
     return returned[0] if len(returned) == 1 else tuple(returned)
@@ -165,17 +159,6 @@ class PrecisionWarning(UserWarning):
     """Casts of inputs, or numbers that deserve a second look."""
 
 
-class Cast(NamedTuple):
-    """One input that was cast."""
-
-    name: str
-    before: torch.dtype
-    after: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name} {short(self.before)} -> {short(self.after)}"
-
-
 @dataclass(frozen=True)
 class PrecisionReport:
     """Casts of one call, their reason, and their cost.
@@ -183,8 +166,9 @@ class PrecisionReport:
     Attributes:
         backend: the implementation that the inputs were made to fit.
         compute_dtype: the dtype of q, k and v for it.
-        out_dtype: the dtype of the result.
-        casts: the inputs that were cast.
+        out_dtype: the dtype of the result, q's.
+        casts: the inputs that were cast, each as "q float32 -> bfloat16".
+        exact: True if every cast kept every digit.
         why: the reason for `compute_dtype`; empty if nothing was cast.
         score_bound: an upper bound on the magnitude of scaled scores.
         cautions: other properties of the inputs' numbers that need attention.
@@ -195,19 +179,15 @@ class PrecisionReport:
     backend: str
     compute_dtype: torch.dtype
     out_dtype: torch.dtype
-    casts: tuple[Cast, ...] = ()
-    why: str = ""
-    score_bound: float = 0.0
-    cautions: tuple[str, ...] = ()
-    error_bound: float | None = None
-
-    @property
-    def exact(self) -> bool:
-        """True if every cast kept every digit."""
-        return all(torch.promote_types(c.before, c.after) == c.after for c in self.casts)
+    casts: tuple[str, ...]
+    exact: bool
+    why: str
+    score_bound: float
+    cautions: tuple[str, ...]
+    error_bound: float | None
 
     def __str__(self) -> str:
-        done = ", ".join(map(str, self.casts)) or "nothing was cast"
+        done = ", ".join(self.casts) or "nothing was cast"
         lines = [f"{done} for {self.backend}; result in {short(self.out_dtype)}"]
         if self.why:
             lines.append(f"  why: {self.why}")
@@ -231,18 +211,25 @@ def _warn(report: PrecisionReport) -> None:
 def _plan(
     call: AttentionCall,
     backend: str,
-    dtypes: Sequence[torch.dtype] | torch.dtype | None,
+    dtypes: Sequence[torch.dtype] | None,
     float64: Float64,
-    out_dtype: torch.dtype,
     with_bound: bool,
 ) -> PrecisionReport:
     """Decide for one call, and report it, with the error bound if somebody will read it."""
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-    given = {"q": call.q.dtype, "k": call.k.dtype, "v": call.v.dtype}
+    tensors = dict(zip("qkv", (call.q, call.k, call.v), strict=True))
+    given = {name: tensor.dtype for name, tensor in tensors.items()}
     widest = _widest(given, float64)
-    largest, cautions, bound = _measure(call)
+    ranges = {name: range_of(tensor) for name, tensor in tensors.items()}
+    largest = {name: held.largest for name, held in ranges.items()}
+    cautions = [
+        f"{name} holds {held.nonfinite} before anything was done; outputs that see them mean "
+        "nothing"
+        for name, held in ranges.items()
+        if not held.finite
+    ]
+    bound = score_bound(call.q, call.k, call.scale).item() if call.q.numel() else 0.0
     half = {} if widest == torch.float64 else _half_dtypes(given, largest)
-    candidates = [d for d in dict.fromkeys([widest, *half]) if allowed is None or d in allowed]
+    candidates = [d for d in dict.fromkeys([widest, *half]) if dtypes is None or d in dtypes]
     name = max(largest, key=lambda name: largest[name])
     fitting = [dtype for dtype in candidates if largest[name] < overflow_threshold(dtype)]
     if not fitting:
@@ -252,21 +239,12 @@ def _plan(
             f"fit. Allow a wider one, or scale {name} down."
         )
     entry, compute = _choose(call, backend, fitting)
-    # Kernels divide by the sum of the weights at the end: until then v is added up undivided.
-    accumulator = torch.float64 if compute == torch.float64 else torch.float32
-    seqlen_k, limit = call.k.shape[1], torch.finfo(accumulator).max
-    if seqlen_k * largest["v"] >= limit:
-        raise AttentionInputError(
-            f"v reaches {largest['v']:.1e}: {seqlen_k} such values add up to more than the "
-            f"{short(accumulator)} in which kernels accumulate can hold. Scale v down."
-        )
-    if bound >= limit:
-        raise AttentionInputError(
-            f"the scores may reach {bound:.1e}, beyond the {short(accumulator)} in which kernels "
-            "accumulate them: the softmax would be NaN. Scale q or k down, or pass a smaller "
-            "softmax_scale."
-        )
-    casts = tuple(Cast(name, d, compute) for name, d in given.items() if d != compute)
+    casts = tuple(
+        f"{name} {short(dtype)} -> {short(compute)}"
+        for name, dtype in given.items()
+        if dtype != compute
+    )
+    exact = all(torch.promote_types(dtype, compute) == compute for dtype in given.values())
     why = 'float64="cast" was passed' if casts else ""
     if compute != widest:
         why = f"{entry.name} is to run in half precision; {half[compute]}"
@@ -279,11 +257,11 @@ def _plan(
             f"them by up to {2 * bound * u:.2g}, so that near-ties may flip: where two keys score "
             "nearly the same, the output may follow the other one, whatever kernel computes it"
         )
-    report = PrecisionReport(entry.name, compute, out_dtype, casts, why, bound, tuple(cautions))
-    if with_bound:  # measuring takes a share of the time of attention itself
-        error = _sampled_error(call, entry.name, compute, out_dtype)
-        report = replace(report, error_bound=error)
-    return report
+    # Measuring takes a share of the time of attention itself.
+    error = _sampled_error(call, entry.name, compute) if with_bound else None
+    return PrecisionReport(
+        entry.name, compute, call.q.dtype, casts, exact, why, bound, tuple(cautions), error
+    )
 
 
 def _widest(given: dict[str, torch.dtype], float64: Float64) -> torch.dtype:
@@ -302,25 +280,6 @@ def _widest(given: dict[str, torch.dtype], float64: Float64) -> torch.dtype:
     if doubles:
         return torch.float64 if float64 == "keep" else torch.float32
     return torch.promote_types(torch.promote_types(given["q"], given["k"]), given["v"])
-
-
-def _measure(call: AttentionCall) -> tuple[dict[str, float], list[str], float]:
-    """Return the largest finite magnitudes, cautions, and the score bound, in one transfer."""
-    if call.q.numel() == 0:
-        return dict.fromkeys("qkv", 0.0), [], 0.0
-    with torch.no_grad():
-        numbers = [score_bound(call.q, call.k, call.scale)]
-        for tensor in (call.q, call.k, call.v):
-            finite = tensor.isfinite()
-            numbers += [torch.where(finite, tensor, 0).abs().amax(), finite.logical_not().sum()]
-        bound, *values = torch.stack([number.double() for number in numbers]).tolist()
-    cautions = [
-        f"{name} holds {count:.0f} entries that are NaN or infinite before anything was done; "
-        "outputs that see them mean nothing"
-        for name, count in zip("qkv", values[1::2], strict=True)
-        if count
-    ]
-    return dict(zip("qkv", values[::2], strict=True)), cautions, bound
 
 
 def _half_dtypes(
@@ -402,10 +361,8 @@ def _lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(scaled, dim=-1).double() * scale
 
 
-def _sampled_error(
-    call: AttentionCall, backend: str, compute: torch.dtype, out: torch.dtype
-) -> float:
-    """Estimate the maximum error of `call` on `backend` in dtype `compute`, rounded to `out`.
+def _sampled_error(call: AttentionCall, backend: str, compute: torch.dtype) -> float:
+    """Estimate the maximum error of `call` on `backend` in dtype `compute`, rounded to q's.
 
     Returns:
         the largest error of the sampled queries against float64 attention of the inputs as given,
@@ -413,14 +370,11 @@ def _sampled_error(
     """
     worst = torch.zeros((), dtype=torch.float64, device=call.q.device)
     sampled = 0
-    with torch.no_grad(), autocast_off(call.q), _unwatched():
+    with torch.no_grad(), autocast_off(call.q):
         for part in _sample(call) if call.q.numel() else ():
             sampled += part.q.shape[1]
-            options: Any = {
-                "causal": part.causal,
-                "softmax_scale": part.scale,
-                "window_size": part.window_size,
-            }
+            options: Any = {"causal": part.causal, "window_size": part.window_size}
+            options["softmax_scale"] = part.scale
             inputs = (x.to(compute) for x in (part.q, part.k, part.v))
             slopes = part.alibi_slopes
             result: Any = flash_attention(
@@ -428,21 +382,13 @@ def _sampled_error(
             )
             *wide, slopes = part.math_layout()
             exact, _ = oracle_attention(*(x.double() for x in wide), alibi_slopes=slopes, **options)
-            error = (result.to(out).double() - exact.flatten(1, 2).transpose(1, 2)).abs().amax()
+            error = (
+                (result.to(call.q.dtype).double() - exact.flatten(1, 2).transpose(1, 2))
+                .abs()
+                .amax()
+            )
             worst = torch.maximum(worst, error.nan_to_num(math.inf, math.inf))
     return worst.item() * (SAFETY if sampled < call.q.shape[1] else 1.0)
-
-
-@contextlib.contextmanager
-def _unwatched() -> Iterator[None]:
-    """Put torch function modes aside: trackers and policies watch a model, not this measurement.
-
-    (DisableTorchFunction would do too much: PyTorch's own causal bias is a tensor subclass.)
-    """
-    with contextlib.ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        yield
 
 
 def _sample(call: AttentionCall) -> Iterator[AttentionCall]:

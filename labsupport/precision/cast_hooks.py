@@ -10,7 +10,6 @@ Attention kernels are functions, not modules; no hook sees their inputs. A `Kern
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,6 @@ _KERNELS: dict[Any, tuple[str, ...]] = {
     flash_attention: ("q", "k", "v"),
     attention_varlen: ("q", "k", "v"),
 }
-_MATMULS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,9 @@ class Casts:
 class KernelDtype(TorchFunctionMode):
     """Mode in which attention kernels compute in `dtype` and return the dtype of their query.
 
-    It covers F.scaled_dot_product_attention and `labsupport.attention`'s functions. Matrix products
-    of two different dtypes, which raise otherwise, are computed in `dtype`, too, and values written
-    into a key/value cache take the cache's dtype: a float32 rotation promotes q and k, but not v.
-
-    It decides last: a dtype that a caller chose for q, k, v is cast once more. Out of reach: the
-    flash-attn package, FlexAttention, and the kernel inside of nn.MultiheadAttention.
+    It covers F.scaled_dot_product_attention and `labsupport.attention`'s functions. It decides
+    last: a dtype that a caller chose for q, k, v is cast once more. Out of reach: the flash-attn
+    package, FlexAttention, and the kernel inside of nn.MultiheadAttention.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -70,77 +65,54 @@ class KernelDtype(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         """Cast the inputs of kernels; leave all other functions alone."""
         kwargs = kwargs or {}
-        if func in _KERNELS:
-            names = _KERNELS[func]
-            query = args[0] if args else kwargs[names[0]]
-            args = (*map(self._cast, args[: len(names)]), *args[len(names) :])
-            kwargs = {k: self._cast(v) if k in names else v for k, v in kwargs.items()}
-            return _cast_first(func(*args, **kwargs), query.dtype)
-        if func in _MATMULS and len(args) == 2 and args[0].dtype != args[1].dtype:
-            args = tuple(map(self._cast, args))
-        elif func is Tensor.index_copy_ and len(args) == 4:
-            args = (*args[:3], args[3].to(args[0].dtype))
-        return func(*args, **kwargs)
-
-    def _cast(self, value: Any) -> Any:
-        if not _is_floating(value) or value.dtype == self.dtype:
-            return value
-        cast = value.to(self.dtype)
-        # A mask's "very negative" must stay finite: a row of -inf has no softmax.
-        lowest = torch.finfo(self.dtype).min
-        if torch.finfo(value.dtype).min < lowest and value.dim() and not value.requires_grad:
-            cast = torch.where((cast == -torch.inf) & value.isfinite(), lowest, cast)
-        return cast
+        if func not in _KERNELS:
+            return func(*args, **kwargs)
+        names = _KERNELS[func]
+        query = args[0] if args else kwargs[names[0]]
+        args = (*_cast_all(args[: len(names)], self.dtype), *args[len(names) :])
+        kwargs |= {k: _cast_all(v, self.dtype) for k, v in kwargs.items() if k in names}
+        return _cast_first(func(*args, **kwargs), query.dtype)
 
 
 class CastHooks:
     """The two hooks of one module. `casts` may be changed at any time."""
 
-    casts = Casts()
+    def __init__(self) -> None:
+        self.casts = Casts()
+        self._entered: list[tuple[Any, Any]] = []  # output dtype and mode of calls that are running
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the forward: cast the inputs, and watch for kernels."""
         casts = self.casts
-        given = _first_dtype((args, kwargs)) if casts.output == AS_INPUT else casts.output
+        output = _first_dtype((args, kwargs)) if casts.output == AS_INPUT else casts.output
         own = (p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
         dtype = next(own, None) if casts.inputs == OWN else casts.inputs
         if isinstance(dtype, torch.dtype):
-            args, kwargs = _cast_all((args, kwargs), dtype, {})
+            args, kwargs = _cast_all((args, kwargs), dtype)
         mode = nullcontext() if casts.kernel is None else KernelDtype(casts.kernel)
         mode.__enter__()
-        _entered().append((self, given, mode))
+        self._entered.append((output, mode))
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward, also after one that raised: stop watching; cast the output."""
-        stack = _entered()
-        if not stack or stack[-1][0] is not self:
+        if not self._entered:
             return None  # a hook before ours raised: we never entered
-        _, dtype, mode = stack.pop()
+        dtype, mode = self._entered.pop()
         mode.__exit__(None, None, None)
         return None if dtype is None else _cast_first(output, dtype)
 
 
-def set_casts(module: nn.Module, casts: Casts) -> Casts:
-    """Give a module these casts in place of its former ones, and return those."""
+def set_casts(module: nn.Module, casts: Casts) -> None:
+    """Give a module these casts in place of its former ones."""
     hooks = module.__dict__.get(_ATTRIBUTE)
-    if hooks is None:
-        if casts == Casts():
-            return casts
+    if hooks is None and casts != Casts():
         hooks = CastHooks()
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         setattr(module, _ATTRIBUTE, hooks)
-    before, hooks.casts = hooks.casts, casts
-    return before
-
-
-_thread = threading.local()
-
-
-def _entered() -> list[tuple[CastHooks, Any, Any]]:
-    """Return this thread's modules that are running: hooks, output dtype, mode."""
-    return _thread.__dict__.setdefault("stack", [])
+    if hooks is not None:
+        hooks.casts = casts
 
 
 def _is_floating(value: Any) -> bool:
@@ -156,19 +128,14 @@ def _first_dtype(value: Any) -> torch.dtype | None:
     return None
 
 
-def _cast_all(value: Any, dtype: torch.dtype, done: dict[int, Tensor]) -> Any:
-    """Cast every floating tensor, each one once.
-
-    nn.MultiheadAttention projects q, k and v in one matmul if it is given one and the same tensor.
-    """
+def _cast_all(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating tensor."""
     if _is_floating(value):
-        if id(value) not in done:
-            done[id(value)] = value.to(dtype)
-        return done[id(value)]
+        return value.to(dtype)
     if type(value) in (tuple, list):
-        return type(value)(_cast_all(v, dtype, done) for v in value)
+        return type(value)(_cast_all(v, dtype) for v in value)
     if type(value) is dict:
-        return {key: _cast_all(v, dtype, done) for key, v in value.items()}
+        return {key: _cast_all(v, dtype) for key, v in value.items()}
     return value
 
 

@@ -34,15 +34,15 @@ def overflow_threshold(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Range:
-    """Magnitudes and counts of a tensor's entries.
+    """Magnitudes and counts of the entries of one or several tensors.
 
     Attributes:
         largest, smallest: the largest and the smallest non-zero finite magnitude; 0 if there is
             none.
         nan, inf, zero: number of such entries.
         minus_inf: number of -inf; they are among `inf`.
-        subnormal: number of non-zero entries below the dtype's smallest normal magnitude.
-        bottom: number of those below `BOTTOM` times its smallest subnormal: 1 to 3 bits left.
+        bottom: number of non-zero entries below `BOTTOM` times the dtype's smallest subnormal: 1 to
+            3 bits left.
         entries: number of all entries.
     """
 
@@ -51,7 +51,6 @@ class Range:
     nan: int
     inf: int
     minus_inf: int
-    subnormal: int
     bottom: int
     zero: int
     entries: int
@@ -74,18 +73,21 @@ class Range:
         return f"{listing} of {self.entries} entries"
 
 
-def range_of(tensor: Tensor) -> Range:
-    """Measure a floating tensor of any shape; waits for the device once."""
-    return as_range(range_tensor(tensor).tolist(), tensor.numel())
+def range_of(*tensors: Tensor) -> Range:
+    """Measure floating tensors of any shapes, taken together; waits for their device."""
+    return as_range([range_tensor(tensor) for tensor in tensors])
 
 
-def as_range(values: list[float], entries: int) -> Range:
-    """Make a `Range` from the numbers of `range_tensor`."""
-    return Range(*values[:2], *map(int, values[2:]), entries)  # type: ignore[arg-type]
+def as_range(numbers: list[Tensor]) -> Range:
+    """Make one `Range` from the `range_tensor` of one or several tensors."""
+    columns = zip(*(each.tolist() for each in numbers), strict=True)
+    largest, smallest, *counts = map(list, columns)
+    low = min((x for x in smallest if x), default=0.0)
+    return Range(max(largest), low, *(int(sum(count)) for count in counts))
 
 
 def range_tensor(tensor: Tensor) -> Tensor:
-    """Return the fields of `Range` but the last as a float64 tensor on the device.
+    """Return the fields of `Range` as a float64 tensor on the device.
 
     Float64 holds every magnitude of the other dtypes and every count exactly.
     """
@@ -103,8 +105,8 @@ def range_tensor(tensor: Tensor) -> Tensor:
             x.isnan().sum(),
             x.isinf().sum(),
             tensor.detach().isneginf().sum(),
-            (nonzero & (x < info.smallest_normal)).sum(),
             (nonzero & (x < BOTTOM * info.smallest_normal * info.eps)).sum(),
             (x == 0).sum(),
+            torch.full((), x.numel(), dtype=torch.float64, device=x.device),
         ]
         return torch.stack([number.double() for number in numbers])

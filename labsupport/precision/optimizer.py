@@ -24,13 +24,12 @@ class MixedPrecisionOptimizer:
 
     Args:
         model: under its policy, on its device, and with its weights loaded: masters are copied from
-            it. If you change weights later, call `copy_weights()`.
+            it, and overwrite what is loaded into it later.
         config: the policy; it decides the masters' dtype and whether losses are scaled.
         optimizer: an optimizer's class.
-        params: parameters of the model, or groups of them, as for the optimizer itself:
+        groups: parameters of the model in groups, as for the optimizer itself:
             [{"params": [...], "weight_decay": 0.0}, ...]. Default: all that require gradients.
-        max_norm: clip the gradients to this total norm, after unscaling.
-        init_scale, growth_interval: the scaler's; used with float16 only.
+        init_scale: the scaler's; used with float16 only.
         options: the optimizer's own: lr, betas, weight_decay, ...
 
     A parameter that is already in the masters' dtype, or a wider one, is its own master. So under a
@@ -39,7 +38,6 @@ class MixedPrecisionOptimizer:
     Attributes:
         optimizer: the optimizer, for learning-rate schedulers.
         scaler: a `torch.amp.GradScaler`, or None if nothing is in float16.
-        grad_norm: the last total norm before clipping, a scalar tensor; None without `max_norm`.
 
     Raises:
         ValueError: no parameter to train, one that is not the model's or comes twice, or float16
@@ -56,48 +54,34 @@ class MixedPrecisionOptimizer:
         config: FlashAttentionConfig,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         *,
-        params: Iterable[Any] | None = None,
-        max_norm: float | None = None,
+        groups: Iterable[Mapping[str, Any]] | None = None,
         init_scale: float = 2.0**16,
-        growth_interval: int = 2000,
         **options: Any,
     ) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._pairs: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self._versions: dict[str, int] = {}  # of parameters when they were last written or read
         self._bits = torch.finfo(config.optimizer).bits
         self._scaled = False  # the gradients come from backward(), which scales the loss
-        trainable = (p for p in model.parameters() if p.requires_grad)
-        groups: list[Any] = list(trainable if params is None else params)
-        if not groups or not isinstance(groups[0], Mapping):
-            groups = [{"params": groups}]
-        for i, group in enumerate(groups):
-            members = group["params"]
-            members = [members] if isinstance(members, Tensor) else members
-            masters = [self._master(member, names, config.optimizer) for member in members]
-            groups[i] = {**group, "params": masters}
+        if groups is None:
+            groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        wide = [
+            {**group, "params": [self._master(p, names, config.optimizer) for p in group["params"]]}
+            for group in groups
+        ]
         if not self._pairs:
             raise ValueError("there is no parameter to train.")
-        self.optimizer = optimizer(groups, **options)
-        self.max_norm = max_norm
-        self.grad_norm: Tensor | None = None
+        self.optimizer = optimizer(wide, **options)
         self.scaler: torch.amp.GradScaler | None = None
         parameters = [parameter for parameter, _ in self._pairs.values()]
         if config.needs_loss_scaling or any(p.dtype == torch.float16 for p in parameters):
-            self.scaler = torch.amp.GradScaler(
-                parameters[0].device.type, init_scale=init_scale, growth_interval=growth_interval
-            )
+            self.scaler = torch.amp.GradScaler(parameters[0].device.type, init_scale=init_scale)
 
-    def _master(self, member: Any, names: dict[int, str], dtype: torch.dtype) -> Tensor:
-        # Like PyTorch's optimizers, take model.named_parameters() as well as model.parameters().
-        parameter = member[1] if isinstance(member, tuple) else member
+    def _master(self, parameter: nn.Parameter, names: dict[int, str], dtype: torch.dtype) -> Tensor:
         name = names.get(id(parameter))
         if name is None or name in self._pairs:
             raise ValueError(
-                f"{name} is in more than one group."
-                if name
-                else f"a parameter {tuple(parameter.shape)} is not one of the model's. (Was it "
-                "replaced after it was put into a group?)"
+                f"a parameter {tuple(parameter.shape)} ({name or 'without a name'}) is not one of "
+                "the model's, or in two groups. Was it replaced after it was put into a group?"
             )
         master: Tensor = parameter
         if torch.finfo(dtype).bits > torch.finfo(parameter.dtype).bits:
@@ -107,7 +91,7 @@ class MixedPrecisionOptimizer:
                 f"{name} is float16 and needs masters in float32, not {short(dtype)}: gradients "
                 "cannot be unscaled in float16."
             )
-        self._pairs[name], self._versions[name] = (parameter, master), parameter._version
+        self._pairs[name] = (parameter, master)
         return master
 
     @property
@@ -131,7 +115,7 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Unscale, clip, update the masters, and round them into the model.
+        """Unscale, update the masters, and round them into the model.
 
         Returns:
             False if the step was skipped because a scaled gradient was infinite or NaN. Without a
@@ -139,8 +123,7 @@ class MixedPrecisionOptimizer:
 
         Raises:
             RuntimeError: there is no gradient; under loss scaling, one that is not from `backward`,
-                or an old one; a policy was applied, or weights changed without `copy_weights()`,
-                after this was built. (Changes of `.data` cannot be seen.)
+                or an old one; a policy was applied after this was built.
         """
         self._check()
         self._move_gradients()
@@ -151,10 +134,6 @@ class MixedPrecisionOptimizer:
                 "the model's parameters replaced by new ones after this optimizer was built?)"
             )
         self._scaled = False
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.max_norm is not None:
-            self.grad_norm = nn.utils.clip_grad_norm_(masters, self.max_norm)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -164,7 +143,7 @@ class MixedPrecisionOptimizer:
             # The scaler does not report a skipped step; only then does it lower the scale.
             if self.scale < before:
                 return False
-        self._copy(to_masters=False)
+        self._write_weights()
         return True
 
     def zero_grad(self) -> None:
@@ -172,14 +151,6 @@ class MixedPrecisionOptimizer:
         for parameter, master in self._pairs.values():
             parameter.grad = master.grad = None
         self._scaled = False
-
-    @torch.no_grad()
-    def copy_weights(self) -> None:
-        """Make the masters anew from the model, after you loaded or changed its weights.
-
-        The optimizer's state (momentum, ...) stays. Masters lose the digits that the weights lack.
-        """
-        self._copy(to_masters=True)
 
     def _masters(self) -> dict[str, Tensor]:
         return {n: m.detach() for n, (p, m) in self._pairs.items() if m is not p}
@@ -207,14 +178,12 @@ class MixedPrecisionOptimizer:
                 "this state has other master weights than this optimizer: "
                 f"{', '.join(different[:5])}. Was it saved under the same policy?"
             )
-        if (state["scaler"] is None) != (self.scaler is None):
-            raise ValueError("this state and this optimizer differ in whether losses are scaled.")
         for name, master in state["masters"].items():
             self._pairs[name][1].copy_(master)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        self._copy(to_masters=False)
+        self._write_weights()
 
     def _move_gradients(self) -> None:
         for parameter, master in self._pairs.values():
@@ -224,30 +193,21 @@ class MixedPrecisionOptimizer:
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 parameter.grad = None
 
-    def _copy(self, *, to_masters: bool) -> None:
-        """Copy the weights to the masters, or round the masters into the model."""
-        for name, (parameter, master) in self._pairs.items():
+    def _write_weights(self) -> None:
+        """Round the masters into the model."""
+        for parameter, master in self._pairs.values():
             if master is not parameter:
-                master.copy_(parameter) if to_masters else parameter.copy_(master)
-                self._versions[name] = parameter._version
+                parameter.copy_(master)
 
     def _check(self) -> None:
-        """Raise if a master is out of date, or a gradient is not scaled."""
+        """Raise if a parameter lost its master, or a gradient is not scaled."""
         for name, (parameter, master) in self._pairs.items():
-            low, changed = master is not parameter, self._versions[name] != parameter._version
+            low = master is not parameter
             if not low and torch.finfo(parameter.dtype).bits < self._bits:
                 raise RuntimeError(
                     f"{name} is {short(parameter.dtype)} now and has no master: build the "
                     "optimizer after the policy is applied."
                 )
-            # Writing the same values again, as loading a checkpoint does, does no harm.
-            if low and changed and not torch.equal(parameter, master.to(parameter.dtype)):
-                raise RuntimeError(
-                    f"{name} was changed after this optimizer last wrote or read it (by "
-                    "model.load_state_dict, or in place); a step would overwrite that with the "
-                    "old master weights. Call optimizer.copy_weights() after such a change."
-                )
-            self._versions[name] = parameter._version
             by_hand = low and parameter.grad is not None
             unscaled = by_hand or (master.grad is not None and not self._scaled)
             if self.scaler is not None and unscaled:

@@ -1,4 +1,4 @@
-"""Which component of a model computes in which dtype: a policy, applied once, reported in full.
+"""Which component of a model computes in which dtype: a policy, applied once.
 
     FlashAttentionConfig      a dtype for each component
     apply_precision_policy    put a model under a policy
@@ -13,16 +13,13 @@ So every addition to the stream is of one dtype, and modules that the policy doe
 
 A module's component follows from its type, its name, and its place; the first rule that applies:
 
-1.  the caller's choice (`components={"score": "head"}`);
-2.  its type: embeddings, LayerNorm and RMSNorm (by class name, so that LlamaRMSNorm counts),
-    losses, nn.MultiheadAttention;
-3.  output heads: a linear layer that shares its weight with an embedding, that a Transformers model
+1.  its type: embeddings, LayerNorm and RMSNorm (by class name, so that LlamaRMSNorm counts),
+    losses;
+2.  output heads: a linear layer that shares its weight with an embedding, that a Transformers model
     names as its output embeddings, or that is called lm_head, head, unembed, ...;
-4.  its own name or class name: ...Attention, attn, mha are attention; ...MLP, ffn, feed_forward are
+3.  its own name or class name: ...Attention, attn, mha are attention; ...MLP, ffn, feed_forward are
     an MLP;
-5.  its parent: everything else within attention is attention, within an MLP is MLP;
-6.  the name of a projection directly in a block: q_proj, qkv, to_k, W_v, ... are attention, and so
-    are proj, out, W_o beside them; fc1, linear2, up_proj, w3, ... are MLP.
+4.  its parent: everything else within attention is attention, within an MLP is MLP.
 
 All other modules with parameters are "other", and stay as they are.
 """
@@ -31,10 +28,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,7 +45,6 @@ from labsupport.precision.layers import (
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = {short(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-_DTYPES |= {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -94,11 +88,9 @@ class FlashAttentionConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
-            text = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
-            dtype = _DTYPES.get(text, value)
+            dtype = _DTYPES.get(value, value)
             if dtype not in _DTYPES.values():
-                known = ", ".join(map(short, dict.fromkeys(_DTYPES.values())))
-                raise ValueError(f"{name} cannot be {value!r}: give one of {known}.")
+                raise ValueError(f"{name} cannot be {value!r}: give one of {', '.join(_DTYPES)}.")
             object.__setattr__(self, name, dtype)
         for name, why in (
             ("norm_statistics", "squares overflow from 256 in float16, and sums lose their end"),
@@ -132,11 +124,8 @@ class FlashAttentionConfig:
 
 
 def apply_precision_policy(
-    model: nn.Module,
-    config: FlashAttentionConfig | None = None,
-    *,
-    components: Mapping[str, str] | None = None,
-) -> PolicyReport:
+    model: nn.Module, config: FlashAttentionConfig | None = None
+) -> list[str]:
     """Put a model under a policy, in place. Idempotent; a new policy replaces the old one.
 
     Parameters stay the same objects, with new contents: ties, and an optimizer's references,
@@ -146,86 +135,21 @@ def apply_precision_policy(
     Args:
         model: any module; Transformers models and hand-written ones alike.
         config: the policy; default `FlashAttentionConfig()`.
-        components: for modules that are not recognised: name patterns (as in fnmatch), each with a
-            component, such as {"h.*.adapter": "mlp"}; "other" leaves a module as it is.
 
     Returns:
-        A report: every change, and notes on modules that were tied, left alone, or out of reach.
+        Notes for the reader: which weights are tied, which modules were left alone, what the policy
+        cannot reach, and what training needs.
 
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
-
-    Raises:
-        ValueError: `components` names an unknown component, or a pattern matches no module.
     """
     config = FlashAttentionConfig() if config is None else config
-    parts = _recognise(model, components or {})
-    changes: list[PolicyChange] = []
-    notes = _cast_parameters(parts, config, changes)
+    parts = _recognise(model)
+    notes = _cast_parameters(parts, config)
     for part in parts:
-        _convert(part, config, changes)
-        after = _casts(part, config)
-        before = set_casts(part.module, after)
-        for what in ("inputs", "output", "kernel"):
-            _record(changes, part, what, getattr(before, what), getattr(after, what))
-        if isinstance(part.module, nn.TransformerEncoder) and part.module.use_nested_tensor:
-            # A padded batch as a nested tensor runs in a fused path only, and hooks rule that out.
-            part.module.use_nested_tensor = False
-            changes.append(PolicyChange("other", part.name, "nested tensor", "if padded", "never"))
-    return PolicyReport(tuple(changes), tuple(notes + _notes(model, parts, config)))
-
-
-# --- the report -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PolicyChange:
-    """One change; before and after are dtypes, or words."""
-
-    component: str  # attention, mlp, norm, embedding, head, loss or other
-    module: str  # the module's qualified name
-    what: str  # a parameter's name, or "inputs", "output", "kernel", "statistics", ...
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
-class PolicyReport:
-    """Result of `apply_precision_policy`: `len(report)` changes, and notes for the reader.
-
-    Notes say, also if nothing changed, which weights are tied, which modules were left alone, what
-    no policy can reach, and what training needs.
-    """
-
-    changes: tuple[PolicyChange, ...]
-    notes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.changes)
-
-    def __iter__(self) -> Iterator[PolicyChange]:
-        return iter(self.changes)
-
-    def __str__(self) -> str:
-        kinds: dict[tuple[str, ...], list[str]] = {}
-        for c in self.changes:
-            kinds.setdefault((c.component, c.what, c.before, c.after), []).append(c.module)
-        lines = [
-            f"{component:<10} {what:<14} {before} → {after}"
-            + f"   {len(names)} module{'s' * (len(names) > 1)}, e.g. {names[0] or 'the model'}"
-            for (component, what, before, after), names in kinds.items()
-        ]
-        return "\n".join([*(lines or ["nothing changed"]), *(f"note: {n}" for n in self.notes)])
-
-
-def _record(changes: list[PolicyChange], part: _Part, what: str, before: Any, after: Any) -> None:
-    """Add a change, if it is one."""
-    if before != after:
-        old, new = (
-            short(x) if isinstance(x, torch.dtype) else x or "as it comes" for x in (before, after)
-        )
-        component = "attention" if what == "kernel" else part.component or "other"
-        changes.append(PolicyChange(component, part.name, what, old, new))
+        _convert(part, config)
+        set_casts(part.module, _casts(part, config))
+    return notes + _notes(model, parts, config)
 
 
 def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
@@ -234,11 +158,6 @@ def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -
     scaled = ", with loss scaling for float16" * config.needs_loss_scaling
     notes = {
         f"not recognised, weights left as they are: {', '.join(other)}.": other,
-        "nn.MultiheadAttention projects and attends in one function: its kernel runs in "
-        f"{projections}, not in {short(config.attention)}.": (
-            config.attention != config.attention_weights
-            and any(isinstance(part.module, nn.MultiheadAttention) for part in parts)
-        ),
         "attn_implementation='eager' calls no attention kernel, so the policy for it is not "
         f"reached: scores and softmax are in the dtype of the projections, {projections}, or "
         "wider. Use attn_implementation='sdpa'.": (
@@ -254,33 +173,21 @@ def _notes(model: nn.Module, parts: list[_Part], config: FlashAttentionConfig) -
 
 # --- components -----------------------------------------------------------------------------------
 
-COMPONENTS = ("attention", "mlp", "norm", "embedding", "head", "loss", "other")
-
 _ATTENTION = re.compile(r"(attn|attention|mha)$")
 _MLP = re.compile(r"((^|_)ff|mlp|ffn|feed_?forward)$")
 _HEAD = re.compile(r"^((lm|output|vocab)_?)?head$|^(unembed(ding)?|output_projection|embed_out)$")
-_PROJECTION = re.compile(
-    r"^(to_?|w_?|c_?)?(q|k|v|kv|qkv|query|key|value|attn)(_?(proj|linear|layer))?$"
-)
-_OUT_PROJECTION = re.compile(r"^(to_?|w_?|c_?)?(o|out|output|proj)(_?(proj|linear|layer))?$")
-_MLP_LEAF = re.compile(
-    r"^((c_)?fc\d*|(gate_?)?up(_proj)?|(gate|down)(_proj)?|(linear|lin|w|ff)\d)$"
-)
 # Transformers' Conv1D is a linear layer whose weight is stored (in, out).
 _LINEAR_CLASSES = ("Linear", "Conv1D")
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A module and its place in the model."""
 
     name: str  # its qualified name, "" for the model itself
     module: nn.Module
-    component: str | None  # one of `COMPONENTS`; None for a container that is no component
+    # attention, mlp, norm, embedding, head, loss, or other; None for a container that is none
+    component: str | None
     outermost: bool  # its parent belongs to another component, or to none
-    # Attention kernels may be called in its forward: it is an outermost attention module, or the
-    # block that projections stand free in.
-    kernel_scope: bool
 
     @property
     def owns(self) -> dict[str, nn.Parameter]:
@@ -289,36 +196,19 @@ class _Part:
         return {name: p for name, p in own if p.is_floating_point()}
 
 
-def _recognise(model: nn.Module, components: Mapping[str, str]) -> list[_Part]:
+def _recognise(model: nn.Module) -> list[_Part]:
     """Return every module of a model, once, in the order of `named_modules`."""
-    modules = dict(model.named_modules())
     found: dict[str, str | None] = {}
-    heads = _heads(model)
-    declared = _declared(list(modules), components)
-    for name, module in modules.items():
-        parent = found.get(_parent(name)) if name else None
+    heads, parts = _heads(model), []
+    for name, module in model.named_modules():
+        parent = found.get(name.rpartition(".")[0]) if name else None
         inherited = parent if parent in ("attention", "mlp") else None
-        found[name] = declared.get(name) or _component(name, module, inherited, heads, modules)
-    outermost = {n for n in modules if not n or found.get(_parent(n)) != found[n]}
-    scopes = {
-        # No kernel is called in a single linear layer, but beside it.
-        name if len([*module.children()]) or len(module._parameters) > 2 else _parent(name)
-        for name, module in modules.items()
-        if found[name] == "attention" and name in outermost
-    }
-    return [
-        _Part(name, module, found[name], name in outermost, name in scopes)
-        for name, module in modules.items()
-    ]
+        found[name] = component = _component(name, module, inherited, heads)
+        parts.append(_Part(name, module, component, not name or parent != component))
+    return parts
 
 
-def _component(
-    name: str,
-    module: nn.Module,
-    inherited: str | None,
-    heads: set[int],
-    modules: Mapping[str, nn.Module],
-) -> str | None:
+def _component(name: str, module: nn.Module, inherited: str | None, heads: set[int]) -> str | None:
     kind, own = type(module).__name__, name.rpartition(".")[2].lower()
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -326,8 +216,6 @@ def _component(
         return "norm"
     if isinstance(module, nn.modules.loss._Loss):
         return "loss"
-    if isinstance(module, nn.MultiheadAttention):
-        return "attention"
     linear = any(base.__name__ in _LINEAR_CLASSES for base in type(module).__mro__)
     if linear and (id(module) in heads or (inherited is None and _HEAD.search(own))):
         return "head"
@@ -338,28 +226,7 @@ def _component(
             return component
     if inherited is not None:
         return inherited
-    siblings = [key.lower() for key, _ in modules[_parent(name)].named_children()]
-    beside = _OUT_PROJECTION.search(own) and any(map(_PROJECTION.search, siblings))
-    if linear and (_PROJECTION.search(own) or beside):
-        return "attention"
-    if linear and _MLP_LEAF.search(own):
-        return "mlp"
     return "other" if any(p.is_floating_point() for p in module.parameters(recurse=False)) else None
-
-
-def _declared(names: list[str], components: Mapping[str, str]) -> dict[str, str]:
-    declared: dict[str, str] = {}
-    for pattern, component in components.items():
-        if component not in COMPONENTS:
-            raise ValueError(f"no component {component!r}; there are {', '.join(COMPONENTS)}.")
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            raise ValueError(
-                f"components: {pattern!r} matches no module. Names look like "
-                f"{', '.join(map(repr, names[1:4]))}."
-            )
-        declared = dict.fromkeys(matching, component) | declared
-    return declared
 
 
 def _heads(model: nn.Module) -> set[int]:
@@ -370,16 +237,10 @@ def _heads(model: nn.Module) -> set[int]:
     return heads | ({id(output_embeddings())} if callable(output_embeddings) else set())
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 # --- changes --------------------------------------------------------------------------------------
 
 
-def _cast_parameters(
-    parts: list[_Part], config: FlashAttentionConfig, changes: list[PolicyChange]
-) -> list[str]:
+def _cast_parameters(parts: list[_Part], config: FlashAttentionConfig) -> list[str]:
     """Cast parameters in place, tied ones together; return notes on the ties."""
     wanted = {
         "attention": config.attention_weights,
@@ -403,14 +264,12 @@ def _cast_parameters(
             names = " = ".join(f"{part.name}.{name}" for part, name in places)
             notes.append(f"tied, and kept so, in {short(dtype)}: {names}.")
         if dtype != before:
-            gradient, parameter.grad = parameter.grad, None
+            parameter.grad = None  # of the old dtype
             parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if gradient is None else gradient.to(dtype)
-        _record(changes, *places[0], before, dtype)
     return notes
 
 
-def _convert(part: _Part, config: FlashAttentionConfig, changes: list[PolicyChange]) -> None:
+def _convert(part: _Part, config: FlashAttentionConfig) -> None:
     """Make a plain layer of PyTorch's the layer of `layers` that has the same parameters.
 
     Its class is changed, as torch.nn.utils.parametrize does: the object, its hooks and every
@@ -425,7 +284,6 @@ def _convert(part: _Part, config: FlashAttentionConfig, changes: list[PolicyChan
         (nn.Linear, MixedPrecisionLinear, "compute_dtype", config.head),
     ):
         if type(part.module) in (plain, mixed):
-            _record(changes, part, attribute, getattr(part.module, attribute, None), dtype)
             part.module.__class__ = mixed
             setattr(part.module, attribute, dtype)
 
@@ -447,5 +305,5 @@ def _casts(part: _Part, config: FlashAttentionConfig) -> Casts:
     return Casts(
         OWN if part.owns and not whole else None,
         config.residual if branch else None,
-        config.attention if part.kernel_scope else None,
+        config.attention if component == "attention" and part.outermost else None,
     )

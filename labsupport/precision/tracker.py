@@ -9,11 +9,11 @@
     tracker.plot()
 
 Hooks write records, and `findings` judges them: hooks on modules (inputs, weights, outputs), a
-TorchFunctionMode (attention calls, whoever makes them), hooks on tensors and on parameters
-(gradients; PyTorch's full backward hooks would add an operation after each output). None of them
+TorchFunctionMode (attention calls, whoever makes them), hooks on tensors (gradients; PyTorch's full
+backward hooks would add an operation after each output). None of them
 changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges are
-recorded, eight numbers, which stay on the device until they are read, all together. What gradient
-checkpointing computes again, in the backward pass, is not recorded a second time.
+recorded, eight numbers, which stay on the device until they are read. What gradient checkpointing
+computes again, in the backward pass, is not recorded a second time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from labsupport import attention as lab
-from labsupport.precision.dtypes import range_tensor
 from labsupport.precision.findings import (
-    MEASURED,
+    Event,
     Record,
     TensorStats,
     Violation,
-    autocast_is_on,
     findings,
     judge_attention_input,
 )
@@ -48,11 +46,12 @@ if TYPE_CHECKING:
 SHOWN = 5  # number of findings printed after the first
 MODEL = "(model)"
 _PASSED_OVER = (nn.Identity, nn.Flatten, nn.Unflatten, nn.ModuleList, nn.ModuleDict)
-_OURS = (lab.attention, lab.flash_attention, lab.attention_varlen)
 ATTENTION_CALLS: dict[Callable[..., Any], str] = {
     F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
     F.multi_head_attention_forward: "F.multi_head_attention_forward",
-    **{function: function.__name__ for function in _OURS},
+    lab.attention: "attention",
+    lab.flash_attention: "flash_attention",
+    lab.attention_varlen: "attention_varlen",
 }
 
 # To function modes even `tensor.dtype` is a call: the tracker's own questions go past them.
@@ -91,8 +90,8 @@ class PrecisionTracker:
     Args:
         model: the model to watch; None for `track_flash_attention_input`, or to watch attention
             calls outside of modules.
-        ranges: also measure largest and smallest magnitude, and count NaN, infinite, subnormal and
-            zero entries. The numbers stay on the device until they are read.
+        ranges: also measure largest and smallest magnitude, and count NaN, infinite and zero
+            entries. The numbers stay on the device until they are read.
     """
 
     def __init__(self, model: nn.Module | None = None, *, ranges: bool = True) -> None:
@@ -103,9 +102,8 @@ class PrecisionTracker:
         self._reset()
 
     def _reset(self) -> None:
-        self._records: list[Record] = []
-        self._error = ""  # the exception that ended the with-block, in words
-        self._runs = self._clock = 0
+        self._events: list[Event] = []
+        self._runs = 0
         self._handles: list[Any] = []
         self._mode = _AttentionMode(self)
         self._open: list[Record] = []  # calls that have begun and not returned, innermost last
@@ -143,20 +141,11 @@ class PrecisionTracker:
                 self._hook_module(
                     name or MODEL, module, "block" if whole or attention else "module"
                 )
-        if self.model is not None:
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    owner = type(modules[name.rpartition(".")[0]]).__name__
-                    hook = partial(self._gradient, (name, owner, "module"), None)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._mode.__enter__()
         self._watching = True
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            # Only words: the exception's traceback would keep activations alive.
-            self._error = f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+    def __exit__(self, *error: object) -> None:
         self._watching = False
         self._mode.__exit__(None, None, None)
         for handle in self._handles:  # also those on tensors whose backward pass never came
@@ -179,7 +168,7 @@ class PrecisionTracker:
                 named = {key: x for key, x in kwargs.items() if "mask" not in key}
                 record.inputs = self._stats([*_tensors_in((args, named))])
                 weights: list[Tensor] = [w for w in module._parameters.values() if w is not None]
-                record.weights = self._stats(weights) if weights else None
+                record.weights = self._stats(weights)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self._watching:
@@ -197,7 +186,7 @@ class PrecisionTracker:
                         # PyTorch calls this hook, with None, for a call that raised, too.
                         record.raised = True
                         return
-                    record.output, record.end = self._stats(outputs), self._tick()
+                    self._end(record, outputs)
                 if kind == "module":
                     self._hook_gradients(outputs, site)
 
@@ -212,18 +201,12 @@ class PrecisionTracker:
                 hook = partial(self._gradient, site, max(0, self._calls[site[:2]] - 1))
                 self._handles.append(tensor.register_hook(hook))
 
-    def _gradient(self, site: tuple[str, str, str], call: int | None, tensor: Tensor) -> None:
-        """Record the gradient of an output, or of a parameter if `call` is None."""
-        gradient = tensor.grad if call is None else tensor
-        # An optimizer inside the backward pass may have used a parameter's gradient up.
-        if not self._watching or gradient is None:
-            return
-        direction = "weight gradient" if call is None else "backward"
-        record = Record(self._tick(), direction, *site, call or 0)
-        with _unseen():
-            record.weights = TensorStats([tensor]) if call is None else None
-            record.output = self._stats([gradient])
-        self._records.append(record)
+    def _gradient(self, site: tuple[str, str, str], call: int, gradient: Tensor) -> None:
+        if self._watching:
+            record = Record(len(self._events), "backward", *site, call)
+            with _unseen():
+                record.output = self._stats([gradient])
+            self._events.append(("gradient", record))
 
     def attention_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,7 +222,6 @@ class PrecisionTracker:
         site = next(modules, "(outside of modules)"), ATTENTION_CALLS[function], "attention call"
         record = self._begin(*site)
         record.inputs = self._stats(list(given.values()), tuple(given))
-        record.autocast = any(map(autocast_is_on, {x.device.type for x in given.values()}))
         try:
             result = function(*args, **kwargs)
         except Exception:
@@ -249,100 +231,70 @@ class PrecisionTracker:
             self._open.remove(record)
         out = [*_tensors_in(result)][:1]  # not the lse: -inf is right there for an empty row
         with _unseen():
-            record.output, record.end = self._stats(out), self._tick()
+            self._end(record, out)
             self._hook_gradients(out, site)
-        if function in _OURS and (report := lab.last_call()) is not None:
-            record.backend, record.kernel = report.backend, report.kernel
         return result
 
     def _begin(self, name: str, class_name: str, kind: str) -> Record:
         key = name, class_name  # a module may make attention calls, too
-        record = Record(self._tick(), "forward", name, class_name, kind, self._calls[key])
+        record = Record(len(self._events), "forward", name, class_name, kind, self._calls[key])
         self._calls[key] += 1
-        self._records.append(record)
+        self._events.append(("input", record))
         self._open.append(record)
         return record
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+    def _end(self, record: Record, outputs: list[Tensor]) -> None:
+        record.output = self._stats(outputs)
+        self._events.append(("output", record))
 
     def _stats(self, tensors: list[Tensor], names: tuple[str, ...] = ()) -> TensorStats:
-        stats = TensorStats(tensors, names)
-        if self.ranges:
-            stats.pending = [pair for x in tensors if (pair := self._measure(x)) is not None]
-        return stats
-
-    def _measure(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """Return `range_tensor` and the number of entries."""
-        if tensor.dtype not in MEASURED or tensor.is_meta or tensor.is_nested:
-            return None
-        if tensor.layout != torch.strided:  # the gradient of an Embedding(sparse=True)
-            tensor = tensor.detach().coalesce().values()
-        return range_tensor(tensor), tensor.numel()
-
-    def _read(self) -> list[Record]:
-        """Return the records with their ranges; waits once per device, and only the first time."""
-        parts = [
-            stats
-            for record in self._records
-            for stats in (record.inputs, record.weights, record.output)
-            if stats is not None and stats.pending
-        ]
-        devices: dict[torch.device, list[Tensor]] = {}
-        for numbers, _ in (pair for stats in parts for pair in stats.pending):
-            devices.setdefault(numbers.device, []).append(numbers)
-        values = {device: iter(torch.stack(each).tolist()) for device, each in devices.items()}
-        for stats in parts:
-            stats.read([next(values[numbers.device]) for numbers, _ in stats.pending])
-        return self._records
+        return TensorStats(tensors, names, ranges=self.ranges)
 
     # --- results ----------------------------------------------------------------------------------
 
     @property
+    def _records(self) -> list[Record]:
+        return [record for event, record in self._events if event != "output"]
+
+    @property
     def violations(self) -> list[Violation]:
         """Findings of tracked inputs, in the order given, then the model's, the first one first."""
-        return self._inputs + findings(self._read(), self._error)
+        return self._inputs + findings(self._events)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row for each call and each gradient, in the order in which they happened.
 
         Columns:
-            order: clock at the beginning of the call, or at the gradient's arrival.
-            pass: forward, backward (gradient of a call's output), or weight gradient.
-            name, class: of the module (the attention function, the parameter's owner); "(model)" is
-                the model itself.
+            order: grows with the beginning of each call, and each gradient's arrival.
+            pass: forward, or backward (gradient of a call's output).
+            name, class: of the module (the attention function); "(model)" is the model itself.
             kind: module, block (attention module or whole model), or attention call.
             call: 0 for the first call of this module, 1 for the second, ...
             dtype_in, dtype_weights, dtype_out: of inputs, the module's own parameters, and the
-                output (in the other two passes the gradient).
+                output (in the backward pass the gradient).
             cast: an implicit change of dtype; empty if there is none.
-            backend, kernel: of the lab's `attention`, where they are known.
-            largest, smallest, nan, inf, minus_inf, subnormal, bottom, zero, entries: the range of
-                the output, or of the gradient (`dtypes.Range`).
-            largest_in, smallest_in, nonfinite_in, nonfinite_weights: of inputs and weights.
-
-        Without `ranges`, the last two groups are empty.
+            largest, smallest, nan, inf, minus_inf, bottom, zero, entries: the range of the output,
+                or of the gradient (`dtypes.Range`); empty without `ranges`.
         """
         import pandas as pd
 
         columns = list(Record(0, "", "", "", "").row())
-        frame = pd.DataFrame([record.row() for record in self._read()], columns=columns)
+        frame = pd.DataFrame([record.row() for record in self._records], columns=columns)
         return frame.astype(dict.fromkeys(columns[columns.index("largest") :], "float64"))
 
-    def plot(self, title: str | None = None) -> Figure:
-        """Plot dtypes and magnitudes through the layers; by default the title is the finding."""
+    def plot(self) -> Figure:
+        """Plot dtypes and magnitudes through the layers, under the first finding."""
         from labsupport.plotting import plot_dtype_flow
 
-        found = findings(self._read(), self._error)
+        found = findings(self._events)
         name = type(self.model).__name__ if self.model is not None else "Attention calls"
         well = "all is well" if self.ranges else "dtypes from layer to layer"
         finding = f"{found[0].kind} at {found[0].where}" if found else well
-        return plot_dtype_flow(self.to_dataframe(), title=title or f"{name}: {finding}")
+        return plot_dtype_flow(self.to_dataframe(), title=f"{name}: {finding}")
 
     def report(self) -> str:
         """Return the findings in words, the first layer where something went wrong first."""
-        found, records, runs = self.violations, self._read(), self._runs
+        found, records, runs = self.violations, self._records, self._runs
         if not records and not self._inputs_tracked:
             return "Nothing was recorded: call the model inside `with PrecisionTracker(model):`."
         inputs = self._inputs_tracked
@@ -399,14 +351,11 @@ def _summary(records: list[Record]) -> list[str]:
     # A module that is called several times counts once for each way in which it runs.
     ways = {}
     for r in calls:
-        weights = f" (weights {r.weights})" if r.weights else ""
-        ways[r.kind, r.name, f"{r.inputs or 'nothing'} -> {r.output}{weights}"] = None
-    for r in records:
-        if r.direction == "weight gradient":
-            ways["weight gradient", r.name, str(r.output)] = None
+        weights = f" (weights {r.weights})" if r.weights.dtypes else ""
+        ways[r.kind, r.name, f"{str(r.inputs) or 'nothing'} -> {r.output}{weights}"] = None
     lines = [
         f"  {count:4} {kind}{'s' * (count > 1)}: {way}"
-        for kind in ("module", "attention call", "weight gradient")
+        for kind in ("module", "attention call")
         for way, count in Counter(way for k, _, way in ways if k == kind).most_common()
     ]
     casts = sum(bool(record.cast) for record in calls)

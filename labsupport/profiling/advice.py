@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -28,8 +28,7 @@ UNSTEADY = 0.25  # spread over median: above it, something else was at work
 ROWS_OF_A_BLOCK = 128  # queries that a block of a GPU's kernel takes, about
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """The least time in ms, what sets it ("arithmetic" or "memory"), and at which rate."""
 
     ms: float
@@ -130,7 +129,9 @@ def why_not(row: Mapping[str, Any], case: Case, device: torch.device) -> list[st
     """Lines of advice for a row whose status is not "ok"."""
     reason = str(row["reason"])
     if row["status"] == "out of memory":
-        return [reason, *what_would_fit(case, device)]
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+        return [reason, *what_would_fit(case, free)]
     for words, advice in TROUBLES:
         if any(word in reason.lower() for word in words):
             return [reason, advice]
@@ -139,20 +140,12 @@ def why_not(row: Mapping[str, Any], case: Case, device: torch.device) -> list[st
     return [reason, "this is a bug, and worth reporting: labsupport doctor --report FILE"]
 
 
-def what_would_fit(case: Case, device: torch.device, available: int | None = None) -> list[str]:
-    """The nearest cases that would fit into the memory that is free, by prediction."""
-    if available is None:
-        on_gpu = device.type == "cuda"
-        available = (
-            torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-        )
-    options = []
+def what_would_fit(case: Case, available: int) -> list[str]:
+    """The nearest cases that would fit into so many bytes, by prediction."""
+    halved = [case.seqlen >> i for i in range(1, case.seqlen.bit_length() - 4)]
+    options = [(f"--seqlen {n}", replace(case, seqlen=n, kv_seqlen=n)) for n in halved]
     if case.backend in QUADRATIC_BACKENDS:
         options.append(("--backend sdpa_flash", replace(case, backend="sdpa_flash")))
-    for size in (case.batch >> i for i in range(1, case.batch.bit_length())):
-        options.append((f"--batch {size}", replace(case, batch=size)))
-    for size in (case.seqlen >> i for i in range(1, case.seqlen.bit_length() - 4)):
-        options.append((f"--seqlen {size}", replace(case, seqlen=size, kv_seqlen=size)))
     fitting: dict[str, str] = {}  # the nearest of each option
     for option, other in options:
         if not predicted_shortage(other, available):

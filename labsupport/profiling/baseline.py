@@ -93,7 +93,7 @@ def judge(
     return Verdict(word, math.expm1(d), math.expm1(machine))
 
 
-def make_baseline(job: Job, say: Callable[[str], None] = lambda line: None) -> Baseline:
+def make_baseline(job: Job, say: Callable[[str], None]) -> Baseline:
     """Measure a job in `PROCESSES` fresh processes, and say each ratio."""
     from labsupport.profiling.provenance import provenance
 
@@ -107,9 +107,7 @@ def make_baseline(job: Job, say: Callable[[str], None] = lambda line: None) -> B
     return Baseline(job, log_ratios, yardstick_ms, record)
 
 
-def check_baseline(
-    before: Baseline, tolerance: float = 0.05, say: Callable[[str], None] = lambda line: None
-) -> Verdict:
+def check_baseline(before: Baseline, tolerance: float, say: Callable[[str], None]) -> Verdict:
     """Measure a baseline's job again, and judge.
 
     Raises:
@@ -136,11 +134,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read what `write_baseline` wrote.
-
-    Raises:
-        ValueError: it is no baseline.
-    """
+    """Read what `write_baseline` wrote; raise ValueError for another file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return Baseline(**fields | {"job": _job(fields["job"])})

@@ -26,7 +26,7 @@ from labsupport.profiling.advice import (
 from labsupport.profiling.benchmark import call_of, make_inputs
 from labsupport.profiling.cases import DIRECTIONS, Case
 from labsupport.profiling.hardware import Ceilings
-from labsupport.profiling.presets import preset as preset_named
+from labsupport.profiling.presets import PRESETS
 from labsupport.profiling.tables import aligned, format_table
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
@@ -68,7 +68,9 @@ def one_case(
     """
     shape = dict(DEFAULTS)
     if preset is not None:
-        shape = {name: getattr(preset_named(preset), name) for name in DEFAULTS}
+        if preset not in PRESETS:
+            raise ValueError(f"no preset {preset!r}; there are: {', '.join(PRESETS)}")
+        shape = {name: getattr(PRESETS[preset], name) for name in DEFAULTS}
         if own.get("heads") and not own.get("kv_heads"):
             shape["kv_heads"] = 0  # the preset's would not fit to other heads
     shape |= {name: value for name, value in own.items() if value is not None}

@@ -12,6 +12,7 @@ a row as well, and `status` and `reason` say why:
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from labsupport.attention.accuracy import max_error, relative_error
 from labsupport.attention.backends import (
     AttentionInputError,
     BackendUnavailableError,
@@ -26,11 +28,14 @@ from labsupport.attention.backends import (
     available_backends,
     last_call,
 )
-from labsupport.profiling.accuracy import Oracle
+from labsupport.profiling.accuracy import oracle_of_first
 from labsupport.profiling.cases import Case
+from labsupport.profiling.hardware import raise_beaten
+from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
-from labsupport.profiling.timing import measure_time, resolve_device
+from labsupport.profiling.runs import load_run
+from labsupport.profiling.timing import format_ms, measure_time, resolve_device
 from labsupport.profiling.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ QUADRATIC_BACKENDS = ("standard", "sdpa_math")  # these write the seqlen x seqle
 # How many seqlen x seqlen matrices exist at the peak, at most, over both quadratic backends and
 # all dtypes, in elements of at least 4 bytes (masks and float32 copies included).
 SQUARES_AT_PEAK = {"forward": 4, "forward+backward": 6}
+ORACLE_TOKENS = 4096  # longer ones are not compared: it computes whole score matrices in float64
 
 
 def run_grid(
@@ -52,12 +58,11 @@ def run_grid(
     measure_error: bool = True,
     max_seconds: float = 1.0,
     repeats: int | None = None,
-    seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure each case; one row each, with provenance in `.attrs["provenance"]`.
 
-    Cases of the same shape and dtype get the same inputs: unit normal, from `seed`.
+    Cases of the same shape and dtype get the same inputs: unit normal, from seed 0.
 
     Args:
         cases: what to measure, in this order; see `grid`.
@@ -86,18 +91,34 @@ def run_grid(
     if unknown:
         raise ValueError(f"unknown backend: {', '.join(unknown)}; known: {', '.join(known)}")
 
-    record = provenance(where, seed=seed, cases=len(cases))
-    oracle = Oracle() if measure_error else None
+    record = provenance(where, seed=0, cases=len(cases))
+    options = {"max_seconds": max_seconds, "repeats": repeats, "measure_error": measure_error}
     rows: list[dict[str, Any]] = []
-    try:
-        for case in tqdm(cases, disable=not progress, unit="case", leave=False):
-            options = {"max_seconds": max_seconds, "repeats": repeats, "seed": seed}
-            rows.append(run_case(case, where, oracle=oracle, **options))
-    except KeyboardInterrupt:
-        record["interrupted"] = True
+    with warn_if_busy(lambda: _recorded(rows) if where.type == "cpu" else ""):
+        try:
+            for case in tqdm(cases, disable=not progress, unit="case", leave=False):
+                rows.append(run_case(case, where, **options))
+        except KeyboardInterrupt:
+            record["interrupted"] = True
     table = pd.DataFrame(rows, columns=COLUMNS)
     table.attrs["provenance"] = record
+    if said := raise_beaten(where, table.groupby("dtype").tflops.max().dropna().to_dict()):
+        print(said)
     return table
+
+
+def _recorded(rows: list[dict[str, Any]]) -> str:
+    """Times of the longest of these cases that were recorded on a quiet CPU, if any were."""
+    run = load_run("calibration-cpu")
+    names = [field.name for field in fields(Case)]
+    known = {tuple(row[n] for n in names): row for row in run.to_dict("records")}
+    found = [known[key] for row in rows if (key := tuple(row[n] for n in names)) in known]
+    longest = [row for row in found if row["seqlen"] == max(r["seqlen"] for r in found)]
+    if not longest:
+        return ""
+    times = ", ".join(f"{row['backend']} {format_ms(row['median_ms'])} ms" for row in longest)
+    device = run.attrs["provenance"]["device"]
+    return f"Recorded on one quiet core ({device}), {longest[0]['seqlen']:,} tokens: {times}."
 
 
 COLUMNS = [
@@ -108,16 +129,13 @@ COLUMNS = [
 ]
 
 
-def run_case(
-    case: Case, device: torch.device, *, oracle: Oracle | None = None, **options: Any
-) -> dict[str, Any]:
-    """Measure one case; `options` are max_seconds, repeats and seed of `run_grid`."""
+def run_case(case: Case, device: torch.device, **options: Any) -> dict[str, Any]:
+    """Measure one case; `options` are max_seconds, repeats and measure_error of `run_grid`."""
     row: dict[str, Any] = asdict(case) | {"kernel": ""}
     try:
         if device.type == "cpu" and (reason := predicted_shortage(case)):
             return row | {"status": "out of memory", "reason": reason}
-        row |= _measure(case, device, oracle, **options)
-        return row | {"status": "ok", "reason": ""}
+        return row | _measure(case, device, **options) | {"status": "ok", "reason": ""}
     except Exception as error:
         row |= refusal(error)
     # What a failed case held must be gone before the next one is measured.
@@ -159,12 +177,11 @@ def predicted_shortage(case: Case, available: int | None = None) -> str:
 def _measure(
     case: Case,
     device: torch.device,
-    oracle: Oracle | None,
     max_seconds: float = 1.0,
     repeats: int | None = None,
-    seed: int = 0,
+    measure_error: bool = False,
 ) -> dict[str, Any]:
-    inputs = make_inputs(case, device, seed)
+    inputs = make_inputs(case, device)
     call = call_of(case, inputs)
     # FlexAttention compiles in its first call; the compiler's own tensors are not its memory.
     warmup = 1 if device.type == "cuda" or case.backend == "flex" else 0
@@ -179,11 +196,17 @@ def _measure(
     row: dict[str, Any] = {f"{name}_ms": getattr(timing, name) for name in names}
     row |= {"repeats": timing.repeats, "tflops": case.flops() / timing.median / 1e9}
     row |= {"kernel": report.kernel if report else "", "peak_memory_bytes": memory.peak_bytes}
-    if oracle is not None:
-        out = call_of(replace(case, direction="forward"), inputs)()
-        q, k, v, _ = inputs
-        row |= oracle.errors(case.shape_key, q, k, v, out, causal=case.causal)
+    if measure_error and max(case.seqlen, case.kv_seqlen) <= ORACLE_TOKENS:
+        exact = _oracle(replace(case, backend="oracle", direction="forward"), device)
+        out = call_of(replace(case, direction="forward"), inputs)()[0]
+        row |= {"max_error": max_error(out, exact), "relative_error": relative_error(out, exact)}
     return row
+
+
+@functools.lru_cache(maxsize=1)  # the backends of one shape come one after the other
+def _oracle(case: Case, device: torch.device) -> torch.Tensor:
+    q, k, v, _ = make_inputs(case, device)
+    return oracle_of_first(q, k, v, case.causal)
 
 
 def call_of(case: Case, inputs: Tensors) -> Callable[[], Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import sys
@@ -26,6 +25,17 @@ NOTEBOOK_RAM_GIB = 6  # what the heaviest notebook may use
 FREE_DISK_GIB = 2  # checkpoints, recorded runs, a second copy of the notebooks
 FREE_GPU_GIB = 6  # the sizes of the notebooks suit an 8 GB GPU
 
+# What an optional package needs, and how it is installed.
+PACKAGES = {
+    "triton": ("a GPU and Linux", "pip install -e '.[triton]'"),
+    "flash-attn": (
+        "compute capability 8.0",
+        "pip install ninja packaging psutil setuptools wheel; pip install --no-build-isolation "
+        "'flash-attn>=2.8' (it compiles for a long time)",
+    ),
+    "flash-attn-4": ("compute capability 9.0 or 10.x", "pip install -e '.[hopper]'"),
+    "xformers": ("a GPU", "pip install xformers"),
+}
 LAB = "make lab"
 LAB_CUDA = "make lab TORCH=cuda"
 
@@ -43,10 +53,8 @@ def diagnose(quick: bool = False) -> list[Check]:
     remedy = "close other programs and shut down idle notebook kernels"
     found = [
         check_python(sys.version_info[:3]),
-        check_system(platform.system()),
         _check_room("Memory", ram.available, ram.total, NOTEBOOK_RAM_GIB, remedy),
         judge_torch(torch_version, torch_cuda_version(), nvidia_driver()),
-        check_jupyter(),
         *_check_folders(),
     ]
     if quick:
@@ -63,15 +71,6 @@ def check_python(version: tuple[int, ...]) -> Check:
         remedy = f"install Python {wanted} or newer, remove .venv, then: {LAB}"
         return Check("Python", "fail", f"{text}; the lab needs {wanted} or newer", remedy)
     return Check("Python", "ok", f"{text} ({sys.executable})")
-
-
-def check_system(system: str) -> Check:
-    """Check that the lab is tested on this operating system."""
-    detail = f"{system} {platform.release()} {platform.machine()}"
-    if system in ("Linux", "Darwin"):
-        return Check("System", "ok", detail)
-    remedy = "wsl --install   (then work inside the Linux that it gives you)"
-    return Check("System", "warn", f"{detail}; the lab is tested on Linux and macOS", remedy)
 
 
 def _check_room(name: str, free: int, total: int, wanted_gib: int, remedy: str) -> Check:
@@ -115,26 +114,6 @@ def judge_torch(version: str | None, cuda: str | None, driver: str | None) -> Ch
     return Check("PyTorch", "ok", detail)
 
 
-def check_jupyter() -> Check:
-    """Check that JupyterLab and a Python kernel for it are installed."""
-    versions = {name: package_version(name) for name in ("jupyterlab", "ipykernel")}
-    if missing := [name for name, version in versions.items() if version is None]:
-        return Check("Jupyter", "warn", f"not installed: {', '.join(missing)}", LAB)
-    return Check("Jupyter", "ok", ", ".join(f"{name} {v}" for name, v in versions.items()))
-
-
-def check_working_copy(root: Path) -> Check:
-    """Check that the student's working copy can be written, if there is one."""
-    folder = root / "work"
-    if not folder.exists():
-        return Check("Working copy", "ok", f"none yet; `{LAB}` makes it in {folder}")
-    if not os.access(folder, os.W_OK):
-        remedy = f"sudo chown -R $(id -u) {folder}"
-        return Check("Working copy", "fail", f"{folder} cannot be written", remedy)
-    found = [path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts]
-    return Check("Working copy", "ok", f"{folder} (notebooks: {len(found)})")
-
-
 def _check_folders() -> list[Check]:
     try:
         root = project_root()
@@ -142,7 +121,11 @@ def _check_folders() -> list[Check]:
         return [Check("Project folder", "fail", str(error), "pip install -e .")]
     disk = shutil.disk_usage(root)
     room = _check_room("Disk", disk.free, disk.total, FREE_DISK_GIB, "pip cache purge")
-    return [room, check_working_copy(root)]
+    work = root / "work"
+    if not work.exists() or os.access(work, os.W_OK):
+        return [room]
+    remedy = f"sudo chown -R $(id -u) {work}"
+    return [room, Check("Working copy", "fail", f"{work} cannot be written", remedy)]
 
 
 def check_device() -> list[Check]:
@@ -163,16 +146,13 @@ def check_device() -> list[Check]:
 
 def check_no_gpu(cuda: str | None, driver: str | None) -> Check:
     """No usable GPU: by choice, or because build and driver do not work together."""
-    if cuda and driver:
-        detail = (
-            f"PyTorch for CUDA {cuda} and an NVIDIA driver are here, but CUDA does not start: the "
-            "driver may be too old for this build, or this process may not see the GPU"
-        )
-        remedy = "nvidia-smi   (shows the newest CUDA version that the driver takes)"
-        return Check("GPU", "warn", detail, remedy)
-    if driver:
+    if driver is None:
+        return Check("GPU", "ok", "none; every notebook also runs on the CPU")
+    if cuda is None:
         return Check("GPU", "warn", "unused: PyTorch is a CPU build", LAB_CUDA)
-    return Check("GPU", "ok", "none; every notebook also runs on the CPU")
+    detail = "CUDA does not start: the driver may be too old, or may not let this process see a GPU"
+    remedy = "nvidia-smi   (shows the newest CUDA version that the driver takes)"
+    return Check("GPU", "warn", detail, remedy)
 
 
 def check_capability(capability: Capability) -> Check:
@@ -188,21 +168,12 @@ def check_capability(capability: Capability) -> Check:
 def check_optional(capability: Capability | None) -> list[Check]:
     """Optional packages and tools, judged by whether they would help on this GPU, if any."""
     numbers = capability or (0, 0)
-    flash = (
-        "pip install ninja packaging psutil setuptools wheel; "
-        "pip install --no-build-isolation 'flash-attn>=2.8' (it compiles for a long time)"
-    )
-    # package: (whether it would run here, what it needs, how to install it)
-    packages = {
-        "triton": (capability is not None, "Linux", "pip install -e '.[triton]'"),
-        "flash-attn": (numbers >= (8, 0), "compute capability 8.0", flash),
-        "flash-attn-4": (
-            numbers[0] in (9, 10),
-            "compute capability 9.0 or 10.x",
-            "pip install -e '.[hopper]'",
-        ),
-        # xFormers has nothing that SDPA lacks here, so its absence is never a warning.
-        "xformers": (False, "a GPU: pip install xformers", ""),
+    # xFormers has nothing that SDPA lacks here, so its absence is never a warning.
+    useful = {
+        "triton": capability is not None,
+        "flash-attn": numbers >= (8, 0),
+        "flash-attn-4": numbers[0] in (9, 10),
+        "xformers": False,
     }
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     checks = [Check("C++ compiler", "ok", compiler or "none found (not needed on this GPU)")]
@@ -210,10 +181,11 @@ def check_optional(capability: Capability | None) -> list[Check]:
         detail = "none found; FlexAttention on a CPU is compiled with it"
         remedy = "sudo apt install g++   (on macOS: xcode-select --install)"
         checks = [Check("C++ compiler", "warn", detail, remedy)]
-    for name, (useful, needs, install) in packages.items():
+    for name, helps in useful.items():
+        needs, install = PACKAGES[name]
         if version := package_version(name):
             checks.append(Check(name, "ok", version))
-        elif useful:
+        elif helps:
             checks.append(Check(name, "warn", "not installed; it would run on this GPU", install))
         else:
             checks.append(Check(name, "ok", f"not installed; optional (it needs {needs})"))

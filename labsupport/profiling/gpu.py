@@ -72,11 +72,7 @@ class GpuState:
 
 
 def read_gpus() -> list[GpuState]:
-    """The GPUs that PyTorch may see (CUDA_VISIBLE_DEVICES), now; empty without a driver.
-
-    Where GPUs of different kinds are mixed, NVML's order is PyTorch's only with
-    CUDA_DEVICE_ORDER=PCI_BUS_ID.
-    """
+    """The GPUs that PyTorch may see (CUDA_VISIBLE_DEVICES), now; empty without a driver."""
     nvml = _nvml()
     if nvml is None:
         return []

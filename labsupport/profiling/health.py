@@ -7,10 +7,13 @@ kernel of others in a tenth of the time, makes timings unsteady.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -40,7 +43,7 @@ class Check:
 def check_health() -> list[Check]:
     """All findings about disturbances here; takes about 0.2 s."""
     gpus = [check for gpu in read_gpus() for check in judge_gpu(gpu)]
-    return [*gpus, check_load(), *check_battery()]
+    return [*gpus, check_load()]
 
 
 def judge_gpu(gpu: GpuState) -> list[Check]:
@@ -85,24 +88,57 @@ def judge_gpu(gpu: GpuState) -> list[Check]:
 
 def check_load(seconds: float = 0.2) -> Check:
     """Work of other processes, watched for a moment."""
-    cores = psutil.cpu_count() or 1
-    psutil.cpu_percent()
-    own, start = time.process_time(), time.perf_counter()
+    load = _Load()
     time.sleep(seconds)
-    ours = (time.process_time() - own) / (time.perf_counter() - start)
-    others = max(0.0, psutil.cpu_percent() / 100 * cores - ours)
-    detail = f"other processes use {others:.1f} of {cores} cores"
-    if others > BUSY_SHARE * cores:
-        return Check("CPU load", "warn", f"{detail}: timings will vary", QUIET)
-    return Check("CPU load", "ok", detail)
+    return load.check()
 
 
-def check_battery() -> list[Check]:
-    """Check that power comes from outside; empty without a battery."""
-    # Absent from psutil where the system has no such reading.
-    battery = getattr(psutil, "sensors_battery", lambda: None)()
-    if battery is None:
-        return []
-    if battery.power_plugged:
-        return [Check("Power supply", "ok", "plugged in")]
-    return [Check("Power supply", "warn", "on battery: clocks may be lower", "plug it in first")]
+class _Load:
+    """The work of other processes since this object was made."""
+
+    def __init__(self) -> None:
+        self.start, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
+
+    def check(self) -> Check:
+        cores, seconds = psutil.cpu_count() or 1, max(time.perf_counter() - self.start, 1e-3)
+        busy = _busy_seconds() - self.all - (time.process_time() - self.own)
+        others = min(max(0.0, busy / seconds), float(cores))
+        detail = f"other processes use {others:.1f} of {cores} cores"
+        if others > BUSY_SHARE * cores:
+            return Check("CPU load", "warn", f"{detail}: timings will vary", QUIET)
+        return Check("CPU load", "ok", detail)
+
+
+def _busy_seconds() -> float:
+    """Time that all cores have worked."""
+    times = psutil.cpu_times()
+    idle = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is in user already
+    return sum(times) - sum(getattr(times, name, 0.0) for name in idle)
+
+
+_spoken: list[Any] = []  # the notebook cells that have said it; None while a measurement is watched
+
+
+@contextlib.contextmanager
+def warn_if_busy(recorded: Callable[[], str] = str) -> Iterator[None]:
+    """Say once in a notebook's cell, in one line, that others were at work during a measurement.
+
+    Programs do not say it: they have `labsupport doctor`, and what they record says it.
+
+    Args:
+        recorded: makes the end of the line, such as a figure from a quiet machine.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = getattr(shell, "execution_count", None)
+    if cell is None or _spoken[-1:] in ([None], [cell]):
+        yield
+        return
+    _spoken.append(None)
+    load = _Load()
+    try:
+        yield
+    finally:
+        _spoken.pop()
+    if (found := load.check()).status == "warn":
+        _spoken.append(cell)
+        print(f"Busy machine: {found.detail} and be too long. {recorded()}".rstrip())

@@ -6,8 +6,8 @@ space inside a kernel included, on a CPU as well as on a GPU:
 * On a CPU, PyTorch's profiler reports each allocation (+bytes) and each release (-bytes) in order,
   exactly. Not counted: buffers that a library takes from the system itself (packed matrices inside
   a BLAS), and the release of what existed before the call.
-* On a GPU, the caching allocator keeps a peak of its own: of bytes requested, and of those handed
-  out in blocks of 512 bytes.
+* On a GPU, the caching allocator keeps a peak of the bytes requested; it hands out a little more,
+  in blocks of 512.
 
 `LargestTensor` tells whether an N x N matrix was ever written.
 """
@@ -45,15 +45,10 @@ class MemoryUse:
     kept_bytes: what still exists when it returns, its result included.  Negative when the
         call releases more of what existed before than it keeps; on a CPU such a release is not
         counted.
-    allocated_bytes: on a GPU, the peak as the allocator rounds it; on a CPU equal to peak_bytes.
-    allocations: the number of allocations; None on a GPU.
     """
 
     peak_bytes: int
     kept_bytes: int
-    allocated_bytes: int
-    allocations: int | None
-    device: str
 
     def __str__(self) -> str:
         return (
@@ -106,8 +101,7 @@ def _measure_cpu(fn: Callable[[], Any]) -> MemoryUse:
     changes = [change for _, change in cpu_memory_changes(profiler)]
     del result
     extra = list(itertools.accumulate(changes, initial=0))
-    allocations = sum(change > 0 for change in changes)
-    return MemoryUse(max(extra), extra[-1], max(extra), allocations, "cpu")
+    return MemoryUse(max(extra), extra[-1])
 
 
 def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]]:
@@ -174,13 +168,11 @@ def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
     after = torch.cuda.memory_stats(device)
     del result
 
-    def growth(what: str, when: str) -> int:
-        return int(after[f"{what}.all.{when}"] - before[f"{what}.all.current"])
-
     # Other allocators (cudaMallocAsync) do not report what was requested.
     what = "requested_bytes" if after.get("requested_bytes.all.peak") else "allocated_bytes"
-    peak, kept = growth(what, "peak"), growth(what, "current")
-    return MemoryUse(peak, kept, growth("allocated_bytes", "peak"), None, str(device))
+    peak, kept = (after[f"{what}.all.{when}"] for when in ("peak", "current"))
+    start = before[f"{what}.all.current"]
+    return MemoryUse(peak - start, kept - start)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -3,7 +3,6 @@
     with monitor(interval=0.05) as watch:
         train()
     print(watch)          # peak and average
-    watch.chart()
 
 `labsupport monitor -- COMMAND` does the same for a program. Memory is sampled: shorter peaks can be
 missed (`measure_peak_memory` counts the tensors of one call exactly). Nothing here imports PyTorch.
@@ -78,9 +77,9 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
         out: Path | None = None,
     ) -> None:
         self.interval, self._device = checked_interval(interval), device
-        self._root = psutil.Process(pid)
-        self._members: set[psutil.Process] = {self._root}  # those that outlive a parent too
-        self._looked_at: set[int] = {self._root.pid}
+        root = psutil.Process(pid)
+        self._members: set[psutil.Process] = {root}  # those that outlive a parent too
+        self._looked_at: set[int] = {root.pid}
         gpus = read_gpus()
         self.gpu: GpuState | None = gpus[device] if device < len(gpus) else None
         self.columns = (*COLUMNS, *(GPU_COLUMNS if self.gpu else ()))
@@ -150,11 +149,6 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
             *(gpu.sm_mhz, gpu.power_w, gpu.held_down_by()),
         )
 
-    def members(self) -> list[psutil.Process]:
-        """The processes of the tree that still run, without the first one."""
-        self._read_tree()
-        return [process for process in self._members if process != self._root]
-
     def samples(self) -> pd.DataFrame:
         """All samples: `COLUMNS`, and on a GPU `GPU_COLUMNS`; NaN where one was not read."""
         import pandas as pd
@@ -167,11 +161,6 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
     def peak_bytes(self) -> int:
         """The most resident memory of the process tree."""
         return int(self.samples()["rss_bytes"].max())
-
-    @property
-    def extra_peak_bytes(self) -> int:
-        """The peak above the first sample."""
-        return self.peak_bytes - int(self.samples()["rss_bytes"].iloc[0])
 
     @property
     def mean_bytes(self) -> float:
@@ -199,19 +188,17 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
 
     __repr__ = __str__
 
-    def chart(self, title: str | None = None) -> Chart:
-        """The curve; `title` is the finding, by default the peak and the average."""
+    def chart(self, title: str) -> Chart:
+        """The curve of a program, whose name is the title."""
         from labsupport.plotting.monitor import plot_monitor
 
-        limit, label = memory_limit()
-        peak, mean, gpu = self.peak_bytes, self.mean_bytes, self.gpu
-        found = f"at most {format_bytes(peak)}, {format_bytes(mean)} on average"
+        gpu = self.gpu
+        found = f"at most {format_bytes(self.peak_bytes)}, {format_bytes(self.mean_bytes)}"
         return plot_monitor(
             self.samples(),
-            title=found.capitalize() if title is None else f"{title}: {found}",
-            limit=(label, limit),
+            title=f"{title}: {found} on average",
+            limit=memory_limit(),
             gpu_limit=(f"memory of this GPU ({gpu.name})", gpu.total_bytes or 0) if gpu else None,
-            start_bytes=peak - self.extra_peak_bytes,
             small_print=f"{gpu.name if gpu else 'no NVIDIA GPU'}, {os.cpu_count()} CPU cores, "
             f"{datetime.date.today()}. {self._small_print()}",
         )
@@ -235,16 +222,14 @@ def mean_over_time(samples: pd.DataFrame, column: str) -> float:
     return float(np.trapezoid(read[:, 1], read[:, 0]) / (read[-1, 0] - read[0, 0]))
 
 
-def memory_limit() -> tuple[int, str]:
-    """The most that processes here can use, in bytes, and what sets that limit."""
+def memory_limit() -> tuple[str, int]:
+    """What limits the memory of processes here, and that limit in bytes."""
     total = psutil.virtual_memory().total
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no control group, or "max"
-        limit = total
-    if limit < total:
-        return limit, "memory limit of this container or job"
-    return total, "memory of this machine"
+        if limit < total:
+            return "memory limit of this container or job", limit
+    return "memory of this machine", total
 
 
 def own_peak(who: int = resource.RUSAGE_SELF) -> int:

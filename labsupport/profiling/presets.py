@@ -6,11 +6,10 @@ two long ones want a backend that stores no score matrix, and a minute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """The shape of one attention layer's call, what it stands for, and where it comes from."""
 
     batch: int
@@ -28,7 +27,7 @@ GPT3 = 'Brown et al., "Language Models are Few-Shot Learners" (2020), table 2.1'
 BERT = 'Devlin et al., "BERT" (2019), section 3'
 LLAMA3 = 'heads as Llama 3 8B: Grattafiori et al., "The Llama 3 Herd of Models" (2024), table 3'
 
-PRESETS: dict[str, Preset] = {
+PRESETS = {
     "gpt2-small": Preset(8, 1024, 12, 64, True, "a decoder layer at its full context", GPT2),
     "gpt3": Preset(1, 2048, 96, 128, True, "GPT-3 175B at its full context: wide heads", GPT3),
     "bert-base": Preset(16, 512, 12, 64, False, "an encoder: each token sees all", BERT),
@@ -37,13 +36,6 @@ PRESETS: dict[str, Preset] = {
     "long-16k": Preset(1, 16384, 32, 128, True, "twice as long: four times the scores", LLAMA3, 8),
     "inference-batch": Preset(64, 512, 12, 64, True, "many short prompts in one batch", GPT2),
 }
-
-
-def preset(name: str) -> Preset:
-    """The preset of that name; raise ValueError with those that exist if there is none."""
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def describe_presets() -> str:

@@ -61,24 +61,20 @@ def add_save_options(parser: argparse.ArgumentParser) -> None:
 
 
 def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
-    """Keep a command's table under the name given with --save, if any, and say where."""
-    if options.save:
-        print(keep_run(table, options.save, overwrite=options.overwrite))
+    """Keep a command's table under the name given with --save, if any, and say where.
 
-
-def keep_run(table: pd.DataFrame, name: str, *, overwrite: bool = False) -> str:
-    """Save a table that was just measured, and return what to say about it.
-
-    What took minutes to measure is not lost to a name that is taken: unless `overwrite` is given,
-    the table is kept under the next free one, NAME-2, NAME-3, ...
+    What took minutes to measure is not lost to a name that is taken: without --overwrite the table
+    is kept under the next free one, NAME-2, NAME-3, ...
     """
-    free, number = name, 1
-    while not overwrite and (runs_dir() / free / "results.csv").exists():
+    if not options.save:
+        return
+    free, number = options.save, 1
+    while not options.overwrite and (runs_dir() / free / "results.csv").exists():
         number += 1
-        free = f"{name}-{number}"
-    said = f"saved: {save_run(table, free, overwrite=overwrite)}"
-    hint = f"\n{name} exists already; --overwrite would have replaced it"
-    return said if number == 1 else said + hint
+        free = f"{options.save}-{number}"
+    print(f"saved: {save_run(table, free, overwrite=options.overwrite)}")
+    if number > 1:
+        print(f"{options.save} exists already; --overwrite would have replaced it")
 
 
 def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:

@@ -8,15 +8,12 @@ inside of one operator (a fused attention kernel, say) is not seen: only what it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labsupport.profiling.memory import LargestTensor
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # They write their first argument, whatever it was.
 _OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_"}
@@ -57,15 +54,6 @@ class TensorTrace(LargestTensor):
     def total_bytes(self) -> int:
         """Bytes read and written."""
         return self.read_bytes + self.written_bytes
-
-    def table(self) -> pd.DataFrame:
-        """A row an operator: calls, read_bytes, written_bytes, total_bytes; the largest first."""
-        import pandas as pd
-
-        rows = [(name, *counts, sum(counts[1:])) for name, counts in self.operators.items()]
-        columns = ["operator", "calls", "read_bytes", "written_bytes", "total_bytes"]
-        table = pd.DataFrame(rows, columns=columns)
-        return table.sort_values("total_bytes", ascending=False, ignore_index=True, kind="stable")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -3,7 +3,9 @@
 The first calls pay for compiling and caching: they are thrown away. A call is repeated until the
 notch of a box plot, 1.57 * IQR / sqrt(n), is at most `precision` of the median (McGill, Tukey and
 Larsen, "Variations of Box Plots", 1978). A machine drifts, so `measure_ratio` runs two calls in
-turns (A B A B ...) and takes the ratio of each pair.
+turns (A B A B ...) and takes the ratio of each pair. On a CPU a call of less than a millisecond
+counts as the fastest of a few in a row: if one loses its core to another process, it takes ten
+times as long, and on a busy machine the median of such calls is no better.
 
 On a GPU the time is taken between two of its own events. The L2 cache is overwritten between two
 calls, so that every call finds its inputs in the main memory, as it would inside a model
@@ -14,6 +16,7 @@ the GPU busy while Python starts the one that does.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +31,7 @@ Call = Callable[[], Any]
 WARMUP_SECONDS = 0.1  # as long as the first call has been paid for, this wakes up clocks and caches
 MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
 LEAD_CALLS, LEAD_MS = 4, 10.0  # calls in front of a timed one on a GPU, and their time, at most
+SHORT_MS, IN_A_ROW = 1.0, 5  # on a CPU
 SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
 
 
@@ -171,12 +175,22 @@ def measure_interleaved(
 
 
 def cpu_clock(fn: Call, _: torch.device) -> Callable[[], float]:
-    """A function that calls `fn()` once and returns how long that took, in milliseconds."""
+    """A function that calls `fn()` and returns how long one call took, in milliseconds.
 
-    def clock() -> float:
+    As soon as one took less than `SHORT_MS`, it makes `IN_A_ROW` calls and returns the fastest.
+    """
+    fastest = math.inf
+
+    def once() -> float:
         start = time.perf_counter()
         fn()
         return (time.perf_counter() - start) * 1e3
+
+    def clock() -> float:
+        nonlocal fastest
+        took = once()
+        fastest = min(fastest, took)
+        return min(took, *(once() for _ in range(IN_A_ROW - 1))) if fastest < SHORT_MS else took
 
     return clock
 

@@ -4,7 +4,7 @@
 
     seen = trace(lambda: attention(q, k, v))
     seen.kernels()               # a table: name, calls, time, FLOPs, bytes
-    seen.memory()                # what it allocated, moment by moment
+    seen.peak_bytes              # what it allocated, at the fullest moment
     seen.save("call.json.gz")    # the timeline, for https://ui.perfetto.dev
     seen.profiler                # PyTorch's own tables: .key_averages().table()
 
@@ -14,6 +14,7 @@ goes; `labsupport.profiling.measure_time` says how long the call takes.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -107,17 +108,9 @@ class Trace:
                 rows.append((event.name, "", event.time_range.elapsed_us() / 1e3, 0))
         return rows
 
-    def memory(self) -> pd.DataFrame:
-        """The device's memory during the call, one row for each allocation and release.
-
-        Returns:
-            time_ms (since the start, on the CPU's clock: a GPU's allocator hands memory out when a
-            kernel is launched, before it runs); change_bytes; extra_bytes (all that exists beyond
-            the start). The first and the last row mark start and end.
-        """
-        import pandas as pd
-
-        begin, end = self._span
+    @property
+    def peak_bytes(self) -> int:
+        """The most that existed at a moment of the call beyond what existed at its start."""
         if self.device.type == "cuda":
             results = self.profiler.profiler.kineto_results  # type: ignore[union-attr]
             changes = sorted(
@@ -127,16 +120,9 @@ class Trace:
             )
         else:
             changes = cpu_memory_changes(self.profiler)
-        changes = [change for change in changes if begin <= change[0] <= end]
-        table = pd.DataFrame([(begin, 0), *changes, (end, 0)], columns=["time_ms", "change_bytes"])
-        table["time_ms"] = (table["time_ms"] - begin) / 1e6
-        table["extra_bytes"] = table["change_bytes"].cumsum()
-        return table
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that existed beyond the start."""
-        return int(self.memory()["extra_bytes"].max())
+        begin, end = self._span
+        during = [change for when, change in changes if begin <= when <= end]
+        return max(itertools.accumulate(during, initial=0))
 
     def save(self, path: Path | str) -> Path:
         """Write the timeline (.json or .json.gz) for https://ui.perfetto.dev, which works once."""
@@ -148,15 +134,13 @@ def trace(
     fn: Callable[[], Any],
     *,
     device: torch.device | str | None = None,
-    warmup: int = 1,
     count_bytes: bool = True,
 ) -> Trace:
-    """Call `fn()` once under torch.profiler.
+    """Call `fn()` to warm up, and once under torch.profiler.
 
     Args:
         fn: the call; takes no argument. Its result is kept until the trace ends.
         device: where it works; by default the current GPU if there is one, else the CPU.
-        warmup: calls before the traced one, for what happens only once (compiling, workspaces).
         count_bytes: call it once more, to count the bytes that its operators move. Leave it out
             for compiled functions (`torch.compile`): that counts them as they were written.
 
@@ -170,8 +154,7 @@ def trace(
     where = resolve_device(device)
     if torch.autograd._profiler_enabled():
         raise RuntimeError("a profiler is active here already: trace outside of it")
-    for _ in range(warmup):
-        fn()
+    fn()  # for what happens only once: compiling, workspaces
     moved = _moved_bytes(fn) if count_bytes else None
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (where.type == "cuda")
     options = {"record_shapes": True, "with_flops": True, "profile_memory": True}

@@ -11,51 +11,27 @@ consistency      two attentions, trained side by side
 tasks/           applications of longer contexts, each with a score
 """
 
-from labsupport.training.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    CheckpointWarning,
-    ResumeError,
-)
+from labsupport.training.checkpoint import CheckpointError, Checkpoints, ResumeError
 from labsupport.training.config import PRESETS, DecoderConfig, MemoryOptions, TrainConfig
 from labsupport.training.convert import from_transformers
-from labsupport.training.data import (
-    IGNORED,
-    Packed,
-    batches,
-    generated,
-    help_documents,
-    pack,
-    source_documents,
-    tensors,
-)
+from labsupport.training.data import batches, help_documents, pack, source_documents, tensors
 from labsupport.training.decoder import Decoder
 from labsupport.training.facts import dialogue, records
 from labsupport.training.history import History, StepRow
-from labsupport.training.memory import chunked_cross_entropy, in_chunks, memory_limit
-from labsupport.training.planner import (
-    MemoryPlan,
-    longest,
-    measure_step,
-    plan_memory,
-    what_fits,
-)
-from labsupport.training.tokens import ByteTokenizer, encode, gpt2_tokenizer
-from labsupport.training.train import TrainingDivergedError, learning_rate, train
+from labsupport.training.memory import chunked_cross_entropy, memory_limit
+from labsupport.training.planner import measure_step, plan_memory, what_fits
+from labsupport.training.tokens import ByteTokenizer, gpt2_tokenizer
+from labsupport.training.train import TrainingDivergedError, train
 
 __all__ = [
-    "IGNORED",
     "PRESETS",
     "ByteTokenizer",
     "CheckpointError",
-    "CheckpointWarning",
     "Checkpoints",
     "Decoder",
     "DecoderConfig",
     "History",
     "MemoryOptions",
-    "MemoryPlan",
-    "Packed",
     "ResumeError",
     "StepRow",
     "TrainConfig",
@@ -63,14 +39,9 @@ __all__ = [
     "batches",
     "chunked_cross_entropy",
     "dialogue",
-    "encode",
     "from_transformers",
-    "generated",
     "gpt2_tokenizer",
     "help_documents",
-    "in_chunks",
-    "learning_rate",
-    "longest",
     "measure_step",
     "memory_limit",
     "pack",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -119,16 +117,12 @@ class Checkpoints:
             )
         return None
 
-    def clear(self) -> None:
-        """Delete all checkpoints of the folder, damaged and unfinished ones too."""
-        for path in (*self.paths(), *self.folder.glob(".step-*.partial")):
-            path.unlink()
-
     @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self, *, fresh: bool = False) -> Iterator[None]:
         """Keep other programs from writing here; delete what a killed program left unfinished.
 
-        The lock is the operating system's and ends with the program.
+        With `fresh`, delete all checkpoints. The lock is the operating system's and ends with the
+        program.
 
         Raises:
             CheckpointError: another program trains in this folder.
@@ -144,7 +138,7 @@ class Checkpoints:
                 f"another program is training in {self.folder}: wait, or choose another folder"
             ) from None
         try:
-            for path in self.folder.glob(".step-*.partial"):
+            for path in [*self.folder.glob(".step-*.partial"), *(self.paths() if fresh else [])]:
                 path.unlink()
             yield
         finally:
@@ -195,27 +189,3 @@ def check_same_run_config(
         f"{folder} holds a run with other settings: {'; '.join(different)}{hint}. Give it the "
         "same settings, or another folder, or begin anew (fresh=True, --fresh)"
     )
-
-
-# --- random numbers -------------------------------------------------------------------------------
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's global random numbers, as plain data."""
-    numpy_state: Any = np.random.get_state()
-    name, key, *rest = numpy_state
-    return {
-        "python": random.getstate(),
-        "numpy": [name, key.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Continue the random numbers of `random_state`; a GPU's only if both runs are on one."""
-    random.setstate(state["python"])
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)

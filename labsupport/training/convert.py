@@ -18,32 +18,37 @@ if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 # Their layer: ours. Of several, one lies below the other in theirs.
-_GPT2 = {
-    "transformer.wte": "embedding",
-    "transformer.wpe": "position_embedding",
-    "transformer.ln_f": "norm",
-    "lm_head": "head",
+_LAYERS = {
+    "gpt2": {
+        "transformer.wte": "embedding",
+        "transformer.wpe": "position_embedding",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
+    },
+    "llama": {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"},
 }
-_GPT2_BLOCK = {
-    "ln_1": "attention_norm",
-    "attn.c_attn": "attention.query attention.key attention.value",
-    "attn.c_proj": "attention.out",
-    "ln_2": "mlp_norm",
-    "mlp.c_fc": "mlp.up",
-    "mlp.c_proj": "mlp.down",
+_BLOCK = {
+    "gpt2": {
+        "ln_1": "attention_norm",
+        "attn.c_attn": "attention.query attention.key attention.value",
+        "attn.c_proj": "attention.out",
+        "ln_2": "mlp_norm",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+    },
+    "llama": {
+        "input_layernorm": "attention_norm",
+        "self_attn.q_proj": "attention.query",
+        "self_attn.k_proj": "attention.key",
+        "self_attn.v_proj": "attention.value",
+        "self_attn.o_proj": "attention.out",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "mlp.gate",
+        "mlp.up_proj": "mlp.up",
+        "mlp.down_proj": "mlp.down",
+    },
 }
-_LLAMA = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
-_LLAMA_BLOCK = {
-    "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "attention.query",
-    "self_attn.k_proj": "attention.key",
-    "self_attn.v_proj": "attention.value",
-    "self_attn.o_proj": "attention.out",
-    "post_attention_layernorm": "mlp_norm",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
-}
+_BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
 def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
@@ -54,14 +59,12 @@ def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
     Raises:
         ValueError: the model is of another family, or computes what a Decoder cannot.
     """
-    config = _our_config(model)
-    gpt2 = config.positions == "learned"
-    layers = dict(_GPT2 if gpt2 else _LLAMA)
+    config, family = _our_config(model), model.config.model_type
+    layers = dict(_LAYERS[family])
     for number in range(config.layers):
-        block = f"transformer.h.{number}" if gpt2 else f"model.layers.{number}"
-        for theirs, ours in (_GPT2_BLOCK if gpt2 else _LLAMA_BLOCK).items():
+        for theirs, ours in _BLOCK[family].items():
             own = (f"blocks.{number}.{name}" for name in ours.split())
-            layers[f"{block}.{theirs}"] = " ".join(own)
+            layers[f"{_BLOCKS[family]}.{number}.{theirs}"] = " ".join(own)
     with torch.device("meta"):  # draws no weights that would be thrown away
         decoder = Decoder(config)
     weights, state = model.state_dict(), {}
@@ -70,7 +73,7 @@ def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
             names = [f"{name}.{kind}" for name in ours.split()]
             if names[0] in decoder.state_dict():
                 whole = weights[f"{theirs}.{kind}"]
-                if gpt2 and kind == "weight" and ".c_" in theirs:
+                if kind == "weight" and ".c_" in theirs:
                     whole = whole.T  # GPT-2's are (in, out)
                 for name, part in zip(names, whole.chunk(len(names)), strict=True):
                     state[name] = part.clone(memory_format=torch.contiguous_format)
@@ -80,56 +83,41 @@ def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
     return decoder.train(model.training)
 
 
-# --- configurations -------------------------------------------------------------------------------
-
-# Our field: theirs.
-_COMMON = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "max_positions": "max_position_embeddings",
-}
-_OWN = {
-    "gpt2": {"mlp_width": "n_inner", "norm_eps": "layer_norm_epsilon"},
-    "llama": {
-        "kv_heads": "num_key_value_heads",
-        "mlp_width": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
-        "bias": "mlp_bias",
-    },
-}
-
-
 def _our_config(model: Any) -> DecoderConfig:
-    theirs = model.config
-    family = theirs.model_type if hasattr(model, "lm_head") else None
-    if family not in _OWN:
+    theirs: Any = model.config
+    if theirs.model_type not in _LAYERS or not hasattr(model, "lm_head"):
         raise ValueError(
             f"a {type(model).__name__} was given, but only GPT2LMHeadModel and LlamaForCausalLM "
             "can become a Decoder."
         )
     config: dict[str, Any] = {
-        ours: getattr(theirs, name) for ours, name in (_COMMON | _OWN[family]).items()
+        "vocab_size": theirs.vocab_size,
+        "width": theirs.hidden_size,
+        "layers": theirs.num_hidden_layers,
+        "heads": theirs.num_attention_heads,
+        "max_positions": theirs.max_position_embeddings,
+        "tied": model.lm_head.weight is model.get_input_embeddings().weight,
     }
-    config["tied"] = model.lm_head.weight is model.get_input_embeddings().weight
-    if family == "gpt2":
-        _require(theirs, "activation_function", ("gelu_new", "gelu_pytorch_tanh"))
-        _require(theirs, "scale_attn_weights", (True,))
-        _require(theirs, "scale_attn_by_inverse_layer_idx", (False,))
-        _require(theirs, "add_cross_attention", (False,))
+    if theirs.model_type == "gpt2":
+        config |= {"mlp_width": theirs.n_inner, "norm_eps": theirs.layer_norm_epsilon}
+        _require(theirs, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+        _require(theirs, "scale_attn_weights", True)
+        _require(theirs, "scale_attn_by_inverse_layer_idx", False)
+        _require(theirs, "add_cross_attention", False)
         return DecoderConfig(positions="learned", **config)
-    _require(theirs, "hidden_act", ("silu", "swish"))
-    _require(theirs, "head_dim", (None, theirs.hidden_size // theirs.num_attention_heads))
-    _require(theirs, "attention_bias", (theirs.mlp_bias,))
+    _require(theirs, "hidden_act", "silu", "swish")
+    _require(theirs, "head_dim", None, theirs.hidden_size // theirs.num_attention_heads)
+    _require(theirs, "attention_bias", theirs.mlp_bias)
     rope: dict[str, Any] = {"rope_type": "default"} | dict(theirs.rope_parameters or {})
     if rope["rope_type"] not in ("default", "linear"):
         raise ValueError(f"a Decoder cannot compute this model: its rope_type {rope['rope_type']}")
-    base, scaling = rope["rope_theta"], rope.get("factor", 1.0)
-    return DecoderConfig(norm="rms", mlp="swiglu", rope_base=base, rope_scaling=scaling, **config)
+    config |= {"kv_heads": theirs.num_key_value_heads, "mlp_width": theirs.intermediate_size}
+    config |= {"norm_eps": theirs.rms_norm_eps, "bias": theirs.mlp_bias}
+    config |= {"rope_base": rope["rope_theta"], "rope_scaling": rope.get("factor", 1.0)}
+    return DecoderConfig(norm="rms", mlp="swiglu", **config)
 
 
-def _require(theirs: Any, name: str, allowed: tuple[Any, ...]) -> None:
+def _require(theirs: Any, name: str, *allowed: Any) -> None:
     value = getattr(theirs, name, None)
     if value not in allowed:
         raise ValueError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from labsupport.precision.losses import compute_loss
 from labsupport.training.config import DecoderConfig, MemoryOptions
 from labsupport.training.memory import chunked_cross_entropy, in_chunks
 
-# Cosines and sines of rotary positions; None where positions are learned.
-Angles = tuple[Tensor, Tensor] | None
+# Turns queries or keys by their tokens' positions; None where positions are learned.
+Turn = Callable[[Tensor], Tensor] | None
 
 
 class Decoder(nn.Module):
@@ -37,7 +38,8 @@ class Decoder(nn.Module):
 
     Weights are float32, drawn as GPT-2's (Radford et al., 2019, section 2.3): normal with 0.02, the
     projections that end in the residual stream divided by sqrt(2 · layers). Seed before you build.
-    For mixed precision call it under `torch.autocast`. `savings` may be exchanged at any time.
+    For mixed precision call it under `torch.autocast`. `savings` may be exchanged at any time. A
+    subclass may bring its own `turn` and `chunked_loss`.
     """
 
     def __init__(self, config: DecoderConfig, savings: MemoryOptions | None = None) -> None:
@@ -90,6 +92,27 @@ class Decoder(nn.Module):
         dtype = getattr(self.head, "compute_dtype", None)
         if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return self.chunked_loss(hidden, weight, labels)
+
+    def turn(self, positions: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the function that turns queries or keys, (batch, seqlen, heads, head_dim).
+
+        Args:
+            positions: as in `hidden`.
+        """
+        base, scaling = self.config.rope_base, self.config.rope_scaling
+        cos, sin = rotary_angles(positions, self.config.head_dim, base=base, scaling=scaling)
+        interleaved = self.config.rope_interleaved
+        return partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved)
+
+    def chunked_loss(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss, with the logits of `savings.loss_chunk` tokens at a time.
+
+        Args:
+            hidden: (batch, seqlen, width).
+            weight: (vocab_size, width), of the classifier.
+            labels: (batch, seqlen), as in `forward`.
+        """
         return chunked_cross_entropy(hidden, weight, labels, chunk=self.savings.loss_chunk)
 
     def hidden(
@@ -121,7 +144,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = _positions(tokens, cu_seqlens)
         x = self.embedding(tokens)
-        angles: Angles = None
+        turn: Turn = None
         if self.config.positions == "learned":
             last = tokens.shape[1] - 1 if counted else int(positions.max())
             if last >= self.config.max_positions:
@@ -131,12 +154,11 @@ class Decoder(nn.Module):
                 )
             x = x + self.position_embedding(positions)
         else:
-            base, scaling = self.config.rope_base, self.config.rope_scaling
-            angles = rotary_angles(positions, self.config.head_dim, base=base, scaling=scaling)
+            turn = self.turn(positions)
         if self.savings.residual is not None:
             x = x.to(self.savings.residual)
         for block in self.blocks:
-            inputs = (x, angles, cu_seqlens, self.savings)
+            inputs = (x, turn, cu_seqlens, self.savings)
             if self.savings.checkpoint and torch.is_grad_enabled():
                 # Nothing in a block is random: no generator's state to keep.
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -164,10 +186,10 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = norm(config), Mlp(config)
 
     def forward(
-        self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, savings: MemoryOptions
+        self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, savings: MemoryOptions
     ) -> Tensor:
         """Map (batch, seqlen, width) to the same, in the same dtype."""
-        x = _add(x, self.attention(self.attention_norm(x), angles, cu_seqlens, savings.attention))
+        x = _add(x, self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention))
         change = in_chunks(lambda part: self.mlp(self.mlp_norm(part)), x, savings.mlp_chunk)
         return _add(x, change)
 
@@ -186,9 +208,9 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, key_width, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Angles, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, backend: str) -> Tensor:
         """Map (batch, seqlen, width) to the same."""
-        q, k, v = self.project(x, angles)
+        q, k, v = self.project(x, turn)
         if cu_seqlens is None:
             out = attention(q, k, v, causal=True, backend=backend)
         else:
@@ -197,15 +219,14 @@ class Attention(nn.Module):
         assert isinstance(out, Tensor)  # the log-sum-exp is not returned
         return self.out(out.reshape(x.shape))
 
-    def project(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (batch, seqlen, heads, head_dim), and k and v with kv_heads; q, k turned."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.config.head_dim))
             for project in (self.query, self.key, self.value)
         )
-        if angles is not None:
-            interleaved = self.config.rope_interleaved
-            q, k = (apply_rotary_emb(each, *angles, interleaved=interleaved) for each in (q, k))
+        if turn is not None:
+            q, k = turn(q), turn(k)
         return q, k, v
 
 

@@ -49,7 +49,7 @@ class Question:
 
     Attributes:
         kind: "locker" in records; "code", "place", "who" or "when" in dialogues; "planted" in real
-            documents (`tasks.document.plant`).
+            documents (`benchmarks.long_texts.documents`).
         prompt: what to write after the text: `"? " + evidence` is prompt and answer.
         answer: what comes next.
         chance: probability to guess right among the answers of this kind.

@@ -1,133 +1,54 @@
 """Whole training steps, measured: time and memory by length, remedy after remedy.
 
-Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 0. `PLAIN` are
-Transformers' GPT-2 as its users write it, beside the lab's decoder.
+Weights, gradients and AdamW's states are float32. Batch 1, random tokens, seed 0.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from labsupport.attention import BackendUnavailableError, last_call
 from labsupport.precision.dtypes import short
 from labsupport.profiling import measure_peak_memory, measure_time
+from labsupport.profiling.health import warn_if_busy
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 from labsupport.training.config import DecoderConfig
-from labsupport.training.decoder import Decoder
 from labsupport.training.memory import is_out_of_memory, memory_limit
-from labsupport.training.planner import STRATEGIES, MemoryStrategy, plan_memory
+from labsupport.training.planner.plan import (
+    STRATEGIES,
+    MakeModel,
+    MemoryStrategy,
+    TrainingStep,
+    plan_memory,
+    training_step,
+)
 from labsupport.training.sizes import parse_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WARM_UP_TOKENS = 128
 # A step that takes longer is timed while its memory is measured, and not a second time.
 LONG_STEP_S = 0.4
 # The plan may be off by this much: a step that it puts further above the limit is not tried.
 PLAN_ERROR = 1.1
 
 
-@dataclass(frozen=True)
-class PlainTransformers:
-    """GPT-2 of the Transformers library, with nothing of the lab's."""
-
-    name: str
-    attention: str
-    checkpoint: bool = False
-    autocast: torch.dtype = torch.bfloat16
-
-
-PLAIN = (
-    PlainTransformers("Transformers, eager attention", "eager"),
-    PlainTransformers("Transformers, SDPA", "sdpa"),
-    PlainTransformers("Transformers, SDPA, gradient checkpointing", "sdpa", checkpoint=True),
-)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A model with its optimizer, ready to do steps on the same random tokens."""
-
-    run: Callable[[], float]  # one step; returns its loss
-    warm_up: Callable[[], float]  # the same of the first tokens only
-    standing_bytes: int  # weights and AdamW's states, which are there between steps
-
-
-def training_step(
-    config: DecoderConfig,
-    how: MemoryStrategy | PlainTransformers,
-    seqlen: int,
-    device: torch.device,
-) -> Step:
-    """Make a training step on `device`: forward, backward, AdamW.
-
-    Transformers' GPT-2 takes the shape's sizes, with learned positions for `seqlen` tokens, and its
-    own defaults for the rest, dropout among them.
-    """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(0)
-        model = (
-            Decoder(config, how.savings)
-            if isinstance(how, MemoryStrategy)
-            else _gpt2(config, how, seqlen)
-        )
-        tokens = torch.randint(config.vocab_size, (1, seqlen))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    for weight in model.parameters():  # the states are made by a first step
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-    def run(tokens: Tensor) -> float:
-        try:
-            with torch.autocast(device.type, how.autocast, enabled=how.autocast is not None):
-                if isinstance(how, MemoryStrategy):
-                    loss = model(tokens, tokens.roll(-1, dims=1))
-                else:
-                    loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            return float(loss.detach())
-        finally:
-            optimizer.zero_grad(set_to_none=True)
-
-    standing = 3 * sum(weight.nbytes for weight in model.parameters())
-    return Step(partial(run, tokens), partial(run, tokens[:, :WARM_UP_TOKENS]), standing)
-
-
-def _gpt2(config: DecoderConfig, how: PlainTransformers, seqlen: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes: dict[str, Any] = {"n_embd": config.width, "n_layer": config.layers}
-    sizes |= {"n_head": config.heads, "vocab_size": config.vocab_size, "n_positions": seqlen}
-    sizes |= {"bos_token_id": 0, "eos_token_id": 0}  # theirs may lie outside of the vocabulary
-    sizes |= {"attn_implementation": how.attention, "use_cache": False}
-    model: Any = GPT2LMHeadModel(GPT2Config(**sizes)).train()
-    if how.checkpoint:
-        # The new name of gradient_checkpointing_enable.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)()
-    return model
-
-
+@warn_if_busy()
 def measure_training(
     config: DecoderConfig,
     lengths: Sequence[int],
     *,
-    strategies: Sequence[MemoryStrategy | PlainTransformers] = STRATEGIES,
+    strategies: Sequence[MemoryStrategy] = STRATEGIES,
+    make_model: MakeModel | None = None,
     device: torch.device | str | None = None,
     limit: int | str | None = None,
     max_seconds: float = 1.0,
@@ -138,7 +59,8 @@ def measure_training(
     Args:
         config: the decoder's shape.
         lengths: tokens of the sequence; batch 1.
-        strategies: ways to save memory, by default each on top of the earlier ones; or `PLAIN`.
+        strategies: ways to save memory, by default each on top of the earlier ones.
+        make_model: as for `training_step`; of another model than the `Decoder` there is no plan.
         device: by default a GPU if there is one.
         limit: bytes, or a text such as "16GiB". On a GPU the allocator is limited to it, so that
             more fails. On a CPU it is the plan that decides. A step that the plan puts more than a
@@ -156,55 +78,51 @@ def measure_training(
     from tqdm.auto import tqdm
 
     place, bound = resolve_device(device), None if limit is None else parse_bytes(limit)
+
+    def measured(strategy: MemoryStrategy, seqlen: int) -> dict[str, Any]:
+        """Return one case's row, also if it cannot run."""
+        dtype = "float32" if strategy.autocast is None else f"{short(strategy.autocast)} autocast"
+        row: dict[str, Any] = {"backend": strategy.name, "seqlen": seqlen}
+        row |= {"direction": "training step", "dtype": dtype, "status": "ok", "reason": ""}
+        how: dict[str, Any] = {"autocast": strategy.autocast, "device": place}
+        try:
+            if make_model is None:
+                how["savings"] = strategy.savings
+                plan = plan_memory(config, seqlen=seqlen, **how)
+                row["predicted_bytes"] = plan.peak_bytes
+                if bound is not None and plan.peak_bytes > PLAN_ERROR * bound:
+                    peak = f"{format_bytes(plan.peak_bytes)} in {plan.when}"
+                    reason = f"not tried: {peak}, {format_bytes(bound)} allowed"
+                    return row | {"status": "predicted", "reason": reason}
+            step = training_step(config, strategy, seqlen, place, make_model=make_model)
+            row |= _timed(step, place, max_seconds)
+            seconds = row["median_ms"] / 1000
+            # As labsupport.models.flops counts.
+            attention = 3.5 * 2 * config.layers * seqlen**2 * config.width
+            row["tokens_per_s"] = seqlen / seconds
+            row["attention_tflops"] = attention / seconds / 1e12
+        except (BackendUnavailableError, ValueError) as error:  # more than the learned positions
+            row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            row |= {"status": "out of memory", "reason": " ".join(str(error).split())}
+        if place.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        return row
+
     cases = [(strategy, length) for strategy in strategies for length in lengths]
     with memory_limit(bound, place) if bound and place.type == "cuda" else nullcontext():
         rows = [
-            _measured(config, strategy, seqlen, place, bound, max_seconds)
-            for strategy, seqlen in tqdm(cases, disable=not progress, unit="case", leave=False)
+            measured(*case) for case in tqdm(cases, disable=not progress, unit="case", leave=False)
         ]
     table = pd.DataFrame(rows)
     table.attrs["provenance"] = provenance(place, limit_bytes=bound, parameters=config.parameters)
     return table
 
 
-def _measured(
-    config: DecoderConfig,
-    strategy: MemoryStrategy | PlainTransformers,
-    seqlen: int,
-    device: torch.device,
-    limit: int | None,
-    max_seconds: float,
-) -> dict[str, Any]:
-    """Return one case's row, also if it cannot run."""
-    dtype = "float32" if strategy.autocast is None else f"{short(strategy.autocast)} autocast"
-    row: dict[str, Any] = {"backend": strategy.name, "seqlen": seqlen, "direction": "training step"}
-    row |= {"dtype": dtype, "status": "ok", "reason": ""}
-    try:
-        if isinstance(strategy, MemoryStrategy):
-            how: Any = {"savings": strategy.savings, "autocast": strategy.autocast}
-            plan = plan_memory(config, seqlen=seqlen, device=device, **how)
-            row["predicted_bytes"] = plan.peak_bytes
-            if limit is not None and plan.peak_bytes > PLAN_ERROR * limit:
-                peak = f"{format_bytes(plan.peak_bytes)} in {plan.when}"
-                reason = f"not tried: {peak}, {format_bytes(limit)} allowed"
-                return row | {"status": "predicted", "reason": reason}
-        row |= _timed(training_step(config, strategy, seqlen, device), device, max_seconds)
-        seconds = row["median_ms"] / 1000
-        attention = 3.5 * 2 * config.layers * seqlen**2 * config.width  # as labsupport.models.flops
-        row |= {"tokens_per_s": seqlen / seconds, "attention_tflops": attention / seconds / 1e12}
-    except (BackendUnavailableError, ValueError) as error:  # longer than the learned positions, say
-        row |= {"status": "unsupported", "reason": " ".join(str(error).split())}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        row |= {"status": "out of memory", "reason": " ".join(str(error).split())}
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-    return row
-
-
-def _timed(step: Step, device: torch.device, max_seconds: float) -> dict[str, Any]:
+def _timed(step: TrainingStep, device: torch.device, max_seconds: float) -> dict[str, Any]:
     losses: list[float] = []
     seconds: list[float] = []
 

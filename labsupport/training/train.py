@@ -1,15 +1,14 @@
 """The training loop, top to bottom: batches, the loss, `optimizer.backward(loss)`, a checkpoint.
 
-Step k of a run depends on nothing but the weights, the optimizer's state, the random numbers, and
-k: so a run that was killed, and goes on from its last checkpoint, takes the same steps as one that
-was not; on a CPU, with the same number of threads, bit for bit.
+Step k of a run depends on nothing but the weights, the optimizer's state, and k, from which its
+random numbers are seeded: so a run that was killed, and goes on from its last checkpoint, takes the
+same steps as one that was not; on a CPU, with the same number of threads, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +29,6 @@ from labsupport.training.checkpoint import (
     ResumeError,
     check_same_run_config,
     model_run_config,
-    random_state,
-    set_random_state,
 )
 from labsupport.training.config import TrainConfig
 from labsupport.training.data import IGNORED, tensors
@@ -76,8 +72,8 @@ def train(
         settings: how to train, and in which dtypes.
         validation: micro-batches for a validation loss before each checkpoint.
         sample: lets the model write a text, before each checkpoint; without global random numbers.
-        folder: for checkpoints. If a run is in it, that run goes on, with its own random numbers;
-            if that run is complete, nothing is done.
+        folder: for checkpoints. If a run is in it, that run goes on; if that run is complete,
+            nothing is done.
         fresh: delete the checkpoints in the folder and begin anew.
         run_config: what else the weights depend on, by name, as plain values (which texts, say); it
             is saved, and must be equal when the run is resumed, as must the settings and the
@@ -88,7 +84,7 @@ def train(
     Returns:
         The history of the whole run, with the steps before a resumption.
 
-    Python's, NumPy's and PyTorch's random numbers are seeded at the beginning.
+    PyTorch's random numbers are seeded in each step.
 
     Raises:
         TrainingDivergedError: NaN or infinity, before the step's update. With float16, gradients
@@ -110,13 +106,10 @@ def train(
     everything = json.loads(json.dumps(everything))  # plain data, as a checkpoint holds it
     device = next(p.device for p in model.parameters() if p.requires_grad)
     checkpoints = None if folder is None else Checkpoints(folder, keep=settings.keep)
-    with nullcontext() if checkpoints is None else checkpoints.in_use():
-        saved = None
-        if checkpoints is not None:
-            if fresh:
-                checkpoints.clear()
-            if (saved := checkpoints.load_newest()) is not None:
-                check_same_run_config(saved["run_config"], everything, folder)
+    with nullcontext() if checkpoints is None else checkpoints.in_use(fresh=fresh):
+        saved = None if checkpoints is None else checkpoints.load_newest()
+        if saved is not None:
+            check_same_run_config(saved["run_config"], everything, folder)
         # Without a policy all weights are float32 and their own masters.
         if settings.policy is not None:
             apply_precision_policy(model, settings.policy)
@@ -125,7 +118,7 @@ def train(
             settings.policy
             or FlashAttentionConfig.float32(attention=settings.autocast or torch.float32),
             torch.optim.AdamW,
-            params=parameter_groups(model.parameters()),
+            groups=parameter_groups(model.parameters()),
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -133,9 +126,6 @@ def train(
         )
         masters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         history = History()
-        random.seed(settings.seed)
-        np.random.seed(settings.seed % 2**32)
-        torch.manual_seed(settings.seed)
         if saved is not None:
             try:
                 model.load_state_dict(saved["model"])
@@ -143,13 +133,13 @@ def train(
                 raise ResumeError(f"{folder} holds a run of another model: {error}") from None
             optimizer.load_state_dict(saved["optimizer"])
             history = History.from_state(saved["history"])
-            set_random_state(saved["random"], device)
             del saved
         model.train()
         bar = progress_bar(history, settings, shown=progress)
         for step in range(len(history), settings.steps):
             began = time.perf_counter()
             reset_peak(device)
+            torch.manual_seed(settings.seed + step * 2**16)
             micro_batches = [tensors(batch) for batch in batches(step)]
             if len(micro_batches) != settings.gradient_accumulation_steps:
                 raise ValueError(
@@ -198,7 +188,7 @@ def train(
             if checkpoints is not None and settings.saves_after(step):
                 state: dict[str, Any] = {"step": step + 1, "run_config": everything}
                 state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                state |= {"random": random_state(device), "history": history.state()}
+                state["history"] = history.state()
                 checkpoints.save(step + 1, state)
         bar.close()
     return history

@@ -70,6 +70,13 @@ def above(axes, text):
     axes.set_title(text, fontsize=10, loc="left")
 
 
+def clear(*panels):
+    """Take the right and the upper side of the frames away."""
+    for axes in panels:
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
 def hline(axes, y, text="", x=None, up=1.05, size=8.5, style=":", width=1.2, **options):
     """Draw a grey line across, with words at x."""
     axes.axhline(y, color=GREY, linestyle=style, linewidth=width)
@@ -111,6 +118,16 @@ def box(axes, x, y, colour, text="", width=1.0, height=1.0):
         x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8.5,
         color="black" if colour in (PALE, TILE, ORANGE) else "white",
     )  # fmt: skip
+
+
+def tiles(axes, text, columns, coloured, xlim, ylim, **options):
+    """Draw four rows of tiles, those coloured that `coloured(row, column)` says, under a title."""
+    axes.set(xlim=xlim, ylim=ylim, aspect="equal", **options)
+    axes.axis("off")
+    words(axes, -1.35, -1.6, text, 11, "black")
+    for row in range(4):
+        for column in range(columns):
+            box(axes, column, row, TILE if coloured(row, column) else PALE)
 
 
 def arrow(axes, start, end, width=1.6):

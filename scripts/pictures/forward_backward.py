@@ -16,13 +16,9 @@ def loop_order(panels):
     """Forward: a worker takes a row of tiles. Backward: a column."""
     rows, cols, i, j = range(4), range(5), 1, 2
     forward, backward = panels
-    for axes, text in ((forward, "forward: a row of tiles"), (backward, "backward: a column")):
-        axes.set(xlim=(-1.55, 6.55), ylim=(5.4, -2.1), aspect="equal")
-        axes.axis("off")
-        d.words(axes, -1.35, -1.6, text, 11, "black")
-        for r in rows:
-            for c in cols:
-                d.box(axes, c, r, d.TILE if (r == i if axes is forward else c == j) else d.PALE)
+    room = {"xlim": (-1.55, 6.55), "ylim": (5.4, -2.1)}
+    d.tiles(forward, "forward: a row of tiles", 5, lambda r, c: r == i, **room)
+    d.tiles(backward, "backward: a column", 5, lambda r, c: c == j, **room)
     for r in rows:
         d.box(forward, -1.35, r, KEPT if r == i else d.PALE, f"Q{r + 1}")
         d.box(forward, 5.35, r, WRITTEN if r == i else d.PALE, f"O{r + 1}\nL{r + 1}")

@@ -1,8 +1,9 @@
-"""The figures of chapter 4: traffic against the size of the fast memory, and bytes at borders."""
+"""The figures of chapter 4: the textbook's passes, a GPU's memories, traffic and its borders."""
 
 import math
 
 import _draw as d
+from matplotlib.patches import Rectangle
 
 from labsupport.analysis.traffic import Sizes, closed_form, fitting_blocks, theorem
 from labsupport.plotting import style
@@ -87,4 +88,85 @@ def borders(axes):
     return (
         "What the tiles ask for crosses the multiprocessors' border; L2 keeps it from HBM",
         "NVIDIA H200, data/runs/traffic-h200: bfloat16, 4 x 4096 tokens, 16 heads of 128, no mask.",
+    )
+
+
+@d.picture("textbook-passes.png", (10.2, 3.5), 1, 2, width_ratios=(3.4, 1))
+def passes(panels):
+    """Kernels above, slow memory below: each thick arrow is one pass over N x N numbers."""
+    for axes, kernels, stored in (
+        (panels[0], ("QKᵀ", "scale", "softmax", "PV"), ("Q, K", "S", "S", "P", "O")),
+        (panels[1], ("Flash-\nAttention",), ("Q, K, V", "O")),
+    ):
+        for i, name in enumerate(kernels):
+            d.box(axes, i + 0.62, 1.6, d.BLUE, name, 0.76, 0.6)
+        count = 0
+        for i, name in enumerate(stored):
+            square = name in "SP"
+            wide, high = (0.66, 0.9) if square else (0.5, 0.3)
+            d.box(
+                axes, i + 0.5 - wide / 2, 0.9 - high, d.RED if square else d.TILE, name, wide, high
+            )
+            ends = [((i + 0.15, 1.55), (i + 0.4, 0.95))] * (i > 0)  # written, then read
+            ends += [((i + 0.6, 0.95), (i + 0.85, 1.55))] * (i < len(kernels))
+            for start, end in ends:
+                d.arrow(axes, start, end, 3.2 if square else 1.0)
+                count += square
+                if square:
+                    at = (start[0] + end[0]) / 2 + (0.1 if start[1] < end[1] else -0.1), 1.25
+                    d.words(axes, *at, count, 11, d.RED, ha="center", va="center", weight="bold")
+        axes.set(xlim=(0, len(stored)), ylim=(-0.1, 2.35))
+        axes.axis("off")
+    d.box(panels[0], 4.25, 0.1, d.TILE, "V", 0.5, 0.3)
+    d.arrow(panels[0], (4.3, 0.42), (4.0, 1.55), 1.0)
+    d.words(panels[0], 0, 1.9, "kernels", 10, va="center")
+    d.words(panels[0], 0, 0.25, "slow\nmemory", 10, va="center")
+    return (
+        "The textbook passes six times over N × N numbers; a fused kernel never",
+        "PyTorch's operators for textbook attention without a mask, forward. A mask is one more "
+        "kernel, with two more passes.",
+    )
+
+
+@d.picture("gpu.png", (10.2, 4.4))
+def gpu(axes):
+    """A GPU's memories from left to right, and the three borders at which bytes are counted."""
+    h200 = d.gpu()
+    for behind in (0.16, 0.08):
+        one = Rectangle(
+            (6.7 + behind, 0.3 + 2 * behind), 3.1, 3.0, facecolor="white", edgecolor=d.GREY
+        )
+        axes.add_patch(one)
+    for (x, y, wide, high), colour, text in (
+        (
+            (0.1, 0.3, 1.8, 3.0),
+            d.GREY,
+            f"HBM\n{h200.memory_gib:.0f} GiB\n{h200.bandwidth_gb_s:,.0f} GB/s",
+        ),
+        ((3.1, 0.8, 1.5, 2.0), d.GREEN, f"L2 cache\n{h200.l2_mib:.0f} MiB"),
+        ((6.7, 0.3, 3.1, 3.0), d.PALE, ""),
+        ((6.9, 1.9, 2.7, 0.8), d.BLUE, f"shared memory, L1\n{h200.shared_kib_per_sm:.0f} KiB"),
+        ((6.9, 0.5, 1.3, 1.1), d.SKY, "registers\n256 KiB"),
+        ((8.3, 0.5, 1.3, 1.1), d.RED, "tensor cores:\nproducts\nof tiles"),
+    ):
+        d.box(axes, x, y, colour, text, wide, high)
+    d.words(axes, 8.25, 2.95, "a multiprocessor (SM)", 10, "black", ha="center", va="center")
+    d.words(axes, 8.25, 3.8, f"{h200.sms:.0f} of them", 10, ha="center", va="center")
+    d.arrow(axes, (1.95, 1.8), (3.05, 1.8), 5)
+    d.arrow(axes, (4.65, 1.8), (6.65, 1.8), 5)
+    for x, number, text in (
+        (2.5, 3, "at HBM"),
+        (4.95, 2, "at L2"),
+        (6.35, 1, "to the\nmultiprocessors"),
+    ):
+        axes.plot([x, x], [0.1, 3.45], "--", color=d.RED, linewidth=1.6)
+        d.words(axes, x, 3.5, f"{number}", 13, d.RED, ha="center", va="bottom", weight="bold")
+        d.words(axes, x, 0.0, text, 9, d.RED, ha="center", va="top")
+    axes.set(xlim=(0, 10.2), ylim=(-0.5, 4.0))
+    axes.axis("off")
+    return (
+        "From a GPU's large, slow memory to its small, fast one, across three borders",
+        "Sizes of an H200 (data/hardware.csv; registers: 65,536 of 4 bytes). A kernel runs as many "
+        "programs, which share the multiprocessors;\na program's tiles lie in shared memory and "
+        "registers.",
     )

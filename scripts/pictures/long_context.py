@@ -3,11 +3,14 @@
 import math
 
 import _draw as d
+import numpy as np
+import torch
 
 from labsupport.attention.rotary import scaled_base
 from labsupport.plotting.drawing import log10_axis
 from labsupport.profiling import load_run
-from labsupport.training import DecoderConfig
+from labsupport.profiling.memory import cpu_memory_changes, without_allocator_warning
+from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from labsupport.training.planner import STRATEGIES, plan_memory
 
 GIB = 2**30
@@ -184,4 +187,45 @@ def turns(axes):
         "Longer texts bring slow pairs to new angles; only interpolation avoids all of them",
         "By formula: head_dim 64, base 10,000, trained on 1,024 tokens, read with 8,192 "
         "(labsupport.attention.rotary).",
+    )
+
+
+@d.picture("step-memory.png", (9.6, 5.2), 2, 1, sharey=True)
+def step(panels):
+    """Memory at each allocation and release of a step's forward and backward pass."""
+    config, mark = DecoderConfig.preset("tiny", vocab_size=4096), 12_345
+    tokens = torch.randint(4096, (1, 1024), generator=torch.Generator().manual_seed(0))
+    for axes, name, options in (
+        (panels[0], "textbook attention", MemoryOptions(attention="standard")),
+        (
+            panels[1],
+            "FlashAttention, loss in chunks of 128, checkpointing",
+            MemoryOptions(loss_chunk=128, checkpoint=True),
+        ),
+    ):
+        model = Decoder(config, options)
+        model(tokens, tokens).backward()  # gradients of weights exist already, as in a long run
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with (
+            without_allocator_warning(),
+            torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as seen,
+        ):
+            loss = model(tokens, tokens)
+            torch.empty(mark, dtype=torch.uint8)  # where the forward pass ends
+            loss.backward()
+        changes = [change for _, change in cpu_memory_changes(seen)]
+        held, middle = np.cumsum(changes) / 2**20, changes.index(mark)
+        axes.fill_between(range(len(held)), held, step="post", color=d.BLUE, alpha=0.3, linewidth=0)
+        axes.step(range(len(held)), held, where="post", color=d.BLUE, linewidth=1.2)
+        axes.axvline(middle, color=d.GREY, linestyle=":", linewidth=1.2)
+        d.above(axes, f"{name}: {held.max():.0f} MiB")
+        for at, side, text in ((middle - 4, "right", "forward"), (middle + 4, "left", "backward")):
+            d.words(axes, at, 165, text, ha=side, va="top")
+        axes.set(ylabel="MiB", xlim=(0, len(held)), ylim=(0, 168))
+        d.plain(axes, "y")
+    panels[1].set_xlabel("the step's allocations and releases, in order")
+    return (
+        "A step's memory over time: blocks climb, the loss jumps, the backward pass frees",
+        "Measured on a CPU: 4 layers of width 128, 4 heads, 1,024 tokens, vocabulary 4,096, "
+        "float32, without weights and their gradients.",
     )

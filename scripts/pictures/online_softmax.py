@@ -12,12 +12,6 @@ SCORES = [2.0, 1.0, 4.0, 3.0, 1.0, 0.0, 5.0, 2.0]  # the row of the chapter's wo
 BLOCK = 2
 
 
-def _clear(*panels):
-    for axes in panels:
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-
-
 @d.picture("running-max-and-sum.png", (8.2, 5.2), 2, 1, sharex=True, height_ratios=[1.15, 1])
 def running(panels):
     """One row of scores: its running maximum above, its running sum below."""
@@ -54,7 +48,7 @@ def running(panels):
     for axes in panels:
         for left in starts[1:]:
             axes.axvline(left, color="#dddddd", linewidth=0.8, zorder=0)
-    _clear(*panels)
+    d.clear(*panels)
     return (
         "The sum so far shrinks before a block with a larger score is added",
         "The row of the worked example. Blue steps up: terms added; orange arrows: rescaling by "

@@ -27,12 +27,6 @@ QUANTITIES = (
 )
 
 
-def _clear(*panels):
-    for axes in panels:
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-
-
 @d.picture("dtype-ranges.png", (10.0, 5.6), 2, 1, sharex=True, height_ratios=[1.15, 1])
 def ranges(panels):
     """Above, what each dtype holds, as bars; below, numbers that occur in training attention."""
@@ -68,7 +62,7 @@ def ranges(panels):
             axes.axvline(x, color=DTYPE_COLOURS["float16"], linestyle=":", linewidth=1.3, zorder=0)
     below.set(xscale="log", xlim=(1e-52, 1e49), xlabel="magnitude")
     below.set_xticks([10.0**e for e in range(-40, 41, 10)])
-    _clear(*panels)
+    d.clear(*panels)
     below.spines["left"].set_visible(False)
     return (
         "bfloat16 has float32's range with few digits; float16 more digits and little range",
@@ -146,7 +140,7 @@ def training(panels):
     bars.invert_yaxis()
     bars.set_xlim(0, 1.15 * max(apart))
     bars.set_xlabel("distance from the float32 run\n(1: that of another seed)")
-    _clear(bars)
+    d.clear(bars)
     return (
         "Two policies follow float32 within its noise; float16 fails where its gradients get small",
         "GPT-2 with 2 layers on the bytes of this lab's LICENSE, CPU. Each loss is divided by "

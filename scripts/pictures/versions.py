@@ -34,27 +34,21 @@ def orders(panels):
 
 
 def _loops(axes, text, columns):
-    axes.set(xlim=(-1.5, 6.2), ylim=(5.5, -1.9), aspect="equal", anchor="W")
-    axes.axis("off")
-    d.words(axes, -1.35, -1.6, text, 11, "black")
     i, j = 1, 2
-    for r in range(4):
-        mine = columns or r == i
-        carried = f"O{r + 1}, m{r + 1}, ℓ{r + 1}" if columns else f"O{r + 1}, L{r + 1}"
-        d.box(axes, -1.35, r, READ if columns else KEPT if mine else d.PALE, f"Q{r + 1}")
-        out = REWRITTEN if columns else WRITTEN if mine else d.PALE
-        d.box(axes, 4.35, r, out, carried, 1.55)
-        for c in range(4):
-            d.box(axes, c, r, d.TILE if (c == j if columns else r == i) else d.PALE)
-    for c in range(4):
-        key = (KEPT if c == j else d.PALE) if columns else READ
-        d.box(axes, c, -1.35, key, f"K{c + 1}\nV{c + 1}")
-    if columns:
-        d.arrow(axes, (j + 0.5, 0.1), (j + 0.5, 3.95))
-        text = "inner loop downwards, outer loop to the right"
-    else:
-        d.arrow(axes, (0.1, i + 0.5), (3.95, i + 0.5))
-        text = "one loop, to the right; m, ℓ and O of block 2 stay"
+    here = (lambda r, c: c == j) if columns else (lambda r, c: r == i)
+    d.tiles(axes, text, 4, here, (-1.5, 6.2), (5.5, -1.9), anchor="W")
+    for n in range(4):
+        carried = f"O{n + 1}, m{n + 1}, ℓ{n + 1}" if columns else f"O{n + 1}, L{n + 1}"
+        query = READ if columns else KEPT if n == i else d.PALE
+        out = REWRITTEN if columns else WRITTEN if n == i else d.PALE
+        key = READ if not columns else KEPT if n == j else d.PALE
+        d.box(axes, -1.35, n, query, f"Q{n + 1}")
+        d.box(axes, 4.35, n, out, carried, 1.55)
+        d.box(axes, n, -1.35, key, f"K{n + 1}\nV{n + 1}")
+    start, end = ((j + 0.5, 0.1), (j + 0.5, 3.95)) if columns else ((0.1, i + 0.5), (3.95, i + 0.5))
+    d.arrow(axes, start, end)
+    text = "one loop, to the right; m, ℓ and O of block 2 stay"
+    text = "inner loop downwards, outer loop to the right" if columns else text
     d.words(axes, 2, 4.35, text, 8.5, "black", ha="center", va="center")
 
 
@@ -93,12 +87,16 @@ Job = tuple[str, float, float, int]  # lane, start, length, shade: which group o
 
 def in_order(tiles: int) -> list[Job]:
     """S, softmax, PV, one after the other."""
-    jobs, now = [], 0.0
-    for _ in range(tiles):
-        for lane, length in (("S", PRODUCT), ("softmax", SOFTMAX), ("PV", PRODUCT)):
-            jobs.append((lane, now, length, 0))
-            now += length
-    return jobs
+    turn = 2 * PRODUCT + SOFTMAX
+    return [
+        job
+        for start in (turn * tile for tile in range(tiles))
+        for job in (
+            ("S", start, PRODUCT, 0),
+            ("softmax", start + PRODUCT, SOFTMAX, 0),
+            ("PV", start + PRODUCT + SOFTMAX, PRODUCT, 0),
+        )
+    ]
 
 
 def pipelined(tiles: int) -> list[Job]:

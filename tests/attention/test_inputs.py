@@ -7,7 +7,6 @@ from labsupport.attention import (
     AttentionInputError,
     attention,
     attention_varlen,
-    available_backends,
     flash_attention,
     standard_attention,
 )
@@ -87,8 +86,3 @@ def test_bad_cumulative_lengths_are_refused(offsets):
     assert "cu_seqlens_q" in refused(attention_varlen, *qkv(8, 2, 4), offsets, good)
     assert "cu_seqlens_k" in refused(attention_varlen, *qkv(8, 2, 4), good, offsets)
     assert "same ones" in refused(attention_varlen, *qkv(8, 2, 4), good, torch.tensor([0, 3, 8]))
-
-
-def test_the_table_of_backends_wants_all_three_tensors_or_none():
-    assert "together" in refused(available_backends, Q)
-    assert available_backends(*qkv(1, 8, 256, 4), check_layout=False)["standard"].runs

@@ -24,10 +24,8 @@ DEVICE = "cpu" if mode.interpreted() else "cuda"
 DTYPES = [torch.float32, torch.float16, *([] if mode.interpreted() else [torch.bfloat16])]
 
 
-def make_cache(batch=2, seqlen_q=1, seqlen_k=300, heads=8, kv_heads=1, head_dim=64, **options):
-    tensors = make_model_qkv(
-        batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, device=DEVICE, **options
-    )
+def make_cache(*sizes, **options):
+    tensors = make_model_qkv(*sizes, device=DEVICE, **options)
     # Any strides: heads first in memory, every second row of a larger cache.
     q, k, v = (tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors)
     return q, *(x.repeat_interleave(2, dim=1)[:, ::2] for x in (k, v))
@@ -76,10 +74,28 @@ def assert_obeys_error_rule(
     assert report.ok, f"lse: {report}"
 
 
-@pytest.mark.parametrize(("splits", "dtype"), [(None, DTYPES[0]), (3, DTYPES[-1]), (8, DTYPES[0])])
-def test_any_number_of_splits_obeys_the_error_rule(splits, dtype):
-    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, dtype=dtype)  # 5 tiles of keys at most
-    assert_obeys_error_rule(q, k, v, splits=splits, softmax_scale=0.5)
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.02], [0.3, 0.2, 0.04, 0.01]], device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "options"),  # batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim
+    [
+        ((2, 3, 300, 4, 2, 64), DTYPES[0], {"softmax_scale": 0.5}),
+        ((2, 3, 300, 4, 2, 64), DTYPES[-1], {"splits": 8}),  # 5 tiles of keys at most
+        ((1, 1, 203, 8, 1, 16), DTYPES[0], {"splits": 2}),
+        ((1, 3, 203, 3, 3, 80), DTYPES[-1], {"splits": 2}),
+        ((1, 1, 203, 3, 3, 256), DTYPES[-1], {"splits": 2}),
+        ((1, 3, 300, 2, 1, 32), DTYPES[0], {"splits": 3, "causal": False}),
+        ((1, 3, 300, 2, 1, 32), DTYPES[0], {"splits": 3, "window_size": (20, -1)}),
+        ((1, 3, 300, 2, 1, 32), DTYPES[0], {"window_size": (0, 0), "causal": False}),
+        ((1, 3, 300, 2, 1, 32), DTYPES[0], {"window_size": (130, 2), "causal": False}),
+        ((1, 3, 300, 2, 1, 32), DTYPES[0], {"window_size": (-1, 1), "causal": False}),
+        ((2, 3, 300, 4, 2, 16), DTYPES[0], {"splits": 3, "slopes": SLOPES, "lengths": [300, 170]}),
+        ((2, 3, 300, 4, 2, 16), DTYPES[0], {"slopes": SLOPES[0]}),
+    ],
+)
+def test_decoding_obeys_the_error_rule(sizes, dtype, options):
+    assert_obeys_error_rule(*make_cache(*sizes, dtype=dtype), **options)
 
 
 def test_more_splits_than_are_merged_at_once_are_rescaled_to_the_largest():
@@ -90,44 +106,10 @@ def test_more_splits_than_are_merged_at_once_are_rescaled_to_the_largest():
     assert_obeys_error_rule(q, k, v, splits=splits)
 
 
-@pytest.mark.parametrize(
-    ("seqlen_q", "heads", "kv_heads", "head_dim", "dtype"),
-    [
-        (1, 8, 1, 16, DTYPES[0]), (3, 4, 2, 80, DTYPES[-1]), (7, 3, 3, 128, DTYPES[0]),
-        (1, 3, 3, 256, DTYPES[-1]),
-    ],
-)  # fmt: skip
-def test_heads_queries_and_head_dims_obey_the_error_rule(
-    seqlen_q, heads, kv_heads, head_dim, dtype
-):
-    q, k, v = make_cache(1, seqlen_q, 203, heads, kv_heads, head_dim, dtype=dtype)
-    assert_obeys_error_rule(q, k, v, splits=2)
-
-
 def test_more_rows_than_a_tile_holds_are_cut_into_several():
     q, k, v = make_cache(1, 16, 70, 8, 1, 32, dtype=torch.float16)
     assert decode_tiling(16 * 8, 32, torch.float16).block_q < 16 * 8
     assert_obeys_error_rule(q, k, v, splits=2)
-
-
-@pytest.mark.parametrize(
-    ("window_size", "causal", "splits"),
-    [
-        ((-1, -1), False, 3), ((20, -1), True, 3), ((0, 0), False, 1), ((130, 2), False, 3),
-        ((-1, 1), False, 3),
-    ],
-)  # fmt: skip
-def test_windows_obey_the_error_rule(window_size, causal, splits):
-    q, k, v = make_cache(1, 3, 300, 2, 1, 32)
-    assert_obeys_error_rule(q, k, v, splits=splits, window_size=window_size, causal=causal)
-
-
-@pytest.mark.parametrize("per_sequence", [False, True])
-def test_alibi_obeys_the_error_rule(per_sequence):
-    q, k, v = make_cache(seqlen_q=3, heads=4, kv_heads=2, head_dim=16)
-    slopes = torch.tensor([[0.5, 0.25, 0.1, 0.02], [0.3, 0.2, 0.04, 0.01]], device=DEVICE)
-    slopes = slopes if per_sequence else slopes[0]
-    assert_obeys_error_rule(q, k, v, splits=3, slopes=slopes, lengths=[300, 170])
 
 
 @pytest.mark.parametrize(
@@ -165,8 +147,6 @@ def test_no_choice_of_splits_leaves_one_empty_or_needs_a_second_round():
         ({"cache_seqlens": torch.tensor([-1])}, r"0 \.\. 9"),
         ({"cache_seqlens": torch.tensor([1, 2])}, r"shape \(1,\)"),
         ({"cache_seqlens": torch.tensor([1.0])}, "int32 or int64"),
-        ({"window_size": (1, -2)}, "window_size"),
-        ({"alibi_slopes": torch.ones(3)}, r"\(4,\)"),
         ({"num_splits": 0}, "num_splits"),
         ({"q": torch.zeros(1, 1, 4, 16, requires_grad=True)}, "no backward"),
         (dict.fromkeys(("q", "k_cache", "v_cache"), torch.zeros(1, 1, 4, 16).double()), "float64"),

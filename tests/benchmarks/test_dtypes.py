@@ -1,6 +1,5 @@
 """The table of dtype combinations says what really happened, and holds nothing unclear."""
 
-import argparse
 import itertools
 
 import pytest
@@ -8,16 +7,14 @@ import torch
 
 from benchmarks import dtypes
 from benchmarks.__main__ import parser_of
-from benchmarks.dtypes import SAFE
+from benchmarks.dtypes import CAST, SAFE
 from labsupport.attention.registry import FLOAT_DTYPES
-
-BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @pytest.fixture(scope="module")
 def table():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dtypes, "SHAPE", (1, 16, 2, 16))
+        patch.setattr(dtypes, "SHAPE", (1, 4, 1, 8))
         return dtypes.measure(parser_of("dtypes").parse_args(["--device", "cpu"]))
 
 
@@ -27,10 +24,11 @@ def test_every_combination_is_there_without_nan_or_refusals_without_a_reason(tab
     assert len(expected) == 64
     for _, rows in table.groupby("caller"):
         assert set(zip(rows.q, rows.k, rows.v, strict=True)) == expected
-    assert {"sdpa", "sdpa in autocast", "sdpa_flash", "standard", SAFE} <= set(table.caller)
     assert set(table.outcome) == {"runs", "refuses"}
-    refusals = table[table.outcome == "refuses"]
-    assert (refusals.message.str.len() > 40).all()
+    assert (table[table.outcome == "refuses"].message.str.len() > 40).all()
+    shown, said = dtypes.show(table, None).split("\n\n")
+    assert len(shown.split("\n")) == 1 + 2 + 64
+    assert "attention: AttentionInputError" in said
 
 
 def test_bare_kernels_run_one_dtype_and_refuse_mixtures(table):
@@ -44,12 +42,12 @@ def test_bare_kernels_run_one_dtype_and_refuse_mixtures(table):
 
 def test_autocast_casts_in_silence_all_but_float64(table):
     rows = table[table.caller == "sdpa in autocast"]
-    double = (rows[["q", "k", "v"]] == "float64").any(axis=1)
-    assert (rows[~double].out == "bfloat16").all()
-    assert (rows[~double].message == "").all()
+    rows = rows[(rows[["q", "k", "v"]] != "float64").all(axis=1)]
+    assert (rows.out == "bfloat16").all()
+    assert (rows.message == "").all()
 
 
-@pytest.mark.parametrize("way", [SAFE, '... float64="cast"'])
+@pytest.mark.parametrize("way", [SAFE, CAST])
 def test_the_safe_function_refuses_undecided_float64_only_and_never_casts_to_less(table, way):
     rows = table[table.caller == way]
     double = (rows[["q", "k", "v"]] == "float64").any(axis=1)
@@ -59,16 +57,10 @@ def test_the_safe_function_refuses_undecided_float64_only_and_never_casts_to_les
     ran = rows[~refused]
     assert (ran.out == ran.q).all()
     for row in ran.itertuples():
-        coarsest = max(
-            torch.finfo(getattr(torch, dtype)).eps for dtype in (row.out, row.computed_in)
+        out, computed_in, *given = (
+            getattr(torch, name) for name in (row.out, row.computed_in, row.q, row.k, row.v)
         )
+        coarsest = max(torch.finfo(out).eps, torch.finfo(computed_in).eps)
         assert row.error < 4 * coarsest, row  # inputs, weights, sums and the result are rounded
         if way == SAFE:
-            assert BYTES[row.computed_in] >= max(BYTES[d] for d in (row.q, row.k, row.v))
-
-
-def test_the_text_has_a_line_for_each_combination_and_each_message_once(table):
-    shown, said = dtypes.show(table, argparse.Namespace()).split("\n\n")
-    assert len(shown.split("\n")) == 1 + 2 + 64
-    assert "attention: AttentionInputError" in said
-    assert len(set(said.split("\n"))) == len(said.split("\n"))
+            assert computed_in.itemsize >= max(dtype.itemsize for dtype in given)

@@ -2,17 +2,23 @@
 
 import json
 import shlex
-from argparse import Namespace
+from itertools import product
 
+import pandas as pd
 import pytest
 import torch
 from typer.main import get_command
 
+from benchmarks import generation, predictor
 from benchmarks.__main__ import PROGRAMS, main, parser_of
-from benchmarks.predictor import record, show
+from benchmarks.tasks import long_form, show
+from benchmarks.training import last_that_runs
 from labsupport.cli import app
 from labsupport.profiling import runs
 from labsupport.profiling.cases import Case
+from labsupport.profiling.hardware import measured_ceilings
+
+CPU = torch.device("cpu")
 
 
 def test_the_commands_of_recorded_runs_parse():
@@ -30,57 +36,75 @@ def test_the_commands_of_recorded_runs_parse():
             assert parser_of(arguments[0]).parse_args(arguments[1:]).save, name
 
 
-def test_every_program_explains_its_options(capsys):
-    for name in PROGRAMS:
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert ended.value.code == 0
-        assert f"python -m benchmarks {name}" in capsys.readouterr().out
+def test_every_program_is_listed_with_what_it_measures(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "tune               The fastest tilings" in capsys.readouterr().out
+    assert all(parser_of(name).description for name in PROGRAMS)
 
 
 @pytest.mark.parametrize(
     ("command", "rows", "shown"),
     [
+        ("attention --backends standard,sdpa_flash --seqlen 32,64 --max-seconds 0.1", 4, "sdpa_"),
+        ("agreement --data records --length 64 --steps 2", 6, "the worst gradient"),
+        ("training --lengths 64 --rungs 4", 1, "+ checkpointing"),
+        ("planner --preset tiny --lengths 64", 1, "predicted_bytes"),
         (
-            "attention --backends standard,sdpa_flash --seqlen 32,64 --max-seconds 0.1",
-            4,
-            ["sdpa_flash"],
-        ),
-        (
-            "agreement --data records --length 64 --steps 2",
-            6,
-            ["the worst gradient", "first 20 losses: at most"],
-        ),
-        (
-            "training --lengths 64 --rungs 4 --attention sdpa_flash",
-            1,
-            ["+ checkpointing"],
-        ),
-        ("planner --preset tiny --lengths 64 --loss-chunk 32", 1, ["predicted", "64 "]),
-        (
-            "overhead --backends standard --calls 3 --rounds 1",
-            4,
-            ["above_sdpa", "F.scaled_dot_product_attention", "standard"],
+            "peers --tokens 128 --hidden 32 --seqlen 64 --head-dim 16 --dtype float32 "
+            "--ours flash_torch --peers sdpa_flash,fa4 --max-seconds 0.01",
+            8,
+            "Geometric means",
         ),
     ],
 )
-def test_a_program_shows_its_table_and_saves_it(
-    command, rows, shown, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(runs, "data_dir", lambda: tmp_path)
+def test_a_program_shows_its_table_and_saves_it(command, rows, shown, capsys, saved):
     assert main([*command.split(), "--device", "cpu", "--save", "small"]) == 0
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in shown)
-    table = runs.load_run("small")
+    assert shown in capsys.readouterr().out
+    table = saved("small")
     assert len(table) == rows
     assert "status" not in table or (table.status == "ok").all()
 
 
-def test_a_recorded_grid_holds_times_memory_and_ceilings():
+def test_what_does_not_exist_is_refused_before_anything_starts(capsys):
+    for wrong, said in (
+        ("sequence_parallel --layouts zigzg", "there is no zigzg, only zigzag, contiguous"),
+        ("sequence_parallel --rung 99", "invalid choice: 99"),
+        ("training --rungs=7", "only 0, 1, 2, 3, 4, 5, 6"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong.split())
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    for wrong, said in (
+        ("data_parallel --presets large", "no preset"),
+        ("peers --peers nothing", "unknown backend 'nothing'"),
+        ("training --longest --limit 1GiB --device cpu", "needs a GPU"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            main(wrong.split())
+
+
+def test_each_claim_is_compared_with_its_target(capsys, saved, monkeypatch):
+    monkeypatch.setattr("benchmarks.claims._tracker", lambda *_: {"what": "tracker"})  # a GPT-2
+    options = ["--seqlen", "64", "--max-seconds", "0.02", "--device", "cpu", "--save", "small"]
+    main(["claims", *options])
+    table = saved("small").query("direction == 'forward+backward'").set_index("what")
+    assert table.target.dropna().to_dict() == {
+        "time textbook / flash_torch": "at least 1.5",
+        "time flash_torch / sdpa_flash": "at most 3",
+        "memory textbook / flash_torch": "at least 20",
+    }
+    spared = table.loc["memory textbook / flash_torch"]
+    assert spared.met == (spared["median"] >= 20)
+    assert table.peak_memory_bytes.notna().sum() == 3
+    assert "memory, MiB" in capsys.readouterr().out
+
+
+def test_a_recorded_grid_holds_times_memory_and_ceilings(monkeypatch):
+    monkeypatch.setattr(predictor, "measure_ceilings", measured_ceilings)  # not new in each pass
     cases = [Case("sdpa_flash", 64, direction=d) for d in ("forward", "forward+backward")]
-    table = record(
-        [*cases, Case("fa4", 64)], device="cpu", passes=2, max_seconds=0.001, progress=False
-    )
+    table = predictor.record([*cases, Case("fa4", 64)], CPU, passes=2, max_seconds=0.001)
     assert list(table.status) == ["ok", "ok", "unsupported"]
     assert (table.repeats[:2] >= 4).all()
     assert (table.between_passes[:2] >= 1).all()
@@ -88,4 +112,67 @@ def test_a_recorded_grid_holds_times_memory_and_ceilings():
     assert about["units"] == torch.get_num_threads()
     assert about["copy_gb_s"] > 0
     assert set(about["matmul_tflops"]) == {"float32", "bfloat16", "float16"}
-    assert show(table, Namespace()).startswith("2 of 3 cases measured")
+    assert predictor.show(table, None).startswith("2 of 3 cases measured")
+
+
+def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
+    for longest, guess, widen in product((1, 5, 16, 17, 100), (1, 4, 17, 60), (1, 16)):
+        tried = []
+
+        def attempt(units, longest=longest, tried=tried):
+            tried.append(units)
+            return {"status": "ok" if units <= longest else "out of memory", "seqlen": units}
+
+        assert last_that_runs(attempt, guess, widen)["seqlen"] == longest
+        assert len(tried) == len(set(tried))
+    assert last_that_runs(lambda units: {"status": "out of memory"}, 8, 16) is None
+    answers = iter([{"status": "unsupported"}])  # it is not tried again and again
+    assert last_that_runs(lambda units: next(answers), 300, 16)["status"] == "unsupported"
+
+
+def test_each_score_of_a_task_becomes_a_row_under_its_keys_and_is_shown_as_a_table():
+    table = pd.DataFrame(
+        {"window": [8, 16], "sites": ["all", "new"], "model": [0.5, 1.0], "count": [4, 2]}
+    )
+    long = long_form("code", table)
+    found = {(row.window, row.sites, row.measure): row.value for row in long.itertuples()}
+    assert set(long.columns) == {"task", "window", "sites", "measure", "value"}
+    assert (found[8, "all", "model"], found[16, "new", "count"], len(found)) == (0.5, 2, 4)
+    long.attrs["summaries"] = ["A text."]
+    text, header, *rows = show(long, None).replace("\n\n", "\n").splitlines()
+    assert text == "A text."
+    assert header.split()[-4:] == ["window", "sites", "count", "model"]
+    assert rows[0].split() == ["8", "all", "4.0", "0.5"]
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():
+    model = generation.llama("tiny", CPU, torch.bfloat16)
+    weights = sum(parameter.numel() for parameter in model.parameters())  # the tied ones once
+    assert generation.decode_bytes(model, 1, 0) == 2 * weights
+    cache = 2 * 2 * 2 * 16  # keys and values, layers, key heads, head_dim
+    assert generation.decode_bytes(model, 5, 10) == 2 * (weights + 5 * 10 * cache)
+
+
+def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
+    monkeypatch.setattr(generation, "LOOPS", ("transformers, static cache", "graphed"))
+    monkeypatch.setattr(generation, "TRAINING", ("eager", "fa4"))
+    monkeypatch.setattr(generation, "REPEATS", 1)
+    monkeypatch.setitem(generation.MAX_SECONDS, "cpu", 0.01)
+    assert main(["generation", "--device", "cpu", "--save", "small"]) == 0
+    table = saved("small")
+    assert table.attrs["provenance"]["copy_gb_s"] > 0
+    by_part = dict(list(table.groupby("what")))
+    decode, prefill, training = (by_part[what] for what in generation.PARTS)
+    assert (decode.status == "ok").all(), decode.reason.tolist()
+    assert decode.tokens_per_s.tolist() == pytest.approx(
+        (decode.batch * 1000 / decode.median_ms).tolist()
+    )
+    kernels = prefill.set_index("name").kernel
+    assert kernels["sdpa_flash"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for part, rate in ((decode, "tokens_per_s"), (prefill, "tflops")):
+        assert part.of_ceiling.tolist() == pytest.approx((part[rate] / part.ceiling).tolist())
+    statuses = training.groupby("name").status.unique().map(list).to_dict()
+    assert statuses == {"eager": ["ok"], "fa4": ["unsupported"]}
+    printed = capsys.readouterr().out
+    assert "random weights" in printed
+    assert "unsupported: " in printed

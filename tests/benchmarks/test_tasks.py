@@ -1,30 +1,296 @@
-"""The command, and its one table of numbers."""
+"""Tasks of a longer context: who finds what, and what the scores mean."""
 
-from argparse import Namespace
+import re
+from types import SimpleNamespace
 
 import pandas as pd
+import pytest
+import torch
 
-from benchmarks.tasks import long_form, show
+from benchmarks.long_texts import documents
+from benchmarks.long_texts.calls import call_sites, predict_calls, score_calls
+from benchmarks.long_texts.documents import (
+    Reading,
+    answer_by_window,
+    latest_candidate,
+    plant,
+    score_answers,
+    search_answer,
+    sentences_of,
+)
+from benchmarks.long_texts.summaries import Chapter, chapter, content_words, judge_summary, lead
+from labsupport.models import python_topics, set_attention, source_text
+from tests.models.tiny import tiny, tokens
+
+TOPIC = python_topics()["specialnames"]
 
 
-def test_each_number_becomes_a_row_under_its_keys_and_is_shown_as_a_table():
-    table = pd.DataFrame(
-        {"window": [8, 16], "sites": ["all", "new"], "model": [0.5, 1.0], "count": [4, 2]}
-    )
-    long = long_form("code", table)
-    assert set(long.columns) == {"task", "window", "sites", "measure", "value"}
-    found = {(row.window, row.sites, row.measure): row.value for row in long.itertuples()}
-    assert found == {
-        (8, "all", "model"): 0.5,
-        (16, "new", "model"): 1.0,
-        (8, "all", "count"): 4,
-        (16, "new", "count"): 2,
+# --- questions about a document -------------------------------------------------------------------
+
+
+def whole(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits[0]
+
+
+def test_a_text_is_read_once_and_questions_see_it_but_for_what_is_left_out():
+    llama = tiny("llama")
+    set_attention(llama, "flash")
+    text, first, second = tokens(1, 12), tokens(1, 3, seed=1), tokens(1, 5, seed=2)
+    reading, chosen = Reading(llama, text), llama.config._attn_implementation
+    both = torch.cat([text, first], 1)
+    for question in (first, second, first):
+        expected = whole(llama, torch.cat([text, question], 1))[-1]
+        torch.testing.assert_close(reading.ask(question), expected)
+    # Against a mask in which only the rows of the question miss tokens 4 to 6; positions stay.
+    left_out, weights = reading.ask(first, without=(4, 7)), reading.attention(first)
+    assert llama.config._attn_implementation == chosen
+    assert not torch.allclose(left_out, whole(llama, both)[-1])
+    torch.testing.assert_close(reading.ask(first), whole(llama, both)[-1])
+    llama.set_attn_implementation("eager")
+    allowed = torch.ones(15, 15, dtype=torch.bool).tril()
+    allowed[12:, 4:7] = False
+    scores = torch.zeros(15, 15).masked_fill(~allowed, -torch.inf)[None, None]
+    torch.testing.assert_close(left_out, whole(llama, both, attention_mask=scores)[-1])
+    own = llama(both, output_attentions=True).attentions
+    torch.testing.assert_close(weights, torch.stack([layer[0, :, -1, :12] for layer in own]))
+
+
+class Words:
+    """A tokenizer of words and signs, each with the space before it."""
+
+    def __init__(self):
+        self.known = {}
+
+    def __call__(self, text, **_):
+        spans = [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])|\s+\Z", text)]
+        ids = [self.known.setdefault(text[a:b].strip(), len(self.known)) for a, b in spans]
+        return {"input_ids": ids, "offset_mapping": spans}
+
+    def encode(self, text, **_):
+        return self(text)["input_ids"]
+
+
+@pytest.fixture
+def words():
+    return Words()
+
+
+def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words):
+    document, again, other = (plant(words, TOPIC, length=800, facts=6, seed=n) for n in (3, 3, 4))
+    assert document == again != other
+    assert 680 < len(words.encode(document.text)) <= 800
+    candidates, real = [fact.answer for fact in document.questions], document.text
+    assert len(set(candidates)) == 6
+    for fact in reversed(document.questions):
+        start, end = fact.evidence
+        assert document.text[start : end + 1] == f"{fact.prompt} {fact.answer}."
+        for word in (fact.answer, *re.findall(r"The (\w+) of the (\w+) is", fact.prompt)[0]):
+            assert document.text.count(word) == 1
+        real = real[:start] + real[end + 3 :]
+    assert TOPIC.startswith(real.rstrip("\n"))
+    places = [fact.evidence[0] / len(document.text) for fact in document.questions]
+    assert places == sorted(places)
+    assert places[0] < 0.35 < 0.65 < places[-1]
+    found = [search_answer(f.prompt, document.text, candidates) for f in document.questions]
+    assert found == candidates
+    assert latest_candidate(document.text, candidates) == candidates[-1]
+    with pytest.raises(ValueError, match="too few for 8 facts"):
+        plant(words, "a\n\nb", facts=8)
+
+
+def test_sentences_end_at_signs_and_gaps():
+    text = "One. Two is 3.5 long?\n\n* three\n\nFour\ngoes on: five"
+    parts = [text[a:b] for a, b in sentences_of(text)]
+    assert parts == ["One.", "Two is 3.5 long?", "* three", "Four\ngoes on:", "five"]
+    assert latest_candidate("nothing", ["fox"]) is None
+    assert search_answer("The mascot of the mill is", "", ["fox"]) is None
+
+
+def test_answers_are_the_likeliest_and_evidence_is_what_they_lose_most_without(words, monkeypatch):
+    document = plant(words, TOPIC, length=200, facts=2)
+    for fact in document.questions:
+        words.encode(fact.prompt)
+    model, sentences = tiny("llama", vocab_size=len(words.known)), sentences_of(document.text)
+    monkeypatch.setattr(documents, "PROPOSED", len(sentences))
+    table = answer_by_window(model, words, document, (80, 9999))
+    assert (table.search == table.visible).all()
+    assert 0 < table.visible[:2].sum() < table.visible[2:].sum() == 2
+    assert list(table.recent) == [False, True] * 2
+    assert set(table.chance) == {1 / 2}
+    encoded = words(document.text)
+    ids = torch.tensor([encoded["input_ids"]])
+    answers = [fact.answer for fact in document.questions]
+    firsts = [words.known[answer] for answer in answers]
+    for row, fact in zip(table[:2].itertuples(), document.questions, strict=True):
+        question = torch.tensor([words.encode(fact.prompt)])
+        best = whole(model, torch.cat([ids[:, -80:], question], 1))[-1][firsts].argmax()
+        assert (row.answer, row.right) == (answers[best], answers[best] == fact.answer)
+    reading = Reading(model, ids)
+    for row, fact in zip(table[2:].itertuples(), document.questions, strict=True):
+        question, left = torch.tensor([words.encode(fact.prompt)]), {}
+        for a, b in sentences:
+            inside = [i for i, (x, y) in enumerate(encoded["offset_mapping"]) if y > a and x < b]
+            logits = reading.ask(question, without=(inside[0], inside[-1] + 1))
+            likely = float(logits.log_softmax(-1)[words.known[row.answer]])
+            left[likely] = (a, b, answers[logits[firsts].argmax()])
+        a, b, instead = left[min(left)]
+        assert row.evidence == " ".join(document.text[a:b].split())
+        assert row.evidence_right == (a <= fact.evidence[0] < b)
+        assert row.lost == (instead != row.answer)
+
+
+def test_scores_of_answers_are_shares_by_window():
+    columns = {
+        "visible": [0, 1, 1, 1],
+        "right": [1, 1, 1, 0],
+        "recent": [0, 0, 0, 1],
+        "search": [0, 1, 1, 1],
+        "evidence_right": [0, 1, 0, 1],
+        "lost": [0, 1, 1, 1],
     }
-    long.attrs["summaries"] = ["A text."]
-    text, header, *rows = show(long, Namespace()).replace("\n\n", "\n").splitlines()
-    assert text == "A text."
-    assert header.split()[-4:] == ["window", "sites", "count", "model"]
-    assert [row.split() for row in rows] == [
-        ["8", "all", "4.0", "0.5"],
-        ["16", "new", "2.0", "1.0"],
-    ]
+    table = pd.DataFrame(columns).astype(bool).assign(window=8, chance=0.25)
+    (row,) = score_answers(table).to_dict("records")
+    expected = {"window": 8, "questions": 4, "visible": 0.75, "right": 0.75}
+    expected |= {"recent": 0.25, "search": 0.75, "chance": 0.25, "right_visible": 2 / 3}
+    # Evidence: of the second and third.
+    assert row == pytest.approx(expected | {"evidence_right": 0.5, "lost": 1.0})
+
+
+# --- calls in a file ------------------------------------------------------------------------------
+
+SOURCE = """\
+def alpha(x):
+    return x
+
+def beta(y):
+    "é"; return alpha(y)
+
+class C:
+    def gamma(self):
+        return self.gamma(alpha(1)) + len("alpha(2)")
+
+x = '\x0c\u2028'; print(beta(3), C().gamma(), alpha)
+"""
+
+
+def test_sites_are_calls_of_functions_and_methods_that_the_file_defines():
+    sites = call_sites(SOURCE)
+    assert [site.name for site in sites] == ["alpha", "gamma", "alpha", "beta", "gamma"]
+    assert all(SOURCE[site.start : site.end] == site.name for site in sites)
+    assert all(SOURCE[site.end] == "(" for site in sites)
+
+
+class Characters:
+    """A tokenizer of so many characters a token."""
+
+    def __init__(self, size=1):
+        self.size, self.known = size, {}
+
+    def __call__(self, text, **_):
+        spans = [(i, min(i + self.size, len(text))) for i in range(0, len(text), self.size)]
+        ids = [self.known.setdefault(text[a:b], len(self.known)) for a, b in spans]
+        return {"input_ids": ids, "offset_mapping": spans}
+
+    def decode(self, ids):
+        names = {number: text for text, number in self.known.items()}
+        return "".join(names[int(i)] for i in ids)
+
+
+class Knows:
+    """A model that knows the file by heart, apart from some places; there it says another token."""
+
+    def __init__(self, ids, instead=()):
+        self.ids, self.instead, self.device = ids, dict(instead), torch.device("cpu")
+
+    def __call__(self, ids, *, use_cache, logits_to_keep):
+        block = ids[0].tolist()
+        begin = next(i for i in range(len(self.ids)) if self.ids[i : i + len(block)] == block)
+        logits = torch.zeros(1, len(logits_to_keep), max(self.ids) + 1)
+        for row, at in enumerate(logits_to_keep.tolist()):
+            following = begin + at + 1
+            right = self.ids[following] if following < len(self.ids) else 0
+            logits[0, row, self.instead.get(following, right)] = 1.0
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_model_that_knows_the_file_is_right_at_each_site_once():
+    source, tokenizer, window = source_text("textwrap"), Characters(3), 40
+    model = Knows(tokenizer(source)["input_ids"])
+    table = predict_calls(model, tokenizer, source, window)
+    assert list(table.start) == [site.start for site in call_sites(source)]
+    # A token of several characters may hold the name's end and "(" or more: still the file's own.
+    assert table.model.all()
+    assert (table.seen < window).all()
+    assert (table.seen[table.start // 3 >= window] >= window // 2).all()
+
+
+def test_a_wrong_letter_or_a_name_that_goes_on_is_wrong():
+    source, tokenizer = "def ab(): pass\ndef abc(): pass\nab()\n", Characters()
+    ids, call = tokenizer(source)["input_ids"], len("def ab(): pass\ndef abc(): pass\n")
+    letter = {name: tokenizer.known[name] for name in "ac"}
+    for place, instead, right in (
+        (0, "c", False),
+        (1, "a", False),
+        (2, "c", False),
+        (3, "a", True),
+    ):
+        model = Knows(ids, {call + place: letter[instead]})
+        assert list(predict_calls(model, tokenizer, source, 64).model) == [right]
+
+
+def test_what_is_reachable_and_each_baseline_depend_on_what_the_model_sees():
+    calls = "far()\nfar()\nx = b()\nfar()\nx = b()\n"
+    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Characters()
+    model = Knows(tokenizer(source)["input_ids"])
+    table = predict_calls(model, tokenizer, source, 32)
+    assert list(table.distance)[:2] == [source.index("far()\n") - 4, 6]
+    assert list(table.reachable) == [False, True, False, True, True]
+    assert list(table.latest) == [False, True, False, False, False]
+    assert list(table.search) == [False, True, False, True, True]
+    assert list(table.frequent) == [False, True, False, True, True]
+    assert predict_calls(model, tokenizer, source, 4096).reachable.all()
+
+
+def test_scores_of_calls_are_shares_by_window_and_kind_of_site():
+    columns = {"distance": [0, 3, 3, 90], "reachable": [False, True, True, False]}
+    table = pd.DataFrame(columns | {"model": [False, True, False, False]})
+    table = table.assign(window=8, frequent=True, latest=False, search=False)
+    scores = score_calls(table).set_index("sites")
+    assert dict(scores["count"]) == {"all": 4, "in the window": 2, "further back": 1, "new": 1}
+    assert list(scores.loc[["all", "in the window", "new"], "model"]) == [0.25, 0.5, 0.0]
+    assert list(scores["frequent"]) == [1.0] * 4
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+DOCUMENT = Chapter(
+    "The fox sleeps under warm stones. Every winter it hides seven apples.\nNobody\nfinds them.",
+    ["Foxes in winter", "Hidden apples"],
+)
+
+
+def test_headings_are_taken_out_of_a_chapter():
+    assert chapter("Foxes\n=====\n\nThey sleep.\n\nIn winter\n*********\n\n====") == Chapter(
+        "They sleep.\n\n\n\n====", ["Foxes", "In winter"]
+    )
+    assert "Coroutine function definition" in chapter(python_topics()["async"]).headings
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        # winter and apples; foxes and hidden are missing. Line breaks do not count.
+        ("Every winter it\nhides seven apples. Nobody finds them.", (9, 1.0, 1.0, 2 / 4)),
+        ("Wolves hate winter. Nobody finds them.", (6, 3 / 5, 0.5, 1 / 4)),  # wolves and hate
+        ("", (0, 0.0, 0.0, 0.0)),
+    ],
+)
+def test_what_is_counted_of_a_summary(summary, expected):
+    assert tuple(judge_summary(summary, DOCUMENT).values()) == pytest.approx(expected)
+    words = content_words("The Fox, which they SAW, hides _apples_ in 2024 with them")
+    assert words == {"hides", "apples"}
+    # The lead: as few whole sentences as have that many words.
+    assert lead(DOCUMENT.text, 1) == lead(DOCUMENT.text, 6) == "The fox sleeps under warm stones."
+    assert lead(DOCUMENT.text, 7).endswith("apples.")
+    assert lead(DOCUMENT.text, 999) == DOCUMENT.text

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
 
 import psutil
 
@@ -63,13 +62,12 @@ class MakeLab:
 
     def end(self):
         """End the server and the kernels; what does not end by itself is killed."""
-        family = []
-        with suppress(psutil.NoSuchProcess):
+        try:
             family = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
         for process in family:
-            with suppress(psutil.Error):
-                if "jupyterlab" in process.cmdline():
-                    process.terminate()  # it ends its kernels first
+            process.terminate()
         _, left = psutil.wait_procs(family, timeout=20)
         for process in left:
             process.kill()

@@ -17,24 +17,14 @@ SOFTMAX = "theory/02-online-softmax.html"
 CASES = [
     (512, 32, 1024, "bfloat16", False, "version1"),
     (512, 128, 49152, "float32", True, "version2"),
-    (512, 256, 232448, "bfloat16", True, "version1"),
-    (4096, 32, 49152, "float32", False, "version1"),
     (4096, 128, 232448, "bfloat16", False, "version2"),
-    (4096, 256, 1024, "float32", True, "version2"),
-    (65536, 32, 232448, "float32", True, "version2"),
-    (65536, 128, 1024, "bfloat16", True, "version1"),
-    (65536, 256, 49152, "bfloat16", False, "version2"),
+    (65536, 256, 232448, "bfloat16", True, "version1"),
 ]
 NAMES = ("seqlen", "head_dim", "fast_bytes", "dtype", "causal", "order")
 COLUMNS = {"blockQ": "block_q", "blockK": "block_k", "fits": "fits"} | {
     name: f"{name}_bytes" for name in ("needed", "read", "written", "traffic")
 }
-ROWS = [
-    [2.0, 1, 4, 3, 1, 0, 5, 2],
-    [0.0, 1, 2, 3, 4, 5, 6, 7],
-    [990.0, 1000, 995, 1001, 998, 1003, 1000, 999],
-    [-3.5, -700, 12.25, 12.25, 0, -1, 8, 3],
-]
+ROWS = [[2.0, 1, 4, 3, 1, 0, 5, 2], [990.0, 1000, 995, 1001, -998, 1003, 1000, 999]]
 
 COMPUTED = """(one) => {
   const given = {seqlen: one.seqlen, headDim: one.head_dim, fastBytes: one.fast_bytes,

@@ -46,18 +46,6 @@ def test_every_link_within_the_book_leads_to_a_page_and_an_anchor_and_others_are
     assert broken == []
 
 
-def test_terms_lead_to_their_own_entries():
-    for name, word, anchor in (
-        ("theory/01-memory-bottleneck.html", "FlashAttention", "term-flashattention"),
-        ("theory/02-online-softmax.html", "log-sum-exp", "term-log-sum-exp"),
-        ("theory/09-inference.html", "KV cache", "term-kv-cache"),
-        ("notebooks/01-Setup_and_Comparison.html", "SDPA", "term-sdpa"),
-    ):
-        links = {link.get_text(): link["href"] for link in soup(name).select("a.term")}
-        assert links[word].endswith(f"glossary.html#{anchor}")
-        assert soup(name).find(id=f"meaning-{anchor}").get_text(strip=True)
-
-
 def test_every_exercise_can_be_reached_from_a_chapter_or_its_notebook():
     every = {f"{name}#{anchor}" for name in NOTEBOOKS for anchor in anchors(name)}
     exercises = {place for place in every if re.search(r"#exercise-\d-\d$", place)}

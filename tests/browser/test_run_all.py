@@ -6,8 +6,8 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
-from benchmarks.grading import solutions_of
 from labsupport import paths
+from tests.nbgrader_course import solutions_of
 
 pytestmark = pytest.mark.browser
 

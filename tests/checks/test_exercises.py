@@ -30,8 +30,13 @@ TEXTBOOK = (
     checks.check_textbook_empty_rows,
 )
 RUNNING = (checks.check_running_values, checks.check_running_extremes)
-FORWARD = (checks.check_forward_values, checks.check_forward_lse, checks.check_forward_edges)
-BACKWARD = (checks.check_backward_values, checks.check_backward_edges)
+FORWARD = (
+    checks.check_forward_rows,
+    checks.check_forward_lse,
+    checks.check_forward_values,
+    checks.check_forward_edges,
+)
+BACKWARD = (checks.check_backward_dv, checks.check_backward_values, checks.check_backward_edges)
 DTYPES = (checks.check_half_dtype_values, checks.check_half_dtype_edges)
 VISIBLE = (checks.check_visible_positions, checks.check_visible_padding)
 MERGE = (checks.check_merge_values, checks.check_merge_edges)
@@ -52,6 +57,7 @@ SOLVED = {
     "ex-1-3-online-softmax": {"running_max_and_sum": RUNNING},
     "ex-1-4-tiled-forward": {"my_flash_forward": FORWARD},
     "ex-1-5-backward": {"my_flash_backward": BACKWARD},
+    "ex-1-5-backward-scores": {"score_gradient": (checks.check_score_gradient,)},
     "ex-1-6-half-precision": {
         "half_dtype": DTYPES,
         "half_attention": (checks.check_half_attention,),
@@ -155,12 +161,13 @@ def far_away(angles):
     (RUNNING, softmax.running_max_and_sum, softmax.MISTAKES),
     (FORWARD, flash.flash_forward, flash.FORWARD_MISTAKES),
     (BACKWARD, flash.flash_backward, flash.BACKWARD_MISTAKES),
+    (checks.check_score_gradient, flash.score_gradient, flash.SCORE_MISTAKES),
     (DTYPES, dtypes.half_dtype, dtypes.DTYPE_MISTAKES),
     (checks.check_split_heads, layout.split_heads, layout.HEAD_MISTAKES),
     (checks.check_flash_layout, layout.to_flash_layout, layout.FLASH_MISTAKES),
     (checks.check_split_qkv, layout.split_qkv, layout.QKV_MISTAKES),
     (checks.check_registered_values, registered.lab_attention, registered.MISTAKES),
-    (checks.check_registered_models, registered.lab_attention, registered.MISTAKES[1:]),
+    (checks.check_registered_models, registered.lab_attention, registered.MISTAKES[2:]),
     (VISIBLE, decoding.visible, decoding.MISTAKES),
     (checks.check_amdahl, amdahl.overall_speedup, amdahl.SPEEDUP_MISTAKES),
     (checks.check_attention_share, amdahl.flop_share, amdahl.SHARE_MISTAKES),

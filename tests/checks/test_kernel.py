@@ -58,6 +58,12 @@ def jitted(tmp_path):
     return define
 
 
+def test_an_error_in_an_update_shows_its_line(jitted):
+    said = diagnosis(VALUES, jitted(SOLUTION, "p = tl.exp2(scores -", "p = tl.exp2(score -"))
+    assert "raised NameError in line" in said
+    assert "    p = tl.exp2(score -" in said
+
+
 @pytest.mark.parametrize(("style", "seed"), [(SOLUTION, 1), (ANOTHER_STYLE, 0)])
 def test_right_updates_pass_and_write_nothing_else(style, seed, jitted, capfd):
     student = jitted(style)
@@ -102,3 +108,14 @@ def test_each_mistake_gets_its_own_diagnosis(mistake, jitted):
 def test_sums_in_the_inputs_dtype_are_found(jitted):
     student = jitted(SOLUTION, "v)\n", "v)\n    acc = acc.to(v.dtype)\n")
     assert "acc overflows" in diagnosis(checks.check_update_dtype, student)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (("tl.max(scores, 1)", "scores.max(dim=1)"), "tl.max(scores, 1)"),
+        (("m - shift)", "shift - m)"), "alpha = exp2(m - m_new)"),
+    ],
+)
+def test_a_check_that_runs_alone_names_the_mistake_too(edit, said, jitted):
+    assert said in diagnosis(checks.check_update_dtype, jitted(SOLUTION, *edit))

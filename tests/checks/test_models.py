@@ -31,11 +31,6 @@ OWN = {
     "transposed back": (VALUES, (CALL, CALL + ".transpose(1, 2)"), "do not transpose its result"),
     "one value": (MODELS, ("scaling), None", "scaling)"), "return out, None"),
     "weights": (VALUES, ("scaling), None", "scaling), query"), "FlashAttention never stores"),
-    "module not asked": (
-        VALUES,
-        ('kwargs.get("is_causal")', 'kwargs.get("is_causal", module.is_causal)', "if causal is None", "if False"),
-        "is_causal=None) out is wrong. The future is visible",
-    ),
     "the textbook": (
         MEMORY, (CALL, CALL.replace("flash_a", "a").replace("scaling)", "scaling, backend='standard')")), "This is textbook attention"
     ),

@@ -6,6 +6,7 @@ import torch
 from labsupport import checks
 from labsupport.checks import (
     amdahl,
+    choosing,
     chunked_loss,
     counting,
     decoding,
@@ -21,7 +22,7 @@ from labsupport.checks import (
 )
 from labsupport.checks.verdict import mistakes, mutant
 from tests.checks.solutions import diagnosis, each, function, solution_source
-from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE
+from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE, choose_by_rows
 from tests.checks.test_right_ways import Recomputes
 
 TEXTBOOKS = mistakes("""
@@ -286,6 +287,7 @@ def test_more_than_one_look_at_one_block_is_refused(edit, said):
 
 
 SCALE = "scale = 1 / math.sqrt(q.shape[-1])"
+RIGHT = (checks.check_forward_rows, checks.check_forward_lse, checks.check_forward_edges)
 WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
 
 
@@ -293,6 +295,7 @@ WHOLE = ("block_q", "seqlen_q", "block_k", "seqlen_k")
     ("student", "right", "memory", "said"),
     [
         (mutant(flash.flash_forward, WHOLE), FORWARD, checks.check_forward_memory, "256, 256)"),
+        (mutant(flash.flash_forward, WHOLE[:2]), RIGHT, checks.check_forward_values, "outer loop"),
         (
             mutant(flash.flash_forward, (SCALE, f"{SCALE}; is_causal and torch.ones(256, 256)")),
             FORWARD,
@@ -368,7 +371,7 @@ NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")
         (checks.check_running_streams, lambda s, block: (s[..., 0].clone(),) * 2, "m is wrong"),
         (checks.check_running_streams, lambda s, block: (s.amax(-1), s[..., 0] * 0), "positive sum"),
         (checks.check_forward_memory, lambda q, *rest: (q.clone(), q[..., 0].clone()), "out is"),
-        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dv is"),
+        (checks.check_backward_memory, lambda dout, q, k, v, *rest: (q, k, v), "dq is"),
         (checks.check_registered_memory, lambda m, q, *rest, **o: (q.mT.permute(0, 3, 1, 2), None), ""),
         (checks.check_loss_memory, mutant(chunked_loss.ChunkedLoss, NOTHING), "gradient of hidden is zero"),
     ],
@@ -402,3 +405,29 @@ def test_a_fit_that_is_chosen_by_held_out_rows_is_found():
         return start, rate, error
 
     assert "your fit looks at them" in diagnosis(checks.check_held_out, best_of_two)
+
+
+# --- what a message adds --------------------------------------------------------------------------
+
+
+def test_two_mistakes_are_guessed_from_the_failing_case():
+    """With as many key heads as query heads, only one of the two shows."""
+    edits = ("seqlen_q * 4", "seqlen_q * dtype.itemsize", "seqlen_k * kv_heads", "seqlen_k * heads")
+    said = diagnosis(checks.check_cost_bytes, mutant(intensity.attention_cost, edits))
+    assert "L is float32 whatever dtype is" in said
+
+
+def test_renamed_parameters_are_told_apart():
+    def textbook_traffic(N, head_dim, block_q):
+        return 0, 0
+
+    said = diagnosis(checks.check_textbook_traffic, textbook_traffic)
+    assert "Keep the names of the parameters" in said
+
+
+def test_a_row_that_set_the_standard_but_may_not_run_is_shown():
+    edits = ("min(map(_ms, left))", "min(map(_ms, _timed(same)))")
+    edits += ("return min", "return None if not tied else min")
+    said = diagnosis(checks.check_choice_ties, choose_by_rows(mutant(choosing.choice, edits)))
+    assert "leave rows out first" in said
+    assert len(said.splitlines()) > 3

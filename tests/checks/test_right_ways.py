@@ -14,10 +14,17 @@ from labsupport.attention.rotary import apply_rotary_emb, permute_rotary_rows
 from labsupport.attention.rotary import rotary_angles as labs_angles
 from labsupport.distributed.ring.zigzag import positions_of, unshard_sequence
 from tests.checks.solutions import function, solution_source
-from tests.checks.test_exercises import CHOICE, COST, DTYPES, MERGE, OWN, VISIBLE
+from tests.checks.test_exercises import (
+    BACKWARD,
+    CHOICE,
+    COST,
+    DTYPES,
+    FORWARD,
+    MERGE,
+    OWN,
+    VISIBLE,
+)
 
-FORWARD = [getattr(checks, f"check_forward_{x}") for x in ("values", "lse", "edges", "memory")]
-BACKWARD = [getattr(checks, f"check_backward_{x}") for x in ("values", "edges", "memory")]
 LOSS = [checks.check_loss_values, checks.check_loss_gradients, checks.check_loss_memory]
 
 
@@ -153,8 +160,8 @@ def choose_row_by_row(table, *, memory_bytes, dtype):
 
 
 RIGHT = [
-    (labs_forward, FORWARD),
-    (labs_backward, BACKWARD),
+    (labs_forward, (*FORWARD, checks.check_forward_memory)),
+    (labs_backward, (*BACKWARD, checks.check_backward_memory)),
     (dtype_by_rounding, DTYPES),
     (registered, (*OWN, checks.check_registered_memory, checks.check_registered_refusals)),
     (mask_by_positions, (*VISIBLE, checks.check_visible_decoding)),

@@ -62,11 +62,23 @@ def test_a_call_that_fails_is_named():
         return a + b
 
     said = diagnosis(verdict.call, adds, torch.ones(2), "text")
-    assert "adds raised TypeError" in said
-    assert "It was called with a float32 tensor of shape (2,), 'text'." in said
+    assert "adds raised TypeError in line" in said
+    assert "return a + b" in said
+    assert "It was called with a: float32 (2,), b: 'text'." in said
     assert "is a `return` missing?" in diagnosis(verdict.call, lambda: None)
     parts = [(torch.ones(1),)]
     assert "number 1 in place" in diagnosis(verdict.call, lambda x: x[0][0].add_(1), parts)
+
+
+def test_a_line_that_raises_gets_a_remark():
+    def turned(k):
+        return k + k.T
+
+    def row_of_numbers(s):
+        return s - s.amax(-1)
+
+    for student, said in ((turned, "`.mT` swaps the last two"), (row_of_numbers, "keepdim=True")):
+        assert said in diagnosis(verdict.call, student, torch.ones(2, 3))
 
 
 def test_a_failure_shows_lines_that_fit_and_no_traceback_in_a_notebook():
@@ -99,6 +111,9 @@ def test_predictions_are_compared_with_measurements(capsys):
         ("2,000 ms", 2784.6, "you predicted 2,000 ms, it is 2,785 ms (off by a factor of 1.4)"),
     ):
         checks.compare_prediction("Time", predicted, measured, "ms")
+        assert said in capsys.readouterr().out
+    for share, said in ((-1.04, "-1.04 was measured, which is impossible"), (0.4, "(exact)")):
+        checks.compare_prediction("Share", 0.4, share, possible=(0, 1))
         assert said in capsys.readouterr().out
 
 

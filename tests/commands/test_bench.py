@@ -61,35 +61,29 @@ def test_sweep_measures_each_case_and_draws_a_chart(tmp_path):
     assert "vs standard" in done.stdout
 
 
-def test_compare_names_the_fastest_and_the_leanest():
+def test_compare_names_the_fastest_and_the_leanest(monkeypatch):
+    names = ["standard", "sdpa_flash", "flash_torch"]  # flex takes a C++ compiler long
+    monkeypatch.setattr("labsupport.profiling.bench.measurable_backends", lambda device: names)
     said = program("compare", "--seqlen", 32, *SMALL, "--max-seconds", 0.01).stdout
-    for name in ("standard", "sdpa_flash", "flash_torch", "fastest", "leanest", "of ceiling"):
+    for name in (*names, "fastest", "leanest", "of ceiling"):
         assert name in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_makes_no_sense_is_refused_before_anything_is_measured():
+    for arguments, words in (
         (["bench", "--preset", "gpt5"], "gpt2-small"),
         (["bench", "--dtype", "int8"], "int8"),
         (["bench", "--backend", "flash9", "--device", "cpu"], "flash9"),
         (["sweep", "--seqlen", "many"], "such as 512"),
         (["sweep", "--chart", "time.bmp"], ".png"),
         (["bench", "--check-baseline", "a", "--save-baseline", "b"], "one at a time"),
-        (["bench", "--check-baseline", "a", "--tolerance", "5 apples"], "5 apples"),
-        (["compare", "--save", "a/b"], "no name for a run"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_before_anything_is_measured(arguments, words):
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code != 0
-    assert words in str(done.exception)
+    ):
+        assert words in str(program(*arguments, status=1).exception)
 
 
 def test_the_bound_is_the_slower_of_arithmetic_and_memory():
     long = bound_of(Case("x", 4096, heads=8, head_dim=64), CEILINGS)
-    assert long.by == "arithmetic"
-    assert long.ms == pytest.approx(4 * 8 * 4096**2 * 64 / 2e12 * 1e3)
+    assert long[:2] == (pytest.approx(4 * 8 * 4096**2 * 64 / 2e12 * 1e3), "arithmetic")
     one_query = Case("x", 1, heads=8, kv_seqlen=4096, head_dim=64)
     assert bound_of(one_query, CEILINGS).by == "memory"
     assert bound_of(replace(one_query, dtype="float64"), CEILINGS) is None
@@ -115,10 +109,10 @@ def test_verdicts_and_advice_follow_from_the_first_rule_that_applies():
 
 def test_out_of_memory_says_what_would_fit():
     case = Case("standard", 16_384, batch=4, heads=8)
-    lines = "\n".join(what_would_fit(case, CPU, available=4 * 2**30))
+    lines = "\n".join(what_would_fit(case, 4 * 2**30))
     assert "--backend sdpa_flash" in lines
     assert "--seqlen 2048" in lines
-    assert "nothing like it" in what_would_fit(case, CPU, available=10)[0]
+    assert "nothing like it" in what_would_fit(case, 10)[0]
 
 
 def test_trouble_and_abnormal_times_have_their_advice():

@@ -39,21 +39,15 @@ def program(folder):
 
 def strict(file):
     """The value of a JSON file that has no NaN, which Python's reader would let through."""
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    return json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
+    return json.loads(file.read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def test_it_prints_the_text_and_what_it_cost_and_writes_json(program, tmp_path):
     done = program(TEXTS[1], "--max-new-tokens", 9, "--json", tmp_path / "result.json")
     text, _, report = done.stdout.partition("\n\n")
     assert 1 <= len(text.split()) <= 9
-    assert "prefill       2 tokens" in report
-    assert "decode " in report
-    assert "memory " in report
-    assert "FlashAttention (sdpa_flash: " in report
+    parts = "prefill       2 tokens", "decode ", "memory ", "FlashAttention (sdpa_flash: "
+    assert all(part in report for part in parts)
     assert str(done.stderr).count("\n") == 1  # the model and its source, no more
     result = strict(tmp_path / "result.json")
     assert len(result["token_ids"][0]) == result["new_tokens"]
@@ -67,9 +61,8 @@ def test_verbose_says_the_attention_of_each_layer_and_twice_the_time_of_each_ste
     assert "Using standard attention for layer 3 (standard)" in done.stderr
     assert "ms, tokens" not in done.stderr
     done = program(TEXTS[1], "--max-new-tokens", 3, "-vv", "--attention", "flash")
-    assert "Using FlashAttention for layer 0 (sdpa_flash)" in done.stderr
-    assert "prefill: " in done.stderr
-    assert "step 2: " in done.stderr
+    for part in ("Using FlashAttention for layer 0 (sdpa_flash)", "prefill: ", "step 2: "):
+        assert part in done.stderr
 
 
 def test_options_reach_the_generation(program, tmp_path, monkeypatch):
@@ -90,9 +83,10 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
     assert "attention  standard attention (standard: " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options_are_errors_before_the_model_is_loaded(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.json").write_text("mine")
+    for options, message in (
         ([], "one of them"),
         (["w05", "--prompt-file", "prompt.txt"], "one of them"),
         (["w05", "--dtype", "half"], "float32, bfloat16"),
@@ -102,14 +96,8 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
         (["w05", "--compare", "--batch", 2], "--compare takes one"),
         (["w05", "--model", "no/such.bin", "--json", "there.json"], "there.json"),
         (["w05", "--model", "no/such.bin", "--json", "no/such.json"], "no/such.json"),
-    ],
-)
-def test_wrong_options_are_errors_before_the_model_is_loaded(
-    program, tmp_path, monkeypatch, options, message
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.json").write_text("mine")
-    assert message in str(program(*options, ok=False).exception)
+    ):
+        assert message in str(program(*options, ok=False).exception)
     assert (tmp_path / "there.json").read_text() == "mine"
 
 

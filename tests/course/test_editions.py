@@ -68,12 +68,6 @@ def test_solutions_and_hidden_tests_go_and_what_was_given_stays(solved):
         assert cell.metadata.nbgrader.checksum == compute_checksum(cell)
 
 
-def spoil(solved, index, **changes):
-    cell = solved.cells[index]
-    cell.source = changes.pop("source", cell.source)
-    cell.metadata.setdefault("nbgrader", {}).update(changes)
-
-
 @pytest.mark.parametrize(
     ("index", "changes", "message"),
     [
@@ -91,15 +85,10 @@ def spoil(solved, index, **changes):
     ],
 )
 def test_a_mistake_of_the_author_is_refused(solved, index, changes, message):
-    spoil(solved, index, **changes)
+    cell = solved.cells[index]
+    cell.source = changes.pop("source", cell.source)
+    cell.metadata.setdefault("nbgrader", {}).update(changes)
     with pytest.raises(ReleaseError, match=message):
-        student_edition(solved)
-
-
-def test_all_mistakes_are_named_together(solved):
-    spoil(solved, 2, source="### END SOLUTION")
-    spoil(solved, 3, grade_id="ex 1.1")
-    with pytest.raises(ReleaseError, match=r"cell 2 .*; cell 3 "):
         student_edition(solved)
 
 
@@ -125,21 +114,10 @@ def test_a_student_edition_fails_only_for_want_of_solutions(source, tmp_path):
     from nbclient import NotebookClient
 
     edition = nbformat.reads(make_edition(source).text, as_version=4)
-    client = NotebookClient(
-        edition,
-        timeout=300,
-        allow_errors=True,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute()
-    failures = {
-        index: output
-        for index, cell in enumerate(edition.cells)
-        for output in cell.get("outputs", [])
-        if output.output_type == "error"
-    }
+    options = {"timeout": 300, "allow_errors": True, "kernel_name": "python3"}
+    NotebookClient(edition, resources={"metadata": {"path": str(tmp_path)}}, **options).execute()
+    outputs = [output for cell in edition.cells for output in cell.get("outputs", [])]
+    failures = ["\n".join(one.traceback) for one in outputs if one.output_type == "error"]
     assert failures, "with every solution missing, some check should have failed"
-    for index, output in failures.items():
-        text = "\n".join(output.traceback)
-        assert "NotImplementedError" in text, f"cell {index} fails for another reason:\n{text}"
+    for text in failures:
+        assert "NotImplementedError" in text, f"a cell fails for another reason:\n{text}"

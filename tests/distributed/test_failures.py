@@ -7,9 +7,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
-import typer
 
-from labsupport.commands.ring import _in_every_process
 from labsupport.distributed.failures import is_lost, short
 from labsupport.distributed.launch import LaunchError
 
@@ -32,19 +30,16 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "explained"),
-    [
+def test_an_error_that_explains_itself_comes_without_a_traceback():
+    for what, explained in (
         ("labsupport.attention.inputs.AttentionInputError: no", True),
         ("torch.OutOfMemoryError: with\nits remedies", True),
         ("KeyError: 'ValueError'", False),  # only its name counts, not what it says
-    ],
-)
-def test_an_error_that_explains_itself_comes_without_a_traceback(what, explained):
-    start = f"rank 1 of 2 failed: {what}"
-    text = short(LaunchError(f"{start}\n\nTraceback (most recent call last):\n  ...", 1))
-    assert text.startswith(f"labsupport: {start}")
-    assert ("Traceback" in text) is not explained
+    ):
+        start = f"rank 1 of 2 failed: {what}"
+        text = short(LaunchError(f"{start}\n\nTraceback (most recent call last):\n  ...", 1))
+        assert text.startswith(f"labsupport: {start}")
+        assert ("Traceback" in text) is not explained
 
 
 def test_a_lost_connection_is_no_cause_but_a_bug_that_led_to_it_is():
@@ -54,19 +49,6 @@ def test_a_lost_connection_is_no_cause_but_a_bug_that_led_to_it_is():
     assert not is_lost(RuntimeError("shapes do not fit"))
     lost.__cause__ = ValueError("the loss is negative")
     assert not is_lost(lost)
-
-
-def that_is_broken():
-    raise ArithmeticError("a bug")
-
-
-def test_a_command_shows_the_traceback_of_a_rank_in_lines(capfd):
-    with pytest.raises(typer.Exit) as ended:
-        _in_every_process(that_is_broken, {}, "gloo", 1, 20.0)
-    assert ended.value.exit_code == 1
-    first, *rest = capfd.readouterr().err.splitlines()
-    assert first == "labsupport: rank 0 of 1 failed: ArithmeticError: a bug"
-    assert "Traceback (most recent call last):" in rest
 
 
 # --- several nodes: torchrun is started once for each, here all on this machine -------------------

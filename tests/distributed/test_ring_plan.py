@@ -56,7 +56,7 @@ PLANS = [
 ]
 
 
-def test_every_rank_gets_the_keys_it_needs_exactly_once():
+def test_every_rank_gets_the_keys_it_needs_exactly_once_and_gradients_go_home():
     for plan in PLANS:
         held = [[rank] for rank in range(plan.world_size)]
         for messages, distance in zip(plan.messages, plan.route[1:], strict=False):
@@ -67,6 +67,14 @@ def test_every_rank_gets_the_keys_it_needs_exactly_once():
             assert len(owners) == len(set(owners)), plan
             needed = {owner for owner in range(plan.world_size) if plan.table[rank][owner]}
             assert needed <= set(owners), plan
+        # Gradients end where their keys were needed last.
+        homes = [m for messages in plan.messages for m in messages if m.what == "home"]
+        for owner in range(plan.world_size):
+            needed_last = []
+            for ways in ([d for d in plan.route if d > 0], [d for d in plan.route if d < 0]):
+                ranks = [(owner + distance) % plan.world_size for distance in ways]
+                needed_last += [rank for rank in ranks if plan.table[rank][owner]][-1:]
+            assert [m.sender for m in homes if m.receiver == owner] == needed_last, plan
 
 
 def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
@@ -86,17 +94,6 @@ def test_the_block_pairs_of_all_ranks_make_up_the_whole_mask():
         assert torch.equal(seen, mask.long()), plan
 
 
-def test_gradients_end_where_their_keys_were_needed_last():
-    for plan in PLANS:
-        homes = [m for messages in plan.messages for m in messages if m.what == "home"]
-        for owner in range(plan.world_size):
-            needed_last = []
-            for ways in ([d for d in plan.route if d > 0], [d for d in plan.route if d < 0]):
-                ranks = [(owner + distance) % plan.world_size for distance in ways]
-                needed_last += [rank for rank in ranks if plan.table[rank][owner]][-1:]
-            assert [m.sender for m in homes if m.receiver == owner] == needed_last, plan
-
-
 def test_zigzag_shares_causal_work_equally_in_every_step():
     plan = Plan.of(4, 8, causal=True, zigzag=True)
     assert len({tuple(plan.pairs(rank)) for rank in range(4)}) == 1
@@ -108,9 +105,6 @@ def test_zigzag_shares_causal_work_equally_in_every_step():
     assert [sum(contiguous.pairs(rank)) for rank in range(4)] == [36, 100, 164, 228]
     with pytest.raises(AttentionInputError, match="two chunks of one length, but 3"):
         Plan.of(2, 3, causal=True, zigzag=True)
-
-
-def test_a_route_is_as_long_as_the_window():
     for left, steps in ((1024, 2), (1025, 3), (1500, 3), (100_000, 8)):
         assert Plan.of(8, 1024, causal=True, window_size=(left, 0)).route == tuple(range(steps))
 

@@ -10,10 +10,6 @@ from labsupport.distributed.ring.kernels import KERNELS
 from tests.distributed.rings import SLOPES, refusal, shards_of
 
 
-def four_tokens(rank):
-    return shards_of(4)
-
-
 def unequal(rank):
     return shards_of(5 if rank == 2 else 6)
 
@@ -26,24 +22,21 @@ def of_two_dtypes(rank):
     return shards_of(4, torch.float32 if rank else torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("make_inputs", "said"),
-    [
+def test_ranks_that_disagree_all_raise_and_say_what_each_has(workers):
+    for make_inputs, said in (
         (unequal, ["seqlen_local", "6, 6, 5", "Pad"]),
         (without_gradients_on_rank_0, ["gradients wanted", "False, True, True"]),
         (of_two_dtypes, ["dtype", "torch.bfloat16, torch.float32"]),
-    ],
-)
-def test_ranks_that_disagree_all_raise_and_say_what_each_has(workers, make_inputs, said):
-    answers = workers.run(refusal, make_inputs, {}, ranks=3)
-    assert {name for name, _ in answers} == {"AttentionInputError"}
-    assert all(part in text for _, text in answers for part in said)
+    ):
+        answers = workers.run(refusal, make_inputs, {}, ranks=3)
+        assert {name for name, _ in answers} == {"AttentionInputError"}
+        assert all(part in text for _, text in answers for part in said)
 
 
 def refusal_on_rank_1(rank, group):
     """Rank 1 asks for a window, which the kernel cannot do; the other one has its message."""
     options = {"kernel": "native"} | ({"window_size": (1, 1)} if rank else {})
-    return refusal(rank, group, four_tokens, options)
+    return refusal(rank, group, lambda _: shards_of(4), options)
 
 
 def test_what_one_rank_refuses_is_an_error_on_all_and_not_a_hang(workers):
@@ -79,11 +72,14 @@ def test_inputs_that_no_ring_takes_are_refused(group_of_one):
 def test_kernels_say_what_they_cannot_do():
     q, k, v = shards_of(4)
 
-    def reasons(deterministic=False, **options):
+    def reasons(**options):
         call = AttentionCall(q, k, v, **options, return_lse=True)
-        return {kernel.name: kernel.reasons(call, deterministic) for kernel in KERNELS}
+        return {kernel.name: kernel.reasons(call) for kernel in KERNELS}
 
-    plain, ordered = reasons(), reasons(deterministic=True)
+    plain = reasons()
+    torch.use_deterministic_algorithms(True)
+    ordered = reasons()
+    torch.use_deterministic_algorithms(False)
     windowed = reasons(window_size=(2, 2), alibi_slopes=SLOPES[:2])
     assert plain["flash_torch"] == plain["native"] == []
     assert windowed["flash_torch"] == ordered["flash_torch"] == []

@@ -146,9 +146,10 @@ def serve(connection, rank, world_size, folder, joined):
 
 
 def main(port):
-    for name in ("data_parallel", "sequence_parallel", "ring_bench"):
+    for name in ("data_parallel", "sequence_parallel", "ring_programs"):
         import_module(f"labsupport.distributed.{name}")
     import_module("tests.models.tiny")
+    import_module("torch._dynamo")  # an optimizer's first step would: a second in each fork
     gc.freeze()  # a collection in a fork would copy what it shares
     requests, forks = connect(port), []
     with suppress(EOFError, ConnectionError):  # the test process has ended

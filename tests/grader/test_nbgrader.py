@@ -11,13 +11,13 @@ import sys
 import nbformat
 import pytest
 
-from benchmarks.grading import NAME, Course, solutions_of
 from grader.exam import exercises_of
 from grader.grade.one import grade_one
 from grader.grade.settings import Settings
-from grader.grade.submissions import read_submission
+from grader.grade.submissions import find_submissions
 from labsupport import paths
 from labsupport.course.editions import make_edition
+from tests.nbgrader_course import NAME, Course, solutions_of
 
 NO_COLON = "def running_max_and_sum(scores, block_size)\n    return scores, block_size"
 
@@ -105,7 +105,7 @@ def same_points(solved, folder, *students):
     theirs, notebooks = course.grades(), folder / "source" / "lab"
     settings = Settings(notebooks=notebooks, notebook_timeout_s=600, unconfined=True)
     for student, file in files.items():
-        submission = read_submission(file, student=student, notebooks=notebooks)
+        (submission,) = find_submissions(file, notebooks=notebooks)
         ours = {check.grade_id: check.earned for check in grade_one(submission, settings).checks}
         assert ours == theirs[student], student
     return theirs

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from transformers import (
     BertLMHeadModel,
-    CompileConfig,
     DynamicCache,
     StaticCache,
     masking_utils,
@@ -19,7 +18,6 @@ from labsupport.attention import available_backends
 from labsupport.models.integration import (
     AttentionRefusedError,
     attention_used,
-    reset_attention_used,
     set_attention,
 )
 from labsupport.models.integration.masks import describe_mask, visible_pairs
@@ -28,7 +26,7 @@ from tests.models.tiny import padding, tiny, tokens
 # Those that compile or interpret take seconds a shape: they get one test of their own.
 RUNS = [status.name for status in available_backends(device="cpu") if status.runs]
 BACKENDS = [name for name in RUNS if name not in ("flex", "flash_triton")]
-SIDES = ["none", "ones", "left", "right", "lengths"]
+SIDES = ["none", "right", "lengths", "holes", "empty"]  # empty: a row of nothing but padding
 LENGTH = 9
 # Float32 logits of size 1 after two layers; a wrong mask changes them by 0.1 and more.
 BOUND = 2e-5
@@ -74,13 +72,13 @@ def error(logits: torch.Tensor, family: str, side: str) -> float:
     ("family", "backend"),
     [
         ("gpt2", "sdpa_flash"), ("llama", "flash_torch"), ("llama", "sdpa_math"),
-        ("mistral", "flash"), ("qwen2", "sdpa_flash"), ("bert", "auto"), ("bert", "standard"),
+        ("bert", "auto"), ("bert", "standard"),
     ],
 )  # fmt: skip
 def test_a_forward_gives_the_logits_of_the_eager_path(family, backend):
     model = model_of(family)
     set_attention(model, backend)
-    for side in [*SIDES, "empty"]:  # a row of nothing but padding harms no other
+    for side in SIDES:
         assert error(run(model, side), family, side) < BOUND, side
     assert {use.layer for use in attention_used(model)} == {0, 1}
     if backend in BACKENDS:
@@ -93,9 +91,6 @@ def test_a_forward_gives_the_logits_of_the_eager_path(family, backend):
         ("gpt2", "flash_torch", [5, 1, 3], "static"),
         ("llama", "sdpa_flash", [4, 3, 2], "static"),
         ("llama", "standard", [5, 1, 3], "dynamic"),
-        ("mistral", "sdpa_math", [4, 3, 2], "dynamic"),
-        ("mistral", "flash_torch", [5, 1, 3], "static"),
-        ("qwen2", "sdpa_flash", [5, 1, 3], "dynamic"),
     ],
 )
 def test_prefill_chunks_and_decode_give_the_same_as_one_forward(family, backend, steps, cache_kind):
@@ -103,16 +98,6 @@ def test_prefill_chunks_and_decode_give_the_same_as_one_forward(family, backend,
     set_attention(model, backend)
     for side in ("none", "left", "lengths"):
         assert error(run(model, side, steps, cache_kind), family, side) < BOUND, side
-
-
-def test_holes_in_the_padding_are_left_out_and_nothing_but_padding_is_no_call():
-    model = model_of("llama")
-    set_attention(model, "flash")
-    assert error(run(model, "holes"), "llama", "holes") < BOUND
-    reset_attention_used(model)
-    nothing = torch.zeros(2, 4, dtype=torch.long)
-    assert model(tokens(2, 4), attention_mask=nothing).logits.isfinite().all()
-    assert len(attention_used(model)) == 0
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -134,8 +119,7 @@ def gradients(model: Any, side: str) -> dict[str, torch.Tensor]:
     ("family", "backend", "side"),
     [
         ("llama", "sdpa_flash", "lengths"),
-        ("mistral", "flash_torch", "none"),
-        ("bert", "sdpa_flash", "none"),
+        ("bert", "flash_torch", "none"),
     ],
 )
 def test_gradients_are_those_of_the_eager_path(family, backend, side):
@@ -152,10 +136,9 @@ def test_gradient_checkpointing_changes_nothing():
     model = tiny("llama").train()
     set_attention(model, "flash")
     wanted = gradients(model, "left")
-    for reentrant in (True, False):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        found = gradients(model, "left")
-        assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, "left")
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
 
 
 def test_autocast_gives_the_accuracy_of_its_dtype():
@@ -168,43 +151,7 @@ def test_autocast_gives_the_accuracy_of_its_dtype():
     assert BOUND < found <= 2 * theirs
 
 
-def test_generate_compiles_around_the_attention_with_a_static_cache():
-    """As it does unasked on a GPU, where its cache is static."""
-    torch._dynamo.reset()
-    model, ids, mask = tiny("llama", num_hidden_layers=1), tokens(2, 6), padding(2, 6, "left")
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
-    wanted = model.generate(ids, **options)
-    set_attention(model, "flash")
-    plain: dict[str, Any] = {"backend": "eager", "mode": None}
-    compiled: Any = CompileConfig(**plain)
-    compiled._compile_all_devices = True
-    options |= {"cache_implementation": "static", "compile_config": compiled}
-    assert torch.equal(model.generate(ids, **options), wanted)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    with pytest.raises(Exception, match="Compile without fullgraph=True"):
-        torch.compile(model, backend="eager", fullgraph=True)(tokens(1, 4))
-
-
 # --- options of models ----------------------------------------------------------------------------
-
-
-def test_heads_that_share_keys_go_in_without_copies(monkeypatch):
-    from labsupport.models.integration import functions
-
-    seen, real = [], functions.attention
-
-    def watched(q, k, v, **options):
-        seen.append((tuple(q.shape), tuple(k.shape), k.untyped_storage().data_ptr()))
-        return real(q, k, v, **options)
-
-    monkeypatch.setattr(functions, "attention", watched)
-    model = tiny("llama")
-    set_attention(model, "auto")
-    past: Any = StaticCache(config=model.config, max_cache_len=32)
-    model(tokens(2, 7), past_key_values=past)
-    memory = [layer.keys.untyped_storage().data_ptr() for layer in past.layers]
-    # The cache itself, sliced.
-    assert seen == [((2, 7, 4, 8), (2, 7, 2, 8), pointer) for pointer in memory]
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -232,15 +179,7 @@ def test_cross_attention_sees_all_valid_keys_of_the_encoder(padded):
 # --- masks: a description says what Transformers' mask tensors say, or refuses --------------------
 
 causal = masking_utils.causal_mask_function
-windowed = masking_utils.sliding_window_causal_mask_function(3)
 both_ways = masking_utils.bidirectional_mask_function
-window_both_ways = masking_utils.sliding_window_bidirectional_mask_function(2)
-
-
-def flash(family: str = "llama", **options: Any) -> Any:
-    model = tiny(family, **options)
-    set_attention(model, "flash")
-    return model
 
 
 def test_a_description_holds_no_memory_and_an_edit_of_it_is_refused():
@@ -264,16 +203,12 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (causal, {"q_length": 3, "kv_length": 8, "q_offset": 5}),
     (causal, {"q_length": 1, "kv_length": 8, "q_offset": 7}),
     (causal, {"q_length": 3, "kv_length": 12, "q_offset": torch.tensor(5)}),
-    (windowed, {"q_length": 8, "kv_length": 8}),
-    (windowed, {"q_length": 3, "kv_length": 5, "q_offset": 5, "kv_offset": 3}),
-    (windowed, {"q_length": 1, "kv_length": 3, "q_offset": 7, "kv_offset": 5}),
     (both_ways, {"q_length": 8, "kv_length": 8}),
     (both_ways, {"q_length": 5, "kv_length": 8}),
-    (window_both_ways, {"q_length": 8, "kv_length": 8}),
 ]
 
 
-@pytest.mark.parametrize("side", ["none", "left", "right", "lengths", "holes"])
+@pytest.mark.parametrize("side", ["none", "lengths", "holes"])
 @pytest.mark.parametrize(("function", "sizes"), CASES)
 def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
     function, sizes, side
@@ -281,12 +216,6 @@ def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
     mask_2d = padding(3, 8, side)
     valid: Any = None if mask_2d is None else mask_2d.bool()
     inputs: dict[str, Any] = {"batch_size": 3, "mask_function": function, "attention_mask": valid}
-    first = sizes.get("kv_offset", 0)  # what a sliding cache has dropped may have holes
-    holes = side == "holes" and bool((valid[:, first:].int().diff(dim=1) < 0).any())
-    if holes and function in (windowed, window_both_ways):
-        with pytest.raises(AttentionRefusedError, match="holes"):
-            describe_mask(**inputs, **sizes)
-        return
     mask = describe_mask(**inputs, **sizes)
     theirs: Any = masking_utils.sdpa_mask(**inputs, **sizes, allow_is_causal_skip=False)
     assert not theirs[..., mask.end :].any()
@@ -306,6 +235,7 @@ def test_the_description_allows_and_the_function_uses_the_pairs_of_transformers(
 
 # --- refused --------------------------------------------------------------------------------------
 
+WINDOWED = masking_utils.sliding_window_causal_mask_function(3)
 CHUNKED = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
 BLOCKWISE = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(torch.zeros(1, 8)))
 
@@ -313,6 +243,7 @@ BLOCKWISE = masking_utils.or_masks(causal, masking_utils.blockwise_overlay(torch
 @pytest.mark.parametrize(
     ("function", "named"),
     [
+        (WINDOWED, "a part sliding_window_overlay"),
         (CHUNKED, "a part chunked_overlay"),
         (BLOCKWISE, "a part or_masks"),
         (masking_utils.and_masks(causal, lambda b, h, q, k: k != 3), "a part tests.models"),
@@ -325,7 +256,8 @@ def test_a_mask_that_is_not_known_is_refused_by_name(function, named):
 
 
 def test_inputs_that_a_model_s_attention_cannot_take_are_refused():
-    model = flash()
+    model = tiny("llama")
+    set_attention(model, "flash")
     past = StaticCache(config=model.config, max_cache_len=8)
     model(tokens(2, 6), past_key_values=past, attention_mask=torch.ones(2, 6))
     short = {"past_key_values": past, "attention_mask": torch.ones(2, 2)}

@@ -9,7 +9,6 @@ from labsupport.models.flops import model_flops
 from labsupport.models.integration import register_attention
 from labsupport.models.likelihood import negative_log_likelihood
 from labsupport.models.measure import measure_model
-from labsupport.models.sources.text import source_text, tokens_of
 from labsupport.profiling import largest_tensor, speedup
 from tests.models.tiny import tiny, tokens
 
@@ -79,7 +78,7 @@ def test_training_is_measured_with_its_gradients_and_leaves_none_behind():
     [
         ("llama", 1, torch.float32, 1e-6),
         ("gpt2", 7, torch.float32, 1e-6),
-        ("qwen2", 512, torch.bfloat16, 1e-3),
+        ("llama", 512, torch.bfloat16, 1e-3),
     ],
 )
 def test_it_is_the_model_s_own_loss_for_any_chunk_and_dtype(family, chunk, dtype, rel):
@@ -89,10 +88,10 @@ def test_it_is_the_model_s_own_loss_for_any_chunk_and_dtype(family, chunk, dtype
     assert negative_log_likelihood(model, ids, chunk=chunk) == expected
 
 
-def test_not_more_than_a_chunk_of_logits_exists_at_a_time(smollm2):
-    ids = tokens_of(smollm2.tokenizer, source_text("argparse"), 200)
-    largest = largest_tensor(lambda: negative_log_likelihood(smollm2.model, ids, chunk=50))
-    assert largest.nbytes == 50 * 49_152 * 4
+def test_not_more_than_a_chunk_of_logits_exists_at_a_time():
+    model = tiny("llama", vocab_size=2000)
+    largest = largest_tensor(lambda: negative_log_likelihood(model, tokens(1, 40), chunk=10))
+    assert largest.nbytes == 10 * 2000 * 4
 
 
 def test_models_and_ids_of_another_kind_are_refused():
@@ -106,12 +105,7 @@ def test_models_and_ids_of_another_kind_are_refused():
         (gpt2, torch.tensor([[3, 61]]), "a token 61, and the model's embedding has 61 rows"),
         (tiny("gpt2").train(), torch.arange(5)[None], r"its dropout is active: model.eval\(\)"),
         (granite, torch.arange(5)[None], "does more than one matrix product"),
-        (llama, torch.arange(5), r"must be integers \(batch, N\), N at least 2"),
-        (llama, torch.ones(1, 1).long(), "N at least 2"),
         (llama, torch.ones(1, 5), "must be integers"),
     ):
         with pytest.raises(ValueError, match=message):
             negative_log_likelihood(model, ids)
-    still = tiny("gpt2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
-    ids = tokens(1, 12)  # dropout of 0 may stay active
-    assert negative_log_likelihood(still.train(), ids) == negative_log_likelihood(still.eval(), ids)

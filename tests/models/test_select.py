@@ -26,7 +26,6 @@ from labsupport.models.integration import (
     AttentionRefusedError,
     attention_used,
     register_attention,
-    reset_attention_used,
     set_attention,
     trace,
 )
@@ -68,13 +67,12 @@ def test_the_choice_comes_from_the_argument_else_the_environment_else_auto(monke
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_a_backend_that_cannot_run_here_is_refused_with_every_reason():
-    with pytest.raises(BackendUnavailableError, match=r"fa2: .*runs on cuda, not on cpu") as caught:
-        set_attention(tiny("llama"), "fa2")
-    assert "4 heads, 2 for keys and values, head_dim 8, float32 on cpu" in str(caught.value)
-    assert "sdpa_flash" in str(caught.value)
-    assert len(caught.value.reasons["fa2"]) >= 2  # not installed, and no GPU
+def test_a_backend_that_cannot_run_here_is_refused_at_the_call_with_every_reason():
+    model = tiny("llama").double()
+    set_attention(model, "fa2")
+    with pytest.raises(BackendUnavailableError) as caught:
+        model(tokens(1, 4))
+    assert len(caught.value.reasons["fa2"]) >= 2  # no float64, and on most machines no package
 
 
 def test_models_whose_attention_cannot_be_replaced_are_refused():
@@ -103,26 +101,12 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
     attend(layer, q, k, k, None, is_causal=False)
     for queries, options, message in (
         (q, {}, "3 queries and 5 keys"),
-        (k, {"sliding_window": 2}, "a window of 2"),
+        (k, {"sliding_window": 2}, "the option sliding_window"),
         (k, {"softcap": 30.0}, "layer 0 asks for the option softcap"),
         (k, {"s_aux": torch.zeros(4)}, "the option s_aux"),
     ):
         with pytest.raises(AttentionRefusedError, match=message):
             attend(layer, queries, k, k, None, **options)
-
-
-def test_a_saved_model_runs_in_another_process(python, project, tmp_path):
-    model = tiny("llama")
-    set_attention(model, "flash")
-    torch.save(model, tmp_path / "model.pt")
-    code = (
-        "import sys, torch, labsupport.models.integration\n"
-        "model = torch.load(sys.argv[1], weights_only=False)\n"
-        "print(float(model(torch.arange(9)[None]).logits.detach().sum()))"
-    )
-    done = python("-c", code, tmp_path / "model.pt", cwd=project, check=True)
-    expected = float(model(torch.arange(9)[None]).logits.detach().sum())
-    assert float(done.stdout) == pytest.approx(expected, abs=1e-3), done.stderr
 
 
 # --- your own function ----------------------------------------------------------------------------
@@ -138,7 +122,7 @@ def own(module, query, key, value, attention_mask, scaling, is_causal, **kwargs)
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", ["mistral", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_your_own_function_runs_in_every_family(family):
     model, ids = tiny(family), tokens(3, 9)
     for side in ("none", "lengths", "empty"):
@@ -201,28 +185,6 @@ def lines(model) -> list[tuple]:
     return [(use.layer, use.backend, use.io_aware, use.calls) for use in attention_used(model)]
 
 
-def test_each_layer_of_each_model_is_counted_until_the_counts_begin_again():
-    model, other = tiny("llama"), tiny("llama")
-    set_attention(model, "standard")
-    set_attention(other, "flash_torch")
-    assert str(attention_used(model)) == "labsupport's attention has not run in this model"
-    for _ in range(3):
-        model(tokens(1, 4))
-    other(tokens(1, 4))
-    assert lines(model) == [(0, "standard", False, 3), (1, "standard", False, 3)]
-    assert lines(other) == [(0, "flash_torch", True, 1), (1, "flash_torch", True, 1)]
-    assert lines(copy.deepcopy(model)) == []
-    assert attention_used(model)[0].module == "model.layers.0.self_attn"
-    printed = str(attention_used(model))
-    assert printed.startswith("standard attention (standard: labsupport.attention.")
-    assert printed.endswith(" in layers 0-1, calls a layer: 3")
-    reset_attention_used(model)
-    assert lines(model) == []
-
-
-# --- the log --------------------------------------------------------------------------------------
-
-
 def test_the_log_says_once_for_each_layer_what_it_uses(caplog, capfd):
     model = tiny("llama")
     set_attention(model, "flash")
@@ -231,10 +193,17 @@ def test_the_log_says_once_for_each_layer_what_it_uses(caplog, capfd):
     assert capfd.readouterr().err == ""  # nothing is printed unasked
     caplog.set_level(logging.INFO, "labsupport.models")
     set_attention(model, "flash_torch")
+    assert str(attention_used(model)) == "labsupport's attention has not run in this model"
     for _ in range(3):
         model(tokens(1, 4))
+    assert lines(model) == [(0, "flash_torch", True, 3), (1, "flash_torch", True, 3)]
+    assert lines(copy.deepcopy(model)) == []
     set_attention(model, "standard")
     model(tokens(1, 4))
+    assert attention_used(model)[0].module == "model.layers.0.self_attn"
+    printed = str(attention_used(model))
+    assert printed.startswith("standard attention (standard: labsupport.attention.")
+    assert printed.endswith(" in layers 0-1, calls a layer: 1")
     assert [record.getMessage() for record in caplog.records] == [
         "Using FlashAttention for layer 0 (flash_torch)",
         "Using FlashAttention for layer 1 (flash_torch)",
@@ -267,8 +236,7 @@ def test_a_fused_kernel_with_a_stored_mask_is_not_called_flash(caplog):
     ("family", "backend", "side"),
     [
         ("llama", "sdpa_flash", "lengths"),
-        ("mistral", "flash_torch", "none"),  # its window, too
-        ("bert", "sdpa_flash", "left"),
+        ("bert", "flash_torch", "left"),
     ],
 )
 def test_no_tensor_of_n_by_n_is_made_padded_or_not(monkeypatch, family, backend, side):

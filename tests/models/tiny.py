@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 61
-WINDOW = 5
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -23,13 +22,11 @@ _COMMON: dict[str, Any] = {
 _DECODER = _COMMON | {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
 
 
-_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
 _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, _GPT2 | {"bos_token_id": 1, "eos_token_id": None}),
     "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, _DECODER),
-    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, _DECODER | {"sliding_window": WINDOW}),
-    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, _DECODER | _SLIDING),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, _DECODER | {"sliding_window": 5}),
     "bert": (hf.BertForMaskedLM, hf.BertConfig, _COMMON),
 }
 
@@ -38,8 +35,8 @@ def tiny(family: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> 
     """A model of two layers, 4 heads of 8, in eval mode, on the CPU, with "eager" attention.
 
     Args:
-        family: "gpt2"; "llama" (2 key/value heads); "mistral" (a window of 5 in each layer);
-            "qwen2" (the window in the second layer only); "bert" (sees both directions).
+        family: "gpt2"; "llama" (2 key/value heads); "mistral" (a window of 5 in each layer); "bert"
+            (sees both directions).
         options: further entries of the config.
     """
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from labsupport.attention import attention, flash_attention
@@ -40,48 +39,22 @@ def tokens():
     return torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
-class Block(nn.Module):
-    """A hand-written block: its projections stand free, it calls the kernel itself."""
-
-    def __init__(self, ours=False):
-        super().__init__()
-        self.ours = ours
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)
-        if self.ours:
-            out = attention(q, k, v, causal=True)
-        else:
-            q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, value=v, is_causal=True).transpose(1, 2)
-        x = x + self.proj(out.flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class SeenByKernels(TorchFunctionMode):
-    """The dtypes of q, k, v and the mask of each call of an attention kernel.
+    """The dtypes of q, k and v of each call of an attention kernel.
 
     It is entered outside of the model, so it sees what a policy within hands on.
     """
 
     def __init__(self):
         super().__init__()
-        self.dtypes, self.mask = [], None
+        self.dtypes = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (F.scaled_dot_product_attention, attention, flash_attention):
             names = ("query", "key", "value")[len(args) :]
             self.dtypes.append(tuple(x.dtype for x in (*args[:3], *map(kwargs.get, names))))
-            self.mask = kwargs.get("attn_mask")
         return func(*args, **kwargs)
-
-
-def hidden(seed=0):
-    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def relative_error(out, right):

@@ -29,9 +29,7 @@ def with_weights(norm):
 
 
 @NORMS
-@pytest.mark.parametrize(
-    ("weights", "inputs"), [(F32, BF16), (BF16, F32), (F16, F16), (BF16, BF16), (F32, F32)]
-)
+@pytest.mark.parametrize(("weights", "inputs"), [(F32, BF16), (BF16, F32), (F16, F16)])
 def test_a_norm_rounds_once_whatever_its_weights_and_its_input_are_in(
     mixed, plain, weights, inputs
 ):
@@ -101,19 +99,3 @@ def test_a_linear_layer_computes_in_its_compute_dtype_and_learns_in_its_weights(
     assert torch.equal(out, right)
     out.sum().backward()
     assert layer.weight.grad.dtype == F32
-
-
-@pytest.mark.parametrize(
-    ("mixed", "plain", "shape"),
-    [
-        (MixedPrecisionLayerNorm, nn.LayerNorm, (8,)),
-        (MixedPrecisionRMSNorm, nn.RMSNorm, (8,)),
-        (MixedPrecisionEmbedding, nn.Embedding, (8, 4)),
-        (MixedPrecisionLinear, nn.Linear, (8, 4)),
-    ],
-)
-def test_state_dicts_are_those_of_pytorchs_layers(mixed, plain, shape):
-    ours, theirs = mixed(*shape), plain(*shape)
-    ours.load_state_dict(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    assert isinstance(ours, plain)

@@ -1,6 +1,5 @@
 import copy
 import io
-from functools import partial
 
 import pytest
 import torch
@@ -28,13 +27,13 @@ class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
         self.table, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, ids):
         x = self.table(ids)
-        return self.head(x + self.down(torch.tanh(self.up(self.norm(x)))))
+        return self.head(x + self.mlp(self.norm(x)))
 
 
 def tiny(config, optimizer=torch.optim.AdamW, lr=1e-2, **options):
@@ -80,13 +79,12 @@ def one_weight(dtype, config, **options):
 
 
 def test_under_a_float32_policy_it_is_adamw_bit_for_bit():
-    model, ours = tiny(CONFIGS["float32"], weight_decay=0.1, max_norm=0.5, fused=True)
+    model, ours = tiny(CONFIGS["float32"], weight_decay=0.1, fused=True)
     other = copy.deepcopy(model)
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for _ in range(5):
         step(model, ours)
         loss_of(other).backward()
-        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
         theirs.step()
         theirs.zero_grad()
     assert ours.scaler is None
@@ -106,11 +104,12 @@ def test_micro_batches_add_up_in_float32():
 
 
 def test_gradients_too_small_for_float16_arrive_because_the_loss_is_scaled():
-    model, optimizer = one_weight(F16, "float16", max_norm=1e9)
+    model, optimizer = one_weight(F16, "float16")
+    before = masters_of(optimizer)[0].clone()
     x = torch.full((1,), 2.0**-10, dtype=F16)  # 2^-26 is less than half of the smallest subnormal
     optimizer.backward(model(x).float().sum() * 2.0**-16)
     assert optimizer.step()
-    assert optimizer.grad_norm == 2.0**-26
+    assert before - masters_of(optimizer)[0] == pytest.approx(2.0**-26, rel=0.5)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -137,38 +136,9 @@ def test_an_optimizer_from_before_the_policy_refuses_to_train():
         optimizer.backward(loss_of(model))
 
 
-def load(model):
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-
-
-@torch.no_grad()
-def halve(model):
-    model.up.weight.mul_(0.5)
-
-
-@pytest.mark.parametrize(("change", "steps"), [(load, 0), (halve, 2)])
-def test_changed_weights_are_not_overwritten_by_old_masters(change, steps):
-    model, optimizer = tiny(CONFIGS["bfloat16"], torch.optim.SGD)
-    for _ in range(steps):
-        step(model, optimizer)
-    change(model)
-    changed, loss = weights(model), loss_of(model)
-    for use in (partial(optimizer.backward, loss), optimizer.step):
-        with pytest.raises(RuntimeError, match=r"optimizer\.copy_weights\(\)"):
-            use()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.copy_weights()
-    optimizer.step()  # gradients of 0
-    assert equal(weights(model), changed)
-    assert equal((master.to(BF16) for master in masters_of(optimizer)), changed)
-    optimizer.zero_grad()
-    assert step(model, optimizer)[0]
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_legitimate_use_raises_nothing_and_the_model_holds_the_rounded_masters(config):
-    model, optimizer = tiny(config, init_scale=64.0, max_norm=0.1)
+    model, optimizer = tiny(config, init_scale=64.0)
     model.norm.requires_grad_(False)
     optimizer.backward(loss_of(model))
     optimizer.backward(loss_of(model))  # micro-batches
@@ -180,10 +150,8 @@ def test_legitimate_use_raises_nothing_and_the_model_holds_the_rounded_masters(c
     step(model, optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(model, optimizer)
-    # Other weights for an evaluation, and back; and a checkpoint in the unusual order.
+    # A checkpoint in the unusual order.
     saved, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    load(model)
-    model.load_state_dict(saved)
     step(model, optimizer)
     optimizer.load_state_dict(state)
     model.load_state_dict(saved)
@@ -230,7 +198,7 @@ def test_groups_keep_their_options_and_schedulers_work():
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
         {"params": (p for p in model.parameters() if p.ndim == 1), "weight_decay": 0.0},
     ]
-    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, params=groups, lr=0.1)
+    optimizer = MixedPrecisionOptimizer(model, config, torch.optim.SGD, groups=groups, lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
     before = {name: p.detach().float() for name, p in model.named_parameters()}
     for parameter in model.parameters():
@@ -238,8 +206,8 @@ def test_groups_keep_their_options_and_schedulers_work():
     optimizer.step()
     schedule.step()
     masters = optimizer.state_dict()["masters"]
-    torch.testing.assert_close(masters["up.weight"], before["up.weight"] * 0.95)
-    assert torch.equal(masters["up.bias"], before["up.bias"])
+    torch.testing.assert_close(masters["mlp.0.weight"], before["mlp.0.weight"] * 0.95)
+    assert torch.equal(masters["mlp.0.bias"], before["mlp.0.bias"])
     assert [group["lr"] for group in optimizer.optimizer.param_groups] == [0.05, 0.05]
 
 
@@ -264,19 +232,15 @@ def test_a_run_continues_bit_for_bit_after_saving_and_loading():
 def test_what_cannot_be_optimized_or_loaded_is_refused():
     config = CONFIGS["bfloat16"]
     model, low = tiny(config)
-    twice = [{"params": [model.up.weight]}, {"params": [model.up.weight]}]
-    for own, params, message in (
-        (model, [nn.Parameter(torch.zeros(2))], "not one of the model's"),
+    twice = [{"params": [model.mlp[0].weight]}, {"params": [model.mlp[0].weight]}]
+    for own, groups, message in (
+        (model, [{"params": [nn.Parameter(torch.zeros(2))]}], "not one of the model's"),
         (nn.ReLU(), None, "no parameter to train"),
-        (model, twice, r"up\.weight is in more than one group"),
+        (model, twice, r"\(mlp\.0\.weight\) is .* in two groups"),
     ):
         with pytest.raises(ValueError, match=message):
-            MixedPrecisionOptimizer(own, config, params=params)
+            MixedPrecisionOptimizer(own, config, groups=groups)
     with pytest.raises(RuntimeError, match="call backward"):
         low.step()
-    for name, state, message in (
-        ("bfloat16", tiny(CONFIGS["float32"])[1].state_dict(), "same policy"),
-        ("float16", low.state_dict(), "losses are scaled"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tiny(CONFIGS[name])[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="same policy"):
+        low.load_state_dict(tiny(CONFIGS["float32"])[1].state_dict())

@@ -86,17 +86,10 @@ FORTY = torch.full((1, 4, 1, 64), 40.0, dtype=F16)  # a score is 40 * 40 * 64 = 
     ("inputs", "device", "kind", "message"),
     [
         (lambda q, k, v: (q.float(), k.float(), v), None, "mixed dtypes", "q, k float32, v bfl"),
-        (
-            lambda *x: qkv(torch.float32),
-            "cuda",
-            "unsupported dtype",
-            "takes float32 on cuda",
-        ),
+        (lambda *x: qkv(torch.float32), "cuda", "unsupported dtype", "takes float32 on cuda"),
         (lambda *x: qkv(torch.int64), None, "unsupported dtype", "takes int64 on cpu"),
-        (lambda *x: x, "mps", "unsupported dtype", "there is none"),
         (planted, None, "NaN", "v holds 1 NaN and 1 +inf of 256 entries"),
         (lambda *x: (FORTY, FORTY, FORTY), None, "overflow", "1.02e+05"),
-        (lambda *x: (FORTY / 2, FORTY / 2, FORTY * 819.25), None, "near overflow", "3.28e+04"),
     ],
 )
 def test_what_is_wrong_with_the_inputs_of_a_call_is_named(inputs, device, kind, message):
@@ -111,7 +104,7 @@ def test_what_is_wrong_with_the_inputs_of_a_call_is_named(inputs, device, kind, 
 def test_good_inputs_are_well_and_autocast_hides_no_call_of_mixed_dtypes():
     tracker = PrecisionTracker()
     assert tracker.track_flash_attention_input(*qkv(), device="cuda") == []
-    assert tracker.track_flash_attention_input(FORTY / 2, FORTY / 2, FORTY * 818) == []
+    assert tracker.track_flash_attention_input(FORTY / 2, FORTY / 2, FORTY) == []
     assert "2 tracked attention inputs" in tracker.report()
     q, k, v = qkv(transposed=True)
     with tracker, torch.autocast("cpu", BF16):
@@ -142,7 +135,7 @@ def test_nothing_is_changed_and_every_attention_call_is_recorded_under_its_modul
     assert tracker.violations == []
     assert "All is well" in tracker.report()
     frame = tracker.to_dataframe()
-    assert set(frame["pass"]) == {"forward", "backward", "weight gradient"}
+    assert set(frame["pass"]) == {"forward", "backward"}
     unmeasured = frame["largest"].isna().all(), "Ranges were not recorded" in tracker.report()
     assert unmeasured == (not ranges, not ranges)
     calls = rows(tracker).query("kind == 'attention call'")
@@ -172,10 +165,13 @@ def test_after_an_exception_every_hook_is_gone_and_no_activation_is_kept_alive()
 # --- what is recorded -----------------------------------------------------------------------------
 
 
+STEP = 2.0**-24  # float16's smallest subnormal
+
+
 def test_the_frame_has_the_documented_columns_and_counts_what_a_tensor_holds():
     model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.ReLU()).half()
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [2e-6, 0], [0.0, 0]]))
+        model[0].weight.copy_(torch.tensor([[2.0, 0], [-3.0, 0], [7 * STEP, 0], [0.0, 0]]))
     with PrecisionTracker(model) as tracker:
         model(torch.tensor([[1.0, 4.0]], dtype=F16)).sum().backward()
     documented = PrecisionTracker.to_dataframe.__doc__
@@ -183,33 +179,22 @@ def test_the_frame_has_the_documented_columns_and_counts_what_a_tensor_holds():
     assert all(f"{name}," in documented or f"{name}:" in documented for name in frame)
     linear = only(tracker, "0")
     assert {linear[f"dtype_{part}"] for part in ("in", "weights", "out")} == {"float16"}
-    assert (linear["largest"], linear["largest_in"], linear["smallest_in"]) == (3.0, 4.0, 1.0)
-    assert linear["smallest"] == pytest.approx(2e-6, rel=0.02)
-    assert (linear["subnormal"], linear["zero"], linear["entries"]) == (1, 1, 4)
-    (gradient,) = rows(tracker, "weight gradient").to_dict("records")
-    assert (gradient["name"], gradient["largest"]) == ("0.weight", 4.0)
-
-
-STEP = 2.0**-24  # float16's smallest subnormal
-
-
-def test_infinities_are_counted_by_sign_and_nearly_lost_entries_apart():
+    assert (linear["largest"], linear["smallest"]) == (3.0, 7 * STEP)
+    assert (linear["bottom"], linear["zero"], linear["entries"]) == (1, 1, 4)
+    gradient = rows(tracker, "backward").to_dict("records")[0]
+    assert (gradient["name"], gradient["largest"]) == ("1", 1.0)
     held = range_of(torch.tensor([math.inf, -math.inf, -math.inf, math.nan, 0.0, 1.0]).half())
     assert (held.inf, held.minus_inf, held.nan, held.zero) == (3, 2, 1, 1)
     assert held.nonfinite == "1 NaN and 1 +inf and 2 -inf of 6 entries"
-    held = range_of(torch.tensor([STEP, -7 * STEP, 8 * STEP, 1023 * STEP, 1024 * STEP]).half())
-    assert (held.bottom, held.subnormal) == (2, 4)
 
 
-def test_the_front_door_is_one_call_and_says_which_backend_ran():
+def test_the_front_door_is_one_call():
     q, k, v = qkv(torch.float32)
     with PrecisionTracker() as tracker:
         attention(q, k, v, backend="sdpa_flash")
         attention(q=q, k=k, v=v, backend="standard", return_lse=True)
-    frame = tracker.to_dataframe()[["class", "backend", "entries"]].values.tolist()
-    size = q.numel()  # not the log-sum-exp's
-    assert frame == [["attention", "sdpa_flash", size], ["attention", "standard", size]]
-    assert "flash" in tracker.to_dataframe()["kernel"][0]
+    frame = tracker.to_dataframe()[["class", "entries"]].values.tolist()
+    assert frame == [["attention", q.numel()]] * 2  # not the log-sum-exp's
 
 
 def test_autocast_shows_as_implicit_casts():
@@ -253,12 +238,12 @@ def test_repeated_and_recomputed_calls_are_recorded_once_each_with_their_gradien
 # --- the first layer where things went wrong ------------------------------------------------------
 
 
-def filled(model, dtype=F16, **values):
-    """The model in `dtype`, with these weights of the modules that end in these names."""
+def filled(model, **values):
+    """The model in float16, with these weights of the modules that end in these names."""
     for name, module in model.named_modules():
         if (value := values.get(name.rpartition(".")[2])) is not None:
             nn.init.constant_(module.weight, value)
-    return model.to(dtype)
+    return model.half()
 
 
 def planted_nan():
@@ -304,7 +289,7 @@ MLP_0 = "model.layers.0.mlp"
          f"{MLP_0}.down_proj", (f"the output of {MLP_0}.up_proj before it was", "use bfloat16")),
         (Mlp, torch.full((1, 8), math.nan), None, "NaN", "(model)", ("from outside",)),
         (lambda: two_layers(1e-5), ZEROS, 1e-4, "underflow", "the gradient of the output of 0",
-         ("all of its entries are zero in float16", "Scale the loss")),
+         ("100.0% of its entries are 0 in float16", "Scale the loss")),
         (lambda: two_layers(100.0), ZEROS, 6e4, "overflow", "the gradient of the output of 0",
          ("the forward pass was finite", "loss scale")),
         (lambda: Textbook(nn.Softmax(-1), HIDDEN), torch.randn(2, 3, 4), None, "NaN", "softmax",
@@ -328,17 +313,12 @@ def test_the_first_layer_where_something_goes_wrong_is_named(
     assert f"First: {kind} at {where}" in tracker.report()
 
 
-def test_large_weights_are_well_in_bfloat16_and_scores_masked_with_minus_infinity_are_no_alarm():
-    model = filled(llama(), BF16, up_proj=2e3, gate_proj=2e3)
-    with PrecisionTracker(model) as tracker:
-        model(tokens())
-    assert tracker.violations == []
+def test_scores_masked_with_minus_infinity_are_no_alarm():
     for softmax in (nn.Softmax(-1), nn.LogSoftmax(-1)):
         model = Textbook(softmax, HIDDEN.triu(1))
         with PrecisionTracker(model) as tracker:
             model(torch.randn(2, 3, 4)).tril().square().mean().backward()
         assert tracker.violations == []
-        assert only(tracker, "softmax")["nonfinite_in"] == 6
 
 
 def test_a_layer_that_refuses_its_input_is_named_with_the_error():
@@ -350,43 +330,34 @@ def test_a_layer_that_refuses_its_input_is_named_with_the_error():
     (found,) = tracker.violations
     assert (found.kind, found.where) == ("mixed dtypes", "transformer.h.1.mlp.c_proj")
     assert "input float32, weights bfloat16" in found.message
-    assert "RuntimeError" in found.message
     with tracker:
         model.transformer.h[0].ln_1(torch.ones(1, 32))
     assert tracker.violations == []
 
 
-def scaled_step(build, scale):
-    """One step in float16 with the loss scaled by `scale`."""
-    model, ids = build(vocab_size=1000).half(), torch.randint(1000, (2, 32))
-    with PrecisionTracker(model) as tracker:
-        (model(ids, labels=ids).loss.float() * scale).backward()
-    return tracker
-
-
 def test_small_float16_gradients_underflow_and_scaling_the_loss_fixes_it():
-    found = scaled_step(llama, 2**-12).violations
-    assert {each.kind for each in found} == {"underflow"}
-    # 62 tokens, 1000 words: 1 / 62 / 2^12 = 3.9e-6 is left, a thousandth of it is not.
-    assert found[0].where == "the gradient of the output of lm_head"
-    assert found[0].message.startswith("99.9% of its entries are 0")
-    assert found[0].message.endswith("the largest is 3.9e-06")
-    assert "Scale the loss (torch.amp.GradScaler; here by up to 2^2" in found[0].remedy
-    # The gradient of the keys' bias is rounding noise, and no underflow.
-    fixed = scaled_step(gpt2, 2**12)
-    name = "transformer.h.0.attn.c_attn.bias"  # queries', keys' and values' biases
-    bias = rows(fixed, "weight gradient").query(f"name == '{name}'").iloc[0]
-    assert bias["subnormal"] > 0.1 * bias["entries"]
-    assert fixed.violations == []
+    model, ids = llama(vocab_size=400).half(), torch.randint(400, (2, 32))
+    found = {}
+    for scale in (2**-12, 2**10):
+        model.zero_grad()
+        with PrecisionTracker(model) as tracker:
+            (model(ids, labels=ids).loss.float() * scale).backward()
+        found[scale] = tracker.violations
+    small = found[2**-12]
+    assert {each.kind for each in small} == {"underflow"}
+    # 62 tokens, 400 words: 1 / 62 / 2^12 = 3.9e-6 is left, a four-hundredth of it is not.
+    assert small[0].where == "the gradient of the output of lm_head"
+    assert small[0].message.startswith("99.8% of its entries are 0")
+    assert small[0].message.endswith("the largest is 3.9e-06")
+    assert "Scale the loss (torch.amp.GradScaler; here by up to 2^2" in small[0].remedy
+    assert found[2**10] == []
 
 
 @pytest.mark.parametrize(
     ("counts", "alive", "lost"),  # counts: pairs of (how many, times the smallest subnormal)
     [
-        ([(1, 7), (9, 1023)], True, True),  # a tenth has 3 bits left
-        ([(1, 7), (10, 1023)], True, False),
-        ([(1, 8), (9, 1023)], True, False),
-        ([(9, 1), (1, 1024)], True, False),  # the largest is normal
+        ([(5, 7), (5, 127)], True, True),  # half of them have 3 bits left
+        ([(5, 8), (5, 127)], True, False),
         ([(5, 0), (5, 127)], True, True),
         ([(4, 0), (5, 127)], True, False),
         ([(9, 0), (1, 128)], True, False),  # ReLU may have made these zeros

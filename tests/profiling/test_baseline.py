@@ -28,9 +28,8 @@ def slowed(by, ratios=STEADY):
     return [ratio + math.log1p(by) for ratio in ratios]
 
 
-@pytest.mark.parametrize(
-    ("slower", "machine", "word"),
-    [
+def test_a_program_is_judged_by_its_change_and_the_machines():
+    for slower, machine, word in (
         (0.00, 0.00, "unchanged"),
         (0.04, 0.00, "unchanged"),
         (0.06, 0.00, "slower"),
@@ -40,12 +39,10 @@ def slowed(by, ratios=STEADY):
         (0.08, 0.12, "cannot tell"),  # the machine has changed more than the program
         (0.00, 0.12, "cannot tell"),
         (0.30, 0.12, "slower"),
-    ],
-)
-def test_a_program_is_judged_by_its_change_and_the_machines(slower, machine, word):
-    verdict = judge(STEADY, slowed(slower), math.log1p(machine))
-    assert verdict.word == word
-    assert (verdict.change, verdict.machine) == pytest.approx((slower, machine))
+    ):
+        verdict = judge(STEADY, slowed(slower), math.log1p(machine))
+        assert verdict.word == word, (slower, machine)
+        assert (verdict.change, verdict.machine) == pytest.approx((slower, machine))
 
 
 def test_the_tolerance_is_the_border_and_one_disturbed_process_changes_nothing():
@@ -67,11 +64,11 @@ def test_on_recorded_noise_alarms_are_rare_and_slowdowns_are_caught():
 
 
 def test_a_baseline_comes_back_from_its_file_and_gives_no_verdict_elsewhere(tmp_path):
-    path = tmp_path / "folder" / "flash.json"
+    path = tmp_path / "flash.json"
     write_baseline(BASELINE, path)
     assert read_baseline(path) == BASELINE
     with pytest.raises(ValueError, match="the baseline is of x, and this is"):
-        check_baseline(BASELINE)
+        check_baseline(BASELINE, 0.05, print)
     for text in ("{}", "not JSON", "[1]"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"flash\.json is no baseline"):
@@ -79,12 +76,12 @@ def test_a_baseline_comes_back_from_its_file_and_gives_no_verdict_elsewhere(tmp_
 
 
 def test_a_plan_is_measured_in_pairs_here_and_in_a_fresh_process(monkeypatch):
+    monkeypatch.setattr(baseline, "SECONDS", 0.02)
     job = plan(Case("sdpa_flash", 64, direction="forward+backward"), "cpu")
     assert job.products >= 1
-    assert 11 <= job.pairs <= 41
     for planned, run in ((job, measure), (JOB, in_fresh_process)):
         pairs = run(planned)
-        assert len(pairs) == planned.pairs
+        assert len(pairs) == planned.pairs >= 11
         assert min(ms for pair in pairs for ms in pair) > 0
     monkeypatch.setattr(baseline.sys, "executable", "false")
     with pytest.raises(RuntimeError, match=r"measured sdpa_flash failed: no message"):

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,17 +54,26 @@ def test_what_disturbs_is_said_in_words_with_a_remedy(monkeypatch, changed, name
     assert bool(check.remedy) == (status != "ok")
 
 
-def test_in_a_container_the_numbers_of_other_processes_are_unknown(monkeypatch):
-    monkeypatch.setattr(health, "foreign_pids", lambda: True)
-    users = judge_gpu(dataclasses.replace(IDLE, users={501: 2**30}))[0]
-    assert "1, with 1.0 GiB of its memory (in this container their numbers" in users.detail
-
-
-def test_a_busy_program_beside_this_one_is_load_by_others():
+@pytest.fixture
+def busy():
+    """A program that keeps a core busy."""
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        detail = check_load(0.4).detail
-    finally:
-        child.kill()
-        child.wait()
-    assert float(detail.split()[3]) > 0.2
+    yield
+    child.kill()
+    child.wait()
+
+
+def test_a_busy_program_beside_this_one_is_load_by_others(busy):
+    assert float(check_load(0.4).detail.split()[3]) > 0.2
+
+
+def test_a_notebooks_cell_says_once_that_the_machine_is_busy(busy, monkeypatch, capsys):
+    monkeypatch.setattr(health, "BUSY_SHARE", 0.005)
+    for cell, lines in ((None, 0), (7, 1), (7, 0), (8, 1)):  # None: no notebook
+        shell = SimpleNamespace(execution_count=cell)
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda s=shell: s))
+        with health.warn_if_busy(lambda: "Quiet: 1 ms."), health.warn_if_busy():
+            time.sleep(0.2)
+        said = capsys.readouterr().out
+        assert said.count("Busy machine: other processes use") == lines
+        assert said.count("Quiet: 1 ms.\n") == lines

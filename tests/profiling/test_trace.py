@@ -40,11 +40,7 @@ def test_the_textbook_shows_two_products_with_their_flops_and_bytes_and_its_peak
     assert table["device_ms"].is_monotonic_decreasing
     assert table["device_ms"].sum() <= textbook.wall_ms
     assert "the traced call" not in set(table["name"])
-    curve, use = textbook.memory(), measure_peak_memory(call, device="cpu")
-    ends = textbook.peak_bytes, curve["extra_bytes"].iloc[-1]
-    assert ends == (use.peak_bytes, use.kept_bytes)
-    assert curve["time_ms"].is_monotonic_increasing
-    assert curve["time_ms"].iloc[-1] == pytest.approx(textbook.wall_ms)
+    assert textbook.peak_bytes == measure_peak_memory(call, device="cpu").peak_bytes
 
 
 def test_a_backward_pass_is_seen(qkv):
@@ -52,14 +48,6 @@ def test_a_backward_pass_is_seen(qkv):
     seen = trace(lambda: attention(q, *qkv[1:], backend="standard").sum().backward(), device="cpu")
     assert row_of(seen, "aten::_softmax_backward_data")["calls"] == 1
     assert row_of(seen, "aten::bmm")["calls"] == 4  # k and v need no gradient
-
-
-def test_a_trace_within_a_profile_is_refused():
-    with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-        pytest.raises(RuntimeError, match="active here already"),
-    ):
-        trace(lambda: None, device="cpu")
 
 
 def on_gpu(name, us):

@@ -51,7 +51,8 @@ def test_the_code_of_a_chapter_runs_and_prints_what_the_chapter_says(path):
 
 def test_the_figures_that_pages_show_are_those_that_the_scripts_draw(monkeypatch):
     shown = set()
-    for path in [*(PROJECT / "theory").glob("*.md"), PROJECT / "README.md"]:
+    notebooks = (PROJECT / "notebooks").glob("*.py")
+    for path in [*(PROJECT / "theory").glob("*.md"), *notebooks, PROJECT / "README.md"]:
         for target in re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:", target):
                 shown.add(name((path.parent / target).resolve()))

@@ -62,7 +62,6 @@ def test_converted_weights_are_copies_in_the_models_dtype():
     [
         ("mistral", {}, "MistralForCausalLM was given"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is relu"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
         ("llama", {"head_dim": 16}, "head_dim is 16"),
         ("llama", {"mlp_bias": True}, "attention_bias is False"),
         ("llama", {"rope_parameters": INTERPOLATED | {"rope_type": "dynamic"}}, "type dynamic"),

@@ -34,8 +34,6 @@ def statements(text):
 @pytest.mark.parametrize(
     ("make", "length", "options", "digest"),
     [
-        (records, 600, {"seed": 0}, "825f97325d0430ed"),
-        (dialogue, 900, {"seed": 0}, "4e8aff06fe552c6a"),
         (records, 4000, {"seed": 1, **ASKED}, "8fe0f686c7d059bd"),
         (dialogue, 4000, {"seed": 1, **ASKED}, "8dc43c3339a41579"),
     ],
@@ -106,9 +104,8 @@ def test_a_dialogue_goes_through_the_day_and_repeats_a_fact_as_it_was(ask):
 
 
 @of_each_kind
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_made_is_refused_with_a_way_out(make):
+    for options, message in (
         ({"seed": -1}, "0 or more, not -1"),
         ({"facts": 0}, "not 0"),
         ({"facts": 5000}, "as many as there are keys, not 5000"),
@@ -116,8 +113,6 @@ def test_a_dialogue_goes_through_the_day_and_repeats_a_fact_as_it_was(ask):
         ({"ask": "never"}, "not 'never'"),
         ({"facts": 100}, "has no room.*longer text"),
         ({"facts": 5, "questions": 90, "ask": "throughout"}, "has no room"),
-    ],
-)
-def test_what_cannot_be_made_is_refused_with_a_way_out(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(1000, **{"seed": 0} | options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(1000, **{"seed": 0} | options)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from labsupport.training import DecoderConfig, MemoryOptions
-from labsupport.training.measure import PLAIN, exponent, measure_training
+from labsupport.training.measure import exponent, measure_training
 from labsupport.training.planner import MemoryStrategy
 
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
@@ -19,9 +19,9 @@ def measured(lengths, strategies, **options):
 
 
 def test_each_remedy_and_length_is_a_row_and_changes_the_memory_and_not_the_loss():
-    table = measured([256, 512], [TEXTBOOK, FLASH])
+    table = measured([128, 256], [TEXTBOOK, FLASH])
     assert table[["backend", "seqlen"]].values.tolist() == [
-        ["textbook", 256], ["textbook", 512], ["flash", 256], ["flash", 512]
+        ["textbook", 128], ["textbook", 256], ["flash", 128], ["flash", 256]
     ]  # fmt: skip
     assert (table.status == "ok").all()
     assert (table.median_ms > 0).all()
@@ -40,7 +40,7 @@ def test_each_remedy_and_length_is_a_row_and_changes_the_memory_and_not_the_loss
     assert (wide.loss.textbook / wide.loss.flash - 1).abs().max() < 1e-5
     gap = wide.peak_memory_bytes.textbook - wide.peak_memory_bytes.flash
     # At least one N x N matrix of scores in each layer.
-    assert gap[512] > SHAPE.layers * SHAPE.heads * 512**2 * 4
+    assert gap[256] > SHAPE.layers * SHAPE.heads * 256**2 * 4
 
 
 def test_what_does_not_fit_or_cannot_train_is_a_row_that_says_why():
@@ -61,11 +61,3 @@ def test_the_exponent_of_a_power_is_found():
     for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="lengths"):
             exponent(*wrong)
-
-
-def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
-    table = measured([256], [FLASH, *PLAIN[1:]])
-    assert (table.status == "ok").all()
-    ours, sdpa, checkpointed = table.peak_memory_bytes
-    assert sdpa > checkpointed > ours
-    assert table.predicted_bytes.isna().tolist() == [False, True, True]

@@ -8,8 +8,7 @@ memory       peak memory by formula
 predict      time, memory, an interval, and the reasons
 evaluate     errors on the shapes that were held out
 
-`python -m labsupport.analysis.predictor --run NAME` repeats the protocol on a recorded run, which
-`python -m benchmarks predictor --save NAME` records.
+`python -m benchmarks predictor --save NAME` records a run to calibrate on.
 """
 
 from labsupport.analysis.predictor.calibration import Model, calibrate, calibrate_run

@@ -43,28 +43,6 @@ def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     return table
 
 
-def errors_by_backend(table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of the predictions in percent, by backend and direction, and over all.
-
-    Returns:
-        A row each, the last over all: backend, direction, cases; time_mape, time_median,
-        time_worst; memory_mape, memory_worst; covered.
-    """
-    import pandas as pd
-
-    def row(group: pd.DataFrame) -> dict[str, float]:
-        time, memory = 100 * group.error.abs(), 100 * group.memory_error.abs()
-        return {
-            "cases": len(group), "time_mape": time.mean(), "time_median": time.median(),
-            "time_worst": time.max(), "memory_mape": memory.mean(), "memory_worst": memory.max(),
-            "covered": 100 * group.covered.mean(),
-        }  # fmt: skip
-
-    groups = [*table.groupby(["backend", "direction"], sort=False), (("all", ""), table)]
-    rows = [{"backend": name, "direction": way} | row(part) for (name, way), part in groups]
-    return pd.DataFrame(rows)
-
-
 def choices(table: pd.DataFrame) -> pd.DataFrame:
     """For each held-out shape and direction: the backend chosen, the best, and what choosing costs.
 

@@ -1,4 +1,4 @@
-"""Peak memory of a call beyond its inputs, by formula: bytes of what exists at the worst moment.
+"""Peak memory of a call beyond its inputs on a GPU, by formula: bytes at the worst moment.
 
 The symbols, in bytes: `out` one tensor like q, `kv` one like k, `rows` four bytes for each query of
 each head (lse and its like), `squares` one seqlen_q x seqlen_k matrix for each head.
@@ -6,8 +6,8 @@ each head (lse and its like), `squares` one seqlen_q x seqlen_k matrix for each 
     backend         forward                     forward + backward: out, dq, dk, dv, and
     sdpa_cudnn      out                         lse, delta, dq in float32
     fa4             out                         lse, lse in base 2, delta, dq in float32
-    sdpa_flash      out, lse; where queries     lse, delta, dq in float32; on a CPU a scratch tile
-                    are few, parts of both      for each thread
+    sdpa_flash      out, lse; where queries     lse, delta, dq in float32
+                    are few, parts of both
     sdpa_efficient  out                         lse, delta, dq in float32, 16 bytes for each 64 rows
     flex            out, two rows               two rows, one more tensor like out
     flash_triton    out, lse                    lse, delta, shift
@@ -18,8 +18,7 @@ With grouped heads sdpa_flash and sdpa_cudnn write dk and dv for every query hea
 
 They were read off what `measure_peak_memory` says, to the byte where a test says so; on the H200 at
 all sizes of its two recorded runs (attention-h200, memory-h200), so its errors are no test on
-unseen shapes. The parts that differ by device: kernels on a CPU work in place where those on a GPU
-make a new matrix.
+unseen shapes.
 """
 
 from __future__ import annotations
@@ -59,28 +58,20 @@ def inputs_bytes(case: Case) -> int:
     return sizes.gradients + (sizes.out if sizes.both else 0)
 
 
-def peak_memory(case: Case, device_kind: str, threads: int = 1) -> int:
-    """Bytes at the peak beyond the inputs.
+def peak_memory(case: Case, units: int = 1) -> int | None:
+    """Bytes at the peak beyond the inputs, on a GPU; None where no formula is known.
 
     Args:
-        device_kind: "cuda" or "cpu".
-        threads: of PyTorch, on a CPU; on a GPU its multiprocessors.
-
-    Raises:
-        ValueError: no formula is known for this backend on this kind of device.
+        units: its multiprocessors.
     """
-    sizes, on_cpu = _Sizes(case), device_kind == "cpu"
+    sizes = _Sizes(case)
     if case.backend == "standard":
-        return _standard(case, sizes, on_cpu)
+        return _standard(sizes)
     if case.backend == "sdpa_math":
-        return _math(sizes, on_cpu)
+        return _math(sizes)
     if case.backend == "flash_torch":
-        return _flash_torch(case, sizes, device_kind)
-    if case.backend == "sdpa_flash" and on_cpu:
-        return _flash_cpu(case, sizes, threads)
-    if case.backend in _FUSED and not on_cpu:
-        return _fused(case, sizes, threads)
-    raise ValueError(f"no memory formula for {case.backend} on {device_kind}")
+        return _flash_torch(case, sizes)
+    return _fused(case, sizes, units) if case.backend in _FUSED else None
 
 
 class _Fused(NamedTuple):
@@ -146,34 +137,16 @@ def flash_splits(case: Case, units: int) -> int:
     return min(splits for splits, share in busy.items() if share >= 0.85 * max(busy.values()))
 
 
-def _flash_cpu(case: Case, sizes: _Sizes, threads: int) -> int:
-    block_q, block_k = tile_sides(case, "cpu")
-    tile = block_q * block_k * sizes.width
-    tile += block_q * block_k * sizes.size if sizes.size < 4 else 0  # P once more, rounded
-    if not sizes.both:
-        # Scores, the running maximum and sum, the sum of the output.
-        scratch = tile + sizes.width * block_q * (2 + case.head_dim)
-        return sizes.out + sizes.rows + threads * scratch
-    # P and dP of each thread; delta of one block.
-    return sizes.out + sizes.rows + sizes.gradients + threads * 2 * tile + sizes.width * block_q
-
-
-def _standard(case: Case, sizes: _Sizes, on_cpu: bool) -> int:
-    if not sizes.both:
-        copy = sizes.out if sizes.copies else 0
-        # Fitted: what oneDNN packs operands in bfloat16 into is between 1.5 and 1.75 times out.
-        packed = sizes.out * 3 // 2 if on_cpu and case.dtype == "bfloat16" else 0
-        return 2 * sizes.squares + sizes.out + max(copy, packed) + sizes.hidden
-    if not on_cpu:
+def _standard(sizes: _Sizes) -> int:
+    if sizes.both:
         return 4 * sizes.squares + (4 if sizes.copies else 2) * sizes.out + sizes.hidden
-    copies = 2 if case.batch > 1 else 1 if sizes.grouped else 0
-    return 3 * sizes.squares + (2 + copies) * sizes.out + sizes.hidden + 8
+    return 2 * sizes.squares + (2 if sizes.copies else 1) * sizes.out + sizes.hidden
 
 
-def _math(sizes: _Sizes, on_cpu: bool) -> int:
+def _math(sizes: _Sizes) -> int:
     narrow = sizes.size < 4  # computed in float32
     if sizes.both:
-        return (3 if on_cpu else 4) * sizes.squares32 + (7 if narrow else 4) * sizes.out
+        return 4 * sizes.squares32 + (7 if narrow else 4) * sizes.out
     # Scores, softmax, a byte for each score and each row that asks what is hidden.
     asked = (sizes.squares32 + sizes.rows) // 4 + 4
     asked += (8 + sizes.grouped if narrow else 1 + 2 * sizes.grouped) * sizes.out
@@ -182,8 +155,8 @@ def _math(sizes: _Sizes, on_cpu: bool) -> int:
     return 2 * sizes.squares32 + max(asked, last) + 4 * sizes.hidden
 
 
-def _flash_torch(case: Case, sizes: _Sizes, device_kind: str) -> int:
-    side_q, block_k = tile_sides(case, device_kind)
+def _flash_torch(case: Case, sizes: _Sizes) -> int:
+    side_q, block_k = tile_sides(case, "cuda")
     block_q, last = min(side_q, case.seqlen), case.seqlen % side_q or side_q
     narrow, vector = sizes.size < 4, case.batch * case.heads * sizes.width
     # Scratch is taken for whole tiles, even where a sequence is shorter.

@@ -35,7 +35,7 @@ class Prediction:
     """Time and memory that a case will take.
 
     ms: the median expected; low_ms, high_ms: 90% of measurements are expected between them.
-    peak_memory_bytes: beyond the inputs; None where no formula is known.
+    peak_memory_bytes: beyond the inputs; None on a CPU, and where no formula is known.
     because: in words: what the time consists of, and what it rests on.
     from_specification: True where the device was not measured.
     """
@@ -89,10 +89,7 @@ def predict(case: Case, model: Model) -> Prediction:
     parts = features(case, model.device)
     ms = fit.ms(parts)
     factor = math.exp(NINETY_PERCENT * model.spread)
-    try:
-        memory = peak_memory(case, model.device.kind, model.device.units)
-    except ValueError:
-        memory = None
+    memory = peak_memory(case, model.device.units) if model.device.kind == "cuda" else None
     rests = "by specification alone" if model.device.specified else f"{fit.cases} cases calibrated"
     because = f"{_shares(fit, parts, ms)} ({rests})"
     return Prediction(ms, ms / factor, ms * factor, memory, because, model.device.specified)

@@ -9,8 +9,7 @@
 
 Any PyTorch program is counted by operator in `labsupport.profiling.tensors`.
 
-python -m labsupport.analysis.traffic            the table
-python -m benchmarks traffic                    bytes of the lab's kernels beside a GPU's counters
+`python -m benchmarks traffic` prints bytes of the lab's kernels beside a GPU's counters.
 
 What is counted is what theorem 2 bounds: elements between the fast memory of *one* processor and
 everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.

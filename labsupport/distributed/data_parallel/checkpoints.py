@@ -40,11 +40,8 @@ from labsupport.training.train import check_same_run_config
 class DistributedCheckpoints:
     """The checkpoints of one run in one folder; every rank calls every method.
 
-    Args:
-        folder: the same for all ranks; made when first needed.
-        info: this rank.
-        run_config: what the weights depend on; a run with another one is not resumed.
-        keep: number of checkpoints that are kept, the newest ones.
+    `folder` is the same for all ranks; a run with another `run_config` is not resumed; the newest
+    `keep` checkpoints stay.
     """
 
     def __init__(

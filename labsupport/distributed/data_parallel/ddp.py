@@ -32,7 +32,7 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo
-from labsupport.training.train import TrainConfig, check_weights
+from labsupport.training.train import TrainConfig
 
 
 @dataclass
@@ -57,11 +57,11 @@ def counted_all_reduce(counter: AllReduces, bucket: dist.GradBucket) -> Future[T
 
 
 def wrap(
-    model: nn.Module, *, bucket_mib: float = 25.0, group: dist.ProcessGroup | None = None
+    model: nn.Module, group: dist.ProcessGroup | None = None
 ) -> tuple[DistributedDataParallel, AllReduces]:
     """Return a model in DDP over a group (None: all ranks), and its counter of all-reduces."""
     wrapped = DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
+        model, process_group=group, bucket_cap_mb=25, gradient_as_bucket_view=True
     )
     counter = AllReduces(group)
     wrapped.register_comm_hook(counter, counted_all_reduce)
@@ -74,7 +74,6 @@ def train_with_ddp(
     settings: TrainConfig,
     *,
     sync_every: bool = False,
-    bucket_mib: float = 25.0,
     **options: Any,
 ) -> ParallelRun:
     """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
@@ -87,7 +86,6 @@ def train_with_ddp(
             `share_of` deals out one stream.
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
-        bucket_mib: the size of a bucket of gradients.
         options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
 
     Returns:
@@ -101,10 +99,9 @@ def train_with_ddp(
     >>> run = train_with_ddp(model, share_of(stream, info), TrainConfig(steps=100))
     """
     info = RankInfo.current()
-    check_weights(model, None)
-    check_settings(settings)
+    check_settings(model, settings)
     model.to(info.device)
-    wrapped, counter = wrap(model, bucket_mib=bucket_mib)
+    wrapped, counter = wrap(model)
     optimizer = make_optimizer(model, settings)
     counts: list[tuple[int, int]] = []
 
@@ -123,6 +120,5 @@ def train_with_ddp(
     run = run_steps(
         model, optimizer, batches, settings, add_gradients, same_number=sync_every, **options
     )
-    run.all_reduces = [calls for calls, _ in counts]
-    run.all_reduced_bytes = [nbytes for _, nbytes in counts]
+    run.all_reduces = counts
     return run

@@ -16,7 +16,6 @@ the parameters anew, however that is set. `costs` has the bytes, theory chapter 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,23 +39,23 @@ from labsupport.distributed.data_parallel.run import (
     run_steps,
 )
 from labsupport.distributed.process_group import RankInfo, all_gather_object
-from labsupport.training.train import TrainConfig, check_weights
+from labsupport.training.train import TrainConfig
 
 
 def shard(
     model: nn.Module,
     *,
-    blocks: Iterable[nn.Module] | None = None,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Shard a model in place over the process group: each block by itself, then what is left.
 
+    Blocks, which are gathered and freed as one, are the members of the model's `ModuleList`s.
+
     Args:
         model: whole, and the same on all ranks (seed before you build it). Its parameters become
             `DTensor`s: the whole shape, of which each rank holds its rows.
-        blocks: what is gathered and freed as one; None: the members of the model's `ModuleList`s.
         mixed_precision: in which dtype parameters travel and compute, and gradients travel. The
             shards, and AdamW's states, keep theirs.
         cpu_offload: keep shards, gradients and AdamW's states in the CPU's memory, and compute the
@@ -65,20 +64,14 @@ def shard(
 
     Raises:
         RuntimeError: no process group.
-        ValueError: no blocks are found; it is sharded already; the ranks' weights differ.
+        ValueError: it has no blocks, or is sharded already; the ranks' weights differ.
     """
     info = RankInfo.current()
     if isinstance(model, FSDPModule):
         raise ValueError("the model is sharded already")
-    if blocks is None:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [block for members in lists for block in members]
-    blocks = list(blocks)
-    if not blocks:
-        raise ValueError(
-            "the model has no nn.ModuleList: say which modules are its blocks, "
-            "shard(model, blocks=model.layers)"
-        )
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError("the model has no nn.ModuleList, whose members would be its blocks")
     mesh = mesh or init_device_mesh(info.device.type, (info.world,))
     _check_same_weights(model, mesh)
     # Pinned memory is what a GPU can copy from while it computes; without one there is none.
@@ -88,8 +81,9 @@ def shard(
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
         "offload_policy": offload if cpu_offload else OffloadPolicy(),
     }
-    for block in blocks:
-        fully_shard(block, **options)
+    for members in lists:
+        for block in members:
+            fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
@@ -115,38 +109,24 @@ def train_with_fsdp(
     *,
     mixed_precision: MixedPrecisionPolicy | None = None,
     cpu_offload: bool = False,
-    sync_every: bool = False,
     **options: Any,
 ) -> ParallelRun:
-    """Train with AdamW on the process group that `setup_ddp` made; every rank calls this.
+    """Train as `train_with_ddp` does, with the model sharded; every rank calls this.
 
     Args:
-        model: the same on each rank, weights too, in float32 (or float64); sharded in place. One
-            that went through `shard` already is taken as it is.
-        batches: step -> THIS rank's micro-batches, as for `train_with_ddp`. A rank with fewer than
-            the others computes empty ones.
-        settings: as for `labsupport.training.train`, without policy and float16. autocast may be
-            used in place of `mixed_precision`; parameters then travel in float32.
+        model: the same on each rank, weights too, in float32 (or float64); sharded in place.
+        batches: as for `train_with_ddp`. A rank with fewer than the others computes empty ones.
+        settings: as for `train_with_ddp`. With autocast in place of `mixed_precision` parameters
+            travel in float32.
         mixed_precision, cpu_offload: as for `shard`. bfloat16 with gradients added up in float32:
             `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
-        sync_every: reduce-scatter after each micro-batch: gradients stay sharded, more is sent.
-        options: folder, fresh, run_config, on_step and progress, as for `run_steps`. Runs under DDP
-            and FSDP can go on from each other's checkpoints.
-
-    Returns:
-        The run; `memory` is what this rank holds.
+        options: as for `train_with_ddp`. The two can go on from each other's checkpoints.
 
     Raises: as `train_with_ddp` and `shard`.
     """
     info = RankInfo.current()
-    check_weights(model, None)
-    check_settings(settings)
-    if not isinstance(model, FSDPModule):
-        sharded = shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
-    elif mixed_precision is None and not cpu_offload:
-        sharded = model
-    else:
-        raise ValueError("the model is sharded already: give these options to shard(...)")
+    check_settings(model, settings)
+    sharded = shard(model, mixed_precision=mixed_precision, cpu_offload=cpu_offload)
     optimizer = make_optimizer(model, settings)
     if mixed_precision is not None:
         dtypes = mixed_precision.param_dtype, mixed_precision.reduce_dtype
@@ -155,10 +135,7 @@ def train_with_fsdp(
 
     def add_gradients(share: Share) -> Tensor:
         optimizer.zero_grad()
-        return add_micro_batches(
-            model, share, info, settings,
-            lambda last: sharded.set_requires_gradient_sync(sync_every or last),
-        )  # fmt: skip
+        return add_micro_batches(model, share, info, settings, sharded.set_requires_gradient_sync)
 
     return run_steps(
         model, optimizer, batches, settings, add_gradients, same_number=True, **options

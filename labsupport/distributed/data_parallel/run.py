@@ -41,6 +41,7 @@ from labsupport.training.train import (
     IGNORED,
     TrainConfig,
     TrainingDivergedError,
+    check_weights,
     learning_rate,
     model_run_config,
     parameter_groups,
@@ -61,24 +62,21 @@ class ParallelRun:
             of all ranks together; seconds and peak_bytes this rank's (before a resumption, rank
             0's).
         memory: held by this rank after the last step, gradients included.
-        all_reduces, all_reduced_bytes: of this call's steps, DDP only: buckets that were
-            all-reduced in each, and their bytes (of which each rank sends 2 (W-1)/W).
+        all_reduces: of each of this call's steps, DDP only: buckets that were all-reduced, and
+            their bytes (of which each rank sends 2 (W-1)/W).
     """
 
     history: History = field(default_factory=History)
     memory: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
-    all_reduces: list[int] = field(default_factory=list)
-    all_reduced_bytes: list[int] = field(default_factory=list)
+    all_reduces: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's micro-batches of a step.
+    """One rank's micro-batches of a step: (tensors on its device, weight n_ri / N).
 
-    Attributes:
-        micro_batches: (tensors on the rank's device, weight n_ri / N); those without labels are
-            left out, empty ones of weight 0 filled in.
-        labels, tokens: of all ranks, without empty micro-batches and a micro-batch's `fillers`.
+    Those without labels are left out, empty ones of weight 0 filled in. labels, tokens: of all
+    ranks, without empty micro-batches and a micro-batch's `fillers`.
     """
 
     micro_batches: list[tuple[Batch, float]]
@@ -131,8 +129,9 @@ def deal(
     return Share(shares, sum(all_labels), sum(all_tokens))
 
 
-def check_settings(settings: TrainConfig) -> None:
-    """Raise ValueError for settings that only the loop on one device knows."""
+def check_settings(model: nn.Module, settings: TrainConfig) -> None:
+    """Raise ValueError for weights in 16 bits, and settings that only one device's loop knows."""
+    check_weights(model, None)
     if settings.policy is not None:
         raise ValueError(
             "a precision policy keeps float32 masters beside the weights, which is for one device. "

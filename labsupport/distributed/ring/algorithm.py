@@ -137,9 +137,8 @@ def _hop(
 ) -> tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]], dict[str, Pair]]:
     """Return this rank's messages of a step: sends, receives, and the latter's buffers by name.
 
-    Args:
-        here: the keys and values of this step, which go on.
-        backward: dK and dV follow the keys; those of `leaving` are what the step before added to.
+    `here` are this step's keys and values, which go on. In a backward dK and dV follow the keys;
+    `leaving` are those that the step before added to.
     """
     plan, rank = call.plan, call.ring.rank
     coming = plan.route[step + 1] if step + 1 < len(plan.route) else 0

@@ -41,12 +41,11 @@ class RingOptions:
             `shard_sequence(..., zigzag=True)`, RoPE's positions from `positions_of`.
         kernel: "cudnn" and "native" (PyTorch's own), "flash_triton", "flash_torch", "fa4", or
             "auto", the first of `kernels.KERNELS` that can: on Hopper cuDNN, whose gradients differ
-            in the last bits from run to run, unless `deterministic`.
+            in the last bits from run to run; torch.use_deterministic_algorithms(True) forbids it.
         causal, window_size, alibi_slopes: by positions in the whole sequence, as in
             `labsupport.attention.attention`. Keys outside of the window are not sent.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         dropout_p: must be 0.
-        deterministic: refuse kernels whose gradients differ from run to run.
         group: the process group; all processes unless given. NCCL on GPUs, gloo on CPUs.
         check_ranks: compare shapes and options among the ranks first, so that a difference is an
             error on all of them and not a hang. One small message; a GPU is waited for.
@@ -59,7 +58,6 @@ class RingOptions:
     window_size: tuple[int, int] = (-1, -1)
     alibi_slopes: Tensor | None = None
     dropout_p: float = 0.0
-    deterministic: bool = False
     group: dist.ProcessGroup | None = None
     check_ranks: bool = True
 
@@ -195,7 +193,7 @@ def _prepared(
     request = AttentionCall(
         q, k, v, plan.right == 0, options.softmax_scale, window, slopes, return_lse=True
     )
-    kernel, refused = choose(options.kernel, request, options.deterministic)
+    kernel, refused = choose(options.kernel, request)
     slopes = None if slopes is None else slopes.detach().to(q.device, torch.float32)
     return RingCall(ring, plan, kernel, request.scale, slopes), request, refused
 

@@ -73,11 +73,8 @@ def visible_pairs(
 ) -> list[BlockPair]:
     """Return the visible part of one block; [] when all of it is hidden.
 
-    Args:
-        length: n, of both chunks.
-        delta: position of query 0 less the position of key 0; 0, or at least `length` either way.
-        left, right: the window in the whole sequence; None means no limit. Causal is right = 0.
-        alibi: cut for ALiBi's bias.
+    `length` is n; `delta` is 0, or at least n either way; `left` and `right` are the window in the
+    whole sequence, None without a limit (causal: right = 0).
     """
     low = 1 - length if left is None else max(delta - left, 1 - length)
     high = length - 1 if right is None else min(delta + right, length - 1)

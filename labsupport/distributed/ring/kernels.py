@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,8 @@ class BlockKernel:
         forward: (q, k, v, options) -> out (float32 where it can) and lse, the ring's to overwrite.
         backward: (dout, q, k, v, out, lse, options) -> dq, dk, dv; out and lse of whole rows.
         windows: it can compute the slanted edge of a window through a block.
-        ordered: its gradients are the same bits every time: "always", "on request" by
-            torch.use_deterministic_algorithms(True), or "never".
+        ordered: its gradients can be the same bits every time, if
+            torch.use_deterministic_algorithms(True) asks for it.
         has_backward: False where its package has none that takes the log-sum-exp.
         in_auto: `kernel="auto"` may choose it on this device.
     """
@@ -61,23 +61,17 @@ class BlockKernel:
     forward: Callable[[Tensor, Tensor, Tensor, BlockOptions], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     windows: bool = True
-    ordered: Literal["always", "on request", "never"] = "always"
+    ordered: bool = True
     has_backward: Callable[[], bool] = lambda: True
     in_auto: Callable[[torch.device], bool] = lambda device: device.type == "cuda"
 
-    def reasons(self, call: AttentionCall, deterministic: bool = False) -> list[str]:
+    def reasons(self, call: AttentionCall) -> list[str]:
         """Return every reason why it cannot compute the block pairs of a call; [] if it can."""
         reasons = by_name(self.backend).reasons(call)
         if call.windowed and not self.windows:
             reasons.append("cannot do windows in a ring, only a causal mask or none")
-        requested = torch.are_deterministic_algorithms_enabled()
-        if self.ordered == "never" and (deterministic or requested):
+        if torch.are_deterministic_algorithms_enabled() and not self.ordered:
             reasons.append("adds dQ up in any order; flash_triton and flash_torch do not")
-        on_gpu = call.q.device.type == "cuda"
-        if self.ordered == "on request" and deterministic and not requested and on_gpu:
-            reasons.append(
-                "adds dQ up in any order on a GPU: call torch.use_deterministic_algorithms(True)"
-            )
         if call.needs_grad and not self.has_backward():
             reasons.append(
                 "has no backward here that takes the log-sum-exp from outside: its forward only, "
@@ -260,17 +254,15 @@ def _on_hopper(device: torch.device) -> bool:
 
 CUDNN = BlockKernel(
     "cudnn", "sdpa_cudnn", _cudnn_forward, _cudnn_backward,
-    windows=False, ordered="never", in_auto=_on_hopper,
+    windows=False, ordered=False, in_auto=_on_hopper,
 )  # fmt: skip
-NATIVE = BlockKernel(
-    "native", "sdpa_flash", _native_forward, _native_backward, windows=False, ordered="on request"
-)
+NATIVE = BlockKernel("native", "sdpa_flash", _native_forward, _native_backward, windows=False)
 FLASH_TRITON = BlockKernel("flash_triton", "flash_triton", _triton_forward, _triton_backward)
 FLASH_TORCH = BlockKernel(
     "flash_torch", "flash_torch", _torch_forward, _torch_backward, in_auto=lambda device: True
 )
 FA4 = BlockKernel(
-    "fa4", "fa4", _fa4_forward, _fa4_backward, ordered="never",
+    "fa4", "fa4", _fa4_forward, _fa4_backward, ordered=False,
     has_backward=lambda: _private_backward() is not None,
     in_auto=lambda device: False,  # its backward is private
 )  # fmt: skip
@@ -280,9 +272,7 @@ FA4 = BlockKernel(
 KERNELS: tuple[BlockKernel, ...] = (CUDNN, NATIVE, FLASH_TRITON, FLASH_TORCH, FA4)
 
 
-def choose(
-    name: str, call: AttentionCall, deterministic: bool = False
-) -> tuple[BlockKernel, dict[str, tuple[str, ...]]]:
+def choose(name: str, call: AttentionCall) -> tuple[BlockKernel, dict[str, tuple[str, ...]]]:
     """Return the kernel of that name, or for "auto" the first that can; and why not those before.
 
     Raises:
@@ -297,12 +287,12 @@ def choose(
         )
     rejected: dict[str, tuple[str, ...]] = {}
     for kernel in candidates:
-        reasons = kernel.reasons(call, deterministic)
+        reasons = kernel.reasons(call)
         if not reasons and (name != "auto" or kernel.in_auto(call.q.device)):
             return kernel, rejected
         rejected[kernel.name] = tuple(reasons) or ("runs, but only when asked for by name",)
     listing = "\n".join(f"  {other}: {'; '.join(why)}" for other, why in rejected.items())
-    able = [kernel.name for kernel in KERNELS if not kernel.reasons(call, deterministic)]
+    able = [kernel.name for kernel in KERNELS if not kernel.reasons(call)]
     raise BackendUnavailableError(
         f"kernel {name!r} cannot run this ring:\n{listing}\nKernels that can: "
         f"{', '.join(able) or 'none'}.",

@@ -1,4 +1,4 @@
-"""Triton kernels that merge or add a step's result into the sum, in one pass over memory.
+"""A Triton kernel that merges a step's result into the sum, in one pass over memory.
 
 PyTorch merges two results in about ten passes (a widened copy, two products, a sum, ...), and at
 32,768 tokens of 32 heads a partial output is a quarter of a gigabyte.
@@ -59,24 +59,3 @@ def launch_merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> No
             *part.stride()[:3], *part_lse.stride()[:2], rows, head_dim,
             D=triton.next_power_of_2(head_dim), ROWS=block, num_warps=4,
         )  # fmt: skip
-
-
-@triton.jit
-def add_kernel(TOTAL, PART, total_batch, part_batch, numbers, BLOCK: tl.constexpr):
-    """TOTAL += PART, float32. Grid: blocks of the numbers of a batch entry, batch."""
-    batch = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    TOTAL += batch * total_batch
-    PART += batch * part_batch
-    part = tl.load(PART + i, mask=i < numbers, other=0.0).to(tl.float32)
-    total = tl.load(TOTAL + i, mask=i < numbers, other=0.0)
-    tl.store(TOTAL + i, total + part, mask=i < numbers)
-
-
-def launch_add(total: Tensor, part: Tensor) -> None:
-    """`merging.add_into` on a GPU; each batch entry must be contiguous."""
-    numbers, block = total[0].numel(), 4096
-    with torch.cuda.device_of(total):
-        add_kernel[(triton.cdiv(numbers, block), total.shape[0])](
-            total, part, total.stride(0), part.stride(0), numbers, BLOCK=block, num_warps=8
-        )

@@ -1,7 +1,7 @@
 """The sums of a ring's steps: in place, in float32.
 
-The first result that covers all rows is taken as it is. What follows is merged (outputs, by their
-log-sum-exps) or added (gradients): on a GPU by one Triton kernel each, elsewhere by PyTorch.
+The first result that covers all rows is taken as it is. What follows is added (gradients) or merged
+(outputs, by their log-sum-exps; on a GPU by one Triton kernel).
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ _triton_is_missing = cache(mode.missing)
 def merged(so_far: Result | None, like: Tensor, rows: slice, part: Tensor, lse: Tensor) -> Result:
     """Return the output and log-sum-exp so far with a block pair's result for some rows in it.
 
-    Args:
-        so_far: out (batch, seqlen, heads, head_dim) and lse (batch, heads, seqlen), float32 or
-            wider, changed in place; None before the first part.
-        like: a tensor of out's shape: the queries.
-        rows: the part's rows.
-        part, lse: (batch, rows, heads, head_dim) in any dtype and (batch, heads, rows).
+    `so_far` is out (batch, seqlen, heads, head_dim) and lse (batch, heads, seqlen), float32 or
+    wider, changed in place; None before the first part. `like` has out's shape and dtype.
     """
     if so_far is None:
         if part.shape == like.shape:
@@ -54,28 +50,15 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 def added(total: Tensor | None, like: Tensor, rows: slice, part: Tensor) -> Tensor:
     """Return a gradient so far with a part added to some of its rows: contiguous, widened.
 
-    Args:
-        total: (batch, seqlen, heads, head_dim), changed in place; None before the first part.
-        like: a tensor of its shape: what the gradient is of.
-        rows: the part's rows.
-        part: (batch, rows, heads, head_dim), any dtype.
+    `total` (batch, seqlen, heads, head_dim) is changed in place; None before the first part. `like`
+    is what the gradient is of.
     """
     if total is None:
         if part.shape == like.shape:
             return widened(part).contiguous()
         total = _zeros(like)
-    add_into(total[:, rows], part)
+    total[:, rows] += part
     return total
-
-
-def add_into(total: Tensor, part: Tensor) -> None:
-    """Total += part, in place."""
-    if _kernels_take(total, part) and total[0].is_contiguous() and part[0].is_contiguous():
-        from labsupport.distributed.ring.merge_kernel import launch_add
-
-        launch_add(total, part)
-    else:
-        total += part
 
 
 def _zeros(like: Tensor) -> Tensor:

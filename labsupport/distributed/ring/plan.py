@@ -64,11 +64,7 @@ class Plan:
         zigzag: bool = False,
         alibi: bool = False,
     ) -> Plan:
-        """Return the plan of flash-attn's options; `length` is that of one rank's shard.
-
-        Raises:
-            AttentionInputError: zigzag with an odd length.
-        """
+        """Return the plan of flash-attn's options; AttentionInputError for odd zigzag shards."""
         check_even(length, zigzag=zigzag)
         total = world_size * length
         left, right = (None if not 0 <= side < total - 1 else side for side in window_size)

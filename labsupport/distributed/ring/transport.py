@@ -22,7 +22,7 @@ Messages = Sequence[tuple[Tensor, int]]
 
 @dataclass
 class Traffic:
-    """Messages that this rank has sent, and their bytes: keys and values, and dK and dV."""
+    """Messages that this rank has sent, and their bytes: of K and V, of dK and dV."""
 
     kv_messages: int = 0
     kv_bytes: int = 0
@@ -31,13 +31,9 @@ class Traffic:
 
     def count(self, pair: Sequence[Tensor], *, gradients: bool) -> None:
         """Add one message: K and V, or dK and dV."""
-        nbytes = sum(x.nbytes for x in pair)
-        if gradients:
-            self.gradient_messages += 1
-            self.gradient_bytes += nbytes
-        else:
-            self.kv_messages += 1
-            self.kv_bytes += nbytes
+        what = "gradient" if gradients else "kv"
+        vars(self)[f"{what}_messages"] += 1
+        vars(self)[f"{what}_bytes"] += sum(x.nbytes for x in pair)
 
     def __str__(self) -> str:
         return (

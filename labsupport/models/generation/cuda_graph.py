@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from labsupport.models.generation.prompts import Batch, Decoded, check_room, cut
-from labsupport.models.generation.steps import step_of
+from labsupport.models.generation.steps import LlamaStep
 from labsupport.profiling.timing import now
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class GraphedDecoder:
     keeps a copy of some of the model's weights (see `steps`) and a cache of the full length.
 
     Args:
-        model: a Llama or GPT-2 of Transformers, in eval mode.
+        model: a Llama of Transformers, in eval mode.
         batch: rows.
         length: slots of the cache: prompt and new tokens.
         compile: with torch.compile (on a CPU that needs a C++ compiler); by default on GPUs where
@@ -65,7 +65,7 @@ class GraphedDecoder:
         compile = gpu and has_triton() if compile is None else compile
         self.how = "compiled" if compile else "not compiled"
         self.how += ", a step is one CUDA graph" if gpu else ", without a graph (CPU)"
-        self.model, self.length, self.step = model, length, step_of(model, length)
+        self.model, self.length, self.step = model, length, LlamaStep(model, length)
         size = (batch, self.step.kv_heads, length, self.step.head_dim)
         self.keys = [torch.zeros(size, dtype=model.dtype, device=device) for _ in self.step.layers]
         self.values = [torch.zeros_like(keys) for keys in self.keys]

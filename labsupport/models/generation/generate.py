@@ -147,7 +147,7 @@ def generate(
         prompts: one text or a list; different lengths are padded on the left.
         max_new_tokens: the largest number of new tokens; 0 runs the prefill alone.
         cache: "dynamic" grows by one column a token; "static" has its full size from the start;
-            "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama and GPT-2).
+            "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama).
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
         top_k: sample among this many likeliest tokens.
         seed: of the sampling; the same seed gives the same text on the same device.

@@ -1,4 +1,4 @@
-"""One token through a Llama or a GPT-2, written over the weights of Transformers' own models.
+"""One token through a Llama, written over the weights of Transformers' own model.
 
 A step is called as
 
@@ -9,8 +9,8 @@ cache: it takes q (batch, heads, head_dim) and the token's own k and v (batch, k
 and gives the attention output (batch, heads * head_dim). The logits are (batch, vocabulary).
 
 Nothing here depends on a value on the GPU, and all shapes are fixed: so a step can be compiled as
-one graph. Matrices that multiply the same vector (in Llama: Q, K, V, gate and up) are stacked into
-one, a second copy of about half of the weights.
+one graph. Matrices that multiply the same vector (Q, K, V; gate and up) are stacked into one, a
+second copy of about half of the weights.
 """
 
 from __future__ import annotations
@@ -31,16 +31,23 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class LlamaStep:
     """Llama (Touvron et al., 2023): RMSNorm, rotary positions, SwiGLU, no biases.
 
-    Weights are as in `LlamaForCausalLM` when it was given; later changes of it are not seen.
+    Weights are as in `LlamaForCausalLM` when it was given; later changes of it are not seen. The
+    logits are for positions below `length`.
+
+    Raises:
+        ValueError: the model is no Llama, or has an option that the step does not know.
     """
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         config: Any = model.config
         body: Any = model.get_decoder()
-        _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False)
-        if config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+        known = type(model).__name__ == "LlamaForCausalLM" and config.hidden_act == "silu"
+        known = known and not config.attention_bias and not config.mlp_bias
+        if not known or config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
             raise ValueError(
-                "the decode step knows no rotary positions that change with the length"
+                f"there is no decode step for this {type(model).__name__}, only for a Llama with "
+                "SwiGLU, without biases, and with rotary positions that do not change with the "
+                'length: use cache="static" or "dynamic"'
             )
         self.head_dim, self.kv_heads = config.head_dim, config.num_key_value_heads
         self.layers = [_llama_weights(layer) for layer in body.layers]
@@ -49,7 +56,8 @@ class LlamaStep:
         self.eps = config.rms_norm_eps
         self.embedding = body.embed_tokens.weight.detach()  # (vocabulary, dim)
         self.norm = body.norm.weight.detach()
-        self.head = _classifier(model)
+        classifier: Any = model.get_output_embeddings()
+        self.head = classifier.weight.detach()  # (vocabulary, dim)
         # The model's own table of angles, so that scaled variants come out right.
         positions = torch.arange(length, device=model.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1], positions)
@@ -78,49 +86,6 @@ class LlamaStep:
         return weight * wide.to(x.dtype)
 
 
-class GPT2Step:
-    """GPT-2 (Radford et al., 2019): LayerNorm, learned positions, GELU, biases everywhere."""
-
-    def __init__(self, model: PreTrainedModel, length: int) -> None:
-        config: Any = model.config
-        self.body: Any = model.get_decoder()
-        _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
-        _require(config, add_cross_attention=False)
-        self.kv_heads = config.num_attention_heads
-        self.head_dim = config.hidden_size // self.kv_heads
-        self.layers: Any = self.body.h
-        self.head = _classifier(model)
-
-    def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:
-        """(batch,), (batch,) -> logits (batch, vocabulary)."""
-        x = self.body.wte(token) + self.body.wpe(position)  # (batch, dim)
-        for index, block in enumerate(self.layers):
-            q, k, v = (
-                part.unflatten(-1, (-1, self.head_dim))  # (batch, heads, head_dim)
-                for part in _affine(block.ln_1(x), block.attn.c_attn).chunk(3, dim=-1)
-            )
-            x = x + _affine(attend(index, q, k, v), block.attn.c_proj)
-            h = block.mlp.act(_affine(block.ln_2(x), block.mlp.c_fc))
-            x = x + _affine(h, block.mlp.c_proj)
-        return F.linear(self.body.ln_f(x), self.head)
-
-
-def step_of(model: PreTrainedModel, length: int) -> LlamaStep | GPT2Step:
-    """Return the step of a model, for positions below `length`.
-
-    Raises:
-        ValueError: the model is neither a Llama nor a GPT-2, or has an option that no step knows.
-    """
-    known = {"LlamaForCausalLM": LlamaStep, "GPT2LMHeadModel": GPT2Step}
-    name = type(model).__name__
-    if name not in known:
-        raise ValueError(
-            f"there is no decode step for a {name}, only for {' and '.join(known)}: "
-            'use cache="static" or "dynamic"'
-        )
-    return known[name](model, length)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (rotary positions, Su et al., 2021).
 
@@ -130,11 +95,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _classifier(model: PreTrainedModel) -> Tensor:
-    layer: Any = model.get_output_embeddings()
-    return layer.weight.detach()  # (vocabulary, dim)
 
 
 @torch.no_grad()
@@ -149,17 +109,3 @@ def _llama_weights(layer: Any) -> dict[str, Tensor]:
         "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
         "down": mlp.down_proj.weight.detach(),
     }
-
-
-def _affine(x: Tensor, layer: Any) -> Tensor:
-    """Apply GPT-2's `Conv1D`, a linear layer whose weight is stored as (in, out)."""
-    return torch.addmm(layer.bias, x, layer.weight)
-
-
-def _require(config: Any, **known: Any) -> None:
-    for name, value in known.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"the decode step knows {name}={value!r}, but the model has "
-                f'{getattr(config, name)!r}: use cache="static" or "dynamic"'
-            )

@@ -64,10 +64,10 @@ def layer_function(compute: Compute) -> AttentionFunction:
     def run(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Tensor | None = None, dropout: float = 0.0, scaling: float | None = None,
-        sliding_window: int | None = None, is_causal: bool | None = None, **kwargs: Any,
+        is_causal: bool | None = None, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         _refuse_options(module, dropout, kwargs)
-        mask = _checked_mask(module, query, key, attention_mask, sliding_window, is_causal)
+        mask = _checked_mask(module, query, key, attention_mask, is_causal)
         return compute(module, query, key, value, mask, scaling, kwargs)
 
     return outside_graphs(run)
@@ -81,11 +81,7 @@ def backend_function(backend: str) -> AttentionFunction:
         scaling: float | None, _: dict[str, Any],
     ) -> tuple[Tensor, None]:  # fmt: skip
         q, k, v = (tensor.transpose(1, 2) for tensor in _as_autocast(query, key, value))
-        options: dict[str, Any] = {
-            "causal": mask.causal,
-            "softmax_scale": scaling,
-            "window_size": window_that_hides(mask),
-        }
+        options: dict[str, Any] = {"causal": mask.causal, "softmax_scale": scaling}
         if mask.packing is None:
             k, v = k[:, : mask.end], v[:, : mask.end]
             # No check of the layout: Transformers has its dimensions in one order only.
@@ -127,7 +123,7 @@ def _packed(
 
 def _checked_mask(
     module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None,
-    sliding_window: int | None, is_causal: bool | None,
+    is_causal: bool | None,
 ) -> MaskDescription:  # fmt: skip
     """Return the description of a layer's mask, checked against the layer's tensors.
 
@@ -153,19 +149,12 @@ def _checked_mask(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and q_length > 1
-    if sliding_window is not None or (causal and q_length != kv_length):
-        what = f"a window of {sliding_window}" if sliding_window is not None else "causality"
+    if causal and q_length != kv_length:
         raise AttentionRefusedError(
-            f"{_name(module)} asks for {what} without a mask, for {q_length} queries and "
+            f"{_name(module)} asks for causality without a mask, for {q_length} queries and "
             f"{kv_length} keys: their alignment is not known."
         )
     return MaskDescription.of(shape, query.device, causal=causal, end=kv_length)
-
-
-def window_that_hides(mask: MaskDescription) -> tuple[int, int]:
-    """Return the window without limits that hide nothing here: some backends know no windows."""
-    left, right = (-1 if side >= mask.end - 1 else side for side in mask.window)
-    return left, right
 
 
 def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:

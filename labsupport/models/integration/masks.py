@@ -9,8 +9,7 @@ which bottom-right alignment gives exactly the pairs that the model's own mask a
     queries           . . . x x . . .          (q_length = 2): keys 0 ... 4 are valid (end = 5),
     empty slots       . . . . . x x x          and the queries are the last of them
 
-So the same rule serves prefill (no past), chunked prefill and decode (q_length = 1). A sliding
-cache that has dropped its oldest tokens begins at position `kv_offset`; slots count from there.
+So the same rule serves prefill (no past), chunked prefill and decode (q_length = 1).
 
 With padding, each row keeps its valid tokens only: they are packed one after the other, as
 `attention_varlen` wants them, and causality inside a row is bottom-right again.
@@ -27,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import masking_utils
 
-NO_WINDOW = (-1, -1)
 NO_WEIGHTS = (
     "output_attentions=True asks for the attention weights, a tensor of N_q x N_k that "
     "labsupport's attention does not return. Use model.set_attn_implementation('eager')."
@@ -64,7 +62,6 @@ class MaskDescription(torch.Tensor):
 
     Attributes:
         causal: a query sees no later key.
-        window: (left, right) neighbours that a query sees, as in `attention`; -1 is no limit.
         end: keys from this slot on are not filled yet.
         padding: (batch, end) True for valid tokens, on the CPU; None when all are.
         packing: the same, ready for `attention_varlen`.
@@ -80,7 +77,6 @@ class MaskDescription(torch.Tensor):
         *,
         causal: bool,
         end: int,
-        window: tuple[int, int] = NO_WINDOW,
         padding: Tensor | None = None,
         packing: Packing | None = None,
     ) -> MaskDescription:
@@ -88,12 +84,11 @@ class MaskDescription(torch.Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.bool, device=torch.device(device)
         )
-        made.causal, made.window, made.end = causal, window, end
+        made.causal, made.end = causal, end
         made.padding, made.packing = padding, packing
         return made
 
     causal: bool
-    window: tuple[int, int]
     end: int
     padding: Tensor | None
     packing: Packing | None
@@ -114,8 +109,7 @@ class MaskDescription(torch.Tensor):
         kind = "causal" if self.causal else "bidirectional"
         padded = 0 if self.padding is None else int((~self.padding).sum())
         return (
-            f"MaskDescription({kind}, window {self.window}, {tuple(self.shape)}, "
-            f"keys below {self.end}, {padded} padded)"
+            f"MaskDescription({kind}, {tuple(self.shape)}, keys below {self.end}, {padded} padded)"
         )
 
 
@@ -131,7 +125,6 @@ def describe_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
@@ -143,7 +136,6 @@ def describe_mask(
         q_offset: tokens before the first query: an integer, or, from a static cache, a tensor on
             the model's device. Reading it, and a padding mask, waits for the GPU once per forward,
             as Transformers' own mask functions do.
-        kv_offset: position of the first key in memory.
         mask_function: which pair (query, key) is allowed; must be one that we know.
         attention_mask: (batch, tokens so far) True for valid tokens, or None.
 
@@ -151,40 +143,27 @@ def describe_mask(
         AttentionRefusedError: the mask is of a kind that cannot be described here; names it.
     """
     refuse_recorded_weights()
-    causal, window = kind_of(mask_function)
-    last = int(q_offset) + q_length - kv_offset  # the slot after the last query
-    end = last if causal else kv_length
+    causal = is_causal(mask_function)
+    end = int(q_offset) + q_length if causal else kv_length
     if end > kv_length:
         raise AttentionRefusedError(
             f"the new tokens end at slot {end}, and the cache has {kv_length}: make the cache "
             "longer (max_cache_len), or give it fewer tokens."
         )
-    if window != NO_WINDOW and last != end:
-        raise AttentionRefusedError(
-            "a window that looks both ways needs queries that end where the keys end; here they "
-            f"end at slot {last} of {kv_length}."
-        )
     padding = packing = None
     if attention_mask is not None:
-        padding = attention_mask[:, kv_offset : kv_offset + end].bool().cpu()
+        padding = attention_mask[:, :end].bool().cpu()
         if padding.shape[1] < end:
             raise AttentionRefusedError(
                 f"attention_mask covers {attention_mask.shape[1]} tokens, but the model has seen "
-                f"{kv_offset + end}: it must cover the cached tokens too, not only the new ones."
+                f"{end}: it must cover the cached tokens too, not only the new ones."
             )
         padding = None if bool(padding.all()) else padding
     if padding is not None:
-        # A row without holes changes from padding to tokens at most once.
-        starts = padding.int().diff(dim=1, prepend=torch.zeros(batch_size, 1, dtype=torch.int)) == 1
-        if window != NO_WINDOW and bool((starts.sum(dim=1) > 1).any()):
-            raise AttentionRefusedError(
-                "attention_mask has holes (a 0 between two 1s) and the layer a sliding window: "
-                "the window counts positions, and packing would close the holes. Pad left or right."
-            )
-        packing = _pack(padding, q_length, device, drop_queries=causal or window != NO_WINDOW)
+        packing = _pack(padding, q_length, device, drop_queries=causal)
     shape = (batch_size, 1, q_length, kv_length)
     return MaskDescription.of(
-        shape, device, causal=causal, window=window, end=end, padding=padding, packing=packing
+        shape, device, causal=causal, end=end, padding=padding, packing=packing
     )
 
 
@@ -194,16 +173,9 @@ def visible_pairs(mask: MaskDescription) -> Tensor:
     For functions that want a tensor, and for tests; costs the memory that the description saves.
     """
     batch, _, q_length, _ = mask.shape
-    queries = torch.arange(mask.end - q_length, mask.end, device=mask.device)[:, None]
-    distance = queries - torch.arange(mask.end, device=mask.device)
-    left, right = mask.window
-    pairs = torch.ones_like(distance, dtype=torch.bool)
+    pairs = torch.ones(q_length, mask.end, dtype=torch.bool, device=mask.device)
     if mask.causal:
-        pairs &= distance >= 0
-    if left >= 0:
-        pairs &= distance <= left
-    if right >= 0:
-        pairs &= -distance <= right
+        pairs = pairs.tril(mask.end - q_length)
     pairs = pairs.expand(batch, 1, q_length, mask.end)
     if mask.padding is None:
         return pairs
@@ -231,37 +203,33 @@ def _pack(
 # --- which mask a model means ---------------------------------------------------------------------
 
 
-def kind_of(mask_function: Callable[..., Any]) -> tuple[bool, tuple[int, int]]:
-    """Return (causal, window) of one of Transformers' mask functions.
+def is_causal(mask_function: Callable[..., Any]) -> bool:
+    """Tell whether one of Transformers' mask functions is causal; otherwise it hides nothing.
 
     Transformers puts them together from a few closures, which are recognised by where they were
-    defined; their options are read from the closure.
+    defined.
 
     Raises:
         AttentionRefusedError: a part of it is not known.
     """
-    causal, window = False, NO_WINDOW
+    causal = False
     for part, options in _parts(mask_function):
         if part == "causal_mask_function":
             causal = True
-        elif part == "sliding_window_overlay":  # key > query - size
-            window = (options["sliding_window"] - 1, window[1])
-        elif part == "sliding_window_bidirectional_overlay":  # |query - key| <= size
-            window = (options["sliding_window"], options["sliding_window"])
         elif part == "packed_sequence_mask_function":
             # Under torch.compile Transformers cannot look, and always sends it.
             if bool((options["packed_sequence_mask"][:, -1] != 0).any()):
                 raise AttentionRefusedError(_unknown(part))
         elif part != "bidirectional_mask_function":
             raise AttentionRefusedError(_unknown(part))
-    return causal, window
+    return causal
 
 
 def _unknown(part: str) -> str:
     packed = " (several sequences packed in one row)" if part.startswith("packed") else ""
     return (
         f"this model's mask has a part {part}{packed}, which labsupport's attention does not "
-        "compute: it knows causal and bidirectional masks, sliding windows and padding. Use "
+        "compute: it knows causal and bidirectional masks, and padding. Use "
         "model.set_attn_implementation('sdpa') for this model or these inputs."
     )
 

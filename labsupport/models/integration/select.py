@@ -19,21 +19,18 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from labsupport.attention import AttentionInputError, BackendUnavailableError, available_backends
+from labsupport.attention import AttentionInputError
 from labsupport.attention.implementations import own
 from labsupport.models.integration.functions import (
     backend_function,
     layer_function,
     outside_graphs,
-    window_that_hides,
 )
 from labsupport.models.integration.masks import (
-    NO_WINDOW,
     AttentionRefusedError,
     MaskDescription,
     describe_mask,
@@ -82,9 +79,8 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
             or of `register_attention`. None reads the environment variable LABSUPPORT_ATTENTION;
             without it, "auto".
 
-    What the backend cannot do is refused, here or at the call, and never computed by another one.
-    A float32 model that will run under autocast is judged by its dtype: call this inside of it.
-    Starts the counts of `attention_used` again.
+    What the backend cannot do is refused at the call, with every reason, and never computed by
+    another one. Starts the counts of `attention_used` again.
 
     The choice is kept in the model's config: two models that were built from one config object
     share it. A whole model that `torch.save` wrote needs `import labsupport.models.integration`
@@ -92,8 +88,6 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
 
     Raises:
         AttentionInputError: not a Transformers model, or no such backend.
-        BackendUnavailableError: the backend cannot run this model's device, dtype, heads or
-            head_dim (or not its gradients, if the model is in training mode); with every reason.
         AttentionRefusedError: this model's attention cannot be replaced, or computes something
             that labsupport's does not.
     """
@@ -113,7 +107,6 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
                 f"{type(model).__name__} was built with reorder_and_upcast_attn=True, which only "
                 "Transformers' eager path computes. Build it with reorder_and_upcast_attn=False."
             )
-    _check_backend(model, chosen)
     if chosen in own:
         _register(registered_name(chosen), backend_function(chosen))
     model.set_attn_implementation(registered_name(chosen))
@@ -134,42 +127,6 @@ def chosen_attention(backend: str | None = None) -> str:
     place = f" in the environment variable {VARIABLE}" if backend is None else ""
     raise AttentionInputError(
         f"unknown attention {chosen!r}{place}.{hint} There are: {', '.join(choices())}."
-    )
-
-
-def _check_backend(model: PreTrainedModel, chosen: str) -> None:
-    """Ask the backends about a small call that looks like this model's."""
-    if chosen in _own:
-        return
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if not heads or weight is None or weight.is_meta:
-        return  # a model whose config does not say its sizes is judged at the call
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    learns = model.training and any(p.requires_grad for p in model.parameters())
-    q, k = (
-        torch.zeros(1, 16, n, head_dim, dtype=dtype, device=weight.device, requires_grad=learns)
-        for n in (heads, kv_heads)
-    )
-    with torch.set_grad_enabled(model.training):
-        table = available_backends(q, k, k, causal=True)
-    wanted = [status for status in table if chosen in ("auto", status.name)]
-    wanted += [status for status in table if chosen == "flash" and status.io_aware]
-    if any(status.runs for status in wanted):
-        return
-    refused = {status.name: status.reasons for status in wanted}
-    listing = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
-    runs = ", ".join(status.name for status in table if status.runs)
-    raise BackendUnavailableError(
-        f"attention {chosen!r} cannot run in this model ({heads} heads, {kv_heads} for keys "
-        f"and values, head_dim {head_dim}, {str(dtype).removeprefix('torch.')} on {kind}"
-        f"{', in training mode' if model.training else ''}):\n{listing}\n"
-        f"Backends that can: {runs or 'none'}.",
-        refused,
     )
 
 
@@ -254,7 +211,7 @@ def _own_function(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _written(mask: MaskDescription) -> Tensor | None:
-    if mask.padding is None and window_that_hides(mask) == NO_WINDOW:
+    if mask.padding is None:
         return None
     if "written" not in mask.__dict__:  # once per forward, not once per layer
         pairs = visible_pairs(mask)

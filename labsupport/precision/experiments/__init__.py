@@ -1,9 +1,9 @@
 """One small experiment for each rule about dtypes: the failure, its size, and the remedy.
 
 Each function returns a table whose first column names the variants, the failing one first. They run
-in seconds on a CPU and leave the global random numbers alone. `RULES` is the best-practice table:
-`python -m labsupport.precision.experiments` measures it. `gpt2` trains a GPT-2 under several
-policies.
+in seconds on a CPU and leave the global random numbers alone. `RULES` has those of the
+best-practice table (theory, chapter 6): `python -m labsupport.precision.experiments` measures it.
+`gpt2` trains a GPT-2 under several policies.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # --- forward: scores, norms, sums, products -------------------------------------------------------
 
 
-def float16_logits_overflow(value: float = 40.0, head_dim: int = 64) -> pd.DataFrame:
+def float16_logits_overflow() -> pd.DataFrame:
     """Show that QK^T of harmless inputs overflows float16, unless it stays in float32.
 
-    All entries of q and k are `value`: each score is value**2 * head_dim before it is scaled, which
-    is 102,400 for the defaults, and 12,800 after. v is unit normal.
+    All entries of q and k are 40: each score is 40**2 * 64 = 102,400 before it is scaled, and
+    12,800 after. v is unit normal.
 
     Returns:
         computation, largest score (as stored, or "never stored"), NaN in output (count), max error.
     """
-    q = k = torch.full((1, 16, 1, head_dim), value)
-    v = _normal(1, 16, 1, head_dim)
+    q = k = torch.full((1, 16, 1, 64), 40.0)
+    v = _normal(1, 16, 1, 64)
     exact = _oracle(q, k, v)
-    scale = 1 / math.sqrt(head_dim)
+    scale = 1 / math.sqrt(64)
 
     def textbook(dtype: torch.dtype, before: float = 1.0) -> tuple[Tensor, Any]:
         q_, k_, v_ = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -89,30 +89,25 @@ def norm_statistics(magnitudes: Sequence[float] = (1e-4, 1.0, 300.0)) -> pd.Data
     return _table("computation, magnitude, non-finite, relative error", rows)
 
 
-def running_sum(entries: int = 4096) -> pd.DataFrame:
+def running_sum() -> pd.DataFrame:
     """Show that softmax's running sum stops growing where 1 is below half a unit in the last place.
 
-    `entries` equal scores: each adds exp(0) = 1 to the sum, one block of 1 at a time.
+    4,096 equal scores: each adds exp(0) = 1 to the sum, one block of 1 at a time.
 
     Returns:
-        accumulator, sum, weight of each entry (should be 1 / entries), relative error.
+        accumulator, sum, weight of each entry (should be 1 / 4,096), relative error.
     """
     rows = []
     for dtype in (F16, BF16, F32):
         total = torch.zeros((), dtype=dtype)
-        for _ in range(entries):
+        for _ in range(4096):
             total += 1
-        error = abs(total.item() - entries) / entries
+        error = abs(total.item() - 4096) / 4096
         rows.append((short(dtype), total.item(), 1 / total.item(), error))
     return _table("accumulator, sum, weight of each entry, relative error", rows)
 
 
-def error_by_length(
-    lengths: Sequence[int] = (128, 512, 2048),
-    *,
-    head_dim: int = 64,
-    device: torch.device | str | None = None,
-) -> pd.DataFrame:
+def error_by_length(*, device: torch.device | str | None = None) -> pd.DataFrame:
     """Compare FlashAttention and the textbook with float64, by dtype and sequence length.
 
     One head, unit normal inputs, in those of float32, float16 and bfloat16 that the device runs.
@@ -122,9 +117,9 @@ def error_by_length(
     """
     device = resolve_device(device)
     rows = []
-    for seqlen in lengths:
+    for seqlen in (128, 512, 2048):
         for dtype in (F32, F16, BF16):
-            q, k, v = (_normal(1, seqlen, 1, head_dim, seed=i).to(device, dtype) for i in range(3))
+            q, k, v = (_normal(1, seqlen, 1, 64, seed=i).to(device, dtype) for i in range(3))
             if not any(s.runs and s.io_aware for s in available_backends(q, k, v)):
                 continue
             exact, flash = _oracle(q, k, v), _flash(q, k, v, dtype)
@@ -135,9 +130,7 @@ def error_by_length(
     return _table("dtype, seqlen, standard, flash, ratio, relative", rows)
 
 
-def error_by_scale(
-    scales: Sequence[float] = (0.1, 1.0, 10.0, 100.0), *, device: torch.device | str | None = None
-) -> pd.DataFrame:
+def error_by_scale(*, device: torch.device | str | None = None) -> pd.DataFrame:
     """Show that larger inputs make larger scores, which amplify the rounding of the inputs.
 
     Unit normal q, k and v of 512 tokens, times each scale, in half precision by FlashAttention.
@@ -148,7 +141,7 @@ def error_by_scale(
     """
     unit = [_normal(1, 512, 4, 64, seed=i).to(resolve_device(device)) for i in range(3)]
     rows = []
-    for scale in scales:
+    for scale in (0.1, 1.0, 10.0, 100.0):
         q, k, v = (x * scale for x in unit)
         exact = _oracle(q, k, v)
         largest = exact.abs().max().item()
@@ -158,7 +151,7 @@ def error_by_scale(
     return _table("scale, float16, bfloat16, largest score", rows)
 
 
-def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) -> pd.DataFrame:
+def tf32_surprise(*, device: torch.device | str | None = None) -> pd.DataFrame:
     """Show a "float32" product that is not: TF32 has 11 of float32's 24 significant bits.
 
     On an NVIDIA GPU from Ampere on, the same call is measured with TF32 off and on. Elsewhere TF32
@@ -168,7 +161,7 @@ def tf32_surprise(size: int = 512, *, device: torch.device | str | None = None) 
         product, how ("measured" or "emulated"), relative error.
     """
     device = resolve_device(device)
-    a, b = (_normal(size, size, seed=i).to(device) for i in range(2))
+    a, b = (_normal(512, 512, seed=i).to(device) for i in range(2))
     before = torch.get_float32_matmul_precision()
     try:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -200,7 +193,7 @@ def _round_tf32(x: Tensor) -> Tensor:
 # --- backward: losses, gradients, updates ---------------------------------------------------------
 
 
-def cross_entropy_dtypes(tokens: int = 512, vocabulary: int = 50_257) -> pd.DataFrame:
+def cross_entropy_dtypes() -> pd.DataFrame:
     """Show that the loss of float16 logits is coarse, and most of its gradient is zero.
 
     The gradient of a logit is (p - 1[target]) / tokens, and its rows sum to zero. With a large
@@ -211,7 +204,7 @@ def cross_entropy_dtypes(tokens: int = 512, vocabulary: int = 50_257) -> pd.Data
         logits, loss, loss error (against float64 on the same logits), zero gradients (share), row
         sum (the largest |sum| of a row over 1 / tokens, the pull on its target; should be 0).
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, tokens, vocabulary = torch.Generator().manual_seed(0), 512, 50_257
     logits = 2 * torch.randn(tokens, vocabulary, generator=generator)
     labels = torch.randint(vocabulary, (tokens,), generator=generator)
     rows = []
@@ -231,7 +224,7 @@ def cross_entropy_dtypes(tokens: int = 512, vocabulary: int = 50_257) -> pd.Data
     return _table("logits, loss, loss error, zero gradients, row sum", rows)
 
 
-def gradient_underflow(scales: Sequence[float] = (1.0, 2.0**10, 2.0**16)) -> pd.DataFrame:
+def gradient_underflow() -> pd.DataFrame:
     """Show that small gradients vanish in float16, and a scaled loss brings them back.
 
     Two linear layers (256 -> 256 -> 256) on 512 tokens in float16. The gradient of their output has
@@ -253,21 +246,22 @@ def gradient_underflow(scales: Sequence[float] = (1.0, 2.0**10, 2.0**16)) -> pd.
 
     exact = gradient(torch.float64, 1.0)
     rows = []
-    for dtype, scale in [*((F16, scale) for scale in scales), (BF16, 1.0)]:
+    for dtype, scale in ((F16, 1.0), (F16, 2.0**10), (F16, 2.0**16), (BF16, 1.0)):
         got = gradient(dtype, scale)
         error = relative_error(got.double() / scale, exact)
         rows.append((short(dtype), scale, (got == 0).float().mean().item(), error))
     return _table("dtype, loss scale, zero gradients, relative error", rows)
 
 
-def vanishing_updates(learning_rate: float = 1e-3, steps: int = 100) -> pd.DataFrame:
+def vanishing_updates() -> pd.DataFrame:
     """Show that steps below half a unit in the last place do not move low-precision weights.
 
-    AdamW with a constant gradient moves each weight by `learning_rate` a step; weights start at 1.
+    AdamW with a constant gradient moves each weight by the learning rate; weights start at 1.
 
     Returns:
         weights, moved (distance after all steps), expected, lost (share).
     """
+    learning_rate, steps = 1e-3, 100
     expected = learning_rate * steps
     rows = []
     for name, dtype, updated in (
@@ -285,12 +279,10 @@ def vanishing_updates(learning_rate: float = 1e-3, steps: int = 100) -> pd.DataF
     return _table("weights, moved, expected, lost", rows)
 
 
-def embedding_updates(
-    learning_rates: Sequence[float] = (1e-3, 1e-4, 2e-5), spread: float = 0.02
-) -> pd.DataFrame:
+def embedding_updates() -> pd.DataFrame:
     """Count entries of an embedding table that one Adam step does not move, by dtype and rate.
 
-    Entries are normal with standard deviation `spread` (GPT-2's initialisation); the step of each
+    Entries are normal with standard deviation 0.02 (GPT-2's initialisation); the step of each
     entry is the learning rate, as in Adam's first step.
 
     Returns:
@@ -298,8 +290,8 @@ def embedding_updates(
     """
     rows = []
     for dtype in (BF16, F32):
-        before = (spread * _normal(1000, 64)).to(dtype)
-        for rate in learning_rates:
+        before = (0.02 * _normal(1000, 64)).to(dtype)
+        for rate in (1e-3, 1e-4, 2e-5):
             rows.append((short(dtype), rate, (before - rate == before).float().mean().item()))
     return _table("table, learning rate, unmoved", rows)
 
@@ -330,27 +322,18 @@ class Rule(NamedTuple):
 
     Attributes:
         component: the subject of the rule.
-        dtype: the recommendation.
-        must_match: what has to have the same dtype, or "no".
-        why: the reason in one sentence.
         experiment: the function that shows it; returns a table.
         figure: the finding in a few words, from that table with its first column as the index.
     """
 
     component: str
-    dtype: str
-    must_match: str
-    why: str
     experiment: Callable[[], pd.DataFrame]
     figure: Callable[[pd.DataFrame], str]
 
 
 RULES = (
     Rule(
-        "attention: q, k, v",
-        "bfloat16, or float16 where magnitudes allow it; float32 on a CPU",
-        "q, k and v, with each other",
-        "Fused kernels take one dtype; they accumulate in float32, so that QK^T cannot overflow.",
+        "q, k, v of the kernel",
         float16_logits_overflow,
         lambda t: (
             f"all-40 inputs in float16: textbook {t['NaN in output'].iloc[0]} NaN, FlashAttention "
@@ -358,10 +341,7 @@ RULES = (
         ),
     ),
     Rule(
-        "attention: running maximum and sum",
-        "float32",
-        "no: inside the kernel",
-        "A sum in half precision stops growing, and the weights no longer add up to 1.",
+        "running maximum and sum",
         running_sum,
         lambda t: (
             f"sum of 4,096 ones: {t['sum']['float16']:,.0f} in float16, "
@@ -369,10 +349,7 @@ RULES = (
         ),
     ),
     Rule(
-        "attention: error allowed",
-        "judge each dtype by itself",
-        "no",
-        "bfloat16 has 8 significant bits at every length; a fixed tolerance fits one dtype.",
+        "allowed error",
         error_by_length,
         lambda t: (
             "largest error over the textbook's, all dtypes and lengths: "
@@ -381,9 +358,6 @@ RULES = (
     ),
     Rule(
         "attention and MLP weights",
-        "bfloat16 or float16, with float32 master copies",
-        "the activations that meet them",
-        "Updates below half a unit in the last place vanish.",
         vanishing_updates,
         lambda t: (
             f"share of 100 updates lost: {t['lost']['bfloat16']:.0%} in bfloat16, "
@@ -392,9 +366,6 @@ RULES = (
     ),
     Rule(
         "LayerNorm, RMSNorm",
-        "statistics in float32; weights may be low",
-        "no: input and output keep their dtype",
-        "Squares overflow float16 from 256 on, and small epsilons underflow.",
         norm_statistics,
         lambda t: (
             "magnitude 300, by hand in float16: relative error "
@@ -404,9 +375,6 @@ RULES = (
     ),
     Rule(
         "embedding",
-        "float32 table, output cast; low precision only with master copies",
-        "tied output layer",
-        "A row's update is often smaller than its last place.",
         embedding_updates,
         lambda t: (
             "entries that a step of 2e-5 does not move: "
@@ -416,9 +384,6 @@ RULES = (
     ),
     Rule(
         "loss",
-        "float32, from the logits on",
-        "no",
-        "A float16 loss is coarse, and the gradients of most logits are zero.",
         cross_entropy_dtypes,
         lambda t: (
             f"zero gradients of the logits: {t['zero gradients']['float16']:.0%} in "
@@ -427,9 +392,6 @@ RULES = (
     ),
     Rule(
         "gradients",
-        "scale the loss where anything is float16",
-        "no",
-        "Small gradients are below float16's smallest number; bfloat16 has float32's range.",
         gradient_underflow,
         lambda t: (
             f"error of a weight's gradient: {t['relative error'].iloc[0]:.0%} in float16, "
@@ -437,10 +399,7 @@ RULES = (
         ),
     ),
     Rule(
-        "float32 matrix products",
-        "know whether TF32 is on",
-        "no",
-        "TF32 keeps 11 of 24 significant bits, and nothing in the dtype says so.",
+        "float32 products",
         tf32_surprise,
         lambda t: (
             f"relative error {t['relative error'].iloc[0]:.1e} with TF32 ({t['how'].iloc[0]}), "
@@ -450,16 +409,9 @@ RULES = (
 )
 
 
-def best_practice_table() -> pd.DataFrame:
-    """Run every rule's experiment; takes about ten seconds.
-
-    Returns:
-        component, recommended, must match, why, measured (the finding on this machine),
-        experiment (the function that shows it).
-    """
-    rows = []
-    for *texts, experiment, figure in RULES:
+def main() -> None:
+    """Run every rule's experiment, in about ten seconds, and print the findings."""
+    for component, experiment, figure in RULES:
         table = experiment()
-        measured = figure(table.set_index(table.columns[0]))
-        rows.append((*texts, measured, experiment.__name__))
-    return _table("component, recommended, must match, why, measured, experiment", rows)
+        print(f"{component}: {figure(table.set_index(table.columns[0]))}")
+        print(f"    {experiment.__name__}: {str(experiment.__doc__).splitlines()[0]}")

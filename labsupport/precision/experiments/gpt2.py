@@ -10,11 +10,8 @@ smallest numbers. Without the division the same policy trains well; that control
 
 from __future__ import annotations
 
-import argparse
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -25,53 +22,25 @@ from labsupport.precision.losses import compute_loss
 from labsupport.precision.optimizer import MixedPrecisionOptimizer
 from labsupport.precision.policy import FlashAttentionConfig, apply_precision_policy
 from labsupport.precision.tracker import PrecisionTracker
-from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.timing import resolve_device
 
 BATCH, SEQLEN, WIDTH, LAYERS, HEADS = 8, 128, 64, 2, 4
 SHARE = 1024  # processes or micro-batches that make a step
+LEARNING_RATE = 1e-3  # small enough that float32 runs of two seeds stay close: the unit of the rest
 YARDSTICK, NOISE = "float32", "float32, another seed"
 FAILING = "float16, loss in float16, unscaled"
 CONTROL = "the same, steps of 1,024 tokens"
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    config: FlashAttentionConfig  # the policy
-    seed: int = 0  # of the weights and the batches
-    scaled: bool = True  # scale the loss, if the policy needs it
-    share: int = SHARE  # divisor of the loss
-
-
-def runs() -> dict[str, Run]:
-    """Return the yardstick, its noise, two good policies, a bad one, and a control."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a float16 loss is what we want to see
-        coarse = FlashAttentionConfig.float16(loss=torch.float16)
-    return {
-        YARDSTICK: Run(FlashAttentionConfig.float32()),
-        NOISE: Run(FlashAttentionConfig.float32(), seed=1),
-        "bfloat16": Run(FlashAttentionConfig.bfloat16()),
-        "float16, loss scaled": Run(FlashAttentionConfig.float16()),
-        FAILING: Run(coarse, scaled=False),
-        CONTROL: Run(coarse, scaled=False, share=1),
-    }
-
-
 def train_under_policies(
-    steps: int = 50,
-    *,
-    learning_rate: float = 1e-3,
-    device: torch.device | str | None = None,
+    steps: int = 50, *, device: torch.device | str | None = None
 ) -> pd.DataFrame:
     """Train a small GPT-2 under each policy: same weights and batches, except for the second seed.
 
+    The policies: the yardstick, its noise, two good ones, a bad one, and a control.
+
     Args:
         steps: of AdamW.
-        learning_rate: constant. Small enough that float32 runs of two seeds stay close: their
-            distance is the unit of the others.
         device: a GPU if there is one. float16 on a CPU is slow: about six seconds for 50 steps.
 
     Returns:
@@ -79,13 +48,24 @@ def train_under_policies(
         of each run.
     """
     device = resolve_device(device)
-    frames, reports = [], {}
-    for name, run in runs().items():
-        losses, reports[name] = train(run, steps, learning_rate, device)
-        frames.append(pd.DataFrame({"run": name, "step": range(1, steps + 1), "loss": losses}))
-    table = pd.concat(frames, ignore_index=True)
-    table.attrs["reports"] = reports
-    table.attrs["provenance"] = provenance(device, command=command_line(), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a float16 loss is what we want to see
+        coarse = FlashAttentionConfig.float16(loss=torch.float16)
+    runs = {
+        YARDSTICK: train(FlashAttentionConfig.float32(), steps, device),
+        NOISE: train(FlashAttentionConfig.float32(), steps, device, seed=1),
+        "bfloat16": train(FlashAttentionConfig.bfloat16(), steps, device),
+        "float16, loss scaled": train(FlashAttentionConfig.float16(), steps, device),
+        FAILING: train(coarse, steps, device, scaled=False),
+        CONTROL: train(coarse, steps, device, scaled=False, share=1),
+    }
+    rows = [
+        (name, step, loss)
+        for name, (losses, _) in runs.items()
+        for step, loss in enumerate(losses, 1)
+    ]
+    table = pd.DataFrame(rows, columns=["run", "step", "loss"])
+    table.attrs["reports"] = {name: report for name, (_, report) in runs.items()}
     return table
 
 
@@ -105,18 +85,31 @@ def distances(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def train(
-    run: Run, steps: int, learning_rate: float, device: torch.device
+    config: FlashAttentionConfig,
+    steps: int,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    scaled: bool = True,
+    share: int = SHARE,
 ) -> tuple[list[float], str]:
-    """Return the loss of each step, and the tracker's report on the first one."""
+    """Return the loss of each step, and the tracker's report on the first one.
+
+    Args:
+        config: the policy.
+        seed: of the weights and the batches.
+        scaled: scale the loss, if the policy needs it.
+        share: divisor of the loss.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.seed)
+        torch.manual_seed(seed)
         model = small_gpt2().to(device)
-    apply_precision_policy(model, run.config)
-    optimizer = MixedPrecisionOptimizer(model, run.config, lr=learning_rate)
-    if not run.scaled:
+    apply_precision_policy(model, config)
+    optimizer = MixedPrecisionOptimizer(model, config, lr=LEARNING_RATE)
+    if not scaled:
         optimizer.scaler = None
     text = torch.tensor(list((project_root() / "LICENSE").read_bytes()))
-    generator = torch.Generator().manual_seed(run.seed)
+    generator = torch.Generator().manual_seed(seed)
     tracker = PrecisionTracker(model)
     losses = []
     for step in range(steps):
@@ -124,9 +117,9 @@ def train(
         tokens = text[starts + torch.arange(SEQLEN + 1)].to(device)
         with tracker if step == 0 else nullcontext():
             logits = model(tokens[:, :-1]).logits
-            loss = compute_loss(logits, tokens[:, 1:], dtype=run.config.loss)
+            loss = compute_loss(logits, tokens[:, 1:], dtype=config.loss)
             optimizer.zero_grad()
-            optimizer.backward(loss / run.share)
+            optimizer.backward(loss / share)
             optimizer.step()
         losses.append(loss.item())
     return losses, tracker.report()
@@ -144,16 +137,9 @@ def small_gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.precision.experiments.gpt2",
-        description="Train a small GPT-2 under several precision policies.",
-    )
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    options = parser.parse_args(arguments)
-    table = train_under_policies(options.steps, device=options.device)
+    table = train_under_policies()
     print(distances(table).round(3).to_string(index=False))
     print(f"\nThe tracker's report on the first step in {FAILING}:")
     print(table.attrs["reports"][FAILING])

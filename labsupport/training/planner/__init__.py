@@ -4,10 +4,8 @@ formulas  the parts of memory at each phase, as formulas that are evaluated as t
 plan      plan_memory, longest, what_fits; and a real step, measured beside its plan
 """
 
-from labsupport.training.planner.formulas import Part
 from labsupport.training.planner.plan import (
     STRATEGIES,
-    MemoryPlan,
     MemoryStrategy,
     longest,
     measure_step,
@@ -17,9 +15,7 @@ from labsupport.training.planner.plan import (
 
 __all__ = [
     "STRATEGIES",
-    "MemoryPlan",
     "MemoryStrategy",
-    "Part",
     "longest",
     "measure_step",
     "plan_memory",

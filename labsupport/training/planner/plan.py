@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from labsupport.attention.implementations import by_name
 from labsupport.profiling.memory import MemoryUse, measure_peak_memory
@@ -202,46 +204,93 @@ def what_fits(
 # --- a real step ----------------------------------------------------------------------------------
 
 
+MakeModel = Callable[[DecoderConfig, MemoryStrategy, int], nn.Module]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model with its optimizer, ready to do steps on the same random tokens.
+
+    run: does one step; returns its loss. warm_up: the same with the first tokens only.
+    standing_bytes: weights and AdamW's states, which are there between steps.
+    """
+
+    run: Callable[[], float]
+    warm_up: Callable[[], float]
+    standing_bytes: int
+
+
+def training_step(
+    config: DecoderConfig,
+    strategy: MemoryStrategy,
+    seqlen: int,
+    device: torch.device,
+    *,
+    batch: int = 1,
+    accumulation: int = 1,
+    make_model: MakeModel | None = None,
+) -> TrainingStep:
+    """Make a training step on `device`: forward, backward, AdamW; `accumulation` micro-batches.
+
+    `make_model(config, strategy, seqlen)` makes another model than the `Decoder`; called with
+    tokens and labels, it returns its loss.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        if make_model is None:
+            model: nn.Module = Decoder(config, strategy.savings)
+        else:
+            model = make_model(config, strategy, seqlen)
+        tokens = torch.randint(config.vocab_size, (batch, seqlen))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    for weight in model.parameters():  # the states are made by a first step
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    dtype = strategy.autocast
+
+    def run(tokens: Tensor) -> float:
+        labels, loss = tokens.roll(-1, dims=1), torch.zeros(())
+        try:
+            for _ in range(accumulation):
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    loss = model(tokens, labels)
+                loss.backward()
+                loss = loss.detach()  # its graph goes before the next forward
+            optimizer.step()
+            return float(loss)
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+
+    standing = 3 * sum(weight.nbytes for weight in model.parameters())
+    return TrainingStep(partial(run, tokens), partial(run, tokens[:, :128]), standing)
+
+
 def measure_step(
     config: DecoderConfig,
     *,
     seqlen: int,
-    batch: int = 1,
     savings: MemoryOptions | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    accumulation: int = 1,
+    **options: Any,
 ) -> MemoryUse:
     """Measure the peak of one training step on random tokens, everything it needs included.
 
-    Weights, AdamW's states (by an update with gradients of zero), tokens and the step itself are
-    made inside of the measurement. So `peak_bytes` is what `plan_memory` predicts for the same
-    arguments; on a CPU it is exact to the byte.
+    Weights, AdamW's states, tokens and the step itself are made inside of the measurement. So
+    `peak_bytes` is what `plan_memory` predicts for the same arguments (`options` are batch and
+    accumulation); on a CPU it is exact to the byte.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit.
     """
-    place = torch.device(device)
-
-    def everything() -> None:
-        torch.manual_seed(0)
-        with place:
-            model = Decoder(config, savings)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            for weight in model.parameters():
-                weight.grad = torch.zeros_like(weight)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            tokens, labels = torch.randint(config.vocab_size, (2, batch, seqlen)).unbind()
-        for _ in range(accumulation):
-            with torch.autocast(place.type, dtype=autocast, enabled=autocast is not None):
-                loss = model(tokens, labels)
-            loss.backward()
-        optimizer.step()
-
+    place, strategy = torch.device(device), MemoryStrategy("", savings or MemoryOptions(), autocast)
     try:
         # Without a warm-up: cuBLAS takes its workspaces within the measurement, as planned.
-        return measure_peak_memory(everything, device=place, warmup=0)
+        return measure_peak_memory(
+            lambda: training_step(config, strategy, seqlen, place, **options).run(),
+            device=place, warmup=0,
+        )  # fmt: skip
     finally:
         if place.type == "cuda":
             gc.collect()

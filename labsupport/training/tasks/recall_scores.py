@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from labsupport.attention import attention
-from labsupport.attention.rotary import rotary_angles
 from labsupport.training.decoder import Block, Decoder
 from labsupport.training.facts import MARK, SENTENCES, FactDocument, Question
 from labsupport.training.tokens import ByteTokenizer
@@ -165,16 +164,14 @@ def read_on(
         Hidden states (batch, seqlen, width); for each layer the queries (batch, seqlen, heads,
         head_dim); for each layer keys and values (batch, before + seqlen, kv_heads, head_dim).
     """
-    config = model.config
     before = 0 if past is None else past[0][0].shape[1]
     positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
-    base, scaling = config.rope_base, config.rope_scaling
-    angles = rotary_angles(positions, config.head_dim, base=base, scaling=scaling)
+    turn = model.turn(positions)
     x = model.embedding(tokens)
     queries: list[Tensor] = []
     kept: Past = []
     for layer, block in enumerate(cast(list[Block], list(model.blocks))):
-        q, k, v = block.attention.project(block.attention_norm(x), angles)
+        q, k, v = block.attention.project(block.attention_norm(x), turn)
         if past is not None:
             k, v = (
                 torch.cat([old.expand(len(new), -1, -1, -1), new], 1)

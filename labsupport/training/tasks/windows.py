@@ -23,90 +23,6 @@ from labsupport.models import tokens_of
 if TYPE_CHECKING:
     import pandas as pd
 
-CHUNK = 128  # tokens whose logits exist together
-
-
-class Reading:
-    """A text that a model has read: its keys and values, for any number of continuations.
-
-    Each question after it costs its own tokens only: the cache is cut back afterwards.
-
-    Args:
-        model: a Transformers causal language model in eval mode, without sliding windows (their
-            cache forgets what a continuation would have to give back).
-        ids: (1, N) int64, the text; N of at least 1.
-
-    Attributes:
-        length: how many tokens were read.
-        last: (vocabulary,) the logits after the last of them.
-
-    Raises:
-        ValueError: a model in training mode.
-    """
-
-    def __init__(self, model: Any, ids: Tensor) -> None:
-        from transformers import DynamicCache
-
-        if model.training:
-            raise ValueError("the model is in training mode: model.eval()")
-        self.model, self.length = model, ids.shape[1]
-        self.cache = DynamicCache(config=model.config)
-        self.last = self._forward(ids, logits_to_keep=1).logits[0, -1]
-
-    def extend(self, ids: Tensor) -> Tensor:
-        """Read on, (1, n) more tokens; return the logits before each of them: (n, vocabulary)."""
-        logits = self._forward(ids).logits[0]
-        before = torch.cat([self.last[None], logits[:-1]])
-        self.length, self.last = self.length + ids.shape[1], logits[-1]
-        return before
-
-    def ask(self, ids: Tensor, *, without: tuple[int, int] | None = None) -> Tensor:
-        """Return the logits after a continuation, (vocabulary,), and forget the continuation.
-
-        Args:
-            ids: (1, n) int64.
-            without: tokens [start, end) of the text that the continuation may not look at. Later
-                tokens of the text have seen them and still hold what they took from them.
-        """
-        options: dict[str, Any] = {"logits_to_keep": 1}
-        if without is not None:
-            mask = torch.ones(1, self.length + ids.shape[1], dtype=torch.long)
-            mask[:, slice(*without)] = 0
-            options["attention_mask"] = mask.to(self.model.device)
-        try:
-            return self._forward(ids, **options).logits[0, -1]
-        finally:
-            self._forget()
-
-    def attention(self, ids: Tensor) -> Tensor:
-        """Return where the last token of a continuation looks: (layers, heads, length), float32.
-
-        FlashAttention never has a row of P as a whole, so this one token runs through Transformers'
-        "eager" attention; its row is as long as the text, and no square.
-        """
-        chosen = self.model.config._attn_implementation
-        try:
-            if ids.shape[1] > 1:
-                self._forward(ids[:, :-1], logits_to_keep=1)
-            self.model.set_attn_implementation("eager")
-            out = self._forward(ids[:, -1:], logits_to_keep=1, output_attentions=True)
-        finally:
-            self.model.set_attn_implementation(chosen)
-            self._forget()
-        return torch.stack([weights[0, :, 0, : self.length] for weights in out.attentions]).float()
-
-    @torch.no_grad()
-    def _forward(self, ids: Tensor, **options: Any) -> Any:
-        ids = ids.to(self.model.device)
-        start = self.cache.get_seq_length()
-        options["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        return self.model(ids, past_key_values=self.cache, use_cache=True, **options)
-
-    def _forget(self) -> None:
-        extra = self.cache.get_seq_length() - self.length
-        if extra:
-            self.cache.crop(-extra)  # newer versions of Transformers take this form only
-
 
 @torch.no_grad()
 def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]) -> pd.DataFrame:
@@ -138,14 +54,10 @@ def nll_by_window(model: Any, ids: Tensor, target: slice, windows: Sequence[int]
         )
     rows = []
     for window in windows:
-        first = max(0, start - window)
-        reading = Reading(model, ids[:, first:start])
-        total = 0.0
-        for at in range(start, stop, CHUNK):
-            part = ids[:, at : min(at + CHUNK, stop)]
-            logits = reading.extend(part).float()
-            total += F.cross_entropy(logits, part[0].to(logits.device), reduction="sum").item()
-        rows.append((window, start - first, total / (stop - start), stop - start))
+        read = ids[:, max(0, start - window) : stop].to(model.device)
+        logits = model(read, use_cache=False, logits_to_keep=stop - start + 1).logits[0, :-1]
+        nll = F.cross_entropy(logits.float(), read[0, start - stop :]).item()
+        rows.append((window, read.shape[1] - (stop - start), nll, stop - start))
     return pd.DataFrame(rows, columns=["window", "seen", "nll", "tokens"])
 
 

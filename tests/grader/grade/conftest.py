@@ -4,7 +4,7 @@ import nbformat
 import pytest
 
 from grader.grade.settings import Settings
-from grader.grade.submissions import read_submission
+from grader.grade.submissions import find_submissions
 
 V4 = nbformat.v4
 SQUARE = '''def square(x):
@@ -68,7 +68,6 @@ def settings(solved_folder):
         cell_timeout_s=30,
         notebook_timeout_s=240,
         jobs=1,
-        seed=1,
     )
 
 
@@ -81,8 +80,7 @@ def hand_in(tmp_path, solved_folder):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "01-Powers.ipynb"
         nbformat.write(notebook or make_notebook(square, cube, **cells), path)
-        return read_submission(
-            path, student=student, notebooks=solved_folder, folder=tmp_path / "submissions"
-        )
+        found = find_submissions(folder.parent, notebooks=solved_folder)
+        return next(one for one in found if one.student == student)
 
     return write

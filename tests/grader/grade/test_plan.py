@@ -1,8 +1,8 @@
 import nbformat
 import pytest
 
-from grader.grade.plan import bound_names, loaded_names, make_plan
-from grader.grade.pristine import pristine_notebooks
+from grader.grade.notebooks import pristine_notebooks
+from grader.grade.plan import make_plan, names_of
 
 STUB = (
     'def square(x):\n    """Return x times x."""\n'
@@ -88,5 +88,4 @@ def test_two_cells_of_one_exercise_run_both_and_carry_a_flag(plan, solved_folder
     ids=range(9),
 )
 def test_names_are_those_that_python_looks_up_and_binds(source, loaded, bound):
-    assert loaded_names(source) == set(loaded.split())
-    assert bound_names(source) == set(bound.split())
+    assert names_of(source) == (set(loaded.split()), set(bound.split()))

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from grader.grade.reading import MAX_BYTES
-from grader.grade.submissions import Refused, Submission, find_submissions
+from grader.grade.notebooks import MAX_BYTES
+from grader.grade.submissions import find_submissions
 
 
 @pytest.fixture
@@ -41,16 +41,6 @@ def zipped(files):
     return data.getvalue()
 
 
-def test_a_folder_is_a_student_and_the_exercises_tell_the_notebook(submissions, solved_folder):
-    (submissions / "ada" / "01-Powers.ipynb").rename(submissions / "ada" / "final FINAL.ipynb")
-
-    one = only(submissions, solved_folder)
-
-    assert isinstance(one, Submission)
-    assert (one.student, one.notebook) == ("ada", "01-Powers")
-    assert one.path == "ada/final FINAL.ipynb"
-
-
 # Names of files and folders as people and course systems give them, and whose they are.
 NAMES = {
     "ada_01-Powers.ipynb": "ada",
@@ -58,6 +48,7 @@ NAMES = {
     "x_1--01-Powers.ipynb": "x_1",
     "ada_1_01-Powers.ipynb": "ada_1",
     "ada/01-Powers/01-Powers.ipynb": "ada",
+    "ada/final FINAL.ipynb": "ada",
     "ada/mine.ipynb.txt": "ada",
     "ada.ipynb": "ada",
     "01-Powers (1).ipynb": "submissions",
@@ -83,8 +74,8 @@ def test_the_name_of_a_folder_or_a_file_tells_the_student(
 
     one = only(submissions, solved_folder)
 
-    assert isinstance(one, Submission)
-    assert (one.student, one.path) == (student, name)
+    assert not one.refused
+    assert (one.student, one.notebook, one.path) == (student, "01-Powers", name)
     assert bool(one.flags) == ("LATE" in name)
 
 
@@ -105,8 +96,8 @@ def test_a_download_is_read_as_it_is_and_so_are_zips_in_it(submissions, solved_f
     ada, alan, grace, kurt = found(download, solved_folder)
     assert (ada.student, alan.student) == ("Ada Lovelace_1", "Alan Turing_2")
     assert alan.path == "Alan Turing_2_assignsubmission_file/work.zip/mine/01.ipynb"
-    assert (grace.student, grace.reason) == ("Grace Hopper_3", "there is no notebook")
-    assert "zip cannot be read" in kurt.reason
+    assert (grace.student, grace.refused) == ("Grace Hopper_3", "there is no notebook")
+    assert "zip cannot be read" in kurt.refused
 
 
 def test_a_students_own_zip_is_theirs(submissions, solved_folder, notebook):
@@ -127,15 +118,13 @@ def test_a_zip_in_a_students_zip_is_not_opened(submissions, solved_folder, noteb
 
     ada, eve = found(submissions, solved_folder)
 
-    assert ada.reason == "it is a zip in a zip"
-    assert "MiB" in eve.reason
+    assert ada.refused == "it is a zip in a zip"
+    assert "MiB" in eve.refused
 
 
 def test_one_notebook_alone_is_one_students(submissions, solved_folder):
     path = submissions / "ada" / "01-Powers.ipynb"
-
-    assert only(path, solved_folder).student == "ada"
-    assert only(path.parent, solved_folder).student == "ada"
+    assert only(path, solved_folder).student == only(path.parent, solved_folder).student == "ada"
 
 
 def test_of_a_resubmission_in_canvas_the_larger_number_counts(submissions, solved_folder, notebook):
@@ -228,19 +217,14 @@ def test_a_file_that_is_no_notebook_is_refused_with_a_reason(
 
     one = only(submissions, solved_folder)
 
-    assert isinstance(one, Refused)
-    assert reason in one.reason
-    assert one.reason.isprintable()
+    assert reason in one.refused
+    assert one.refused.isprintable()
 
 
 def test_a_huge_file_is_refused_and_not_read(submissions, solved_folder):
     with (submissions / "ada" / "01-Powers.ipynb").open("r+b") as file:
         file.truncate(10 * MAX_BYTES)
-
-    one = only(submissions, solved_folder)
-
-    assert isinstance(one, Refused)
-    assert "200 MiB" in one.reason
+    assert "200 MiB" in only(submissions, solved_folder).refused
 
 
 def test_links_and_pipes_are_not_followed(submissions, solved_folder, tmp_path):
@@ -251,7 +235,7 @@ def test_links_and_pipes_are_not_followed(submissions, solved_folder, tmp_path):
     (submissions / "eve").mkdir()
     os.mkfifo(submissions / "eve" / "01-Powers.ipynb")
 
-    reasons = {one.student: one.reason for one in found(submissions, solved_folder)}
+    reasons = {one.student: one.refused for one in found(submissions, solved_folder)}
 
     assert reasons == {
         "ada": "it is a symbolic link",
@@ -266,7 +250,7 @@ def test_names_with_tricks_are_refused_and_can_still_be_printed(submissions, sol
 
     one = only(submissions, solved_folder)
 
-    assert isinstance(one, Refused)
+    assert one.refused
     assert one.student.isprintable()
     assert one.notebook == "01-Powers"
 
@@ -277,12 +261,24 @@ def test_a_student_without_a_notebook_is_told_apart_from_nobody(submissions, sol
     (submissions / "eve" / "answers.docx").write_text("see attached")
     (submissions / "class.csv").write_text("student\nada\n")
 
-    refused = [one for one in found(submissions, solved_folder) if isinstance(one, Refused)]
+    refused = [one for one in found(submissions, solved_folder) if one.refused]
 
-    assert [(one.student, one.reason) for one in refused] == [
+    assert [(one.student, one.refused) for one in refused] == [
         ("bob", "there is no notebook"),
         ("eve", "there is no notebook"),
     ]
+
+
+def test_of_one_notebook_also_those_are_found_whose_file_does_not_tell(submissions, solved_folder):
+    for name in ("joe/01.ipynb", "-rf/02-Others.ipynb"):
+        (submissions / name).parent.mkdir()
+        (submissions / name).touch()
+
+    students = [one.student for one in found(submissions, solved_folder, only="01")]
+
+    assert students == ["-rf", "ada", "joe"]
+    with pytest.raises(ValueError, match="no submission of 02"):
+        found(submissions, solved_folder, only="02")
 
 
 def test_a_folder_without_submissions_is_an_error(tmp_path, solved_folder):

@@ -1,24 +1,32 @@
 """Every check cell of the notebooks, judged through a session with a student's process."""
 
+import ast
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from grader.grade.plan import MAY_USE_FUSED, loaded_names
+from grader.grade.plan import MAY_USE_FUSED, names_of
 from grader.remote.evaluate import evaluate_check, seeded
+from labsupport.checks.verdict import mistakes
 from tests.grader.remote.kernels import IMPORTS, all_stubs, cells, students
-from tests.grader.remote.wrong import WRONG
 
 if sys.platform != "linux":
     pytest.skip("grading needs Linux", allow_module_level=True)
 
 NOTEBOOKS = ("01", "02", "03", "04")
+# Typical wrong solutions, one or more for each check cell: the solution cell, the rest of the check
+# cell's name, a part of the diagnosis; and the edits of the solution.
+WRONG = [
+    (*re.fullmatch(r"(\S+) (\S+): (.*)", one.say).groups(), one.edit)
+    for one in mistakes(Path(__file__).with_name("wrong.txt").read_text())
+]
 
 
 def needed(source):
     """The student's names in a check cell."""
-    return tuple(sorted(loaded_names(source) - {"checks"}))
+    return tuple(sorted(names_of(source)[0] - {"checks"}))
 
 
 @pytest.mark.slow
@@ -32,22 +40,23 @@ def test_stubs_are_not_written_in_every_check(notebook):
 
 
 @pytest.mark.parametrize(
-    "notebook", ["02", *(pytest.param(n, marks=pytest.mark.slow) for n in ("01", "03", "04"))]
+    "exercises",
+    ["ex-2-4", *(pytest.param(f"ex-{n}", marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
 )
-def test_typical_mistakes_are_named(notebook):
-    given = cells(notebook)
-    wrong = [one for one in WRONG if one[0] in given]
-    assert {one[0] for one in wrong} == {g for g, (_, check) in given.items() if not check}
-    sources = []
-    for solution, changes, _, _ in wrong:
+def test_typical_mistakes_are_named(exercises):
+    given = cells(f"0{exercises[3]}")
+    wrong = [one for one in WRONG if one[0].startswith(exercises)]
+    tried = {f"{solution}-{check}" for solution, check, _, _ in wrong}
+    assert tried == {g for g, (_, check) in given.items() if check and g.startswith(exercises)}
+    sources, unexpected = [], {}
+    for solution, _, _, edit in wrong:
         source = given[solution][0]
-        for old, new in changes:
+        for old, new in zip(edit[::2], edit[1::2], strict=True):
             assert old in source, f"{solution} no longer contains {old!r}"
             source = source.replace(old, new)
         sources.append(IMPORTS + source)
-    unexpected = {}
     with students(*sources) as sessions:
-        for (solution, _, check, said), session in zip(wrong, sessions, strict=True):
+        for (solution, check, said, _), session in zip(wrong, sessions, strict=True):
             source, _ = given[f"{solution}-{check}"]
             session.fused = solution.startswith(MAY_USE_FUSED)
             one = evaluate_check(source, needed(source), session, seed=5)
@@ -71,8 +80,6 @@ def test_other_right_ways_pass_and_a_missing_name_is_said():
 
 
 def test_each_seed_is_drawn_anew_and_calls_without_one_stay():
-    import ast
-
     source = "checks.a(f)\nchecks.a(f, seed=11)\nchecks.b(f, g, seed=12)"
     first, again, other = (ast.unparse(seeded(source, seed)) for seed in (1, 1, 2))
     assert first == again != other

@@ -15,7 +15,7 @@ def there_and_back(value):
     return unpack((header, torch.frombuffer(bytearray(body or b"x"), dtype=torch.uint8)))
 
 
-PLAIN = [None, True, 7, -(2**70), 0.1, float("inf"), "ü", (1, [2, {"a": None}]), slice(1, None)]
+PLAIN = [None, True, 7, -(2**70), 0.1, float("inf"), "ü", (1, [2, {"a": None}])]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=str)

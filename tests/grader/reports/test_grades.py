@@ -25,7 +25,7 @@ def course(notebooks):
     )
     return Course.of(
         [
-            perfect("ada", seconds=12.34, peak_memory_bytes=3 * 2**20, edition="0123abcd"),
+            perfect("ada", seconds=12.34),
             result("bob", *half, flags=(flag(), flag("library call"), flag())),
             result("eve", status="refused", reason="no JSON"),
             result("zoe", check("a", points=0.5, exercise="ex-2-1-b"), notebook="02-B"),
@@ -35,32 +35,14 @@ def course(notebooks):
 
 
 def test_grades_have_a_row_for_each_student_and_notebook(course):
-    ada, bob, eve, zoe = rows(grades_csv(course))
-    assert (ada["student"], ada["notebook"], ada["points"], ada["out_of"]) == (
-        "ada",
-        "01-Squares",
-        "4",
-        "4",
-    )
-    assert bob["points"] == "2"
-    assert (zoe["points"], zoe["out_of"]) == ("0.5", "0.5")
-    assert (eve["points"], eve["out_of"], eve["status"], eve["reason"]) == (
-        "0",
-        "4",
-        "refused",
-        "no JSON",
-    )
-
-
-def test_grades_say_how_long_it_took_and_which_file_it_was(course):
-    ada = rows(grades_csv(course))[0]
-    assert (ada["seconds"], ada["peak_memory_mib"]) == ("12.3", "3")
-    assert (ada["edition"], ada["file"]) == ("0123abcd", "ada/01-Squares.ipynb")
-
-
-def test_grades_name_each_kind_of_flag_once(course):
-    ada, bob, *_ = rows(grades_csv(course))
-    assert (ada["flags"], bob["flags"]) == ("", "late; library call")
+    found = [list(row.values()) for row in rows(grades_csv(course))]
+    assert found == [
+        ["ada", "01-Squares", "4", "4", "", "graded", "", "12.3", "ada/01-Squares.ipynb"],
+        ["bob", "01-Squares", "2", "4", "late; library call", "graded", "", "0.0",
+         "bob/01-Squares.ipynb"],
+        ["eve", "01-Squares", "0", "4", "", "refused", "no JSON", "0.0", "eve/01-Squares.ipynb"],
+        ["zoe", "02-B", "0.5", "0.5", "", "graded", "", "0.0", "zoe/02-B.ipynb"],
+    ]  # fmt: skip
 
 
 def test_points_have_one_row_a_student_and_a_column_for_each_notebook(course):
@@ -107,13 +89,11 @@ def test_no_text_begins_a_value_as_a_formula_wherever_a_program_cuts_the_line(no
                 assert value.strip(' \t\r\n"')[:1] not in tuple("=+-@＝＋－＠"), (separator, value)
 
 
-def test_a_guarded_text_keeps_all_its_characters_behind_an_apostrophe():
-    assert guarded("=1+1") == "'=1+1"
-    assert guarded("a;-1") == "a;'-1"
-
-
-def test_a_name_that_cannot_be_written_as_utf8_is_spelled_out():
-    assert guarded("caf\udce9") == "caf\\udce9"
+@pytest.mark.parametrize(
+    ("given", "kept"), [("=1+1", "'=1+1"), ("a;-1", "a;'-1"), ("caf\udce9", "caf\\udce9")]
+)
+def test_a_guarded_text_keeps_all_its_characters(given, kept):
+    assert guarded(given) == kept
 
 
 def test_the_files_begin_with_the_mark_by_which_spreadsheets_know_utf8(notebooks, tmp_path):

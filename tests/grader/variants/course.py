@@ -43,7 +43,6 @@ LONG_MEASUREMENT = "import time\n\ntime.sleep(100_000)"
 
 
 def grade_id(cell: NotebookNode) -> str:
-    """The cell's grade_id, or "" if it has none."""
     return str(cell.metadata.get("nbgrader", {}).get("grade_id", ""))
 
 
@@ -69,7 +68,6 @@ def _solved(exercises: Iterable[str]) -> NotebookNode:
 def write_course(
     folder: Path, notebooks: Iterable[str] = ("01-Small", "02-Tiled", "03-Mixed")
 ) -> Path:
-    """Write the instructor's notebooks, with solutions and hidden tests."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in notebooks:
         nbformat.write(_solved(NOTEBOOKS[name]), folder / f"{name}.ipynb")
@@ -97,21 +95,17 @@ class Copy:
         self.notebook: NotebookNode = nbformat.reads(_edition(name, folder), as_version=4)
 
     def cell(self, exercise: str, check: str = "") -> NotebookNode:
-        """The exercise's solution cell, or its check cell of that name."""
         return self.notebook.cells[self.index(exercise, check)]
 
     def index(self, exercise: str, check: str = "") -> int:
-        """The place of that cell."""
         wanted = EXERCISES[exercise] + (f"-{check}" if check else "")
         return [grade_id(cell) for cell in self.notebook.cells].index(wanted)
 
     def checks(self, exercise: str) -> list[NotebookNode]:
-        """The exercise's check cells."""
         prefix = EXERCISES[exercise] + "-"
         return [cell for cell in self.notebook.cells if grade_id(cell).startswith(prefix)]
 
     def write(self, exercise: str, source: str) -> "Copy":
-        """Fill the solution cell."""
         self.cell(exercise).source = source
         return self
 
@@ -137,22 +131,14 @@ class Copy:
         return self
 
     def text(self) -> str:
-        """The file."""
         return nbformat.writes(self.notebook)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One submission, and the points that it deserves.
+    """One submission, and the points that it deserves by exercise.
 
-    Attributes:
-        name: the student's, and the test's.
-        points: by exercise.
-        hand_in: writes it into the student's folder.
-        file: the name that the notebook gets, where `hand_in` leaves that open.
-        why: what it stands for.
-        flagged: whether the points are undeserved, and a flag says so.
-        atmost: whether it may get fewer points.
+    Where they are undeserved, it is `flagged`; with `atmost` it may get fewer.
     """
 
     name: str
@@ -164,10 +150,9 @@ class Variant:
 
 
 class Variants(dict[str, Variant]):
-    """Variants by name; used as a decorator it takes up another.
+    """Variants by name; used as a decorator it takes up another: a function that gets a `Copy`.
 
-    The decorated function gets a `Copy` and works on it. What it returns is handed in instead if
-    it is bytes; `by_hand` ones get the student's folder and the course's, and write what they like.
+    Bytes that it returns are handed in instead; `by_hand` ones write into the student's folder.
     """
 
     def __init__(self, **points: int) -> None:
@@ -228,14 +213,16 @@ def read_variants(file: Path) -> dict[str, Variant]:
         attention, memory, softmax, tiled: it is that exercise's cell.
         attends: it binds `attend`, with which the tiled forward computes; no points for that.
         hides: in the solution of the tiled forward.
+        edit_attention (and so on): edits of that exercise's solution, a line each: old -> new.
     """
     found = {}
     head = re.compile(r"^--- (\S+) \((\w+)\)([^:]*): (.*)\n", re.MULTILINE)
-    _, *parts = head.split(file.read_text())
+    _, *parts = head.split(file.read_text(encoding="utf-8"))
     for name, where, said, why, code in zip(*(parts[i::5] for i in range(5)), strict=True):
-        notebook = "02-Tiled" if where in ("tiled", "attends", "hides") else "01-Small"
-        points = dict.fromkeys(("attention", "tiled"), 0) | {"memory": 3, "softmax": 4}
-        points |= {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
+        tiled = where in ("tiled", "attends", "hides", "edit_tiled")
+        notebook = "02-Tiled" if tiled else "01-Small"
+        points = POINTS if file.stem == "honest" else POINTS | {"attention": 0, "tiled": 0}
+        points = points | {key: int(n) for key, n in re.findall(r"(\w+)=(\d)", said)}
         found[name] = Variant(
             name,
             {one: points[one] for one in NOTEBOOKS[notebook]},
@@ -260,6 +247,11 @@ def _hand_in(notebook: str, where: str, code: str, student: Path, course: Path) 
         code += _ATTENDS
     elif where == "hides":
         code = solution("tiled").replace(_OUT, f"{code}\n{_OUT}")
-    exercise = where if where in EXERCISES else NOTEBOOKS[notebook][0]
+    exercise = where.removeprefix("edit_")
+    exercise = exercise if exercise in EXERCISES else NOTEBOOKS[notebook][0]
+    if where.startswith("edit_"):
+        edits = (line.replace("\\n", "\n").partition(" ->") for line in code.split("\n"))
+        work.change(exercise, *((old, new.removeprefix(" ")) for old, _, new in edits))
+        code = work.cell(exercise).source
     student.mkdir(parents=True)
     (student / f"{notebook}.ipynb").write_text(work.write(exercise, code).text())

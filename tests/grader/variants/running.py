@@ -14,6 +14,7 @@ import pytest
 from grader.grade.batch import run_batch
 from grader.grade.results import SubmissionResult
 from grader.grade.settings import Settings
+from grader.grade.submissions import find_submissions
 from tests.grader.variants.course import EXERCISES, Copy, Variant, write_course
 
 # Perfect work, graded before, among and after the others: nothing may be taken from it.
@@ -27,16 +28,7 @@ LEFT_IN_TMP = ("fill-7Q4-0", "hostile-7Q4", "evil")
 
 @dataclass
 class Graded:
-    """Results of a batch, and reports of the witnesses.
-
-    Attributes:
-        results: of each student; none, where nothing was found that could be a submission.
-        course, submissions, out: the folders.
-        changed: the instructor's and the students' files that were changed, added or removed.
-        connections: that reached a server on this machine.
-        survivors: processes that attacks left behind.
-        litter: what attacks left in temporary folders.
-    """
+    """Results of a batch by student, and reports of the witnesses: what attacks did and left."""
 
     results: dict[str, list[SubmissionResult]]
     course: Path
@@ -61,7 +53,7 @@ class Graded:
         lines = [f"{student}: {len(self.results.get(student, []))} results"]
         for result in self.results.get(student, []):
             lines.append(f"{result.path!r} {result.status} {result.reason} {result.seconds:.1f} s")
-            lines += [f"  {c.grade_id}: {c.status} {c.message[:300]}" for c in result.checks]
+            lines += [f"  {c.grade_id}: {c.status} {c.message[:900]}" for c in result.checks]
             lines += [f"  flag {f.kind} {f.grade_id}: {f.text[:200]}" for f in result.flags]
         return "\n".join(lines)
 
@@ -158,7 +150,8 @@ def grade_all(
         patch.setenv("LABSUPPORT_TEST_CANARY", str(canary))
         before = _state(course, submissions, home)
         patch.setenv("HOME", str(home))
-        results = run_batch(submissions, out, settings_for(course, **options))
+        found = find_submissions(submissions, notebooks=course)
+        results = run_batch(found, out, settings_for(course, **options))
         after = _state(course, submissions, home)
         connections = len(heard)
     by_student: dict[str, list[SubmissionResult]] = {}

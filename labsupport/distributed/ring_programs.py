@@ -1,0 +1,595 @@
+"""`labsupport ring`: are these devices linked, do rings on them compute right, and how fast?
+
+CHECK. Each rank makes the same whole sequence from a seed, and computes its attention alone, in
+float64 (the oracle). Then the ring computes it from shards, by each kernel that can. The output and
+the three gradients are judged by their relative errors.
+
+BENCH. A step of all ranks takes as long as the slowest: they begin together, and each takes the
+median of several repeats. The theoretical optimum is W times what one device needs for a shard of
+the same length by the same kernel: under a causal mask, W times the tokens are W^2 times the work,
+on W devices. What is between `without_messages_ms` (the same ring, nothing sent) and `median_ms` is
+communication that did not hide behind the compute.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.attention import attention
+from labsupport.attention.reference import oracle_attention
+from labsupport.attention.registry import AttentionCall, BackendUnavailableError
+from labsupport.distributed.launch import launch
+from labsupport.distributed.process_group import (
+    RankInfo,
+    all_gather_object,
+    cleanup_ddp,
+    setup_ddp,
+)
+from labsupport.distributed.ring import kernels as table
+from labsupport.distributed.ring.algorithm import RingAttentionFunction, RingCall
+from labsupport.distributed.ring.attention import LAYOUTS, last_ring_call, ring_attention
+from labsupport.distributed.ring.plan import Plan
+from labsupport.distributed.ring.transport import Ring
+from labsupport.distributed.ring.zigzag import gather_sequence, shard_sequence
+from labsupport.profiling.memory import measure_peak_memory
+from labsupport.profiling.provenance import provenance
+from labsupport.profiling.timing import Timing, format_ms, now
+from labsupport.profiling.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Largest relative errors: of the output, and of a gradient.
+MARKS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-2, 5e-2), "float16": (1e-2, 5e-2)}
+# (what an error says, what helps); the first that fits is given.
+ADVICE = (
+    ("outofmemory", "fewer tokens per rank (--seqlen), or more ranks: a ring's buffers are twice K "
+     "and V, and twice dK and dV in float32."),
+    ("outofresources compilationerror passmanager", "a Triton kernel does not fit or compile on "
+     "this GPU: delete ~/.triton/cache, try another --kernel, or python -m benchmarks tune."),
+    ("eaddrinuse", "another program has the port: torchrun --standalone, or --master-port 29501."),
+    ("init_process_group rendezvous distnetwork tcpstore", "on all nodes the same --nnodes, "
+     "--rdzv-backend c10d and --rdzv-endpoint HOST:PORT, an open port; with several network "
+     "interfaces NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."),
+    ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; one process a GPU is a must."),
+    ("relative error", "if every kernel fails, suspect the messages; if one, that kernel: try it "
+     "on one device by python -m labsupport.profiling.accuracy."),
+)  # fmt: skip
+
+
+class RendezvousError(RuntimeError):
+    """The process group could not be set up; the message says what helps."""
+
+
+def in_every_process(
+    function: Callable[..., Any],
+    options: dict[str, Any],
+    *,
+    backend: str | None = None,
+    processes: int | None = None,
+    timeout: float = 120.0,
+) -> Any:
+    """Run `function(**options)` in every process of a group; return rank 0's result.
+
+    Under torchrun this is one of the processes, and only its rank 0 gets the result; elsewhere
+    they are started here: `processes`, or one for each GPU, or 2 on a CPU.
+
+    Raises:
+        ValueError: more processes than GPUs. LaunchError: a process failed.
+    """
+    if "RANK" in os.environ:
+        return _in_a_group(function, options, backend, timeout)
+    gpus = torch.cuda.device_count() if backend != "gloo" else 0
+    device = "cuda" if gpus or backend == "nccl" else "cpu"
+    job = function, options, backend or ("nccl" if gpus else "gloo"), timeout
+    count = processes or gpus or 2
+    return launch(_in_a_group, job, timeout=timeout, processes=count, device=device)[0]
+
+
+def _in_a_group(
+    function: Callable[..., Any], options: dict[str, Any], backend: str | None, timeout: float
+) -> Any:
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    if one_machine and sys.platform == "linux":
+        # What the machine's name resolves to need not matter.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Otherwise a message waits until the compute that was to hide it has left the GPU.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+    # One queue into the GPU keeps the order of posting: messages first, then the compute.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    try:
+        setup_ddp(backend, timeout)
+    except RuntimeError as error:  # torch.distributed's own are of this kind
+        helps = advice(str(error)) or advice("init_process_group")
+        raise RendezvousError(
+            f"the processes did not meet: {error}. What helps: {helps}"
+        ) from error
+    try:
+        return function(**options)
+    finally:
+        cleanup_ddp()
+
+
+def attempt(action: Callable[..., Any], *args: Any) -> str | None:
+    """Run something on every rank; None if it went well on all, else who could not, and why.
+
+    A rank that leaves a collective alone would let the others wait for it.
+    """
+    reason = None
+    try:
+        action(*args)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    reasons = all_gather_object(reason)
+    if not any(reasons):
+        return None
+    rank, why = next((rank, why) for rank, why in enumerate(reasons) if why)
+    who = "all ranks" if all(reasons) and len(reasons) > 1 else f"rank {rank}"
+    return f"{who}: {why}"
+
+
+def advice(text: str) -> str | None:
+    """Return what helps against an error with this text, if it is known."""
+    text = text.lower()
+    return next((help for signs, help in ADVICE if any(s in text for s in signs.split(" "))), None)
+
+
+def check(
+    *,
+    kernels: Sequence[str] | None = None,
+    dtype: str | None = None,
+    seqlen: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    speeds: bool = True,
+) -> int:
+    """Check the devices of the default process group, on every rank; rank 0 prints.
+
+    The options are those of `labsupport ring check`; None for seqlen: 256 tokens a rank on GPUs, 16
+    on CPUs.
+
+    Returns:
+        0, or 1 if something failed: the same on all ranks.
+    """
+    info, failed = RankInfo.current(), list[str]()
+    on_gpu = info.device.type == "cuda"
+    dtype, head_dim = dtype or ("bfloat16" if on_gpu else "float32"), head_dim or 16 + 48 * on_gpu
+    seqlen = seqlen or info.world * (256 if on_gpu else 16)
+
+    def say(text: str) -> None:
+        if info.rank == 0:
+            print(text, flush=True)
+
+    def all_reduce() -> None:
+        total = torch.full((1000,), float(info.rank), device=info.device)
+        dist.all_reduce(total)
+        if (total != info.world * (info.world - 1) // 2).any():
+            raise ValueError("a sum over all ranks is wrong")
+
+    for line in _devices(info):
+        say(line)
+    problem = attempt(all_reduce)
+    say(f"all-reduce: {problem or 'right'}")
+    if problem:
+        failed.append(problem)
+    elif speeds and info.world > 1:
+        for line in _speeds(info):
+            say(line)
+    if short := -seqlen % (2 * info.world):
+        say(f"FAILED: {seqlen} tokens, two chunks for each rank: --seqlen {seqlen + short} can")
+        return 1
+    say(
+        f"\n{seqlen} tokens over {info.ranks}, causal, {heads} heads ({kv_heads} of keys) of "
+        f"{head_dim}, {dtype}: each ring against one device in float64\n"
+        f"{'':24} {'':4} {'maximum':>9} {'RMSE':>9} {'relative':>9}"
+    )
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn((1, seqlen, count, head_dim), generator=generator).to(
+            info.device, getattr(torch, dtype)
+        )
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+    oracle = _one_device([x.double() for x in whole])
+    q, k, v, _ = whole
+    call = AttentionCall(q.clone().requires_grad_(), k, v, causal=True, return_lse=True)
+    for kernel in table.KERNELS:
+        if kernels is not None and kernel.name not in kernels:
+            continue
+        if reasons := "; ".join(kernel.reasons(call)):
+            say(f"{'':11} {kernel.name:12} {'FAILED' if kernels else '-'}: {reasons}")
+            failed += [f"{kernel.name} cannot run here: {reasons}"] if kernels else []
+            continue
+        for layout in LAYOUTS:
+            of, got = f"{layout:11} {kernel.name:12}", list[Tensor]()
+            if problem := attempt(_whole_ring, got, info, layout, kernel.name, whole):
+                say(f"{of} FAILED: {problem}")
+                failed.append(f"{of}: {problem}")
+                continue
+            for name, result, exact in zip(("out", "dq", "dk", "dv"), got, oracle, strict=True):
+                wrong, mark = result.double() - exact, MARKS[dtype][name != "out"]
+                most, rmse = wrong.abs().max().item(), wrong.square().mean().sqrt().item()
+                relative = (wrong.norm() / exact.norm()).item()
+                right = relative <= mark  # NaN is not
+                fault = "" if right else f"relative error {relative:.1e} is above {mark:g}"
+                say(f"{of} {name:4} {most:9.1e} {rmse:9.1e} {relative:9.1e}  {fault or 'ok'}")
+                failed += [f"{of} {name}: {fault}"] if fault else []
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
+        helps = next(filter(None, map(advice, failed)), "theory chapter 7, what goes wrong.")
+        say(f"\nFAILED: {failed[0]}{more}\nWhat helps: {helps}")
+    else:
+        say("\nall is well")
+    return int(bool(failed))
+
+
+def _whole_ring(
+    got: list[Tensor], info: RankInfo, layout: str, kernel: str, whole: list[Tensor]
+) -> None:
+    """Put the whole out, dq, dk and dv of a ring into `got`, on every rank."""
+    zigzag = layout == "zigzag"
+    *qkv, dout = (shard_sequence(x, info.rank, info.world, zigzag=zigzag) for x in whole)
+    qkv = [x.requires_grad_() for x in qkv]
+    out = ring_attention(*qkv, causal=True, layout=layout, kernel=kernel)
+    results = [out, *torch.autograd.grad(out, qkv, dout)]
+    got += [gather_sequence(x, zigzag=zigzag) for x in results]
+
+
+def _one_device(whole: list[Tensor]) -> list[Tensor]:
+    """Out, dq, dk and dv by the oracle."""
+    *inputs, dout = (x.clone().requires_grad_() for x in whole)
+    group = inputs[0].shape[2] // inputs[1].shape[2]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    out = oracle_attention(q, k, v, causal=True)[0].transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def _devices(info: RankInfo) -> Iterator[str]:
+    """Lines: host, process and device of each rank; links of this host's GPUs."""
+    device = f"{info.device}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    if info.device.type == "cuda":
+        about = torch.cuda.get_device_properties(info.device)
+        device = f"{info.device}, {about.name}, {format_bytes(about.total_memory)}"
+    lines = all_gather_object(f"{platform.node()}, process {os.getpid()}, {device}")
+    yield from (f"rank {rank}: {line}" for rank, line in enumerate(lines))
+    if info.device.type == "cuda":
+        try:
+            topology = ["nvidia-smi", "topo", "-m"]
+            yield subprocess.run(topology, capture_output=True, text=True, timeout=15).stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield f"links: unknown ({error})"
+
+
+def begin_together(info: RankInfo, action: Callable[[], Any]) -> float:
+    """Return the milliseconds of one run on this rank, begun with the others."""
+    dist.all_reduce(torch.zeros(1, device=info.device))  # a GPU waits, the program does not
+    if info.device.type == "cpu":
+        start = time.perf_counter()
+        action()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    action()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _speeds(info: RankInfo) -> Iterator[str]:
+    """Lines: latency; bandwidth of a hop around the ring and of an all-reduce, by size."""
+
+    def slowest(action: Callable[[], Any], repeats: int = 5) -> float:
+        samples = [begin_together(info, action) for _ in range(repeats + 2)][2:]
+        return max(all_gather_object(statistics.median(samples)))
+
+    def hop(message: Tensor) -> Callable[[], None]:
+        sends, receives = [(message, info.rank + 1)], [(message.clone(), info.rank - 1)]
+        return lambda: Ring().post(sends, receives)()
+
+    latency = slowest(hop(torch.zeros(2, device=info.device)), repeats=20)
+    yield f"a hop of 8 bytes to the next rank: {1e3 * latency:.0f} us"
+    for size in (2**20, 2**26, 2**28) if info.device.type == "cuda" else (2**16, 2**20, 2**23):
+        message = torch.zeros(size // 4, device=info.device)
+        each, total = slowest(hop(message)), slowest(lambda x=message: dist.all_reduce(x))
+        # Each rank sends and receives 2 (W - 1) / W of the bytes: NCCL's "bus bandwidth".
+        bus = 2 * (info.world - 1) / info.world * size
+        yield (
+            f"{format_bytes(size)}: a hop {format_ms(each)} ms, {size / each / 1e6:.1f} GB/s each "
+            f"way; all-reduce {format_ms(total)} ms, {bus / total / 1e6:.1f} GB/s"
+        )
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+CONTEXT_PARALLEL = {  # and the ring's kernel that is the same
+    "context_parallel[flash]": "native",
+    "context_parallel[cudnn]": "cudnn",
+    "context_parallel[efficient]": None,
+}
+# What may take minutes to compile, or hang where it does not work, comes last.
+ON_GPU = (
+    *("native", "cudnn", "flash_triton", "fa4"),
+    *("context_parallel[cudnn]", "context_parallel[flash]"),
+)
+ON_CPU = ("native", "flash_torch")
+DIRECTIONS = ("forward", "forward+backward")
+COLUMNS = [
+    *("world", "layout", "implementation", "seqlen_per_rank", "heads", "kv_heads", "head_dim"),
+    *("dtype", "direction", "status", "reason"),
+    *("median_ms", "q1_ms", "q3_ms", "repeats", "iterations_per_s", "tflops"),
+    *("single_ms", "efficiency", "of_native", "without_messages_ms"),
+    *("peak_memory_bytes", "single_peak_memory_bytes", "sent_bytes"),
+]
+FEWEST, MOST = 3, 20  # repeats
+STATUS = {  # by the error; other errors: "failed"
+    "OutOfMemoryError": "out of memory",
+    "BackendUnavailableError": "unsupported",
+    "AttentionInputError": "unsupported",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One causal attention over all ranks, batch 1; the names are the table's columns."""
+
+    layout: str
+    implementation: str
+    seqlen_per_rank: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    direction: str
+
+
+@contextmanager
+def context_parallel(case: Case, info: RankInfo) -> Iterator[Attend]:
+    """PyTorch's context parallelism: `F.scaled_dot_product_attention` replaced for a while.
+
+    It balances the load as zigzag does, and gathers all keys on every rank (its default,
+    "allgather"; "alltoall" passes them around). Grouped key heads are repeated for it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as in_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    name = case.implementation.partition("[")[2].rstrip("]").upper()
+    mesh = init_device_mesh(info.device.type, (info.world,))
+    # It shards what a model would bring, and needs something to shard.
+    tokens = torch.zeros(info.world * case.seqlen_per_rank, device=info.device)
+    buffers: dict[str, Any] = {"buffers": [tokens], "no_restore_buffers": {tokens}}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    with (
+        in_parallel(mesh, buffer_seq_dims=[0], **buffers),
+        sdpa_kernel(SDPBackend.__members__[f"{name}_ATTENTION"]),
+    ):
+        yield attend
+
+
+def silent_ring(layout: str, kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute a causal ring without messages: a rank alone compiles, allocates, computes alike."""
+    ring = _Silent()
+    plan = Plan.of(ring.size, q.shape[1], causal=True, zigzag=layout == "zigzag")
+    block_kernel = next(entry for entry in table.KERNELS if entry.name == kernel)
+    call = RingCall(ring, plan, block_kernel, q.shape[-1] ** -0.5)
+    return RingAttentionFunction.apply(q, k, v, call)[0]
+
+
+class _Silent(Ring):
+    def post(self, sends: Any, receives: Any) -> Callable[[], None]:
+        """Fill the buffers on a CPU, where leftover numbers cause warnings; a GPU takes any."""
+        for tensor, _ in receives:
+            if tensor.device.type == "cpu":
+                tensor.zero_()
+        return lambda: None
+
+
+def measure_ring(
+    *,
+    seqlens: Sequence[int],
+    heads: int,
+    kv_heads: Sequence[int],
+    head_dim: int,
+    dtype: str | None = None,
+    implementations: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    directions: Sequence[str] = DIRECTIONS,
+    max_seconds_per_case: float = 2.0,
+    limit: float | None = None,
+    rows_file: str | Path | None = None,
+    say: Callable[[str], Any] = print,
+) -> pd.DataFrame | None:
+    """Time causal ring attention; all ranks of the default process group call it alike.
+
+    The options are those of `labsupport ring bench`; on rank 0 `say` is given a line for each row.
+
+    Returns:
+        on rank 0 the table, with provenance: one row per case, its columns are `COLUMNS`. Times
+        and memory are the slowest and the fullest rank's; single_ms and single_peak_memory_bytes
+        one device's with the same kernel and a shard's length; sent_bytes the most that one rank
+        sent; tflops of each device; of_native the time of "native" over the row's. `status` is
+        "ok", "unsupported", "out of memory", "failed" or "skipped", with a reason. None elsewhere.
+    """
+    import pandas as pd
+
+    info, began = RankInfo.current(), time.monotonic()
+    on_gpu = info.device.type == "cuda"
+    names = implementations or (ON_GPU if on_gpu else ON_CPU)
+    wanted = [(layout, name) for name in names for layout in layouts or ("zigzag",)]
+    wanted += [("contiguous", names[0])] if layouts is None else []
+    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    rows, singles, native = list[Row](), dict[Case, Row](), dict[Case, float]()
+    for case in (
+        Case(layout, name, length, heads, count, head_dim, dtype, direction)
+        for layout, name in wanted
+        for length in seqlens
+        for count in kv_heads
+        for direction in directions
+        if name not in CONTEXT_PARALLEL or layout == "zigzag"
+    ):
+        row: Row = {"world": info.world, "status": "ok", "reason": ""} | asdict(case)
+        if limit is not None and max(all_gather_object(time.monotonic() - began)) > limit:
+            row |= {"status": "skipped", "reason": f"{limit:g} s are over"}
+        elif problem := _measure(info, case, max_seconds_per_case, singles, row):
+            status = next((kind for name, kind in STATUS.items() if name in problem), "failed")
+            helps = advice(problem) if status != "unsupported" else None
+            row |= {"status": status, "reason": f"{problem} | {helps}" if helps else problem}
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        took, same = row.get("median_ms", math.nan), replace(case, implementation="")
+        if case.implementation == "native":
+            native[same] = took
+        rows.append(row | {"of_native": native.get(same, math.nan) / took})
+        if info.rank == 0:
+            say(line(rows[-1]) if rows[1:] else f"{HEADER}\n{line(rows[-1])}")
+            if rows_file is not None:
+                pd.DataFrame(rows, columns=COLUMNS).to_csv(rows_file, index=False)
+    if info.rank != 0:
+        return None
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    settings = ("NCCL_", "TORCH_NCCL", "CUDA_DEVICE_MAX_CONNECTIONS")
+    frame.attrs["provenance"] = provenance(
+        info.device,
+        world=info.world,
+        context_parallel="allgather, balanced load: its defaults",
+        nccl={name: text for name, text in os.environ.items() if name.startswith(settings)},
+    )
+    return frame
+
+
+def _measure(
+    info: RankInfo, case: Case, seconds: float, singles: dict[Case, Row], row: Row
+) -> str | None:
+    """Add the measured columns to the row; return what failed: on one rank, so on all."""
+    inputs = list[Tensor]()
+    is_ring = case.implementation not in CONTEXT_PARALLEL
+    name = CONTEXT_PARALLEL.get(case.implementation, case.implementation)
+    kernel = next((kernel for kernel in table.KERNELS if kernel.name == name), None)
+
+    def prepare() -> None:
+        generator = torch.Generator(info.device).manual_seed(info.rank)
+        like: dict[str, Any] = {"device": info.device, "dtype": getattr(torch, case.dtype)}
+        for count in (case.heads, case.kv_heads, case.kv_heads, case.heads):
+            shape = 1, case.seqlen_per_rank, count, case.head_dim
+            inputs.append(torch.randn(shape, generator=generator, **like))
+        for x in inputs[:3]:
+            x.requires_grad_(case.direction != "forward")
+        call = AttentionCall(*inputs[:3], causal=True, return_lse=True)
+        if kernel is not None and (reasons := kernel.reasons(call)):
+            raise BackendUnavailableError("; ".join(reasons), {})
+
+    def program(attend: Attend) -> Callable[[], Any]:
+        *qkv, dout = inputs
+        if case.direction == "forward":
+            return lambda: attend(*qkv)
+        return lambda: torch.autograd.grad(attend(*qkv), qkv, dout)
+
+    def tried(attend: Attend) -> str | None:
+        """Compile, allocate, run: each rank alone."""
+        return attempt(lambda: (program(attend)(), now(info.device)))
+
+    if problem := attempt(prepare):
+        return problem
+    if kernel is not None:
+        alone = replace(case, layout="", implementation=kernel.name)
+        if alone not in singles:
+            single, singles[alone] = partial(attention, causal=True, backend=kernel.backend), {}
+            if tried(single) is None:
+                timings, peak = _timed(info, program(single), seconds / 2)
+                middle = statistics.median(timing.median for timing in timings)
+                singles[alone] = {"single_ms": middle, "single_peak_memory_bytes": peak}
+        row |= singles[alone]
+    if is_ring:
+        silent = partial(silent_ring, case.layout, case.implementation)
+        if problem := tried(silent):
+            return problem
+        timings, _ = _timed(info, program(silent), seconds / 2)
+        row["without_messages_ms"] = max(timing.median for timing in timings)
+
+    def measure() -> None:
+        options = {"layout": case.layout, "kernel": case.implementation, "check_ranks": False}
+        ring = partial(ring_attention, causal=True, **options)
+        with nullcontext(ring) if is_ring else context_parallel(case, info) as attend:
+            timings, peak = _timed(info, program(attend), seconds)
+        slowest = max(timings, key=lambda timing: timing.median)
+        ms, length = slowest.median, info.world * case.seqlen_per_rank
+        # Two matrix products forward, five backward, over the visible pairs of all ranks.
+        flops = 2 * case.head_dim * case.heads * length * (length + 1)
+        flops *= 1.0 if case.direction == "forward" else 3.5
+        row.update(
+            median_ms=ms,
+            q1_ms=slowest.q1,
+            q3_ms=slowest.q3,
+            repeats=slowest.repeats,
+            iterations_per_s=1e3 / ms,
+            tflops=flops / info.world / ms / 1e9,
+            efficiency=info.world * row.get("single_ms", math.nan) / ms,
+            peak_memory_bytes=peak,
+        )
+        if is_ring and (report := last_ring_call()) is not None:
+            sent = report.traffic.kv_bytes + report.traffic.gradient_bytes
+            row["sent_bytes"] = max(all_gather_object(sent))
+
+    return attempt(measure)
+
+
+def _timed(info: RankInfo, program: Callable[[], Any], seconds: float) -> tuple[list[Timing], int]:
+    """Each rank's times of repeats that all begin together, and the fullest rank's memory."""
+    peak = measure_peak_memory(program, device=info.device).peak_bytes
+    samples = [begin_together(info, program)]
+    repeats = int(1e3 * seconds / max(all_gather_object(samples[0])))
+    for _ in range(max(FEWEST, min(MOST, repeats)) - 1):
+        samples.append(begin_together(info, program))
+    own = Timing(tuple(samples), str(info.device)), peak
+    timings, peaks = zip(*all_gather_object(own), strict=True)
+    return list(timings), max(peaks)
+
+
+HEADER = (
+    f"{'layout':10} {'implementation':24} {'tokens':>6} {'heads':>6} {'pass':5} {'ms':>7} "
+    f"{'silent':>7} {'1 device':>8} {'of best':>7} {'native':>6} {'TFLOP/s':>7} {'memory':>9}"
+)
+
+
+def line(row: Row) -> str:
+    """Return a row under `HEADER`; silent: without messages; of best: efficiency."""
+    start = (
+        f"{row['layout']:10} {row['implementation']:24} {row['seqlen_per_rank']:6} "
+        f"{row['heads']}/{row['kv_heads']:<3} {'f+b' if 'back' in row['direction'] else 'f':5}"
+    )
+    if row["status"] != "ok":
+        return f"{start} {row['status']}: {row['reason'][:160]}"
+    names = "median_ms", "without_messages_ms", "single_ms"
+    ms = [format_ms(row[name]) if name in row else "-" for name in names]
+    return (
+        f"{start} {ms[0]:>7} {ms[1]:>7} {ms[2]:>8} {row['efficiency']:7.0%} "
+        f"{row['of_native']:6.2f} {row['tflops']:7.3g} {format_bytes(row['peak_memory_bytes']):>9}"
+    )

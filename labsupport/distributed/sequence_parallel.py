@@ -1,0 +1,346 @@
+"""A sequence that no single device holds: its tokens are sharded over the ranks, in every layer.
+
+Attention needs the other ranks: K and V go around the ring, dK and dV come home. All else computes
+each token by itself, so activations are 1/W of the sequence's; weights and states are whole.
+Source: Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective"
+(arXiv 2105.13120), section 3; with a ring of FlashAttention's blocks, arXiv 2310.01889.
+
+SHARDS. Every rank is given the whole sequence, and cuts its shard from it. Before the cut:
+
+    labels      are shifted, since that of a shard's last token lies on another rank. (A model that
+                shifts labels itself would lose one for each chunk, and with zigzag shards give
+                chunk r's last token the first one of chunk 2W - 1 - r.)
+    positions   are counted, or each rank would count from 0.
+    fillers     are added at the end, 2W - 1 at most, to a length that the ranks cannot share: no
+                token sees a later one, and fillers have no labels.
+
+THE LOSS of a step is the mean over all N labels. Rank r has n_r of them, with the mean m_r, so
+
+    loss = Σ_r  m_r · n_r / N            each rank returns its own term
+
+and runs the backward pass of its term. Where the terms depend on other ranks' tokens, that is
+through K and V only, the ring's backward brings dK and dV home. So the ranks' gradients of the
+weights are summed, once a step (not averaged as in data parallelism: the terms are divided by N).
+A ring needs all ranks: one without labels computes too, with a term of 0.
+
+TRAINING. Steps, history and checkpoints are those of data parallelism (`data_parallel.run`): what W
+ranks saved, another number goes on with, and DDP or FSDP too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.distributed.data_parallel.run import (
+    Batches,
+    ParallelRun,
+    Share,
+    check_settings,
+    make_optimizer,
+    run_steps,
+)
+from labsupport.distributed.process_group import RankInfo, all_gather_object
+from labsupport.distributed.ring.attention import RingOptions, ring_attention
+from labsupport.distributed.ring.transport import Ring
+from labsupport.distributed.ring.zigzag import chunks_of, positions_of, shard_sequence
+from labsupport.training.data import IGNORED
+from labsupport.training.decoder import Attention, Decoder, Turn
+from labsupport.training.train import TrainConfig, tensors
+
+_KNOWN = ("tokens", "labels", "positions", "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a micro-batch.
+
+    Attributes:
+        tokens, labels: (batch, seqlen / world) int64. labels: -100 does not count.
+        positions: (1 or batch, seqlen / world) int64, in the whole sequence.
+        all_labels: (batch, seqlen) int64, those of the whole sequence, filled up.
+        farthest: the largest position of the whole sequence.
+        fillers: number of this rank's tokens that only fill the sequence up.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    all_labels: Tensor
+    farthest: int
+    fillers: int = 0
+
+    def to(self, device: torch.device | str) -> Shard:
+        """Return the same on another device."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+
+def shard_length(seqlen: int, world_size: int, *, zigzag: bool = True) -> int:
+    """Return the number of tokens of each rank's shard, fillers included.
+
+    >>> shard_length(1001, 2), shard_length(1001, 2, zigzag=False)
+    (502, 501)
+    """
+    chunks = len(chunks_of(0, world_size, zigzag=zigzag))
+    return -(-seqlen // (world_size * chunks)) * chunks
+
+
+def shard_batch(batch: Any, rank: int, world_size: int, *, zigzag: bool = True) -> Shard:
+    """Cut a rank's shard of a micro-batch of whole sequences, which all ranks have.
+
+    Args:
+        batch: a mapping or dataclass with `tokens` and `labels`, (batch, seqlen) int64, labels
+            already shifted as for `Decoder`; perhaps `positions`, (seqlen,) or (batch, seqlen).
+            With `cu_seqlens` of several documents only the first one may have labels (a `Packed`
+            with one document, and padding).
+        rank, world_size: whose shard, of how many.
+        zigzag: chunks r and 2W - 1 - r, so that all ranks have equally much to do under a causal
+            mask; False: one run of the sequence.
+
+    Raises:
+        TypeError: no such batch. ValueError: shapes that do not fit, entries that are not known,
+            several documents with labels.
+    """
+    given = tensors(batch)
+    unknown = [name for name in given if name not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"a sharded sequence has {', '.join(_KNOWN)}, and the batch also {', '.join(unknown)}"
+        )
+    tokens, labels = given["tokens"], given["labels"]
+    if tokens.ndim != 2 or 0 in tokens.shape or labels.shape != tokens.shape:
+        raise ValueError(
+            f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} must both be "
+            "(batch, seqlen), at least one of each"
+        )
+    rows, seqlen = tokens.shape
+    ends = [end for end in given.get("cu_seqlens", torch.empty(0)).tolist() if end > 0]
+    # What follows the first document sees it here. Without labels it leaves no trace.
+    if ends and bool((labels[:, ends[0] :] != IGNORED).any()):
+        raise ValueError(
+            f"the sequence holds {len(ends)} documents with labels, and the ring has no mask that "
+            "separates them. Give it one document in each sequence, or let documents see those "
+            "before them: leave cu_seqlens and positions out of the batch (--join-documents)"
+        )
+    positions = given.get("positions", torch.arange(seqlen, device=tokens.device))
+    positions = positions.unsqueeze(0) if positions.ndim == 1 else positions
+    if tuple(positions.shape) not in ((1, seqlen), (rows, seqlen)):
+        raise ValueError(
+            f"positions {tuple(positions.shape)} must be ({seqlen},) or {(rows, seqlen)}, one for "
+            "each token of the whole sequence"
+        )
+    farthest = int(positions.max())
+    own_length = shard_length(seqlen, world_size, zigzag=zigzag)
+    short = world_size * own_length - seqlen
+    tokens, positions = F.pad(tokens, (0, short)), F.pad(positions, (0, short))
+    labels = F.pad(labels, (0, short), value=IGNORED)
+    own_tokens, own_labels, own_positions = (
+        shard_sequence(x, rank, world_size, zigzag=zigzag) for x in (tokens, labels, positions)
+    )
+    places = positions_of(own_length, rank, world_size, zigzag=zigzag)
+    fillers = rows * int((places >= seqlen).sum())
+    return Shard(own_tokens, own_labels, own_positions, labels, farthest, fillers)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def shard_model(
+    model: Decoder,
+    *,
+    zigzag: bool = True,
+    kernel: str = "auto",
+    group: dist.ProcessGroup | None = None,
+) -> SequenceParallel:
+    """Compute a model with its sequence sharded over a group's ranks; every rank calls this.
+
+    Args:
+        model: a `Decoder` on this rank's device, with the same weights on all ranks. Its attention
+            goes around the ring until `restore()`; its weights stay whole, in place, and under
+            their names.
+        zigzag: the layout with balanced work; False: contiguous shards.
+        kernel: of the ring, "auto" or a name in `ring.kernels.KERNELS`.
+        group: the ranks that share the sequence; None: all.
+
+    Raises:
+        RuntimeError: no process group. ValueError: another kind of model, or one that is sharded.
+
+    >>> with shard_model(Decoder(config).to(info.device)) as sharded:
+    ...     part = sharded(sharded.shard(batch))  # of this rank; the sum over ranks is the loss
+    ...     part.backward()
+    ...     sharded.sum_gradients()
+    """
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"a {type(model).__name__} was given, but only a Decoder can be computed with a "
+            "sharded sequence: `labsupport.training.from_transformers` makes one"
+        )
+    layout = "zigzag" if zigzag else "contiguous"
+    # Ranks were given the same batch; to check that in each layer would stop a GPU each time.
+    ring = RingOptions(layout, kernel, causal=True, group=group, check_ranks=False)
+    return SequenceParallel(model, ring)
+
+
+class SequenceParallel:
+    """A model whose sequence is sharded; `shard_model` makes it.
+
+    model, ring: what was given, the options of its attention; rank, world: in the group.
+    """
+
+    def __init__(self, model: Decoder, ring: RingOptions) -> None:
+        around = Ring(ring.group)
+        self.rank, self.world = around.rank, around.size
+        self.model, self.ring = model, ring
+        self._attentions: list[Any] = [block.attention for block in model.blocks]
+        if any("forward" in vars(attention) for attention in self._attentions):
+            raise ValueError("the model's attention goes around a ring already: restore() it first")
+        for attention in self._attentions:
+            attention.forward = partial(_around, attention, ring)
+
+    def restore(self) -> None:
+        """Give the model its own attention back."""
+        for attention in self._attentions:
+            del attention.forward
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
+    def shard(self, batch: Any) -> Shard:
+        """Return this rank's part of a micro-batch of whole sequences, on the batch's device.
+
+        Raises: as `shard_batch`, and ValueError for a position that the model has not learned; on
+            all ranks alike.
+        """
+        shard = shard_batch(batch, self.rank, self.world, zigzag=self.ring.layout == "zigzag")
+        config = self.model.config
+        if config.positions == "learned" and shard.farthest >= config.max_positions:
+            raise ValueError(
+                f"position {shard.farthest:,} was asked for, but this model has learned "
+                f"{config.max_positions:,}. Shorten the sequence, or take a model with rotary "
+                "positions"
+            )
+        return shard
+
+    def __call__(self, shard: Shard, total: int | None = None) -> Tensor:
+        """Return this rank's part of the mean loss, a scalar; the sum over the ranks is the loss.
+
+        Args:
+            shard: of this rank, on the model's device; all ranks call with theirs.
+            total: N, the labels that the mean is over; None: those of this micro-batch.
+
+        Raises:
+            AttentionInputError, BackendUnavailableError: the kernel cannot compute it.
+        """
+        if total is None:
+            total = int((shard.all_labels != IGNORED).sum())
+        positions = shard.positions[0] if len(shard.positions) == 1 else shard.positions
+        # Of no labels the mean is 0, with gradients of 0.
+        mean = self.model(shard.tokens, shard.labels, positions=positions)
+        return mean * ((shard.labels != IGNORED).sum().to(mean.dtype) / max(total, 1))
+
+    def sum_gradients(self) -> None:
+        """Add up the parameters' gradients over the ranks, in place; all ranks call it."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad, group=self.ring.group)
+
+
+def _around(
+    own: Attention,
+    ring: RingOptions,
+    x: Tensor,
+    turn: Turn,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """`Attention.forward` around the ring; `backend` and `cu_seqlens` are one device's business."""
+    q, k, v = own.project(x, turn)
+    return own.out(ring_attention(q, k, v, **vars(ring)).reshape(x.shape))
+
+
+# --- the training loop ----------------------------------------------------------------------------
+
+
+def train_with_ring(
+    model: Decoder,
+    batches: Batches,
+    settings: TrainConfig,
+    *,
+    zigzag: bool = True,
+    kernel: str = "auto",
+    **options: Any,
+) -> ParallelRun:
+    """Train with AdamW, each sequence sharded over the group that `setup_ddp` made.
+
+    Args:
+        model: a `Decoder` (with its savings); weights become rank 0's, and are float32 (or
+            float64). It is moved to this rank's device, and has its own attention back when this
+            returns.
+        batches: step -> WHOLE micro-batches, the same on each rank, at most
+            `settings.gradient_accumulation_steps`; see `shard_batch` for what is in them.
+        settings, options: as for `train_with_ddp`.
+        zigzag, kernel: as for `shard_model`.
+
+    Raises:
+        RuntimeError: no process group.
+        ValueError: what `shard_model`, `shard_batch` and `train_with_ddp` refuse; ranks that were
+            given different micro-batches. Others as `run_steps`.
+
+    >>> info = setup_ddp()
+    >>> run = train_with_ring(model, stream, TrainConfig(steps=100))  # not share_of(stream)
+    """
+    info = RankInfo.current()
+    check_settings(model, settings)
+    model.to(info.device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    optimizer, dtype = make_optimizer(model, settings), settings.autocast
+    shards: list[Shard] = []  # of the step in progress
+    with shard_model(model, zigzag=zigzag, kernel=kernel) as sharded:
+
+        def cut(step: int) -> list[dict[str, Tensor]]:
+            """This rank's shards as a `Share` counts them, with the labels of whole sequences."""
+            checksum = 0
+            shards.clear()
+            for batch in batches(step):
+                for name, tensor in sorted(tensors(batch).items()):
+                    data = tensor.detach().cpu().contiguous().numpy().tobytes()
+                    checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
+                shards.append(sharded.shard(batch))
+            checksums = all_gather_object(checksum)
+            if others := [rank for rank, own in enumerate(checksums) if own != checksums[0]]:
+                raise ValueError(
+                    f"step {step}: rank {', '.join(map(str, others))} was given other "
+                    "micro-batches than rank 0. With a sharded sequence each rank gets all of "
+                    "them, whole: no share_of, and the same seed"
+                )
+            return [
+                {"tokens": x.tokens, "labels": x.all_labels, "fillers": torch.tensor(x.fillers)}
+                for x in shards
+            ]
+
+        def add_gradients(share: Share) -> Tensor:
+            optimizer.zero_grad()
+            total = share.labels // info.world  # each rank has counted the labels of all
+            loss = torch.zeros((), device=info.device)
+            for shard in shards:
+                with torch.autocast(info.device.type, dtype=dtype, enabled=dtype is not None):
+                    part = sharded(shard.to(info.device), total)
+                part.backward()
+                loss = loss + part.detach()
+            sharded.sum_gradients()
+            return loss
+
+        return run_steps(model, optimizer, cut, settings, add_gradients, **options)

@@ -1,0 +1,293 @@
+"""Programs about the Triton kernels: right results only, and what they choose and count."""
+
+import math
+from functools import partial
+from importlib.util import find_spec
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import decode, loop_orders, resources, traffic
+from benchmarks.__main__ import main, parser_of
+from benchmarks.resources import LIMITS
+from benchmarks.traffic import compare, kernel_bytes
+from benchmarks.tune import Shape, best_plan, format_scores, scores, time_plans
+from labsupport.analysis.nsight import BYTES
+from labsupport.attention.kernels import mode, version1
+from labsupport.attention.kernels.config import KernelConfig, decode_tiling, override, tiling
+from labsupport.profiling.cases import Case
+
+runs_kernels = pytest.mark.skipif(mode.missing() is not None, reason=str(mode.missing()))
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+SMALL, LARGE = KernelConfig(16, 16, 4, 1), KernelConfig(32, 32, 4, 1)
+
+
+def measure(program, options):
+    options = parser_of(program.__name__.split(".")[-1]).parse_args(options.split())
+    table = program.measure(options)
+    return table, program.show(table, options)
+
+
+# --- decode and loop_orders ----------------------------------------------------------------------
+
+
+@runs_kernels
+def test_every_implementation_is_a_row_and_ratios_are_against_the_fastest_sdpa():
+    options = "--keys 70,20 --batch 1 --peers sdpa_flash,sdpa_efficient,fa3 --max-seconds 0.01"
+    table, printed = measure(decode, options)
+    names = ["decode", "sdpa_flash", "sdpa_efficient", "fa3"]
+    assert list(table.implementation) == names * 2
+    ran = table[table.status == "ok"]
+    assert set(ran.implementation) >= {"decode", "sdpa_flash"}
+    assert (ran.relative_error < (1e-5 if mode.interpreted() else 1e-2)).all()
+    itemsize = 4 if mode.interpreted() else 2
+    read_once = ran["batch"] * ran["keys"] * ran.kv_heads * ran.head_dim * 2 * itemsize
+    assert (ran.gb_s * ran.median_ms * 1e6).tolist() == pytest.approx(read_once.tolist())
+    for _, shape in ran.set_index("implementation").groupby("keys"):
+        ratio = shape.median_ms["sdpa_flash"] / shape.median_ms["decode"]
+        assert shape.times_sdpa["decode"] == pytest.approx(ratio)
+    reasons = table.set_index(["keys", "implementation"]).reason
+    assert "grouped-query heads" in reasons[20, "sdpa_efficient"]
+    assert "sdpa_efficient: unsupported: " in printed
+    assert "unknown backend" in printed
+    assert ("times mean nothing" in printed) == mode.interpreted()
+
+
+@runs_kernels
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    """A kernel that is fast because it leaves out half of the keys must not win."""
+    right = decode.decode
+    monkeypatch.setattr(decode, "decode", lambda q, k, v: right(q, k[:, ::2], v[:, ::2]))
+    table, printed = measure(decode, "--keys 20 --batch 1 --peers decode")
+    (row,) = table.itertuples()
+    assert row.status == "wrong"
+    assert row.relative_error > 0.05
+    assert "median_ms" not in table
+    assert "wrong" in printed
+
+
+@runs_kernels
+def test_both_loop_orders_are_measured_and_agree_or_are_not_compared(monkeypatch):
+    options = "--tokens 32 --head-dim 16 --max-seconds 0.001"
+    monkeypatch.setattr(loop_orders, "FEW", ((2, 2),))
+    table, printed = measure(loop_orders, options)
+    assert list(table.version1_programs) == [4, 4]
+    assert (table.difference < (1e-5 if mode.interpreted() else 0.05)).all()
+    assert table.ratio.tolist() == (table.version1_ms / table.version2_ms).tolist()
+    assert table.order_ratio.tolist() == (table.version1_ms / table.same_tiles_ms).tolist()
+    assert "order_ratio" in printed
+
+    right = version1.forward_version1
+    other = lambda *qkv, causal: right(*qkv, causal=not causal)  # noqa: E731
+    monkeypatch.setattr(version1, "forward_version1", other)
+    _, printed = measure(loop_orders, options)
+    assert "failed: AssertionError" in printed
+    assert "order_ratio" not in printed
+
+
+@pytest.mark.skipif(not mode.interpreted(), reason="compiled, times mean something")
+def test_interpreted_times_are_not_kept():
+    for program in ("loop_orders", "decode", "tune"):
+        with pytest.raises(SystemExit, match="not worth keeping"):
+            main([program, "--save", "nothing"])
+
+
+# --- tune ----------------------------------------------------------------------------------------
+
+
+def test_an_override_holds_inside_of_its_block_only_even_after_an_error():
+    forward = partial(tiling, head_dim=64, dtype=torch.bfloat16, interpreted=False)
+    before = forward("forward")
+    with pytest.raises(KeyError), override(forward=SMALL):
+        with override(keys=LARGE):
+            assert (forward("forward"), forward("keys")) == (SMALL, LARGE)
+        assert forward("keys") != LARGE
+        raise KeyError
+    assert forward("forward") == before
+    with override(decode=SMALL):
+        assert decode_tiling(4, 128, torch.bfloat16) == SMALL
+    assert decode_tiling(4, 128, torch.bfloat16) != SMALL
+
+
+def test_the_score_is_the_mean_ratio_to_the_fastest_and_the_current_plan_is_always_shown():
+    def measured(times):
+        """Rows as `tune` measures them, from {plan: (ms of each shape)}."""
+        fastest = [min(ms) for ms in zip(*times.values(), strict=True)]
+        return pd.DataFrame(
+            vars(plan)
+            | {"status": "ok", "batch": 1, "seqlen": 1024 * 4**shape, "causal": False}
+            | {"median_ms": ms, "ratio": ms / fastest[shape]}
+            for plan, each in times.items()
+            for shape, ms in enumerate(each)
+        )
+
+    table = measured({SMALL: (1.0, 4.0), LARGE: (2.0, 1.0)})
+    ranked = scores(table)
+    assert ranked.block_q.tolist() == [32, 16]
+    assert ranked.score.tolist() == pytest.approx([2**0.5, 2.0])
+    assert ranked.worst.tolist() == [2.0, 4.0]
+    assert best_plan(table) == LARGE
+    table.loc[table.block_q.eq(32) & table.seqlen.eq(1024), "ratio"] = math.nan  # it did not run
+    assert best_plan(table) == SMALL
+    slowest = KernelConfig(64, 64, 4, 1)
+    table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), slowest: (3.0, 3.0)})
+    text = format_scores(table, slowest, most=1)
+    assert len([line for line in text.splitlines() if " 4 " in line]) == 2
+    assert "now" in text
+
+
+@runs_kernels
+def test_plans_are_timed_on_each_shape():
+    device = torch.device("cpu" if mode.interpreted() else "cuda")
+    dtype = "float32" if mode.interpreted() else "bfloat16"
+    shapes = [Shape("backward", 16, 1, 24, 1, causal, dtype) for causal in (False, True)]
+    table = pd.DataFrame(time_plans("keys", [SMALL, LARGE], shapes, device, {}, 0.01))
+    assert len(table) == 4
+    assert (table.groupby("causal").ratio.min() == 1).all()
+    assert best_plan(table) in (SMALL, LARGE)
+
+
+# --- traffic: bytes of the kernels ----------------------------------------------------------------
+
+CASE = Case("flash_triton", 4096, batch=4, heads=16, head_dim=128, dtype="bfloat16")
+
+
+def test_launches_are_compared_with_the_tiling_that_their_kernel_has():
+    hopper, plain = (kernel_bytes("forward", CASE, block_q, 64) for block_q in (64, 128))
+    launches = [
+        {"kernel": "_hopper_fwd", "l2": hopper.read + hopper.written},
+        {"kernel": "_attn_fwd(float*)", "l2": 2 * (plain.read + plain.written)},
+    ]
+    for launch, exact in zip(launches, (hopper, plain), strict=True):
+        launch |= dict(zip(BYTES, (exact.read, exact.written, launch.pop("l2"), 1, 2), strict=True))
+    launches += [{"kernel": "elementwise_kernel"}, {"kernel": "_bwd_preprocess"}]
+    table = pd.DataFrame(compare(launches, CASE)).set_index("kernel")
+    assert list(table.index) == ["hopper_forward_kernel", "forward_kernel", "rows_kernel"]
+    assert list(table.moved_ratio[:2]) == [1, 1]
+    assert table.l2_ratio["forward_kernel"] == 2
+    assert table.dram_ratio["forward_kernel"] == pytest.approx(3 / plain.compulsory)
+    assert table.dram_ratio.isna()["rows_kernel"]  # not read
+
+
+def test_bytes_of_the_kernels_by_hand():
+    heads, n, d = 4 * 16, 4096, 128
+    tensor = heads * n * d * 2
+    got = kernel_bytes("forward", CASE, 64, 64)
+    assert got.read == tensor + (n // 64) * 2 * tensor  # Q once, K and V for each block of queries
+    assert got.written == tensor + heads * n * 4
+    assert got.compulsory == 4 * tensor + heads * n * 4
+    causal = Case("x", 256, heads=1, head_dim=64, dtype="float16", causal=True)
+    tile = 64 * 64 * 2
+    assert kernel_bytes("forward", causal, 64, 64).read == 4 * tile + (1 + 2 + 3 + 4) * 2 * tile
+    keys = kernel_bytes("keys", causal, 64, 64)
+    assert keys.read == 2 * 4 * tile + 10 * (2 * tile + 2 * 4 * 64)
+    queries = kernel_bytes("queries", causal, 128, 64)
+    assert queries.read == 2 * 4 * tile + 2 * 4 * 256 + (2 + 4) * 2 * tile
+
+
+def test_bytes_that_ncu_recorded_on_an_h200_are_the_compulsory_ones_and_fewer_in_the_l2():
+    """`data/runs/peers-h200/notes.md`, tiles of 64 x 64: requests are coalesced on their way."""
+    for kernel, megabytes in (("forward", 262), ("keys", 391), ("queries", 331), ("rows", 139)):
+        compulsory = kernel_bytes(kernel, CASE, 64, 64).compulsory
+        assert megabytes * 1e6 / compulsory == pytest.approx(1, abs=0.04), kernel
+    for kernel, gigabytes, share in (("forward", 7.35, 0.84), ("keys", 6.84, 0.76)):
+        counted = kernel_bytes(kernel, CASE, 64, 64)
+        total = counted.read + counted.written
+        assert gigabytes * 1e9 / total == pytest.approx(share, abs=0.01), kernel
+
+
+def test_ncu_is_asked_for_the_kernels_bytes_where_it_is_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # an empty folder
+    with pytest.raises(SystemExit, match="ncu not found"):
+        main(["traffic"])
+    asked = []
+    header = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *BYTES))
+    printed = f'{header}\n"0","_hopper_dq"{5 * ",4e9"}'
+    monkeypatch.setattr(traffic, "run", lambda command: asked.extend(command) or printed)
+    (row,) = traffic.count(CASE)
+    assert row["kernel"] == "hopper_queries_kernel"
+    assert {"--clock-control", "none", ",".join(BYTES)} <= set(asked)
+    assert any("regex:^(_attn_fwd|" in word for word in asked)
+
+
+# --- resources: compiled here for GPUs that are elsewhere -----------------------------------------
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_causal_kernels_for_hopper_use_its_tensor_cores_and_do_not_spill():
+    options = "--capability 90 --head-dim 64,128 --dtype bfloat16 --causal --hopper"
+    table, _ = measure(resources, options)
+    assert list(table["kernel"]) == [k for k in ("forward", "keys", "queries") for _ in range(2)]
+    assert (table["status"] == "ok").all(), table
+    assert (table["hgmma"] > 0).all(), table
+    assert (table[["hmma", "spilled_bytes", "local"]] == 0).all(axis=None), table
+    assert (table["programs"] >= 1).all(), table
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (86, 99), (90, 227)])
+def test_every_tiling_fits_on_a_multiprocessor(capability, shared_kib):
+    table, _ = measure(resources, f"--capability {capability} --causal")
+    assert len(table) == 3 * 3 * 2
+    assert (table["programs"] >= 1).all(), table
+    assert (table["shared_kib"] <= shared_kib).all(), table
+
+
+@needs_triton
+@pytest.mark.slow
+def test_tiles_that_are_too_large_for_their_warps_are_seen_to_spill():
+    options = "--capability 90 --head-dim 128 --dtype bfloat16 --kernel forward"
+    narrow, wide = KernelConfig(128, 64, 4, 3), KernelConfig(128, 64, 8, 3)
+    options = parser_of("resources").parse_args(options.split())
+    table = resources.measure(options, tilings=[narrow, wide])
+    assert list(table["warps"]) == [4, 8]
+    assert list(table["spilled_bytes"] > 0) == [True, False]
+    assert list(table["local"] > 0) == [True, False]
+
+
+def test_programs_on_a_multiprocessor():
+    for registers, shared_kib, warps, programs, what_decides in (
+        (32, 0, 4, 16, "64 warps a multiprocessor"),
+        (32, 0, 1, 32, "32 programs a multiprocessor"),
+        (255, 0, 4, 2, "registers: 256 are given for 255"),
+        (80, 0, 1, 24, "registers: a quarter has room for 6.4 warps"),
+        (32, 56, 4, 4, "shared memory: 57 of 228 KiB"),
+        (32, 227, 4, 1, "shared memory"),
+        (32, 228, 4, 0, "1 KiB of shared memory is taken"),
+    ):
+        assert LIMITS[90].fitting(registers, shared_kib * 1024, warps) == programs, what_decides
+
+
+@needs_triton
+@pytest.mark.slow
+def test_true_float32_stays_off_the_tensor_cores(capsys):
+    main(
+        [
+            "resources",
+            "--capability",
+            "80",
+            "--head-dim",
+            "64",
+            "--dtype",
+            "float32",
+            "--kernel",
+            "forward",
+        ]
+    )
+    heading, numbers = (line.split() for line in capsys.readouterr().out.splitlines())
+    row = dict(zip(heading, numbers, strict=True))
+    assert (row["capability"], row["kernel"], row["head_dim"]) == ("80", "forward", "64")
+    assert (row["hgmma"], row["hmma"]) == ("0", "0")
+    assert int(row["exp2"]) > 0
+
+
+def test_kernels_that_cannot_be_compiled_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["resources", "--dtype", "int8"])
+    assert "there is no int8, only bfloat16, float16, float32" in capsys.readouterr().err
+    needed = "capability 90" if find_spec("triton") else "Triton is not installed"
+    with pytest.raises(SystemExit, match=needed):
+        main(["resources", "--capability", "80", "--hopper"])
