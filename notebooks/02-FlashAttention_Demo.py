@@ -22,8 +22,8 @@
 # - predict the gain from attention's share, and name the cases where there is none;
 # - choose dtypes for inference, and check them.
 #
-# **Time** about 130 minutes; the exercises take 80 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7 and
-# 2.9, fits an afternoon (95 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
+# **Time** about 170 minutes; the exercises take 115 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
+# 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
 # model has 135 million parameters.
 #
 # **To read beside it**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
@@ -113,7 +113,7 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 
 # %% [markdown]
 # ### Exercise 2-1 · From a model's tensors to flash-attn's layout
-# ●○○ · 10 minutes · 5 points
+# ●○○ · 10 minutes · 4 points
 #
 # FlashAttention's kernels read strided tensors: they need the dimensions in the right order, not the numbers in a new place.
 # So do all three conversions without copying anything.
@@ -184,7 +184,7 @@ checks.check_flash_layout(to_flash_layout)
 checks.check_flash_layout(to_flash_layout, seed=12)
 ### END HIDDEN TESTS
 
-# %% nbgrader={"grade": true, "grade_id": "ex-2-1-layout-qkv", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-2-1-layout-qkv", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_split_qkv(split_qkv)
 ### BEGIN HIDDEN TESTS
 checks.check_split_qkv(split_qkv, seed=13)
@@ -618,7 +618,7 @@ print("is that right?", torch.allclose(top_left, right))
 
 # %% [markdown]
 # ### Exercise 2-3 · Who sees whom, while text is generated
-# ●●○ · 10 minutes · 5 points
+# ●●○ · 10 minutes · 3 points
 #
 # | `visible(seqlen_q, seqlen_k, valid=None)` | | |
 # | --- | --- | --- |
@@ -662,13 +662,13 @@ def visible(seqlen_q, seqlen_k, valid=None):
     ### END SOLUTION
 
 
-# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-positions", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-positions", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_visible_positions(visible)
 ### BEGIN HIDDEN TESTS
 checks.check_visible_positions(visible, seed=31)
 ### END HIDDEN TESTS
 
-# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-padding", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-2-3-decoding-mask-padding", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_visible_padding(visible)
 ### BEGIN HIDDEN TESTS
 checks.check_visible_padding(visible, seed=32)
@@ -793,7 +793,7 @@ predicted_half = (
 
 # %% [markdown]
 # ### Exercise 2-4 · How much faster does the whole model get?
-# ●○○ · 20 minutes · 4 points
+# ●○○ · 20 minutes · 3 points
 #
 # `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the
 # time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
@@ -852,7 +852,7 @@ def attention_flop_share(
     ### END SOLUTION
 
 
-# %% nbgrader={"grade": true, "grade_id": "ex-2-4-amdahl-speedup", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-2-4-amdahl-speedup", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_amdahl(amdahl)
 ### BEGIN HIDDEN TESTS
 checks.check_amdahl(amdahl, seed=41)
@@ -997,7 +997,7 @@ FlashAttentionConfig()
 
 # %% [markdown]
 # ### Exercise 2-5 · A precision policy for inference
-# ●●○ · 15 minutes · 5 points
+# ●●○ · 15 minutes · 4 points
 #
 # A `FlashAttentionConfig` names a dtype for each component of a model, and `apply_precision_policy(model, config)` puts the model
 # under it.
@@ -1064,7 +1064,7 @@ def my_policy(device_type, capability):
 # %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-devices", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
 checks.check_policy_devices(my_policy)
 
-# %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-range", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+# %% nbgrader={"grade": true, "grade_id": "ex-2-5-policy-range", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
 checks.check_policy_range(my_policy)
 ### BEGIN HIDDEN TESTS
 checks.check_policy_range(my_policy, seed=52)
@@ -1140,10 +1140,270 @@ plotting.plot_memory(
     references=[plotting.Reference("memory of the GPU", 139.8 * 1024)],
 )
 
+
 # %% [markdown]
 # 8,192 tokens in one sequence or in eight: for FlashAttention's memory it is the same. (What remains is the model, its
 # gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is full: the
 # cross. `flash_triton` is this lab's own kernel; notebook 4 opens it.
+
+# %% [markdown]
+# ## 2.13 · A cache of your own
+#
+# *Core · 40 minutes*
+#
+# Until now Transformers kept the cache. Now you write one, and then do what serving programs do with it: attend in parts, store
+# it in pages, and squeeze the keys into 8 bits.
+#
+# ### Exercise 2-6 · A cache, in parts, in pages, in 8 bits
+# ●●● · 35 minutes · 5 points
+#
+# **Step 1: append.** A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
+# first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`, and returns
+# all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make buffers with twice the
+# room (or more, if the new tokens need it), and copy what is there.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Where in the buffer does the first of the new tokens belong? It is not 0, except for the first call.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# The new tokens go to `self.k[:, :, self.length : end]`, with `end = self.length + k.shape[2]`. If `end` is larger than the room,
+# enlarge both buffers first. `F.pad(x, (0, 0, 0, more))` adds `more` rows of zeros at the end of the second last dimension.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# 1. First call: start with empty buffers, `k[:, :, :0]` and `v[:, :, :0]`.
+# 2. Compute `end`, and compare it with the room, `self.k.shape[2]`. Enlarge to `max(end, 2 * room)`.
+# 3. Write `k` and `v` behind the old tokens, and set `self.length = end`.
+# 4. Return the filled part of both, as slices: they copy nothing.
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-6-cache", "locked": false, "schema_version": 3, "solution": true, "task": false}
+class KVCache:
+    """Keys and values of one layer, in buffers that grow."""
+
+    def __init__(self):
+        self.k = self.v = None  # (batch, kv_heads, room, head_dim)
+        self.length = 0  # how many tokens are in them
+
+    def append(self, k, v):
+        """Add (batch, kv_heads, new, head_dim); return all keys and all values so far."""
+        ### BEGIN SOLUTION
+        if self.k is None:
+            self.k, self.v = k[:, :, :0], v[:, :, :0]
+        end, room = self.length + k.shape[2], self.k.shape[2]
+        if end > room:
+            more = max(end, 2 * room) - room
+            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+        self.k[:, :, self.length : end] = k
+        self.v[:, :, self.length : end] = v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]
+        ### END SOLUTION
+
+
+# %% [markdown]
+# The checks feed your cache piece by piece, with this function:
+
+
+# %%
+def replay(pieces):
+    """What a new cache returns for each piece (k, v), and the room that it has then."""
+    cache = KVCache()
+    return [(*(x.clone() for x in cache.append(k, v)), cache.k.shape[2]) for k, v in pieces]
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-6-cache-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_cache_values(replay)
+### BEGIN HIDDEN TESTS
+checks.check_cache_values(replay, seed=31)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-6-cache-growth", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_cache_growth(replay)
+### BEGIN HIDDEN TESTS
+checks.check_cache_growth(replay, seed=32)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now it serves a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with Transformers' own?
+
+# %%
+models.set_attention(model, "sdpa")
+own = checks.solution_or_reference(KVCache, "dynamic", lambda _: checks.check_cache_values(replay))
+texts = [
+    models.generate(model, tokenizer, prompts[0], max_new_tokens=16, cache=cache).text
+    for cache in (own, "dynamic")
+]
+print(texts[0])
+print("the same text as with Transformers' cache:", texts[0] == texts[1])
+
+# %% [markdown]
+# **Step 2: decode in parts.** A kernel gives each head, or each block of queries of a head, to one *program*, and each of a GPU's
+# multiprocessors computes one or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32
+# heads: 32 programs. **Predict first**: the lab's forward kernel works like that. Which share of the memory's bandwidth does it
+# reach with 32 heads and 32,768 keys?
+
+# %%
+predicted_share = None  # your guess, from 0 to 1
+
+# %% tags=["nbval-check-output"]
+steps = load_run("decode-h200").query("batch == 1 and implementation in ['flash_triton', 'decode']")
+share = steps.pivot(index="keys", columns="implementation", values="of_copy").round(2)
+checks.compare_prediction("Share", predicted_share, share.flash_triton.iloc[0])
+print(share.to_string())
+
+# %% [markdown]
+# The column `decode` is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
+# merges the parts. Now there are enough programs to keep the memory busy. (1.03 is no error: the unit is the bandwidth of a plain
+# copy, and reading alone can be a little faster.)
+#
+# The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:
+#
+# $$o = \sum_p w_p\, o_p, \qquad w_p = \frac{e^{L_p}}{\sum_{p'} e^{L_{p'}}}$$
+#
+# Two parts by hand: part 1 has the scores 1 and 2, part 2 the score 3.
+
+# %% tags=["nbval-check-output"]
+parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+lses = torch.stack([part.logsumexp(0) for part in parts])
+print("log-sum-exps:", [f"{x:.3f}" for x in lses.tolist()])
+print("weights:     ", [f"{x:.3f}" for x in lses.softmax(0).tolist()])
+print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).tolist()])
+
+
+# %% [markdown]
+# The second part's weight is the probability of its only key, and the first part's that of its two keys together.
+#
+# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are `(heads, seqlen_k, head_dim)`, and the
+# result is like `q`. Attend to each of `num_splits` parts of the keys alone, and merge. `num_splits` need not divide `seqlen_k`, and may
+# be larger.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# What of each part do you have to keep? Two things: its output, and one number for each head.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; some may be empty, and those are left out. The weights $w_p$ are
+# a softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# For each part: `scores` = q Kᵀ / √head_dim, `lse = scores.logsumexp(-1, keepdim=True)`, output = `exp(scores - lse)` V. Stack outputs and
+# log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps along it, multiply, and add up.
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-6-split", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def split_decode(q, k, v, num_splits):
+    """Attention of one query a head to all keys, computed in parts."""
+    ### BEGIN SOLUTION
+    outs, lses = [], []
+    parts = zip(k.tensor_split(num_splits, 1), v.tensor_split(num_splits, 1), strict=True)
+    for k_part, v_part in parts:
+        if k_part.shape[1] > 0:
+            scores = q @ k_part.mT / q.shape[-1] ** 0.5
+            lse = scores.logsumexp(-1, keepdim=True)
+            outs.append((scores - lse).exp() @ v_part)
+            lses.append(lse)
+    weights = torch.stack(lses).softmax(0)
+    return (weights * torch.stack(outs)).sum(0)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-6-split-values", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_split_decode(split_decode)
+### BEGIN HIDDEN TESTS
+checks.check_split_decode(split_decode, seed=33)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Notebook 3 needs the same merge: there the parts lie on several devices.
+#
+# **Step 3: pages, and 8 bits.** A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
+# memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages. Write:
+#
+# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` holds the indices of a text's pages in order;
+#   return its first `length` tokens, `(length, kv_heads, head_dim)`.
+# - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head a `scale`,
+#   `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# A tensor of indices between brackets picks rows, in any order. Over which dimensions does a head have its largest value?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: make the first two dimensions one. `amax` takes several dimensions, and
+# `keepdim=True`.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` = `(k / scale)`,
+# rounded, then `.to(torch.int8)`.
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-6-store", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def gather_pages(pool, table, length):
+    """The first `length` tokens of the text whose pages `table` lists."""
+    ### BEGIN SOLUTION
+    return pool[table].flatten(0, 1)[:length]
+    ### END SOLUTION
+
+
+def quantise_keys(k):
+    """Codes in int8, and the scale of each head."""
+    ### BEGIN SOLUTION
+    scale = k.abs().amax((1, 2), keepdim=True) / 127
+    return (k / scale).round().to(torch.int8), scale
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-6-store-pages", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_gather_pages(gather_pages)
+### BEGIN HIDDEN TESTS
+checks.check_gather_pages(gather_pages, seed=34)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-6-store-codes", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.check_quantise_keys(quantise_keys)
+### BEGIN HIDDEN TESTS
+checks.check_quantise_keys(quantise_keys, seed=35)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# What does it cost in accuracy? The keys of one layer of SmolLM2, those that section 2.7 kept, in 8 bits and, for comparison, in
+# bfloat16. **Predict first**: which of the two has the smaller error?
+
+# %%
+predicted_smaller = None  # your guess, "int8" or "bfloat16"
+
+# %%
+from labsupport.attention import oracle_attention
+
+keys, values = (x[0].float() for x in (cache.layers[-1].keys, cache.layers[-1].values))
+query = keys[:, -1:]  # any vector of the right size
+exact = oracle_attention(query, keys, values)[0]
+codes, scale = quantise_keys(keys)
+for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()}.items():
+    out = oracle_attention(query, rounded, values)[0]
+    error = (rounded - keys).norm() / keys.norm()
+    print(f"{name:9} keys {error:.2%} off, output {(out - exact).norm() / exact.norm():.2%} off")
+
+# %% [markdown]
+# Both keep 8 bits of a number, more or less: bfloat16 has 8 significant bits at every size, int8 has 8 bits for the largest number of the
+# head, and fewer for smaller ones. One outlier in a head costs all its other keys. That is why serving programs take a scale for each
+# channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
 
 # %% [markdown]
 # ## What you measured

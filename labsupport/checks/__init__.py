@@ -6,8 +6,10 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
 
     1-1, 1-2 textbook    1-3 softmax       1-4, 1-5 flash    1-6 dtypes
     2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
+    2-6 caching
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
+    4-3 triton_kernels
 
 `verdict` judges results and finds the mistake. A check calls its reference by `cases.reference`, so
 that stored results can take the place of the solutions in an exam.
@@ -18,6 +20,13 @@ from labsupport.checks.amdahl import (
     check_attention_share,
     flop_share,
     overall_speedup,
+)
+from labsupport.checks.caching import (
+    check_cache_growth,
+    check_cache_values,
+    check_gather_pages,
+    check_quantise_keys,
+    check_split_decode,
 )
 from labsupport.checks.choosing import (
     check_choice_limits,
@@ -107,6 +116,13 @@ from labsupport.checks.textbook import (
     check_textbook_empty_rows,
     check_textbook_mask,
     check_textbook_values,
+)
+from labsupport.checks.triton_kernels import (
+    check_triton_add,
+    check_triton_flash_edges,
+    check_triton_flash_skips,
+    check_triton_flash_values,
+    check_triton_softmax,
 )
 from labsupport.checks.verdict import CheckFailed
 from labsupport.checks.yours import compare_prediction, solution_or_reference

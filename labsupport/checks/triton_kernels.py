@@ -225,9 +225,8 @@ def _launched(student: Student) -> Student:
     """Return the student's launcher for tensors on the CPU, which a GPU's kernels cannot read."""
     if (reason := mode.missing()) is not None:
         raise CheckFailed(f"kernels cannot run here: {reason}")
-    if not hasattr(student, "__code__"):  # another process's function
-        return student
-    device = "cpu" if mode.interpreted() else "cuda"
+    local = hasattr(student, "__code__")  # and not another process's function
+    device = "cpu" if mode.interpreted() or not local else "cuda"
 
     def to(device: str, value: Any) -> Any:
         return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)

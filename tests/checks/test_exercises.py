@@ -5,6 +5,7 @@ import pytest
 from labsupport import checks
 from labsupport.checks import (
     amdahl,
+    caching,
     choosing,
     chunked_loss,
     counting,
@@ -41,6 +42,7 @@ DTYPES = (checks.check_half_dtype_values, checks.check_half_dtype_edges)
 VISIBLE = (checks.check_visible_positions, checks.check_visible_padding)
 MERGE = (checks.check_merge_values, checks.check_merge_edges)
 BYTES = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
+CACHE = (checks.check_cache_values, checks.check_cache_growth)
 POLICY = (checks.check_policy_devices, checks.check_policy_range, checks.check_policy_memory)
 OWN = (checks.check_registered_values, checks.check_registered_models)
 COST = (checks.check_cost_flops, checks.check_cost_bytes)
@@ -74,6 +76,11 @@ SOLVED = {
         "attention_flop_share": (checks.check_attention_share,),
     },
     "ex-2-5-policy": {"my_policy": POLICY},
+    "ex-2-6-split": {"split_decode": (checks.check_split_decode,)},
+    "ex-2-6-store": {
+        "gather_pages": (checks.check_gather_pages,),
+        "quantise_keys": (checks.check_quantise_keys,),
+    },
     "ex-3-1-rotary": {
         "rotary_angles": (checks.check_rope_angles,),
         "apply_rope": (checks.check_rope_values,),
@@ -171,6 +178,10 @@ def far_away(angles):
     (VISIBLE, decoding.visible, decoding.MISTAKES),
     (checks.check_amdahl, amdahl.overall_speedup, amdahl.SPEEDUP_MISTAKES),
     (checks.check_attention_share, amdahl.flop_share, amdahl.SHARE_MISTAKES),
+    (CACHE, caching.replay, caching.REPLAY_MISTAKES),
+    (checks.check_split_decode, caching.split_decode, caching.SPLIT_MISTAKES),
+    (checks.check_gather_pages, caching.gather_pages, caching.PAGE_MISTAKES),
+    (checks.check_quantise_keys, caching.quantise_keys, caching.QUANTISE_MISTAKES),
     ((checks.check_rope_angles, far_away), rotary.rotary_angles, rotary.ANGLE_MISTAKES),
     (checks.check_rope_values, rotary.apply_rope, rotary.TURN_MISTAKES),
     (checks.check_rope_conventions, rotary.pairs_to_halves, rotary.ROW_MISTAKES),
