@@ -1160,7 +1160,7 @@ plotting.plot_memory(
 # **Step 1: append.** A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
 # first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`, and returns
 # all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make buffers with twice the
-# room (or more, if the new tokens need it), and copy what is there.
+# room (or more, if the new tokens need it), and copy what is there. The checks feed your cache piece by piece, with `replay`; leave it as it is.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1206,11 +1206,6 @@ class KVCache:
         ### END SOLUTION
 
 
-# %% [markdown]
-# The checks feed your cache piece by piece, with this function:
-
-
-# %%
 def replay(pieces):
     """What a new cache returns for each piece (k, v), and the room that it has then."""
     cache = KVCache()
@@ -1233,7 +1228,7 @@ checks.check_cache_growth(replay, seed=32)
 # Now it serves a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with Transformers' own?
 
 # %%
-models.set_attention(model, "sdpa")
+models.set_attention(model, "flash")
 own = checks.solution_or_reference(KVCache, "dynamic", lambda _: checks.check_cache_values(replay))
 texts = [
     models.generate(model, tokenizer, prompts[0], max_new_tokens=16, cache=cache).text
@@ -1294,7 +1289,7 @@ print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# For each part: `scores` = q Kᵀ / √head_dim, `lse = scores.logsumexp(-1, keepdim=True)`, output = `exp(scores - lse)` V. Stack outputs and
+# For each part: `scores` = q Kᵀ / √head_dim, `lse` = its `logsumexp` (with `keepdim=True`), output = `exp(scores - lse)` V. Stack outputs and
 # log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps along it, multiply, and add up.
 # </details>
 # </details>

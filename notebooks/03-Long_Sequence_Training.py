@@ -1248,7 +1248,7 @@ checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work
 #
 # ```text
 # zigzag_chunks     rank, and as far from the end
-# zigzag_positions  size = seqlen // (2 * world);  torch.cat of one torch.arange for each chunk
+# zigzag_positions  a chunk has seqlen // (2 world) tokens;  torch.cat of one torch.arange for each chunk
 # unzigzag          all early halves, then all late halves from the last rank to the first;  torch.cat along dim=1
 # ```
 # Or put all positions in a row, and index by their `argsort`.

@@ -814,10 +814,11 @@ can_run = mode.missing() is None
 @triton.jit
 def double_kernel(X, OUT, n, BLOCK: tl.constexpr):
     """One program doubles one block. X and OUT point to the first element."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # the places of this program's block
-    inside = i < n  # the last block may reach behind the end
-    x = tl.load(X + i, mask=inside)
-    tl.store(OUT + i, 2 * x, mask=inside)
+    first = tl.program_id(0) * BLOCK  # this program's block begins here
+    places = first + tl.arange(0, BLOCK)
+    exist = places < n  # the last block may reach behind the end
+    numbers = tl.load(X + places, mask=exist)
+    tl.store(OUT + places, 2 * numbers, mask=exist)
 
 
 if can_run:
@@ -851,7 +852,7 @@ def add_kernel(X, Y, OUT, n, BLOCK: tl.constexpr):
 
 def add(x, y, block=1024):
     """x + y of two vectors."""
-    out = torch.empty_like(x)
+    out = torch.zeros_like(x)  # not `empty`: what no program writes shows as 0
     add_kernel[(triton.cdiv(len(x), block),)](x, y, out, len(x), BLOCK=block)
     return out
 
@@ -867,7 +868,7 @@ checks.check_triton_add(add, seed=33)
 # block. It runs over the row twice: the first time for the maximum `m` and the sum `l`, as in exercise 1-3; the second time to store
 # $e^{x - m} / l$. Row `i` begins at `X + i * stride`, in `OUT` likewise.
 #
-# You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and `for start in tl.range(0, n, BLOCK):`. A
+# You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`. A
 # loop's variables must keep their type: begin with `tl.full([], -float("inf"), tl.float32)`, which is a single number.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -909,7 +910,7 @@ def softmax_kernel(X, OUT, stride, n, BLOCK: tl.constexpr):
 
 def row_softmax(x, block=1024):
     """The softmax of each row of x, (rows, columns)."""
-    out = torch.empty_like(x)
+    out = torch.zeros_like(x)
     softmax_kernel[(len(x),)](x, out, x.stride(0), x.shape[1], BLOCK=block)
     return out
 
@@ -1072,7 +1073,7 @@ def flash_kernel(
 def my_triton_flash(q, k, v, causal=False, block=64):
     """FlashAttention's out and lse for q, k, v of shape (heads, seqlen, head_dim)."""
     heads, n_q, d = q.shape
-    out, lse = torch.empty_like(q), torch.empty(heads, n_q, device=q.device)
+    out, lse = torch.zeros_like(q), torch.zeros(heads, n_q, device=q.device)
     flash_kernel[(triton.cdiv(n_q, block), heads)](
         q, k, v, out, lse, math.log2(math.e) / math.sqrt(d), n_q, k.shape[1],
         *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),

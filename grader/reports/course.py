@@ -31,7 +31,7 @@ class Question:
     """One exercise as it was set.
 
     Attributes:
-        exercise: the grade_id of its solution cell.
+        exercise: the grade_id of its first solution cell; an exercise in steps has several.
         card: the line below its title: difficulty, minutes, points; "" if there is none.
         chapter: the explanation in the theory, such as "02-online-softmax.md", or "".
         points: each check cell's, by grade_id, in the notebook's order.
@@ -70,6 +70,12 @@ def _chapters() -> dict[str, str]:
     }
 
 
+def number_of(exercise: str) -> str:
+    """Return what the steps of an exercise share: "ex-4-3" of "ex-4-3-add"."""
+    found = re.match(r"ex-\d+-\d+(?=-)", exercise)
+    return found[0] if found else exercise
+
+
 def questions_of(notebook: Pristine) -> list[Question]:
     """Return the exercises of an instructor's notebook, in its order.
 
@@ -83,15 +89,14 @@ def questions_of(notebook: Pristine) -> list[Question]:
         if not (cell.solution or cell.grade):
             continue
         exercise = notebook.exercise_of(cell.grade_id)
-        if exercise not in made:
-            number = "-".join(exercise.split("-")[1:3])
-            made[exercise] = Question(
-                exercise, title or exercise, card, _chapters().get(number, "")
-            )
+        number = number_of(exercise)
+        if number not in made:
+            chapter = _chapters().get(number.removeprefix("ex-"), "")
+            made[number] = Question(exercise, title or exercise, card, chapter)
             title = card = ""
         if cell.grade:
-            made[exercise].points[cell.grade_id] = cell.points
-            made[exercise].asks[cell.grade_id] = asked_by(cell.source)
+            made[number].points[cell.grade_id] = cell.points
+            made[number].asks[cell.grade_id] = asked_by(cell.source)
     return list(made.values())
 
 
@@ -184,7 +189,7 @@ def _by_name(student: str) -> tuple[str, str]:
 
 def checks_of(result: SubmissionResult, exercise: str) -> list[CheckResult]:
     """Return the checks of one exercise in a submission."""
-    return [check for check in result.checks if check.exercise == exercise]
+    return [c for c in result.checks if number_of(c.exercise) == number_of(exercise)]
 
 
 def earned(result: SubmissionResult, exercise: str) -> float:

@@ -18,6 +18,7 @@ from grader.reports.course import (
     checks_of,
     earned,
     flags_to_look_at,
+    number_of,
 )
 from grader.reports.rendering import render
 
@@ -125,6 +126,8 @@ def equal_solutions(
 def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:
     """Make the overview of the class, as HTML; `pages` has the place of each student's page."""
     everybody = [_student(course, student) for student in course.students]
+    asked = [question for questions in course.questions.values() for question in questions]
+    titles = {number_of(question.exercise): question.title for question in asked}
     machine = [f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE]
     return render(
         "overview.html",
@@ -136,6 +139,6 @@ def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str
         flagged=sum(bool(student["flags"]) for student in everybody),
         flags=_flags(course, texts),
         equal=equal_solutions(course.results, texts),
-        titles={q.exercise: q.title for asked in course.questions.values() for q in asked},
+        title=lambda exercise: titles.get(number_of(exercise), exercise),
         machine=sorted(set(machine)),
     )

@@ -37,8 +37,12 @@ from labsupport.checks.cases import reference
 Student = Callable[..., Any]  # a student's function
 LINE = 100  # letters: in a window of 1280 pixels JupyterLab shows 105
 # Frames of an error in these folders are not the student's: the lab, libraries, the standard one.
-NOT_THEIRS = tuple(
-    str(Path(file).parent) for file in (paths.__file__, Path(torch.__file__).parent, ast.__file__)
+NOT_THEIRS = (
+    *(
+        str(Path(file).parent)
+        for file in (paths.__file__, Path(torch.__file__).parent, ast.__file__)
+    ),
+    str(Path(paths.__file__).parents[1] / "grader"),
 )
 
 

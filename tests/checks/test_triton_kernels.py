@@ -65,7 +65,10 @@ def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "edit"),
     [
-        ("key with score 0", ("visible = cols[None, :] < n_k", "visible = cols[None, :] >= 0")),
+        (
+            "count as keys with score 0",
+            ("visible = cols[None, :] < n_k", "visible = cols[None, :] >= 0"),
+        ),
         ("tiles are loaded and masked", ("    if CAUSAL:  # behind", "    if False:  # behind")),
         ("lse is in base 2", ("* 0.6931471805599453", "")),
         ("the queries of head 0", ("Q + head * stride_qh", "Q")),

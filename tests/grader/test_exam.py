@@ -22,7 +22,7 @@ from grader.exam import ANSWERS, Answer
 from labsupport.checks import cases, textbook
 from labsupport.checks.verdict import CheckFailed, mutant
 from labsupport.cli import app
-from labsupport.course.editions import ReleaseError
+from labsupport.course.editions import ReleaseError, student_edition
 from labsupport.paths import notebooks_dir
 
 NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
@@ -136,12 +136,14 @@ def normal(function):
 @cache
 def solution_functions():
     """The solutions' functions, normalised, by shape."""
-    cells = [c for path in NOTEBOOKS for c in nbformat.read(path, as_version=4).cells]
     found = defaultdict(set)
-    for cell in cells:
-        if cell.metadata.get("nbgrader", {}).get("solution"):
-            for key, function in functions(cell.source):
-                found[key].add(normal(function))
+    for path in NOTEBOOKS:
+        solved = nbformat.read(path, as_version=4)
+        for cell, given in zip(solved.cells, student_edition(solved).cells, strict=True):
+            if cell.metadata.get("nbgrader", {}).get("solution"):
+                stubs = {normal(function) for _, function in functions(given.source)}
+                for key, function in functions(cell.source):
+                    found[key] |= {normal(function)} - stubs
     return found
 
 

@@ -29,6 +29,7 @@ import math
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from labsupport.attention import attention, flash_attention

@@ -54,7 +54,8 @@ def test_typical_mistakes_are_named(exercises):
         for old, new in zip(edit[::2], edit[1::2], strict=True):
             assert old in source, f"{solution} no longer contains {old!r}"
             source = source.replace(old, new)
-        sources.append(IMPORTS + source)
+        steps = [s for g, (s, check) in given.items() if g[:6] == solution[:6] and not check]
+        sources.append("\n\n".join([IMPORTS, *steps, source]))
     with students(*sources) as sessions:
         for (solution, check, said, _), session in zip(wrong, sessions, strict=True):
             source, _ = given[f"{solution}-{check}"]
