@@ -257,7 +257,7 @@ def _history(student: Student, pieces: Pieces, what: str) -> History:
             if all(_same(a, b) for a, b in zip(given, wrong, strict=True)):
                 raise CheckFailed(f"({what}) {say}")
     for i, (ours, theirs) in enumerate(zip(right, given, strict=True)):
-        for name, a, b in zip(("keys", "values"), ours, theirs, strict=False):
+        for name, a, b in zip(("keys", "values"), ours[:2], theirs[:2], strict=True):
             judge(f"({what}) after piece {i}, {name}", b, a, allowed=0.0)
     return [(k, v, int(room)) for k, v, room in given]
 

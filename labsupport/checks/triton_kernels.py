@@ -95,7 +95,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[Te
     out, lse = torch.zeros_like(q), q.new_zeros(heads, n_q)
     for first in range(0, n_q, block):
         rows = torch.arange(first, min(first + block, n_q))
-        m, l, acc = lse.new_full((heads, len(rows)), -torch.inf), 0, 0
+        m, l = lse.new_full((heads, len(rows)), -torch.inf), lse.new_zeros(heads, len(rows))
+        acc = torch.zeros_like(q[:, rows])
         for j in range(0, n_k, block):
             cols = torch.arange(j, min(j + block, n_k))
             s = q[:, rows] @ k[:, cols].mT / math.sqrt(d)
@@ -200,8 +201,8 @@ def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
             "With NaN in the keys of later tiles, queries that must not see them get NaN: these "
             "tiles are loaded and masked. End the loop after the block's last visible key."
         )
-    seen = [x[:, :near].contiguous() for x in (q, k, v)]
-    right = reference(lambda: flash(*(x.double() for x in seen), True, BLOCK))
+    seen = [x[:, :near].double() for x in (q, k, v)]
+    right = reference(lambda: flash(seen[0], seen[1], seen[2], True, BLOCK))
     judge("out", out[:, :near], right[0], allowed=_allowed())
     passed("tiles in the future are skipped", seed)
 
@@ -212,9 +213,9 @@ def _flash(student: Student, inputs: Any, causal: bool, allowed: float | None = 
     with RowWatch() as seen:
         given = call(_launched(student), *inputs, causal, BLOCK)
     given = unpack(given, NAMES)
-    exact = [x.double() for x in inputs]
-    right = reference(lambda: flash(*exact, causal, BLOCK))
-    known = list(results(flash, FLASH_MISTAKES, lambda f: f(*exact, causal, BLOCK)))
+    exact: Any = (*(x.double() for x in inputs), causal, BLOCK)
+    right = reference(lambda: flash(*exact))
+    known = list(results(flash, FLASH_MISTAKES, lambda f: f(*exact)))
     for i, name in enumerate(NAMES):
         wrong = [(say, result[i]) for say, result in known]
         judge(where + name, given[i], right[i], allowed=allowed or _allowed(), mistakes=wrong)
@@ -243,7 +244,7 @@ def _launched(student: Student) -> Student:
             try:
                 return to("cpu", student(*to(device, arguments)))
             except Exception as error:
-                causes = [error]
+                causes: list[BaseException] = [error]
                 while (cause := causes[-1].__cause__) is not None:
                     causes.append(cause)
                 if any("NotImplementedError" in repr(one) for one in causes):

@@ -202,7 +202,7 @@ def generate(
         peak_bytes=memory.peak_bytes,
         mean_bytes=memory.mean_bytes,
         memory=memory.what,
-        cache=getattr(cache, "__name__", cache),
+        cache=cache if isinstance(cache, str) else cache.__name__,
         attention_name=str(model.config._attn_implementation),
         attention=UsedTable(
             replace(use, calls=calls - before.get(use, 0))
