@@ -249,7 +249,7 @@ def check_quantise_keys(student: Student, seed: int = 0) -> None:
 def _history(student: Student, pieces: Pieces, what: str) -> History:
     given = call(student, pieces)
     right = reference(lambda: replay(pieces))
-    known = list(results(replay, REPLAY_MISTAKES, lambda f: f(pieces)))
+    known = results(replay, REPLAY_MISTAKES, lambda f: f(pieces))
     if not isinstance(given, list | tuple) or len(given) != len(right):
         raise CheckFailed(f"replay must return one entry for each piece, not {kind(given)}.")
     if not all(_same(a, b) for a, b in zip(given, right, strict=True)):

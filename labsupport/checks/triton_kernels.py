@@ -215,9 +215,8 @@ def _flash(student: Student, inputs: Any, causal: bool, allowed: float | None = 
     given = unpack(given, NAMES)
     exact: Any = (*(x.double() for x in inputs), causal, BLOCK)
     right = reference(lambda: flash(*exact))
-    known = list(results(flash, FLASH_MISTAKES, lambda f: f(*exact)))
     for i, name in enumerate(NAMES):
-        wrong = [(say, result[i]) for say, result in known]
+        wrong = results(flash, FLASH_MISTAKES, lambda f, i=i: f(*exact)[i])
         judge(where + name, given[i], right[i], allowed=allowed or _allowed(), mistakes=wrong)
     if seen.longest:
         raise CheckFailed(f"PyTorch's {seen.operator} did the work: only the kernel may compute.")
