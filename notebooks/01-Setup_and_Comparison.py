@@ -802,7 +802,7 @@ checks.check_forward_memory(my_flash_forward)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Let the outer loop run over the blocks of keys, as version 2 does: `dv` of a block is then finished when its inner loop ends. A tile of
+# Let the outer loop run over the blocks of keys, as version 2's backward does: `dv` of a block is then finished when its inner loop ends. A tile of
 # $P$ is $e^{S - L}$, with `lse` as a column beside the tile.
 #
 # <details><summary>Hint 3: an outline</summary>

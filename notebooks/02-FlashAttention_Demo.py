@@ -694,11 +694,11 @@ from labsupport.profiling import measure_time
 
 models.set_attention(model, "flash")
 with torch.inference_mode():
-    cache = model(ids[:, :256], use_cache=True, logits_to_keep=1).past_key_values
-    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    kept = model(ids[:, :256], use_cache=True, logits_to_keep=1).past_key_values
+    held = sum(x.nbytes for layer in kept.layers for x in (layer.keys, layer.values))
 
     def step_with():  # adds one token to the cache
-        model(ids[:, 256:257], past_key_values=cache)
+        model(ids[:, 256:257], past_key_values=kept)
 
     def step_without():
         model(ids[:, :257], use_cache=False, logits_to_keep=1)
@@ -1157,10 +1157,13 @@ plotting.plot_memory(
 # ### Exercise 2-6 · A cache, in parts, in pages, in 8 bits
 # ●●● · 35 minutes · 5 points
 #
-# **Step 1: append.** A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
+# #### Step 1 · Append · 12 minutes, 2 points
+#
+# A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
 # first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`, and returns
-# all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make buffers with twice the
-# room (or more, if the new tokens need it), and copy what is there. The checks feed your cache piece by piece, with `replay`; leave it as it is.
+# all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make two new buffers and copy what
+# is there: twice the room, or as much as the new tokens need, if that is more. The checks call your class through the function `replay`
+# below it; don't change that function.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1238,7 +1241,9 @@ print(texts[0])
 print("the same text as with Transformers' cache:", texts[0] == texts[1])
 
 # %% [markdown]
-# **Step 2: decode in parts.** A kernel gives each head, or each block of queries of a head, to one *program*, and each of a GPU's
+# #### Step 2 · Decode in parts · 15 minutes, 1 point
+#
+# A kernel starts one *program* for each block of queries of each head, and each of a GPU's
 # multiprocessors computes one or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32
 # heads: 32 programs. **Predict first**: the lab's forward kernel works like that. Which share of the memory's bandwidth does it
 # reach with 32 heads and 32,768 keys?
@@ -1254,7 +1259,8 @@ print(share.to_string())
 
 # %% [markdown]
 # The column `decode` is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
-# merges the parts. Now there are enough programs to keep the memory busy. (1.03 is no error: the unit is the bandwidth of a plain
+# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, because a
+# program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
 # copy, and reading alone can be a little faster.)
 #
 # The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:
@@ -1322,10 +1328,12 @@ checks.check_split_decode(split_decode, seed=33)
 # %% [markdown]
 # Notebook 3 needs the same merge: there the parts lie on several devices.
 #
-# **Step 3: pages, and 8 bits.** A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
+# #### Step 3 · Pages, and 8 bits · 8 minutes, 2 points
+#
+# A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
 # memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages. Write:
 #
-# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` holds the indices of a text's pages in order;
+# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one text, its first page first;
 #   return its first `length` tokens, `(length, kv_heads, head_dim)`.
 # - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head a `scale`,
 #   `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
@@ -1336,7 +1344,7 @@ checks.check_split_decode(split_decode, seed=33)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: make the first two dimensions one. `amax` takes several dimensions, and
+# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several dimensions, and
 # `keepdim=True`.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -1378,7 +1386,7 @@ checks.check_quantise_keys(quantise_keys, seed=35)
 
 # %% [markdown]
 # What does it cost in accuracy? The keys of one layer of SmolLM2, those that section 2.7 kept, in 8 bits and, for comparison, in
-# bfloat16. **Predict first**: which of the two has the smaller error?
+# bfloat16. **Predict first**: whose keys have the smaller error?
 
 # %%
 predicted_smaller = None  # your guess, "int8" or "bfloat16"
@@ -1386,9 +1394,10 @@ predicted_smaller = None  # your guess, "int8" or "bfloat16"
 # %%
 from labsupport.attention import oracle_attention
 
-keys, values = (x[0].float() for x in (cache.layers[-1].keys, cache.layers[-1].values))
+keys, values = (x[0].float() for x in (kept.layers[-1].keys, kept.layers[-1].values))
 query = keys[:, -1:]  # any vector of the right size
 exact = oracle_attention(query, keys, values)[0]
+print("you predicted:", predicted_smaller)
 codes, scale = quantise_keys(keys)
 for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()}.items():
     out = oracle_attention(query, rounded, values)[0]
@@ -1396,9 +1405,8 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
     print(f"{name:9} keys {error:.2%} off, output {(out - exact).norm() / exact.norm():.2%} off")
 
 # %% [markdown]
-# Both keep 8 bits of a number, more or less: bfloat16 has 8 significant bits at every size, int8 has 8 bits for the largest number of the
-# head, and fewer for smaller ones. One outlier in a head costs all its other keys. That is why serving programs take a scale for each
-# channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
+# bfloat16 has 8 significant bits at every size. int8 has 7 and a sign for the largest number of the head, and fewer for smaller ones. One
+# outlier in a head costs all its other keys. That is why serving programs take a scale for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
 
 # %% [markdown]
 # ## What you measured

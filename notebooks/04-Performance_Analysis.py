@@ -834,7 +834,9 @@ if can_run:
 #
 # You write four kernels; each one is a part of the next. Each comes with a *launcher*, a Python function that takes and returns tensors.
 #
-# **Step 1: add two vectors** (5 minutes). Complete the kernel; its launcher is there.
+# #### Step 1 · Add two vectors · 5 minutes, 1 point
+#
+# Complete the kernel; its launcher is there.
 
 
 # %% nbgrader={"grade": false, "grade_id": "ex-4-3-add", "locked": false, "schema_version": 3, "solution": true, "task": false}
@@ -864,7 +866,9 @@ checks.check_triton_add(add, seed=33)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# **Step 2: softmax of rows** (12 minutes). One program computes one row of `X`, in blocks of columns, because a row may be longer than a
+# #### Step 2 · Softmax of rows · 12 minutes, 1 point
+#
+# One program computes one row of `X`, in blocks of columns, because a row may be longer than a
 # block. It runs over the row twice: the first time for the maximum `m` and the sum `l`, as in exercise 1-3; the second time to store
 # $e^{x - m} / l$. Row `i` begins at `X + i * stride`, in `OUT` likewise.
 #
@@ -922,7 +926,9 @@ checks.check_triton_softmax(row_softmax, seed=34)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# **Step 3: the heart** (13 minutes). The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it takes each tile
+# #### Step 3 · The heart · 13 minutes, 4 points
+#
+# The softmax of step 2 stores N numbers a row. FlashAttention stores none of them: it takes each tile
 # of scores into a running output at once.
 #
 # Write `update(m, l, acc, scores, v) -> (m, l, acc)`, which is called once for each tile of keys.
@@ -997,7 +1003,9 @@ checks.check_update_dtype(update)
 
 
 # %% [markdown]
-# **Step 4: the whole kernel** (30 minutes). Around the heart, one program computes `BLOCK_Q` queries of one head:
+# #### Step 4 · The whole kernel · 30 minutes, 4 points
+#
+# Around the heart, one program computes `BLOCK_Q` queries of one head:
 #
 # | argument | |
 # | --- | --- |

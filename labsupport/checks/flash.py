@@ -57,6 +57,11 @@ def flash_forward(
 
 
 FORWARD_MISTAKES = mistakes(r"""
+The running maximum starts at 0: a row whose scores all lie far below vanishes. Start it at -inf.
+    q.new_full(q[..., rows, 0].shape, -torch.inf) -> q.new_zeros(q[..., rows, 0].shape)
+The maximum is never subtracted, and exp overflows with large scores: P is exp(S - m_new).
+    torch.exp(s - shift[..., None]), torch.exp(m - shift) -> s.exp(), torch.ones_like(m)
+    m + torch.log(l) -> torch.log(l)
 The scores are not divided by sqrt(head_dim).
     1 / math.sqrt(q.shape[-1]) -> 1.0
 The rescaling has the wrong sign: the old l and O shrink by exp(m - m_new). exp(m_new - m) is
@@ -80,6 +85,12 @@ O is divided by l inside the loop; divide once, after the last block.
     m = m_new -> o, m = o / l.masked_fill(l == 0, 1.0)[..., None], m_new
 O is divided by l inside the loop, and again after it; divide once, after the last block.
     m = m_new -> o, m = o / l.masked_fill(l == 0, 1.0)[..., None], m_new
+m is not updated: at the end of each block, m = m_new.
+    m = m_new -> pass
+Hidden scores are -1e9, not -inf: a query that sees no key then gets the average of V.
+    - seqlen_q, -torch.inf) -> - seqlen_q, -1e9)
+Hidden scores are 0, but exp(0) is 1: set them to -inf.
+    - seqlen_q, -torch.inf) -> - seqlen_q, 0.0)
 The causal mask is missing.
     if is_causal -> if False
 The causal mask is aligned top-left. For seqlen_q != seqlen_k it must be bottom-right: query i sees
@@ -219,6 +230,13 @@ def check_forward_rows(student: Student, seed: int = 0) -> None:
         inputs = _qkv(2, n_q=16, n_k=48, seed=seed)
         where = f"(16 queries in one block, 48 keys in blocks of {block_k}) "
         _judge_forward(student, inputs, False, (16, block_k), ("out",), where)
+    q, k, v = inputs
+    for what, extreme in (
+        ("in the thousands", (4000 * q, k, v)),
+        ("below -100", _far_below(q, k, v)),
+    ):
+        where = f"(scores {what}) "
+        _judge_forward(student, extreme, False, (16, 16), ("out",), where, allowed=0.02)
     passed("one block of queries agrees with the textbook in float64", seed)
 
 
@@ -280,10 +298,15 @@ def _judge_forward(
     blocks: tuple[int, int],
     names: Sequence[str],
     where: str = "",
+    allowed: float | None = None,
 ) -> None:
     arguments = (*inputs, is_causal, *blocks)
-    known = FORWARD_MISTAKES
-    judge_call(student, flash_forward, known, arguments, FORWARD_NAMES, judged=names, where=where)
+    options: Any = {"judged": names, "where": where, "allowed": allowed}
+    judge_call(student, flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options)
+
+
+def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    return 100 * q.abs(), -k.abs(), v
 
 
 # --- backward -------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def _raised(
     said = f"{name} raised {type(error).__name__}{where or ': '}{error}"
     if isinstance(error, KeyboardInterrupt):
         said = f"{name} was{where.rstrip() or ' running'}"
-    if isinstance(error, TypeError) and not where:
+    if isinstance(error, TypeError) and not where and "argument" in str(error):
         said += "\nKeep the names of the parameters as they are in the exercise's first line."
     elif re.search(r"\.T\b", where):
         said += "\n`.T` turns all dimensions round; `.mT` swaps the last two."
