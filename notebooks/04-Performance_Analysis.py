@@ -807,6 +807,7 @@ except ImportError:  # Triton exists for Linux: elsewhere read on, the check cel
     triton = SimpleNamespace(jit=lambda function: function)
     tl = SimpleNamespace(constexpr=int)
 from labsupport.attention.kernels import mode
+from labsupport.attention.kernels.guard import check_guard, guarded_zeros
 
 can_run = mode.missing() is None
 
@@ -832,7 +833,9 @@ if can_run:
 # ### Exercise 4-3 · A FlashAttention kernel, in four steps
 # ●●● · 60 minutes · 10 points
 #
-# You write four kernels; each one is a part of the next. Each comes with a *launcher*, a Python function that takes and returns tensors.
+# You write four kernels; each one prepares the next. Each comes with a *launcher*, a Python function that takes and returns tensors. A
+# kernel writes wherever its pointers point: a store without a mask destroys what lies behind the tensor, and may kill Python. So the
+# launchers leave some room there (`guarded_zeros`), and look at it afterwards.
 #
 # #### Step 1 · Add two vectors · 5 minutes, 1 point
 #
@@ -854,8 +857,9 @@ def add_kernel(X, Y, OUT, n, BLOCK: tl.constexpr):
 
 def add(x, y, block=1024):
     """x + y of two vectors."""
-    out = torch.zeros_like(x)  # not `empty`: what no program writes shows as 0
+    out = guarded_zeros(len(x), like=x)
     add_kernel[(triton.cdiv(len(x), block),)](x, y, out, len(x), BLOCK=block)
+    check_guard(out)
     return out
 
 
@@ -870,10 +874,11 @@ checks.check_triton_add(add, seed=33)
 #
 # One program computes one row of `X`, in blocks of columns, because a row may be longer than a
 # block. It runs over the row twice: the first time for the maximum `m` and the sum `l`, as in exercise 1-3; the second time to store
-# $e^{x - m} / l$. Row `i` begins at `X + i * stride`, in `OUT` likewise.
+# $e^{x - m} / l$. Row `i` begins at `X + i * stride_x`, and at `OUT + i * stride_out`.
 #
-# You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`. A
-# loop's variables must keep their type: begin with `tl.full([], -float("inf"), tl.float32)`, which is a single number.
+# You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`.
+# `tl.load(..., mask=inside, other=7.0)` gives 7 where the mask is false. `tl.arange` takes constants only: write `first + tl.arange(0, BLOCK)`.
+# A loop's variables must keep their type: begin with `l = tl.full([], 0.0, tl.float32)`, a single number, and not with `l = 0`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -894,28 +899,30 @@ checks.check_triton_add(add, seed=33)
 
 # %% nbgrader={"grade": false, "grade_id": "ex-4-3-softmax", "locked": false, "schema_version": 3, "solution": true, "task": false}
 @triton.jit
-def softmax_kernel(X, OUT, stride, n, BLOCK: tl.constexpr):
+def softmax_kernel(X, OUT, stride_x, stride_out, n, BLOCK: tl.constexpr):
     """One program computes one row of n numbers, block by block, in two passes."""
     ### BEGIN SOLUTION
-    row = tl.program_id(0) * stride
+    X += tl.program_id(0) * stride_x
+    OUT += tl.program_id(0) * stride_out
     c = tl.arange(0, BLOCK)
     m = tl.full([], -float("inf"), tl.float32)
     l = tl.full([], 0.0, tl.float32)
     for start in tl.range(0, n, BLOCK):
-        x = tl.load(X + row + start + c, mask=start + c < n, other=-float("inf"))
+        x = tl.load(X + start + c, mask=start + c < n, other=-float("inf"))
         m_new = tl.maximum(m, tl.max(x, 0))
         l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), 0)
         m = m_new
     for start in tl.range(0, n, BLOCK):
-        x = tl.load(X + row + start + c, mask=start + c < n, other=-float("inf"))
-        tl.store(OUT + row + start + c, tl.exp(x - m) / l, mask=start + c < n)
+        x = tl.load(X + start + c, mask=start + c < n, other=-float("inf"))
+        tl.store(OUT + start + c, tl.exp(x - m) / l, mask=start + c < n)
     ### END SOLUTION
 
 
 def row_softmax(x, block=1024):
     """The softmax of each row of x, (rows, columns)."""
-    out = torch.zeros_like(x)
-    softmax_kernel[(len(x),)](x, out, x.stride(0), x.shape[1], BLOCK=block)
+    out = guarded_zeros(*x.shape, like=x)
+    softmax_kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], BLOCK=block)
+    check_guard(out)
     return out
 
 
@@ -940,13 +947,14 @@ checks.check_triton_softmax(row_softmax, seed=34)
 # | `scores` | `(block_q, block_k)` | float32; -inf hides a key |
 # | `v` | `(block_k, head_dim)` | that of the inputs, float16 say |
 #
-# `scores` carry the factor $\log_2 e$ already, so that $e^s$ is `tl.exp2(scores)`: a GPU has an instruction for powers of 2. After the
+# The scores are multiplied by $\log_2 e$ already. So `tl.exp2(scores)` is $e$ to the power of the plain scores, and a GPU has an
+# instruction for powers of 2. After the
 # last tile, `acc / l` must be attention's output, and `m + log2(l)` its log-sum-exp, in base 2. A row that has seen no key keeps
 # `m` = -inf, `l` = 0 and `acc` = 0.
 #
 # You have `tl.maximum(a, b)`, `tl.max(x, 1)`, `tl.sum(x, 1)`, `tl.exp2(x)`, `tl.where(condition, a, b)`, `tl.dot(a, b)`, `x.to(dtype)`,
-# `x[:, None]`, and arithmetic. There is no `if` on a tensor, and no method like `x.max()`. `tl.dot` wants both factors in one dtype,
-# and adds up in float32: round the weights to `v`'s, and keep all else in float32.
+# `x[:, None]`, and arithmetic. There is no `if` on a tensor. `tl.dot` wants both factors in one dtype, and adds up in float32: round the
+# weights $P$ to the dtype of `v` for that product, and keep everything else in float32.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1013,7 +1021,10 @@ checks.check_update_dtype(update)
 # | `LSE` | pointer to `(heads, n_q)`, float32, contiguous: the natural log-sum-exp |
 # | `scale` | $\log_2 e / \sqrt{D}$: multiply the products by it, and the scores are ready for `update` |
 # | `n_q`, `n_k` | how many queries and keys there are; blocks need not divide them |
-# | `CAUSAL` | query i sees the keys up to i + `n_k` - `n_q`. Tiles that no query of the block sees are not loaded |
+# | `CAUSAL` | query i sees the keys up to i + `n_k` - `n_q`. Do not load a tile that no query of the block sees |
+#
+# A tile of pointers is a column plus a row: `Q + rows[:, None] * stride_qn + d[None, :]`. You also have `tl.zeros([n], tl.float32)`,
+# `tl.full`, `tl.trans(x)`, `tl.log2(x)` and `tl.minimum(a, b)`.
 #
 # A row that sees no key stores 0, and -inf as its log-sum-exp. `tl.program_id(0)` is the block of queries, `tl.program_id(1)` the head.
 #
@@ -1023,7 +1034,7 @@ checks.check_update_dtype(update)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# A tile of pointers is a column plus a row: `Q + head * stride_qh + rows[:, None] * stride_qn + d[None, :]`. Mask loads and stores with
+# Head `head` of `Q` begins at `Q + head * stride_qh`. Mask loads and stores with
 # `rows[:, None] < n_q`, keys with `cols[:, None] < n_k`. Scores of keys that do not exist or are hidden become -inf before `update`
 # sees them. The causal loop ends at the last key that the block's last query sees.
 #
@@ -1032,7 +1043,7 @@ checks.check_update_dtype(update)
 # 1. `rows`, `d` and `c` by `tl.arange`; load `q`; start `m`, `l`, `acc` as `update` wants them.
 # 2. `stop = n_k`; if `CAUSAL`: the smaller of it and `(tl.program_id(0) + 1) * BLOCK_Q + n_k - n_q`.
 # 3. For `j` in `tl.range(0, stop, BLOCK_K)`: load `k` and `v`, `scores = tl.dot(q, tl.trans(k)) * scale`, hide, `update`.
-# 4. Divide by `l` (by 1 where it is 0), store; the log-sum-exp is `(m + tl.log2(l)) * log(2)`.
+# 4. Divide by `l` (by 1 where it is 0), store; the log-sum-exp is `(m + tl.log2(l)) * 0.6931`, with log(2) = 0.6931471805599453.
 # </details>
 # </details>
 # </details>
@@ -1081,12 +1092,13 @@ def flash_kernel(
 def my_triton_flash(q, k, v, causal=False, block=64):
     """FlashAttention's out and lse for q, k, v of shape (heads, seqlen, head_dim)."""
     heads, n_q, d = q.shape
-    out, lse = torch.zeros_like(q), torch.zeros(heads, n_q, device=q.device)
+    out, lse = guarded_zeros(*q.shape, like=q), guarded_zeros(heads, n_q, like=q.float())
     flash_kernel[(triton.cdiv(n_q, block), heads)](
         q, k, v, out, lse, math.log2(math.e) / math.sqrt(d), n_q, k.shape[1],
         *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),
         D=d, BLOCK_Q=block, BLOCK_K=block, CAUSAL=causal,
     )  # fmt: skip
+    check_guard(out, lse)
     return out, lse
 
 
@@ -1110,7 +1122,7 @@ checks.check_triton_flash_skips(my_triton_flash, seed=37)
 
 # %% [markdown]
 # That is FlashAttention, from the pointers up. Yours and the lab's on real inputs, beside the oracle in float64, and timed. (On a CPU the
-# time is the interpreter's, and says nothing about a GPU.)
+# time is the interpreter's, and says nothing about a GPU. float16 itself rounds numbers near 1 by up to 5e-04.)
 
 # %%
 from labsupport.attention import oracle_attention
@@ -1172,7 +1184,7 @@ geometric_means(compare_with_peers(peers, "flash_triton")).round(2)
 # %% [markdown]
 # How many times as fast the lab's Triton kernels are as each other implementation: the geometric mean over all shapes of that run, and
 # the smallest ratio. Faster than PyTorch's
-# FlashAttention-2 and than FlexAttention, behind cuDNN and FlashAttention-4: those overlap softmax and tensor cores by hand, which
+# FlashAttention-2 and, on average, than FlexAttention, behind cuDNN and FlashAttention-4: those overlap softmax and tensor cores by hand, which
 # Triton does not express. All of them compute the same, and all of them have those few lines at their heart.
 #
 # ## 4.5 · Batch, length, heads

@@ -162,7 +162,7 @@ The scale comes back inverted: k is about codes * scale.
 
 
 def check_cache_values(student: Student, seed: int = 0) -> None:
-    """Exercise 2-6 (a): after each piece, all keys and values so far, in order.
+    """Exercise 2-6, step 1: after each piece, all keys and values so far, in order.
 
     Args:
         student: a function as `replay`, which feeds pieces to the student's cache.
@@ -175,7 +175,7 @@ def check_cache_values(student: Student, seed: int = 0) -> None:
 
 
 def check_cache_growth(student: Student, seed: int = 0) -> None:
-    """Exercise 2-6 (b): the buffers double, so that 100 tokens copy little."""
+    """Exercise 2-6, step 1: the buffers double, so that 100 tokens copy little."""
     history = _history(student, _pieces((3,) + (1,) * 97, seed), "3 tokens, then 97 one by one")
     rooms = [room for _, _, room in history]
     lengths = list(range(3, 101))
@@ -195,7 +195,7 @@ def check_cache_growth(student: Student, seed: int = 0) -> None:
 
 
 def check_split_decode(student: Student, seed: int = 0) -> None:
-    """Exercise 2-6 (c): one query, keys in parts of unequal size, scores of any size."""
+    """Exercise 2-6, step 2: one query, keys in parts of unequal size, scores of any size."""
     for heads, keys, parts in ((3, 64, 4), (2, 50, 7), (2, 5, 8), (1, 40, 1)):
         q, k, v = _decode_inputs(heads, keys, seed)
         _split(student, (q, k, v, parts), f"({keys} keys in {parts} parts) ")
@@ -215,7 +215,7 @@ def check_split_decode(student: Student, seed: int = 0) -> None:
 
 
 def check_gather_pages(student: Student, seed: int = 0) -> None:
-    """Exercise 2-6 (d): pages in the table's order, the last one in part."""
+    """Exercise 2-6, step 3: pages in the table's order, the last one in part."""
     pool = draw(7, PAGE, 2, 4, seed=seed)
     for pages, length in (((4, 0, 6), 40), ((2,), 5), ((5, 1), 2 * PAGE)):
         arguments = (pool, torch.tensor(pages), length)
@@ -230,7 +230,7 @@ def check_gather_pages(student: Student, seed: int = 0) -> None:
 
 
 def check_quantise_keys(student: Student, seed: int = 0) -> None:
-    """Exercise 2-6 (e): int8 codes and one scale a head; the error is half a step at most."""
+    """Exercise 2-6, step 3: int8 codes and one scale a head; the error is half a step at most."""
     k = draw(3, 20, 8, seed=seed) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
     k[0, 3, 2] = -6.0  # the largest is negative
     codes, scale = unpack(call(student, k), ("codes", "scale"))

@@ -125,6 +125,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
         "scores around 1000": (1000, 999, 998, 1001),
         "scores around -1000": (-1000, -999, -998, -1001),
         "scores that rise from -2000 to 2000": (-2000, 0, 1000, 2000),
+        "scores around -20000": (-20000, -20032, -19968, -20000),
     }.items():
         inputs = _of_scores(scores)
         out, _, l = _run(student, inputs, softmax_scale=1 / LOG2_E)
@@ -139,6 +140,7 @@ def check_update_extremes(student: Any, seed: int = 0) -> None:
 
 def check_update_dtype(student: Any) -> None:
     """Exercise 4-3: rounding to v's dtype for the product alone; float16 and float32 inputs."""
+    _judge(student, _rising(32, 32, seed=0))  # what is wrong in any dtype is said first
     inputs, scale = _two_levels(0, 2.0**12)
     out, _, _ = _run(student, inputs, softmax_scale=scale)
     if out.isnan().any():

@@ -114,9 +114,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[Te
 
 
 FLASH_MISTAKES = mistakes(r"""
-The last, partial block of queries is missing: the grid needs triton.cdiv(seqlen_q, block) programs.
+The last, partial block of queries is missing: the grid needs triton.cdiv(seqlen_q, block) programs,
+and each has rows of its own, from tl.program_id(0) * BLOCK_Q on.
     range(0, n_q, block) -> range(0, n_q - n_q % block, block)
-The last, partial tile of keys is missing: the loop must reach seqlen_k.
+The last, partial tile of keys is missing, or another one is in its place: the loop must reach
+seqlen_k, and the tile's keys are j + tl.arange(0, BLOCK_K).
     range(0, n_k, block) -> range(0, n_k - n_k % block, block)
 Keys behind the end of a partial tile are loaded as 0 and count as keys with score 0: set their
 scores to -inf, like those of hidden keys.
@@ -134,6 +136,8 @@ The scale is missing its factor log2(e), which turns exp2 into exp.
     / math.sqrt(d) -> / math.sqrt(d) * math.log(2)
 All heads use the queries of head 0: add head * stride_qh to Q.
     out, lse = -> q = q[:1].expand_as(q)\n    out, lse =
+All heads use the values of head 0: add head * stride_vh to V.
+    out, lse = -> v = v[:1]\n    out, lse =
 All heads use the keys and values of head 0: add head * stride_kh to K and head * stride_vh to V.
     out, lse = -> k, v = k[:1], v[:1]\n    out, lse =
 acc is not divided by l at the end.
@@ -141,6 +145,8 @@ acc is not divided by l at the end.
 lse is in base 2: multiply m + log2(l) by log(2).
     lse[:, rows] = m -> lse[:, rows] = m / math.log(2)
     l).log() -> l).log2()
+lse mixes two bases: m is in base 2, so add tl.log2(l), and multiply the sum by log(2).
+    l).log() -> l).log() * math.log(2)
 lse holds m alone: add the logarithm of l.
     m + torch.where(l == 0, 1.0, l).log() -> m
 A row that sees no key gives NaN: divide by 1 where l is 0.
@@ -149,7 +155,7 @@ A row that sees no key gives NaN: divide by 1 where l is 0.
 
 
 def check_triton_add(student: Student, seed: int = 0) -> None:
-    """Exercise 4-3 (a): x + y of lengths that blocks divide or not."""
+    """Exercise 4-3, step 1: x + y of lengths that blocks divide or not."""
     for n in (64, 50, 3):
         arguments = (*draw(2, n, seed=seed), BLOCK)
         options: Any = {"where": f"(n {n}, block {BLOCK}) ", "allowed": 1e-6}
@@ -158,14 +164,16 @@ def check_triton_add(student: Student, seed: int = 0) -> None:
 
 
 def check_triton_softmax(student: Student, seed: int = 0) -> None:
-    """Exercise 4-3 (b): rows longer than a block, rows that no block divides, large scores."""
+    """Exercise 4-3, step 2: rows longer than a block, rows that no block divides, large scores."""
     for rows, columns, first, last in (
         (3, 64, 0, 3),
         (4, 37, 5, 5),
         (2, 9, 0, 0),
         (2, 40, 4000, 0),
     ):
-        x = draw(rows, columns, seed=seed) + torch.linspace(first, last, columns)
+        wide = draw(rows, columns + 8, seed=seed)  # rows that do not follow upon each other
+        x = wide[:, :columns]
+        x += torch.linspace(first, last, columns)
         options: Any = {"where": f"({rows} rows of {columns}, block {BLOCK}) ", "allowed": 1e-5}
         kernel = _launched(student)
         judge_call(kernel, row_softmax, SOFTMAX_MISTAKES, (x, BLOCK), ("out",), **options)
@@ -173,7 +181,7 @@ def check_triton_softmax(student: Student, seed: int = 0) -> None:
 
 
 def check_triton_flash_values(student: Student, seed: int = 0) -> None:
-    """Exercise 4-3 (d): out and lse where blocks divide the lengths; strided tensors."""
+    """Exercise 4-3, step 4: out and lse where blocks divide the lengths; strided tensors."""
     _flash(student, _strided(2, 16, 32, seed), causal=False)
     _flash(student, _strided(2, 32, 48, seed), causal=True)
     _flash(student, [x.half() for x in _strided(1, 16, 16, seed)], causal=True, allowed=5e-3)
@@ -181,14 +189,14 @@ def check_triton_flash_values(student: Student, seed: int = 0) -> None:
 
 
 def check_triton_flash_edges(student: Student, seed: int = 0) -> None:
-    """Exercise 4-3 (e): lengths that no block divides, rows that see no key."""
+    """Exercise 4-3, step 4: lengths that no block divides, rows that see no key."""
     for n_q, n_k, causal in ((20, 19, False), (5, 43, True), (37, 21, True)):
         _flash(student, _strided(1, n_q, n_k, seed), causal)
     passed("blocks at the edges, and rows without a key: out 0, lse -inf", seed)
 
 
 def check_triton_flash_skips(student: Student, seed: int = 0) -> None:
-    """Exercise 4-3 (f): with a causal mask, tiles that nobody sees are not touched.
+    """Exercise 4-3, step 4: with a causal mask, tiles that nobody sees are not touched.
 
     The last keys and values are NaN: a masked weight of 0 times NaN would show.
     """
@@ -254,6 +262,7 @@ def _launched(student: Student) -> Student:
 
 
 def _strided(heads: int, n_q: int, n_k: int, seed: int) -> list[Tensor]:
-    """Return q, k and v, (heads, seqlen, 16), as views of (seqlen, heads, 16)."""
-    lengths = (n_q, n_k, n_k)
-    return [draw(n, heads, 16, seed=seed + i).transpose(0, 1) for i, n in enumerate(lengths)]
+    """Return q, k and v, (heads, seqlen, 32), each with other strides."""
+    q = draw(n_q, heads, 32, seed=seed).transpose(0, 1)
+    k, v = draw(heads, n_k, 32, seed=seed + 1), draw(heads, n_k, 48, seed=seed + 2)[..., :32]
+    return [q, k, v]

@@ -46,6 +46,9 @@ NOT_THEIRS = (
 )
 
 
+_TRITON = str(Path(torch.__file__).parents[1] / "triton")
+
+
 class _Shown:
     """An error of which a notebook shows the message alone, in lines that fit into its window."""
 
@@ -244,8 +247,13 @@ def _raised(
 
 def own_line(error: BaseException) -> str:
     """Return the last line of the student's own that an error went through; "" if unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.line and not f.filename.startswith((*NOT_THEIRS, "<frozen"))]
+    own: list[traceback.FrameSummary] = []
+    cause: BaseException | None = error
+    while cause is not None:  # Triton's interpreter wraps what a kernel raised
+        frames = traceback.extract_tb(cause.__traceback__)
+        theirs = (*NOT_THEIRS, "<frozen", _TRITON)
+        own = [f for f in frames if f.line and not f.filename.startswith(theirs)] or own
+        cause = cause.__cause__
     return f" in line {own[-1].lineno}:\n    {own[-1].line}\n" if own else ""
 
 

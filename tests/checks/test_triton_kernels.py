@@ -18,6 +18,12 @@ FLASH = (
     checks.check_triton_flash_edges,
     checks.check_triton_flash_skips,
 )
+IMPORTS = """
+import math, torch, triton
+import triton.language as tl
+from labsupport.attention.kernels.guard import check_guard, guarded_zeros
+
+"""
 STEPS = ("add", "softmax", "kernel", "flash")
 
 
@@ -31,7 +37,7 @@ def kernels(tmp_path):
             assert old in source, f"the solution no longer contains {old!r}"
             source = source.replace(old, new)
         file = tmp_path / "cells.py"
-        file.write_text(f"import math, torch, triton\nimport triton.language as tl\n\n{source}")
+        file.write_text(IMPORTS + source)
         spec = importlib.util.spec_from_file_location("cells", file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -77,6 +83,14 @@ def test_each_mistake_gets_its_own_diagnosis(check, student, said, monkeypatch):
 )
 def test_mistakes_in_the_kernel_itself_are_named(said, edit, kernels):
     assert said in diagnosis(FLASH, kernels(*edit).my_triton_flash)
+
+
+def test_a_store_without_a_mask_is_noticed(kernels):
+    for step, check, edit in (
+        ("add", checks.check_triton_add, ("x + y, mask=inside)", "x + y)")),
+        ("row_softmax", checks.check_triton_softmax, ("/ l, mask=start + c < n)", "/ l)")),
+    ):
+        assert "went behind the end" in diagnosis(check, getattr(kernels(*edit), step))
 
 
 def test_pytorch_cannot_do_the_kernels_work():

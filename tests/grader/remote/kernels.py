@@ -33,6 +33,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from labsupport.attention import attention, flash_attention
+from labsupport.attention.kernels.guard import check_guard, guarded_zeros
 from labsupport.precision import FlashAttentionConfig
 """
 
