@@ -878,7 +878,7 @@ checks.check_triton_add(add, seed=33)
 #
 # You also have `tl.max(x, 0)` and `tl.sum(x, 0)` of a block, `tl.maximum(a, b)`, `tl.exp(x)`, and loops over `tl.range(0, n, BLOCK)`.
 # `tl.load(..., mask=inside, other=7.0)` gives 7 where the mask is false. `tl.arange` takes constants only: write `first + tl.arange(0, BLOCK)`.
-# A loop's variables must keep their type: begin with `l = tl.full([], 0.0, tl.float32)`, a single number, and not with `l = 0`.
+# A loop's variables must keep their type: begin with `tl.full([], value, tl.float32)`, a single number, and not with `l = 0`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
