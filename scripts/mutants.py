@@ -6,8 +6,8 @@
 A mutant is the code with one change: an operator, a constant, a condition, a result or a statement.
 `cover` runs the fast tests under coverage.py (`pip install coverage`) with a context for each test,
 child processes included. `run` samples mutants with a fixed seed over the rooms below and runs each
-against the tests that run its line, the quickest first, in
-a copy of the checkout. A mutant that no test runs has survived; one whose tests do not end has not.
+against the tests that run its line, the quickest first, in a copy of the checkout. A mutant that no
+test runs has survived; one whose tests do not end has not.
 """
 
 import argparse
