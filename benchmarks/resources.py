@@ -54,7 +54,7 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What one multiprocessor has.
+    """The resources of one multiprocessor.
 
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
     """

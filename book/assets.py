@@ -1,4 +1,4 @@
-"""What a reader's browser needs besides the pages: MathJax, as one file.
+"""The file that a reader's browser needs besides the pages: MathJax, as one file.
 
 Version 3 is the last that fits into a file: `tex-svg.js` draws letters as outlines, so it needs no
 fonts, and brings the assistive MathML that screen readers speak. It is fetched once, out of a PyPI

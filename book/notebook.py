@@ -1,4 +1,4 @@
-"""What of an executed notebook becomes a page of the book.
+"""Pages of the book from executed notebooks.
 
 Outputs are taken as they are stored. Hidden tests are left out; a solution is folded away behind
 the stub that students start from; a chart gets the words that it carries as its text form, which

@@ -1,4 +1,4 @@
-"""Which chapter belongs to which sections of the notebooks: the table of theory/README.md, read.
+"""Chapters and the sections of the notebooks beside them: the table of theory/README.md, read.
 
 A row reads "notebook 1, sections 1.5 and 1.6 | chapter 3". Sections come as "section 1.4",
 "sections 1.1 to 1.3", "sections 1.7, 1.8 and 1.11"; without any, the whole notebook is meant.

@@ -1,7 +1,7 @@
 """The exit status of a program that Control-C ended and that has tidied up."""
 
 STATUS = 130
-"""What a shell shows of a program that SIGINT ended: 128 and the signal's number."""
+"""The exit status of a program that SIGINT ended: 128 and the signal's number."""
 
 
 def interrupted_status() -> int:

@@ -261,7 +261,7 @@ print("the same attention as without it:", same)
 
 # %% nbgrader={"grade": false, "grade_id": "ex-2-2-own-attention", "locked": false, "schema_version": 3, "solution": true, "task": false}
 def lab_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """What Transformers calls as attention: (output, None), by flash_attention."""
+    """Attention as Transformers calls it: (output, None), by flash_attention."""
     ### BEGIN SOLUTION
     if attention_mask is not None:
         raise ValueError("lab_attention takes no mask: give it texts without padding.")
@@ -1210,7 +1210,7 @@ class KVCache:
 
 
 def replay(pieces):
-    """What a new cache returns for each piece (k, v), and the room that it has then."""
+    """Feed pieces (k, v) to a new cache: what it returns each time, and its room."""
     cache = KVCache()
     return [(*(x.clone() for x in cache.append(k, v)), cache.k.shape[2]) for k, v in pieces]
 

@@ -45,7 +45,7 @@ def _note(out: dict[str, list[str]], target: str, path: Path, line: int) -> None
 
 
 def follow(found: list[str], build: Path = BUILD) -> dict[str, tuple[str, str]]:
-    """What became of each address: Sphinx's word for it (working, broken, ...), and why.
+    """The state of each address: Sphinx's word for it (working, broken, ...), and why.
 
     A `RuntimeError` is raised if Sphinx itself failed; `build` is for its page and report.
     """

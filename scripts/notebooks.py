@@ -44,7 +44,7 @@ def twin_text(notebook: NotebookNode, path: Path) -> str:
 
 
 def describe(notebook: NotebookNode) -> list[str]:
-    """What notebook and twin must agree on, line by line: types, sources, nbgrader and tags."""
+    """The lines on which notebook and twin must agree: types, sources, nbgrader and tags."""
     lines = []
     for cell in notebook.cells:
         kept = {key: cell.metadata[key] for key in ("nbgrader", "tags") if cell.metadata.get(key)}
@@ -111,7 +111,7 @@ def _formatted(text: str, twin: Path) -> str:
 
 
 def _volatile(output: NotebookNode) -> bool:
-    """Whether an output is a progress bar: its speed and time are never the same twice."""
+    """Tell whether an output is a progress bar: its speed and time are never the same twice."""
     if output.output_type == "stream":
         return output.name == "stderr" and "\r" in output.text
     text = output.get("data", {}).get("text/plain", "")

@@ -45,7 +45,7 @@ class Link:
 
     @property
     def external(self) -> bool:
-        """Whether it leaves the project: it begins with a scheme, such as https."""
+        """Tell whether it leaves the project: it begins with a scheme, such as https."""
         return re.match(r"[a-z][a-z+.-]*:", self.target) is not None
 
 
@@ -150,7 +150,7 @@ def _flat(tokens: list[Token]) -> Iterator[Token]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """What may follow `#` in a link to a page.
+    """The anchors that may follow `#` in a link to a page.
 
     A Markdown file's anchors are those of GitHub; a notebook's (.ipynb, .py) are JupyterLab's: it
     keeps capitals and punctuation.

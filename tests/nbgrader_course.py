@@ -11,7 +11,7 @@ NAME = "01-Setup_and_Comparison"
 
 
 def solutions_of(solved):
-    """What the solution cells hold, by grade_id, without the markers that only instructors see."""
+    """The contents of the solution cells, by grade_id, without their markers."""
     return {
         cell.metadata.nbgrader.grade_id: re.sub(r"(?m)^\s*### (BEGIN|END) .*\n?", "", cell.source)
         for cell in solved.cells

@@ -1,1 +1,1 @@
-"""What a model finds in a long text: planted facts, calls in a file, summaries."""
+"""Tasks on a long text: planted facts, calls in a file, summaries."""

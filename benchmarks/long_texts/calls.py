@@ -1,4 +1,4 @@
-"""Which function is called here?  A model completes a real file, and `ast` knows the truth.
+"""Calls in a file: a model completes a real file, and `ast` knows the truth.
 
 At each call of a function or method that the file itself defines, the model has read the file up to
 the name, and must give the name. What it sees can be copied; what stands further back it must

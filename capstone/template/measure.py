@@ -83,7 +83,7 @@ def measure(lengths: tuple[int, ...], device: str, seconds: float) -> pd.DataFra
 
 
 def readable(table: pd.DataFrame) -> str:
-    """What a report wants of the table: milliseconds, MiB, and the ratios."""
+    """The report's part of the table: milliseconds, MiB, and the ratios."""
     shown = table[["seqlen", "pairs", "naive_ms", "flash_ms", "gain", "limit", "attention_share"]]
     shown = shown.round(2)
     for name in ("naive", "flash"):

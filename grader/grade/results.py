@@ -64,7 +64,7 @@ class SubmissionResult:
 
     @property
     def points(self) -> float:
-        """What the notebook is worth."""
+        """All points of the notebook."""
         return sum(check.points for check in self.checks)
 
     @property

@@ -159,7 +159,7 @@ EVERYTHING = frozenset(Can)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a backend takes.
+    """The inputs that a backend takes.
 
     `dtypes` lists those of each device type, "*" for any; capabilities are CUDA's, the least that
     will do; a `max_head_dim` of 0 is no limit.

@@ -9,7 +9,7 @@ OLDER_EDITION = ".older-edition-"
 
 
 def lies_beside(path: str) -> bool:
-    """Whether the lab put this file beside a student's copy, when it was upgraded."""
+    """Tell whether the lab put this file beside a student's copy, when it was upgraded."""
     return OLDER_EDITION in Path(path).name
 
 

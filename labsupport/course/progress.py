@@ -1,4 +1,4 @@
-"""How far a student is: exercises, their checks, and points.
+"""A student's progress: exercises, their checks, and points.
 
 Two answers to that. `progress_of_folder` reads saved notebooks, and runs nothing: a check counts if
 its cell is the lab's, and the output saved with it says `[ok]` and holds no error. It is as true as
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass
 class Progress:
-    """How far a student is.
+    """A student's progress.
 
     Attributes:
         checks: by notebook (the file's name without its ending), in the notebook's order.
@@ -101,7 +101,7 @@ def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> lis
 
 
 def progress_of_folder(folder: Path | None = None) -> Progress:
-    """What the saved notebooks of a folder show; nothing is run.
+    """Read the progress off the saved notebooks of a folder; nothing is run.
 
     Args:
         folder: of the student's copies; `work/` in the project if None.

@@ -60,7 +60,7 @@ def read_days(page: Path | None = None) -> list[Day]:
 def lines_of_path(
     days: Sequence[Day], checks: Mapping[str, list[Check]], boxes: Sequence[checklist.Item]
 ) -> list[str]:
-    """How far a student is on the path: a line for each day, and one for each kind of tick.
+    """Report a student's progress on the path: a line for each day, and one for each kind of tick.
 
     Exercises of notebooks that the student has not got are not counted.
 
@@ -104,7 +104,7 @@ def _count(done: Iterable[bool]) -> str:
 
 
 def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> list[str]:
-    """What `labsupport progress` says of the path; nothing where the lab's page is not there."""
+    """Return the lines of `labsupport progress` on the path; none where the page is not there."""
     try:
         days = read_days()
         file = (folder or paths.project_root() / "work") / checklist.FILE

@@ -1,4 +1,4 @@
-"""How well a model predicts a long text, without all of its logits at once."""
+"""The likelihood of a long text under a model, without all of its logits at once."""
 
 from __future__ import annotations
 

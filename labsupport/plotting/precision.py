@@ -1,4 +1,4 @@
-"""How dtypes and magnitudes flow through the layers of a model.
+"""Charts of dtypes and magnitudes through the layers of a model.
 
 One column for each call, in the order of execution. Above, a strip of dtypes: input, weights,
 output, gradient, one colour for each dtype and several colours where dtypes are mixed. Below, where

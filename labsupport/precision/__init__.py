@@ -1,4 +1,4 @@
-"""Which dtype: failures, tools that find them, and their remedies.
+"""Choosing a dtype: failures, tools that find them, and their remedies.
 
 dtypes        limits of each dtype, and the range of a tensor
 autofix       make three inputs fit one kernel, and report what that costs

@@ -1,4 +1,4 @@
-"""Which component of a model computes in which dtype: a policy, applied once.
+"""A dtype for each component of a model: a policy, applied once.
 
     FlashAttentionConfig      a dtype for each component
     apply_precision_policy    put a model under a policy

@@ -223,7 +223,7 @@ def mean_over_time(samples: pd.DataFrame, column: str) -> float:
 
 
 def memory_limit() -> tuple[str, int]:
-    """What limits the memory of processes here, and that limit in bytes."""
+    """Name what limits the memory of processes here; and that limit in bytes."""
     total = psutil.virtual_memory().total
     with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""What each step of a training run did: rows, a table, a chart."""
+"""The steps of a training run: rows, a table, a chart."""
 
 from __future__ import annotations
 

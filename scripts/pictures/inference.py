@@ -21,7 +21,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the model: numbers that a token has between the layers."""
+        """Numbers that a token has between the layers."""
         return self.heads * self.head_dim
 
     @property
@@ -32,7 +32,7 @@ class Shape:
         return self.layers * (2 * self.width**2 + 2 * self.width * kv_width + mlp)
 
     def cache_bytes(self, kv_heads: int | None = None) -> int:
-        """Of one token, in all layers."""
+        """Bytes of one token, in all layers."""
         return 2 * self.layers * (kv_heads or self.kv_heads) * self.head_dim * ITEMSIZE
 
 

@@ -153,7 +153,7 @@ def flops(axes):
 
 @d.picture("long-context-turns.png", (8.8, 4.9))
 def turns(axes):
-    """How far each pair of RoPE has turned at the last token, trained and longer, three ways."""
+    """Turns of each pair of RoPE at the last token, trained and longer, three ways."""
     head_dim, base, trained, factor = 64, 10_000.0, 1024, 8
     pairs = list(range(head_dim // 2))
     larger = scaled_base(base, head_dim, factor)

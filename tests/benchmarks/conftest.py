@@ -1,4 +1,4 @@
-"""What the tests of the maintainers' programs share."""
+"""Fixtures that the tests of the maintainers' programs share."""
 
 import pytest
 

@@ -52,7 +52,7 @@ def wait_for(condition, seconds=30):
 
 
 def said_by(process):
-    """What a started process has printed so far."""
+    """The text that a started process has printed so far."""
     file = process.folder / "stdout"
     return file.read_text() if file.exists() else ""
 

@@ -61,7 +61,7 @@ ROWS = gl.constexpr(64)  # queries of a consumer: what one tensor-core instructi
 
 @gluon.jit
 def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
-    """Which block of queries this program attends to in a turn, and to which keys.
+    """The block of queries that this program attends to in a turn, and its keys.
 
     A causal mask makes the blocks of a head unequal. Then a program takes them in pairs, the
     longest with the shortest and so on, and all pairs take the same time.

@@ -1,4 +1,4 @@
-"""How much memory a block of code takes, at the peak and on average, sampled while it runs.
+"""The memory that a block of code takes, at the peak and on average, sampled while it runs.
 
 On a GPU: what PyTorch's allocator has handed out, with the allocator's own peak. On a CPU: the
 resident memory of this process, which is coarser: the C library keeps memory that was freed. To

@@ -38,7 +38,7 @@ class AttentionRefusedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Which tokens of a padded batch are valid, as indices into (batch, slot).
+    """The valid tokens of a padded batch, as indices into (batch, slot).
 
     rows_k, columns_k: (total_k,) the valid keys, row after row, on the model's device.
     cu_k: (batch + 1,) where each row starts among them, int32, on the CPU, where it can be checked

@@ -42,7 +42,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What exists at the peak, by name; each part knows its bytes and its formula."""
+        """The parts that exist at the peak, by name; each part knows its bytes and its formula."""
         return {part.name: part for part in self.moments[self.when]}
 
     @property

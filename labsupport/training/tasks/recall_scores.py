@@ -1,4 +1,4 @@
-"""How well a model finds facts again, by how much of the text it may see, and where it looks.
+"""Scores of finding facts again, by the text that a model may see, and where it looks.
 
     ... text ... [ the fact ] ... text ... ... ? locker Kov: 47
                              |<---- window ---->|<- question ->|
