@@ -23,7 +23,7 @@ _CARD = re.compile(r"^### (Exercise .+)\n+(.*)", re.MULTILINE)
 _CHAPTER = re.compile(r"\(([\w-]+\.md)[#)]")
 _CHECK = re.compile(r"\bchecks\.(check_\w+)\(")
 # The docstring of a check repeats which exercise it belongs to.
-_EXERCISE = re.compile(r"^Exercise [\d-]+( \([a-z, ]+\))?: ")
+_EXERCISE = re.compile(r"^Exercise [\d-]+(, step \d| \([a-z, ]+\))?: ")
 
 
 @dataclass(frozen=True)
