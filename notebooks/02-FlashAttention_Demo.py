@@ -1259,8 +1259,8 @@ print(share.to_string())
 
 # %% [markdown]
 # The column `decode` is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
-# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, because a
-# program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
+# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, probably
+# because a program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
 # copy, and reading alone can be a little faster.)
 #
 # The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:

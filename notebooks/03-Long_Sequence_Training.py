@@ -861,9 +861,9 @@ except RuntimeError as error:
 
 
 # %% [markdown]
-# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages, the step
-# from which the random numbers follow; it is written beside the old one and renamed when it is whole, and damage is noticed. Then a resumed run
-# is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
+# **Long runs get killed**: by a time limit, by a full disk, by you. A checkpoint holds the weights, AdamW's averages and the
+# number of the step, from which the random numbers follow. It is written beside the old one and renamed when it is whole, and damage is
+# noticed. Then a resumed run is not *similar* to one that was never stopped. On a CPU it is the same, to the last bit:
 
 
 # %%
