@@ -56,7 +56,7 @@ import dataclasses as _dataclasses
 
 BACKENDS = tuple(
     _dataclasses.replace(_entry, missing=lambda: "{left_out.NOT_HERE}")
-    if _entry.name in ("flash_triton", "flash_torch")
+    if _entry.name in ("flash_gluon", "flash_triton", "flash_torch")
     else _entry
     for _entry in BACKENDS
 )

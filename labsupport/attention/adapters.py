@@ -69,6 +69,44 @@ def run_triton(call: AttentionCall) -> Result:
     return out, lse if call.return_lse else None
 
 
+def run_gluon(call: AttentionCall) -> Result:
+    """Run the lab's Gluon kernel forward, packed or not, and the Triton kernels backward."""
+    from labsupport.attention.kernels.autograd import flash_attention_triton
+
+    options = call.options | {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    out, lse = flash_attention_triton(call.q, call.k, call.v, **options, gluon=True)
+    return out, lse if call.return_lse else None
+
+
+TRITON_WITH_GLUON = ("3.6", "3.7")
+
+
+def missing_gluon() -> str | None:
+    """Return why Gluon's kernels cannot run, or None: the language still changes."""
+    if reason := mode.missing():
+        return reason
+    if mode.interpreted():
+        return "Triton's interpreter does not run Gluon"
+    version = import_module("triton").__version__
+    if ".".join(version.split(".")[:2]) not in TRITON_WITH_GLUON:
+        return f"written for Triton {' and '.join(TRITON_WITH_GLUON)}, this is {version}"
+    return None
+
+
+def gluon_reasons(call: AttentionCall) -> list[str]:
+    """Return what the kernel is not made for: it knows Hopper's instructions and two head_dims."""
+    from labsupport.attention.kernels.autograd import can_be_described
+
+    reasons = []
+    if torch.cuda.get_device_capability(call.q.device)[0] != 9:
+        reasons.append("is written for Hopper GPUs (compute capability 9.0)")
+    if call.head_dim not in (64, 128):
+        reasons.append(f"takes head_dim 64 or 128, not {call.head_dim}")
+    if not all(map(can_be_described, (call.q, call.k, call.v))):
+        reasons.append("the copy engine needs contiguous rows in 16-byte steps")
+    return reasons
+
+
 def triton_kernel_name(call: AttentionCall) -> str:
     """Return the kernel, and whether it is interpreted."""
     from labsupport.attention.kernels import autograd, config

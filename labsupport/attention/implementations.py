@@ -42,6 +42,16 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
     return on_hopper_or_newer and shape_comes_back(call)
 
 
+def _gluon_in_auto(call: AttentionCall) -> bool:
+    """Where cuDNN is slower (measured: `data/runs/peers-h200`) or cannot run the call."""
+    if not shape_comes_back(call):
+        return False
+    if by_name("sdpa_cudnn").limits.option_reasons(call):
+        return True
+    long = call.q.shape[-3] >= 2048 and (call.causal or call.head_dim == 64)
+    return long and not call.needs_grad
+
+
 def _sdpa(sdpa: adapters.Sdpa, **entry: Any) -> Backend:
     return Backend(
         run=sdpa.run, kernel=sdpa.kernel, further_reasons=sdpa.reasons,
@@ -69,6 +79,19 @@ BACKENDS: tuple[Backend, ...] = (
         run=adapters.run_fa4,
         run_packed=adapters.run_fa4,
         kernel=lambda call: "flash_attn.cute.flash_attn_func",
+    ),
+    Backend(
+        name="flash_gluon",
+        description="this lab's FlashAttention for Hopper: Gluon forward, Triton backward",
+        limits=Limits(
+            dtypes={"cuda": HALF_DTYPES}, min_capability=(9, 0), can=EVERYTHING - {Can.ALIBI}
+        ),
+        missing=adapters.missing_gluon,
+        run=adapters.run_gluon,
+        run_packed=adapters.run_gluon,
+        kernel=lambda call: "labsupport.attention.kernels.forward_gluon._gluon_fwd",
+        further_reasons=adapters.gluon_reasons,
+        in_auto=_gluon_in_auto,
     ),
     _sdpa(
         adapters.SDPA_CUDNN,

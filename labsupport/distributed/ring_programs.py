@@ -330,7 +330,7 @@ CONTEXT_PARALLEL = {  # and the ring's kernel that is the same
 }
 # What may take minutes to compile, or hang where it does not work, comes last.
 ON_GPU = (
-    *("native", "cudnn", "flash_triton", "fa4"),
+    *("native", "cudnn", "flash_triton", "flash_gluon", "fa4"),
     *("context_parallel[cudnn]", "context_parallel[flash]"),
 )
 ON_CPU = ("native", "flash_torch")

@@ -22,6 +22,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "standard": (BLACK, "o"),
     "flash_torch": (RED, "s"),
     "flash_triton": (PINK, "D"),
+    "flash_gluon": ("#AA3377", "d"),
     "sdpa_flash": (BLUE, "^"),
     "sdpa_efficient": (SKY, "v"),
     "sdpa_cudnn": (GREEN, "P"),

@@ -25,12 +25,13 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from benchmarks.resources import machine_code, source_of
 from labsupport.attention.kernels.autograd import backward, forward
+from labsupport.attention.kernels.common import run_kernel
 from labsupport.attention.kernels.config import Geometry, decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
-from labsupport.attention.kernels.forward_gluon import _attn_fwd, launch_arguments
+from labsupport.attention.kernels import forward_gluon
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
-found = {"template": [], "decode": [], "gluon": [], "launches": []}
+found = {"template": [], "decode": [], "gluon": {}, "launches": []}
 
 # --- a function that is given to a kernel
 
@@ -64,18 +65,27 @@ class Hopper:
     def get_current_stream(self, device): return 0
 
 triton.runtime.driver.set_active(Hopper())
-for head_dim, packed in ((128, True), (64, False)):
-    q = torch.empty(2, 4096, 4, head_dim, dtype=torch.bfloat16)
-    cu_seqlens = torch.zeros(3, dtype=torch.int32) if packed else None
-    grid, arguments = launch_arguments(
-        q, q, q, q, torch.empty(2, 4, 4096), causal=packed,
-        softmax_scale=None, window_size=(-1, -1), cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens, max_seqlen_q=4096, processors=132,
-    )
-    built = _attn_fwd.warmup(**arguments, grid=grid)
-    ptx = built.asm["ptx"]
-    counts = [ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor")]
-    found["gluon"].append([built.metadata.shared, *counts])
+cu_seqlens = torch.zeros(3, dtype=torch.int32)
+cases = {
+    "packed": (128, Geometry(0.1, -1, 0, None, cu_seqlens, cu_seqlens, 4096, 4096, gluon=True), {}),
+    "three": (64, Geometry(0.1, gluon=True), {}),
+    "one": (128, Geometry(0.1, gluon=True), {"CONSUMERS": 1, "TOGETHER": False}),
+    "traced": (128, Geometry(0.1, gluon=True), {}),
+}
+built = []
+torch.cuda.get_device_properties = lambda device: type("", (), {"multi_processor_count": 132})
+forward_gluon.run_kernel = lambda kernel, tensors, key, rest: (
+    lambda programs, named: built.append(kernel.warmup(**tensors, **named, grid=(programs,)))
+)(*rest())
+for case, (head_dim, geometry, config) in cases.items():
+    q = torch.empty(*((4096,) if geometry.packed else (2, 4096)), 4, head_dim).bfloat16()
+    lse = torch.empty(*q.shape[:-3], 4, 4096)
+    clock = torch.empty(2, 9, 4, dtype=torch.int64) if case == "traced" else None
+    forward_gluon.launch(q, q, q, q, lse, geometry, 0.1, clock=clock, **config)
+    built_now = built.pop()
+    ptx = built_now.asm["ptx"]
+    counts = [ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "clock64")]
+    found["gluon"][case] = [built_now.metadata.shared, *counts]
 
 # --- a second launch, which takes the cache: everything but the compiler and the GPU is real
 
@@ -108,6 +118,8 @@ def twice(call):
         found["launches"].append(name)
 
 q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
+forward_gluon.run_kernel = run_kernel
+twice(lambda: forward(q, k, k, Geometry(0.1, 3, 0, gluon=True)))
 for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
     out, lse = forward(q, k, k, geometry, hopper=hopper)
     twice(lambda: forward(q, k, k, geometry, hopper=hopper))
@@ -144,15 +156,19 @@ def test_decoding_does_not_spill_and_two_programs_fit_on_a_multiprocessor(compil
 
 
 def test_gluon_fits_and_starts_the_products_and_copies_it_should(compiled):
-    wide, narrow = compiled["gluon"]
-    assert max(wide[0], narrow[0]) <= 227 * 1024
+    shared, *counts = zip(*compiled["gluon"].values(), strict=True)
+    assert max(shared) <= 227 * 1024
     # S takes head_dim / 16 instructions and O 128 / 16, both twice, for each consumer. The producer
-    # copies K, V and a part of Q for each consumer, 64 columns at a time.
-    assert wide[1:] == [2 * 2 * (8 + 8), 2 * (2 + 2)]
-    assert narrow[1:] == [3 * 2 * (4 + 8), 2 + 3]
+    # copies K, V and a part of Q for each consumer, 64 columns at a time. Four marks, both times.
+    assert dict(zip(compiled["gluon"], zip(*counts, strict=True), strict=True)) == {
+        "packed": (2 * 2 * (8 + 8), 2 * (2 + 2), 0),
+        "three": (3 * 2 * (4 + 8), 2 + 3, 0),
+        "one": (1 * 2 * (8 + 8), 2 * (2 + 1), 0),
+        "traced": (2 * 2 * (8 + 8), 2 * (2 + 2), 2 * 2 * 4),
+    }
 
 
 def test_a_cached_launch_passes_the_arguments_of_the_first_one(compiled):
     plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
     hopper = ["_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]
-    assert compiled["launches"] == [*plain, *hopper]
+    assert compiled["launches"] == ["_gluon_fwd", *plain, *hopper]

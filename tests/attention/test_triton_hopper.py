@@ -5,20 +5,21 @@ GPUs have no copy engine.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from labsupport.attention import (
+    adapters,
     attention,
     attention_varlen,
-    compare_with_oracle,
+    available_backends,
     last_call,
-    oracle_attention,
 )
 from labsupport.attention.kernels.config import Geometry
-from labsupport.attention.reference import masked_attention
+from labsupport.attention.registry import AttentionCall
 from tests.attention.cases import (
     GPU,
     GROUPS,
@@ -32,9 +33,8 @@ from tests.attention.cases import (
 if sys.platform != "linux":
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
 
-from labsupport.attention.kernels import autograd, forward_gluon
+from labsupport.attention.kernels import autograd
 from labsupport.attention.kernels.autograd import can_be_described, hopper_takes
-from labsupport.attention.kernels.forward_gluon import flash_gluon_forward, why_unsupported
 
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 DEVICE = "cuda" if GPU else "cpu"
@@ -116,41 +116,51 @@ def test_elsewhere_and_for_what_they_are_not_made_for_the_plain_ones_run():
 # --- Gluon ----------------------------------------------------------------------------------------
 
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+gluon = partial(attention, backend="flash_gluon", return_lse=True)
 
 
-def test_unsupported_inputs_get_a_reason(monkeypatch):
-    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-    if not HOPPER:
-        with pytest.raises(ValueError, match="Hopper"):
-            flash_gluon_forward(q, q, q)
-    monkeypatch.setattr(forward_gluon.triton, "__version__", "3.99.0")
-    assert "Triton 3.6 and 3.7, this is 3.99.0" in why_unsupported(q, q, q)
+def test_gluon_refuses_what_it_is_not_made_for(monkeypatch):
+    table = available_backends(device=DEVICE)["flash_gluon"]
+    assert table.runs == HOPPER
+    monkeypatch.setattr(adapters.mode, "missing", lambda: None)
+    monkeypatch.setattr(adapters.mode, "interpreted", lambda: False)
+    assert adapters.missing_gluon() is None
+    monkeypatch.setattr("triton.__version__", "3.99.0")
+    assert "Triton 3.6 and 3.7, this is 3.99.0" in adapters.missing_gluon()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    q = torch.zeros(1, 8, 2, 48, dtype=torch.bfloat16)[..., :40]
+    reasons = " ".join(adapters.gluon_reasons(AttentionCall(q, q, q)))
+    assert all(part in reasons for part in ("Hopper", "head_dim 64 or 128, not 40"))
+    assert "16-byte" not in reasons
+    assert "16-byte" in adapters.gluon_reasons(AttentionCall(q, q, q[..., 1:]))[-1]
 
 
 def make(*sizes, dtype=torch.bfloat16, batch=2):
-    return [x.detach() for x in make_model_qkv(batch, *sizes, dtype=dtype, device="cuda")]
-
-
-def assert_right(out, lse, *inputs, **options):
-    oracle, oracle_lse = oracle_attention(*to_math_layout(*inputs), **options)
-    textbook, _ = masked_attention(*to_math_layout(*inputs), **options)
-    report = compare_with_oracle(out.transpose(1, 2), textbook, oracle)
-    assert report.ok, report
-    torch.testing.assert_close(lse.double(), oracle_lse.double(), atol=2e-3, rtol=0)
+    return make_model_qkv(batch, *sizes, dtype=dtype, device="cuda")
 
 
 @on_hopper
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}])
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
-    "lengths", [(1, 1), (1, 239), (113, 203), (300, 65), (1023, 1024), (2048, 2048)]
+    ("lengths", "head_dim", "groups", "mask", "dtype"),
+    covering(LENGTHS + LONG, (64, 128), GROUPS, MASKS, DTYPES),
 )
-def test_it_obeys_the_error_rule_with_the_same_bits_every_time(lengths, head_dim, options):
-    inputs = make(*lengths, 6, 2, head_dim)
-    first = flash_gluon_forward(*inputs, **options)
-    assert_right(*first, *inputs, **options)
-    for _ in range(20):
-        assert all(map(torch.equal, first, flash_gluon_forward(*inputs, **options)))
+def test_gluon_obeys_the_error_rule(lengths, head_dim, groups, mask, dtype):
+    inputs = [x.requires_grad_() for x in make(*lengths, *groups, head_dim, dtype=dtype)]
+    assert_obeys_error_rule(
+        lambda q, k, v: gluon(q, k, v, **mask)[0],
+        inputs, math_layout=to_math_layout, back=lambda out: out.transpose(1, 2), **mask,
+    )  # fmt: skip
+    assert "_gluon_fwd" in last_call().kernel
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gluon_gives_the_same_bits_every_time(head_dim):
+    inputs = make(1023, 1024, 6, 2, head_dim)
+    with torch.no_grad():
+        first = gluon(*inputs, causal=True)
+        for _ in range(1000):
+            assert all(map(torch.equal, first, gluon(*inputs, causal=True)))
 
 
 @on_hopper
@@ -158,8 +168,8 @@ def test_packed_sequences_may_be_empty():
     lengths_q, lengths_k = torch.tensor([[1, 0, 130, 512, 77], [5, 3, 130, 100, 0]])
     cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lengths_q, lengths_k))
     q, k, v = (x[0] for x in make(int(cu_q[-1]), int(cu_k[-1]), 4, 2, 128, batch=1))
-    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
-    got = flash_gluon_forward(q, k, v, **packed, max_seqlen_q=512, max_seqlen_k=130)
-    exact = attention_varlen(q, k, v, **packed, backend="standard", return_lse=True)
+    options = {"causal": True, "return_lse": True}
+    got = attention_varlen(q, k, v, cu_q, cu_k, backend="flash_gluon", **options)
+    exact = attention_varlen(q, k, v, cu_q, cu_k, backend="standard", **options)
     for one, other in zip(got, exact, strict=True):
         torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)

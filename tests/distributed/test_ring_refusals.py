@@ -62,7 +62,7 @@ def test_inputs_that_no_ring_takes_are_refused(group_of_one):
         (lambda: zigzag_ring_flash_attn_func(*shards_of(5)), "two chunks of one length, but 5"),
         (
             lambda: ring_flash_attn_func(q, k, v, kernel="flash"),
-            "auto, cudnn, native, flash_triton, flash_torch, fa4",
+            "auto, cudnn, native, flash_triton, flash_gluon, flash_torch, fa4",
         ),
     ):
         with pytest.raises(AttentionInputError, match=message):

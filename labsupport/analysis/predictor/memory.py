@@ -93,6 +93,7 @@ _FUSED = {
     "sdpa_flash": _Fused(1, 2, constant=24, widened=True),
     "sdpa_efficient": _Fused(0, 2),
     "flex": _Fused(2, 2),
+    "flash_gluon": _Fused(1, 3),
     "flash_triton": _Fused(1, 3),
 }
 
@@ -102,7 +103,8 @@ def _fused(case: Case, sizes: _Sizes, units: int) -> int:
     total = sizes.out + plan.constant + (plan.both if sizes.both else plan.forward) * sizes.rows
     if sizes.both:
         # dq is summed in float32; flex copies out; the lab's own kernels sum nothing elsewhere.
-        total += {"flex": sizes.out, "flash_triton": 0}.get(case.backend, sizes.out32)
+        own = {"flex": sizes.out, "flash_triton": 0, "flash_gluon": 0}
+        total += own.get(case.backend, sizes.out32)
         total += sizes.gradients + 2 * sizes.out * (plan.widened and sizes.grouped)
         if case.backend == "sdpa_efficient":  # counters
             total += 16 * -(-case.seqlen // 64) * case.batch * case.heads

@@ -47,6 +47,7 @@ PLANS: dict[str, tuple[tuple[str, ...], int]] = {
     "sdpa_efficient": (FUSED, 64),
     "xformers": (FUSED, 64),
     "flex": (FUSED, 128),
+    "flash_gluon": (FUSED, 128),
     "flash_triton": (FUSED, 128),
     "flash_torch": (("launch", "tiles", "matmul", "scores", "mask"), 0),
     "sdpa_math": (STORED, 0),

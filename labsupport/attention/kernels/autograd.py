@@ -1,8 +1,9 @@
 """From tensors to a kernel, with autograd, `torch.compile` and fake tensors.
 
-`forward` and `backward` run the kernels for Hopper where `hopper_takes` a call, and the plain ones
-otherwise. Operators make them opaque to `torch.compile` and give fake tensors the outputs' shapes;
-elsewhere the kernels are called directly, because an operator costs up to 0.2 ms of Python.
+`forward` runs the Gluon kernel where the geometry says so. Otherwise both passes run the kernels
+for Hopper where `hopper_takes` a call, and the plain ones elsewhere. Operators make them opaque to
+`torch.compile` and give fake tensors the outputs' shapes; without either the kernels are called
+directly, because an operator costs up to 0.2 ms of Python.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 def can_be_described(x: Tensor) -> bool:
     """Return whether the copy engine takes x: contiguous rows, and 16-byte steps between them."""
-    *steps, last = x.stride()
     unit = 16 // x.itemsize
+    steps = [step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     return (
-        last == 1
+        x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
         and all(step > 0 and step % unit == 0 for step in steps)
         and x.numel() > 0
@@ -76,7 +77,9 @@ def forward(
     out, lse = _outputs(q, float32_out)
     if q.numel() == 0:
         return out, lse
-    if hopper_takes(geometry, q, k, v) if hopper is None else hopper:
+    if geometry.gluon:
+        from labsupport.attention.kernels.forward_gluon import launch
+    elif hopper_takes(geometry, q, k, v) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_forward as launch
     else:
         from labsupport.attention.kernels.forward import launch
@@ -124,7 +127,7 @@ def _outputs(q: Tensor, float32_out: bool = False) -> tuple[Tensor, Tensor]:
 # The attributes of `Geometry`, in their order.
 _GEOMETRY = (
     "float scale, int left, int right, Tensor? slopes, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
+    "Tensor? cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, bool gluon"
 )
 
 
@@ -264,11 +267,13 @@ def flash_attention_triton(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    gluon: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention by the lab's Triton kernels: (out, lse) as of `forward`, differentiable.
 
     Args: as in `labsupport.attention.attention`, which checks the inputs.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) offsets of packed sequences.
+        gluon: take the Gluon kernel forward; the backend `flash_gluon` says for which inputs.
 
     Raises:
         AttentionInputError: dtypes, devices or head_dims that the kernels cannot take.
@@ -284,7 +289,7 @@ def flash_attention_triton(
     left, right = window_size
     geometry = Geometry(
         scale, left, 0 if causal else right, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k,
+        max_seqlen_q, max_seqlen_k, gluon,
     )  # fmt: skip
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if wanted or _needs_operator(q):

@@ -216,7 +216,14 @@ def blocks_of(x: Tensor, longest: int, block: int, geometry: Geometry) -> tuple[
 
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
-    (batch, seqlen, heads, head_dim), (b, n, h, d) = x.shape, x.stride()
+    (batch, seqlen, heads, head_dim), (b, n, h, d) = x.shape, row_steps(x)
     return TensorDescriptor(
         x, [batch, heads, seqlen, head_dim], [b, h, n, d], [1, 1, rows, head_dim]
     )
+
+
+def row_steps(x: Tensor) -> list[int]:
+    """Return the strides for a descriptor; that of a dimension of size 1 is arbitrary otherwise."""
+    return [
+        step if size > 1 else x.shape[-1] for size, step in zip(x.shape, x.stride(), strict=True)
+    ]

@@ -33,6 +33,7 @@ class Geometry:
         slopes: ALiBi's, (heads,) or (batch, heads).
         cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences, both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequence; ignored otherwise.
+        gluon: take the Gluon kernels.
     """
 
     scale: float
@@ -43,6 +44,7 @@ class Geometry:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    gluon: bool = False
 
     @property
     def packed(self) -> bool:

@@ -17,6 +17,7 @@ together with the last product of this one. A consumer's step for the tile t of 
 
 With PINGPONG the consumers start their products in turn, so that the tensor cores compute for one
 of them while another takes its softmax. Only tiles that cross an edge of the mask are masked.
+CONSUMERS, TOGETHER and PINGPONG are the steps by which chapter 5 builds this kernel.
 
 Barriers in shared memory (`mbarrier`) connect the jobs. A barrier counts arrivals, and each time
 that its count is reached its phase flips (0, 1, 0, ...). To wait for phase p is to wait until the
@@ -39,8 +40,9 @@ producers, consumers and their turns.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,9 +55,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
+from labsupport.attention.kernels.common import (
+    LOG2_E,
+    SIZES,
+    Arguments,
+    row_steps,
+    run_kernel,
+    sizes,
+)
+from labsupport.attention.kernels.config import Geometry
+
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-TRITON_VERSIONS = ("3.6", "3.7")
+MARKS = gl.constexpr(4)  # clock reads in a step
 ROWS = gl.constexpr(64)  # queries of a consumer: what one tensor-core instruction takes
 
 
@@ -108,7 +119,7 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
 def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
     """Ask for the tiles in the order in which the consumers need them, as soon as there is room."""
     buffers, barriers, sizes, cu_q, cu_k, turns = work
-    q_desc, k_desc, v_desc = inputs
+    Q, K, V = inputs
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = barriers
     BLOCK_K: gl.constexpr = tile[1]
@@ -123,10 +134,10 @@ def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
         if rows > 0:
             kv_head = head // sizes[1]
             mbarrier.wait(q_empty.index(n % 2), n // 2 & 1 ^ 1)
-            mbarrier.expect(q_ready.index(n % 2), CONSUMERS * q_desc.block_type.nbytes)
+            mbarrier.expect(q_ready.index(n % 2), CONSUMERS * Q.block_type.nbytes)
             for i in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
-                    q_desc, [batch, head, row + i * ROWS, 0],
+                    Q, [batch, head, row + i * ROWS, 0],
                     q_ready.index(n % 2), q_buffers.index(n % 2 * CONSUMERS + i),
                 )  # fmt: skip
             n += 1
@@ -134,15 +145,11 @@ def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
                 stage = t % STAGES
                 at = [batch, kv_head, k_row + col, 0]
                 mbarrier.wait(k_empty.index(stage), t // STAGES & 1 ^ 1)
-                mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc, at, k_ready.index(stage), k_buffers.index(stage)
-                )
+                mbarrier.expect(k_ready.index(stage), K.block_type.nbytes)
+                tma.async_copy_global_to_shared(K, at, k_ready.index(stage), k_buffers.index(stage))
                 mbarrier.wait(v_empty.index(stage), t // STAGES & 1 ^ 1)
-                mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    v_desc, at, v_ready.index(stage), v_buffers.index(stage)
-                )
+                mbarrier.expect(v_ready.index(stage), V.block_type.nbytes)
+                tma.async_copy_global_to_shared(V, at, v_ready.index(stage), v_buffers.index(stage))
                 t += 1
                 col -= BLOCK_K
 
@@ -185,11 +192,30 @@ def _softmax_update(s, m, l, scale):
 
 
 @gluon.jit
+def _mark(EVENT: gl.constexpr, ME: gl.constexpr, t, clock, style: gl.constexpr):
+    """With TRACE, write when the first program's consumer ME came here with tile t.
+
+    Events: 0 ready for the products, 1 both started, 2 scores done, 3 softmax done.
+    """
+    TRACE: gl.constexpr = style[2]
+    if TRACE:
+        Clock, marks = clock
+        now = gl.inline_asm_elementwise(
+            "mov.u64 $0, %clock64;", "=l,r", [t], dtype=gl.int64, is_pure=False, pack=1
+        )
+        gl.store(
+            Clock + (ME * marks + t) * MARKS + EVENT, now, (gl.program_id(0) == 0) & (t < marks)
+        )
+
+
+@gluon.jit
 def _two_products(
-    q, p, o, use_acc, t, has_k, has_v, buffers, barriers,
-    ME: gl.constexpr, CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
+    q, p, o, use_acc, t, has_k, has_v, buffers, barriers, clock,
+    ME: gl.constexpr, CONSUMERS: gl.constexpr, style: gl.constexpr,
 ):  # fmt: skip
     """Start S = Q K(t)^T and O = O + P V(t - 1) together; return S, and O, which is not ready."""
+    TOGETHER: gl.constexpr = style[0]
+    PINGPONG: gl.constexpr = style[1]
     _, k_buffers, v_buffers = buffers
     _, _, k_ready, k_empty, v_ready, _, order = barriers
     STAGES: gl.constexpr = k_buffers.shape[0]
@@ -201,26 +227,31 @@ def _two_products(
     v = v_buffers.index(v_stage).reshape([BLOCK_K, D])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     s = gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout)
+    _mark(0, ME, t, clock, style)
     mbarrier.wait(k_ready.index(k_stage), t // STAGES & 1, pred=has_k)
     if PINGPONG:
         mbarrier.wait(order[ME], t & 1 ^ (1 if ME == 0 else 0))
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+    if not TOGETHER:
+        s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.wait(v_ready.index(v_stage), (t - 1) // STAGES & 1, pred=has_v)
     o = warpgroup_mma(p, v, o, use_acc=use_acc, is_async=True)
     if PINGPONG:
         mbarrier.arrive(order[(ME + 1) % CONSUMERS], count=1)
+    _mark(1, ME, t, clock, style)
     s = warpgroup_mma_wait(1, deps=[s])  # until one product at most is under way: O's
     mbarrier.arrive(k_empty.index(k_stage), count=1)
+    _mark(2, ME, t, clock, style)
     return s, o
 
 
 @gluon.jit
 def _consume(
-    ME: gl.constexpr, work, outputs, mask: gl.constexpr, tile: gl.constexpr, PINGPONG: gl.constexpr
+    ME: gl.constexpr, work, outputs, mask: gl.constexpr, tile: gl.constexpr, style: gl.constexpr
 ):
     """Attend with the ME-th 64 queries of each block."""
     buffers, barriers, sizes, cu_q, cu_k, turns = work
-    O, L, scale = outputs
+    O, L, clock, scale = outputs
     q_buffers, k_buffers, _ = buffers
     q_ready, q_empty, _, _, _, v_empty, _ = barriers
     heads, _, seqlen_q, _, left, right, _, _ = sizes
@@ -259,8 +290,9 @@ def _consume(
             q = q_buffers.index(n % 2 * CONSUMERS + ME).reshape([ROWS, D])
             mbarrier.wait(q_ready.index(n % 2), n // 2 & 1, pred=more)
             s, o = _two_products(
-                q, p, o, old_tiles > 1, t, more, t > 0, buffers, barriers, ME, CONSUMERS, PINGPONG
-            )
+                q, p, o, old_tiles > 1, t, more, t > 0, buffers, barriers, clock, ME, CONSUMERS,
+                style,
+            )  # fmt: skip
             old_m = m
             old_l = gl.where(l == 0.0, 1.0, l)
             s = _apply_mask(s, col, diagonal, seqlen_k, left, right, mask)
@@ -268,6 +300,7 @@ def _consume(
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index((t + STAGES - 1) % STAGES), count=1, pred=t > 0)
             p = gl.convert_layout(p32.to(dtype), p_layout)
+            _mark(3, ME, t, clock, style)
             t += 1
 
             # Store the block before. A query that has seen no key gets 0 and -inf.
@@ -276,7 +309,7 @@ def _consume(
             lse = (old_m + gl.log2(old_l)) * 0.6931471805599453  # ln 2: from log2 to log
             gl.store(L + at + i, lse, mask=i < old_rows)
             out = o * gl.convert_layout(1.0 / old_l, o_rows)[:, None]
-            out = gl.convert_layout(out.to(dtype), out_layout)
+            out = gl.convert_layout(out.to(O.dtype.element_ty), out_layout)
             i = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout)) + ME * ROWS
             c = gl.arange(0, D, gl.SliceLayout(0, out_layout))
             at = ((old_batch * seqlen_q + old_row).to(gl.int64) * heads + old_head) * D
@@ -287,7 +320,7 @@ def _consume(
             # The other tiles of this block.
             for step in range(1, gl.where(more, tiles, 1)):
                 s, o = _two_products(
-                    q, p, o, step > 1, t, True, True, buffers, barriers, ME, CONSUMERS, PINGPONG
+                    q, p, o, step > 1, t, True, True, buffers, barriers, clock, ME, CONSUMERS, style
                 )
                 col -= BLOCK_K
                 s = _apply_mask(s, col, diagonal, seqlen_k, left, right, mask)
@@ -296,28 +329,28 @@ def _consume(
                 mbarrier.arrive(v_empty.index((t + STAGES - 1) % STAGES), count=1)
                 p = gl.convert_layout(p32.to(dtype), p_layout)
                 o = o * gl.convert_layout(alpha, o_rows)[:, None]
+                _mark(3, ME, t, clock, style)
                 t += 1
             mbarrier.arrive(q_empty.index(n % 2), count=1)
             n += 1
 
 
-@gluon.jit(
-    do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks", "units")
-)
-def _attn_fwd(
-    q_desc, k_desc, v_desc, O, L, cu_q, cu_k, scale, heads, group, seqlen_q, seqlen_k, left, right,
-    blocks, units, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
+@gluon.jit(do_not_specialize=(*SIZES, "units", "marks"))
+def _gluon_fwd(
+    Q, K, V, O, L, cu_q, cu_k, Clock, scale, heads, group, seqlen_q, seqlen_k, left, right, blocks,
+    units, marks, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
     PAIRS: gl.constexpr, D: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr,
+    CONSUMERS: gl.constexpr, TOGETHER: gl.constexpr, PINGPONG: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """Q, K, V: descriptors of (batch, heads, seqlen, head_dim). Grid: one per multiprocessor."""
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     mask: gl.constexpr = (LEFT, RIGHT, PACKED, PAIRS)
     tile: gl.constexpr = (BLOCK_Q, BLOCK_K)
-    dtype: gl.constexpr = q_desc.dtype
-    q_buffers = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, D], v_desc.layout)
+    style: gl.constexpr = (TOGETHER, PINGPONG, TRACE)
+    dtype: gl.constexpr = Q.dtype
+    q_buffers = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, ROWS, D], Q.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, D], K.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, D], V.layout)
     buffers = (q_buffers, k_buffers, v_buffers)
 
     layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -347,25 +380,34 @@ def _attn_fwd(
     sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks, units)
     turns = ((units - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * PAIRS
     work = (buffers, barriers, sizes, cu_q, cu_k, turns)
-    inputs = (q_desc, k_desc, v_desc)
-    outputs = (O, L, scale)
+    inputs = (Q, K, V)
+    outputs = (O, L, (Clock, marks), scale)
     # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, work, outputs, mask, tile, PINGPONG)),
-                (_consume, (1, work, outputs, mask, tile, PINGPONG)),
+                (_consume, (0, work, outputs, mask, tile, style)),
                 (_produce, (work, inputs, mask, tile)),
             ],
-            [4, 1],  # warps of all jobs but the first, which has num_warps
-            [240, 24],  # their registers a thread
+            [1],  # warps of all jobs but the first, which has num_warps
+            [24],  # their registers a thread
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, work, outputs, mask, tile, style)),
+                (_consume, (1, work, outputs, mask, tile, style)),
+                (_produce, (work, inputs, mask, tile)),
+            ],
+            [4, 1],
+            [240, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, work, outputs, mask, tile, PINGPONG)),
-                (_consume, (1, work, outputs, mask, tile, PINGPONG)),
-                (_consume, (2, work, outputs, mask, tile, PINGPONG)),
+                (_consume, (0, work, outputs, mask, tile, style)),
+                (_consume, (1, work, outputs, mask, tile, style)),
+                (_consume, (2, work, outputs, mask, tile, style)),
                 (_produce, (work, inputs, mask, tile)),
             ],
             [4, 4, 1],
@@ -373,127 +415,84 @@ def _attn_fwd(
         )
 
 
-def why_unsupported(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None
-) -> str | None:
-    """Return why `flash_gluon_forward` cannot take these inputs, or None if it can."""
-    if ".".join(triton.__version__.split(".")[:2]) not in TRITON_VERSIONS:
-        tried = " and ".join(TRITON_VERSIONS)
-        return f"written for Triton {tried}, this is {triton.__version__}"
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
-        return "needs a Hopper GPU (compute capability 9.0)"
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"takes bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.shape[-1] not in (64, 128) or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
-        return "takes head_dim 64 or 128, the same for q, k and v"
-    if q.shape[-2] % k.shape[-2]:
-        return f"{q.shape[-2]} heads of q are no multiple of the {k.shape[-2]} of k and v"
-    if softmax_scale is not None and softmax_scale <= 0:
-        return "takes a softmax_scale above 0"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        steps = [
-            stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1
-        ]
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s <= 0 or s % 8 for s in steps):
-            return f"{name}: the copy engine needs contiguous rows in 16-byte steps"
-    return None
-
-
-def flash_gluon_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    **config: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention with the kernel of this file.
-
-    Args:
-        q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim); the heads of
-            q are a multiple of those of k and v. In packed ones, a NaN or infinity in a sequence
-            can make rows of the sequence before NaN, because a tile may reach into its neighbour.
-        causal: align the mask to the bottom right.
-        softmax_scale: factor on the scores, head_dim ** -0.5 unless given.
-        window_size: keys to the left and right of the diagonal; -1 means no limit.
-        cu_seqlens_q, cu_seqlens_k: int32 offsets of packed sequences.
-        max_seqlen_q: the longest packed sequence, or more; max_seqlen_k is not needed.
-        config: constants of the kernel to use instead of the tuned ones.
-
-    Returns:
-        out like q, contiguous, and the natural-log lse, float32, (batch, heads, seqlen_q) or
-        (heads, total). A query that sees no key gets output 0 and lse -inf.
-
-    Raises:
-        ValueError: the kernel does not take the inputs; the message says why.
-    """
-    reason = why_unsupported(q, k, v, softmax_scale)
-    if reason:
-        raise ValueError(f"flash_gluon: {reason}")
-    packed = q.ndim == 3
-    out = q.new_empty(q.shape)
-    shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(shape, dtype=torch.float32)
-    if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    if packed:
-        q, k, v = q[None], k[None], v[None]
-    grid, arguments = launch_arguments(
-        q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale, window_size=window_size,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        processors=torch.cuda.get_device_properties(q.device).multi_processor_count, **config,
-    )  # fmt: skip
-    with torch.cuda.device_of(q):
-        _attn_fwd[grid](**arguments)
-    return out, lse
-
-
-def launch_arguments(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    geometry: Geometry,
+    scale: float,
     *,
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: tuple[int, int],
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    processors: int,
+    clock: Tensor | None = None,
     **config: int,
-) -> tuple[tuple[int], dict[str, object]]:
-    """Return the grid and the kernel's arguments, for 4-dimensional q, k and v."""
-    _, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads = k.shape[1:3]
-    left, right = (min(side, seqlen_q + seqlen_k) for side in window_size)
-    if causal:
-        right = 0
-    sequences, longest = len(q), seqlen_q
-    packed = cu_seqlens_q is not None
-    if packed:
-        sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_q or seqlen_q
-    config = tuned(head_dim, seqlen_k, limited=left >= 0 or right >= 0) | config
-    blocks = triton.cdiv(longest, 64 * config["CONSUMERS"])
-    pairs = 2 if right >= 0 and blocks * heads * sequences > processors else 1
-    units = triton.cdiv(blocks, pairs) * heads * sequences
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    arguments = dict(
-        q_desc=_describe(q, 64), k_desc=_describe(k, config["BLOCK_K"]),
-        v_desc=_describe(v, config["BLOCK_K"]), O=out, L=lse, cu_q=cu_seqlens_q if packed else lse,
-        cu_k=cu_seqlens_k if packed else lse, scale=scale * LOG2_E, heads=heads,
-        group=heads // kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, left=left, right=right,
-        blocks=blocks, units=units, LEFT=left >= 0, RIGHT=right >= 0, PACKED=packed, PAIRS=pairs,
-        D=head_dim, num_warps=4, maxnreg=168 if config["CONSUMERS"] == 2 else 128, **config,
-    )  # fmt: skip
-    return (min(units, processors),), arguments
+) -> None:
+    """Fill out and lse, as `forward.launch` does.
+
+    In packed sequences a NaN or infinity can make rows of the sequence before NaN, too, because a
+    tile may reach into its neighbour.
+
+    Args:
+        q, k, v: as for `autograd.forward`, within the limits of the backend `flash_gluon`.
+        clock: int64 (CONSUMERS, tiles, MARKS), filled with the clock of the first program's
+            multiprocessor: see `_mark`.
+        config: constants of the kernel to use instead of the tuned ones.
+    """
+    limited = geometry.left >= 0 or geometry.right >= 0
+    config = tuned(q.shape[-1], k.shape[-3], limited=limited) | config
+    if k.numel() == 0:
+        out.zero_(), lse.fill_(-torch.inf)
+        return
+    packed = geometry.packed
+    q4, k4, v4 = (x[None] if packed else x for x in (q, k, v))
+    tensors = {
+        "Q": _describe(q4, ROWS.value), "K": _describe(k4, config["BLOCK_K"]),
+        "V": _describe(v4, config["BLOCK_K"]), "O": out, "L": lse,
+        "cu_q": geometry.cu_seqlens_q if packed else lse,
+        "cu_k": geometry.cu_seqlens_k if packed else lse, "Clock": lse if clock is None else clock,
+    }  # fmt: skip
+
+    def rest() -> tuple[int, Arguments]:
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        return programs_and_arguments(
+            q4,
+            k4,
+            geometry,
+            scale,
+            config,
+            processors,
+            marks=0 if clock is None else clock.shape[1],
+        )
+
+    key = scale, geometry.numbers, packed, clock is not None, *config.values()
+    run_kernel(_gluon_fwd, tensors, key, rest)
+
+
+def programs_and_arguments(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    scale: float,
+    config: dict[str, int],
+    processors: int,
+    marks: int = 0,
+) -> tuple[int, Arguments]:
+    """Return the number of programs and the kernel's arguments after the tensors."""
+    sequences, longest = len(q), q.shape[1]
+    if geometry.cu_seqlens_q is not None:
+        sequences, longest = len(geometry.cu_seqlens_q) - 1, geometry.max_seqlen_q or q.shape[1]
+    blocks = -(-longest // (ROWS.value * config["CONSUMERS"]))
+    of_all = blocks * q.shape[2] * sequences
+    pairs = 2 if geometry.right >= 0 and of_all > processors else 1
+    units = -(-blocks // pairs) * q.shape[2] * sequences
+    # Three, six or eight groups of four warps share 65,536 registers.
+    registers = {1: 240, 2: 168, 3: 128}[config["CONSUMERS"]]
+    return min(units, processors), {
+        "scale": scale * LOG2_E.value, **sizes(q, k, geometry), "blocks": blocks, "units": units,
+        "marks": marks, "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0,
+        "PACKED": geometry.packed, "PAIRS": pairs, "D": q.shape[3], "num_warps": 4,
+        "TRACE": marks > 0, "maxnreg": registers, **config,
+    }  # fmt: skip
 
 
 def tuned(head_dim: int, seqlen_k: int, *, limited: bool) -> dict[str, int]:
@@ -503,6 +502,7 @@ def tuned(head_dim: int, seqlen_k: int, *, limited: bool) -> dict[str, int]:
         "BLOCK_K": 128,
         "STAGES": 2 if head_dim == 128 else 3,
         "CONSUMERS": 3 if three else 2,
+        "TOGETHER": True,
         "PINGPONG": not three,
     }
 
@@ -510,9 +510,12 @@ def tuned(head_dim: int, seqlen_k: int, *, limited: bool) -> dict[str, int]:
 def _describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
     batch, seqlen, heads, head_dim = x.shape
-    # The stride of a dimension of size 1 is arbitrary, but the engine wants a multiple of 16 bytes.
-    strides = [s if n > 1 else head_dim for n, s in zip(x.shape, x.stride(), strict=True)]
+    b, n, h, d = row_steps(x)
+    layout = _layout(rows, head_dim, x.dtype)
     tile = [1, 1, rows, head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, DTYPES[x.dtype])
-    order = [strides[0], strides[2], strides[1], 1]
-    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], order, tile, layout)
+    return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [b, h, n, d], tile, layout)
+
+
+@cache
+def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], DTYPES[dtype])

@@ -200,6 +200,12 @@ def _triton_forward(
     return forward(q, k, v, geometry, float32_out=True)
 
 
+def _gluon_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    from labsupport.attention.kernels.autograd import forward
+
+    return forward(q, k, v, Geometry(options.scale, *options.window, gluon=True), float32_out=True)
+
+
 def _triton_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: BlockOptions
 ) -> Gradients:
@@ -258,6 +264,9 @@ CUDNN = BlockKernel(
 )  # fmt: skip
 NATIVE = BlockKernel("native", "sdpa_flash", _native_forward, _native_backward, windows=False)
 FLASH_TRITON = BlockKernel("flash_triton", "flash_triton", _triton_forward, _triton_backward)
+FLASH_GLUON = BlockKernel(
+    "flash_gluon", "flash_gluon", _gluon_forward, _triton_backward, in_auto=lambda device: False
+)
 FLASH_TORCH = BlockKernel(
     "flash_torch", "flash_torch", _torch_forward, _torch_backward, in_auto=lambda device: True
 )
@@ -269,7 +278,9 @@ FA4 = BlockKernel(
 
 # In order of preference. On Hopper cuDNN is the fastest. On a CPU the lab's own comes first: its
 # partial results are float32.
-KERNELS: tuple[BlockKernel, ...] = (CUDNN, NATIVE, FLASH_TRITON, FLASH_TORCH, FA4)
+KERNELS: tuple[BlockKernel, ...] = (
+    CUDNN, NATIVE, FLASH_TRITON, FLASH_GLUON, FLASH_TORCH, FA4,
+)  # fmt: skip
 
 
 def choose(name: str, call: AttentionCall) -> tuple[BlockKernel, dict[str, tuple[str, ...]]]:
