@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=int, default=128)
     add("--tokens", type=int, default=16_384, help="per call")
     add("--timeline", action="store_true", help="clock reads, without a mask, first length only")
-    add("--max-seconds", type=float, default=1.0, help="for the repeats of one row")
+    add("--seconds", type=float, default=1.0, help="of kernels, for one row")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     cases = [
         Case(
             {"seqlen": shape.seqlen, "head_dim": shape.head_dim, "causal": shape.causal},
-            partial(_steps, shape, device, options.max_seconds),
+            partial(_steps, shape, device, options.seconds),
         )
         for shape in shapes
     ]
@@ -84,14 +84,14 @@ def _launcher(shape: Call, device: torch.device, config: dict[str, int], **more:
     return lambda: launch(q, k, v, out, lse, geometry, geometry.scale, **more, **config)
 
 
-def _steps(shape: Call, device: torch.device, max_seconds: float) -> list[dict[str, Any]]:
+def _steps(shape: Call, device: torch.device, seconds: float) -> list[dict[str, Any]]:
     q, k, v, _ = (x.detach() for x in make_inputs(shape, device, seed=0))
     calls: dict[str, Any] = {
         name: partial(attention, q, k, v, causal=shape.causal, backend=name)
         for name in ("flash_triton", "sdpa_cudnn")
     }
     calls |= {step: _launcher(shape, device, config) for step, config in STEPS.items()}
-    rows = in_turns(calls, device, max_seconds)
+    rows = in_turns(calls, device, seconds, min_seconds=seconds)
     for row in rows.values():
         if "median_ms" in row:
             row["tflops"] = shape.flops() / row["median_ms"] / 1e9

@@ -1,6 +1,6 @@
 """One implementation beside the best others, shape by shape: times as fast.
 
-    python -m benchmarks peers                              flash_triton on this GPU
+    python -m benchmarks peers                              flash_gluon on this GPU
     python -m benchmarks peers --head-dim 64 --save NAME    a part of the grid, saved
 
 Each call works on the same number of tokens and the same hidden size. All implementations of a
@@ -25,19 +25,19 @@ from labsupport.profiling.benchmark import make_inputs
 from labsupport.profiling.tables import PEER_SHAPE, compare_with_peers, geometric_means
 from labsupport.profiling.timing import resolve_device
 
-PEERS = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa2", "fa4"]
+PEERS = ["flash_triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa2", "fa4"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ours", default="flash_triton")
+    add("--ours", default="flash_gluon")
     add("--peers", type=names, default=PEERS, help="those that run here are measured")
     add("--seqlen", type=numbers, default=[512, 1024, 2048, 4096, 8192, 16_384])
     add("--head-dim", type=numbers, default=[64, 128])
     add("--tokens", type=int, default=16_384, help="per call")
     add("--hidden", type=int, default=2048, help="heads times head_dim")
     add("--dtype", default="bfloat16")
-    add("--max-seconds", type=float, default=0.1, help="for the repeats of one case, each time")
+    add("--seconds", type=float, default=1.0, help="of kernels, for one row")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:
@@ -62,19 +62,19 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
             causal=causal, direction=["forward", "forward+backward"],
         )  # fmt: skip
         row = {name: getattr(shape[0], name) for name in PEER_SHAPE}
-        cases.append(Case(row, partial(_measure_shape, shape, device, options.max_seconds)))
+        cases.append(Case(row, partial(_measure_shape, shape, device, options.seconds)))
     return run(cases, device, seed=0)
 
 
 def _measure_shape(
-    cases: Sequence[grids.Case], device: torch.device, max_seconds: float
+    cases: Sequence[grids.Case], device: torch.device, seconds: float
 ) -> list[dict[str, Any]]:
     inputs = make_inputs(cases[0], device, seed=0)
     calls = {case: _call(case, *inputs) for case in cases}
-    rows = in_turns(calls, device, max_seconds)
+    rows = in_turns(calls, device, seconds, min_seconds=seconds)
     ran = {case: calls[case] for case, row in rows.items() if "median_ms" in row}
     on_gpu = device.type == "cuda"
-    called = in_turns(ran, device, max_seconds, graphs=False) if on_gpu else rows
+    called = in_turns(ran, device, seconds / 10, graphs=False) if on_gpu else rows
     for case in ran:
         rows[case]["call_ms"] = called[case]["median_ms"]
         rows[case]["tflops"] = case.flops() / rows[case]["median_ms"] / 1e9

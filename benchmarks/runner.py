@@ -94,11 +94,16 @@ def run(
 
 
 def in_turns(
-    calls: Mapping[Any, Call], device: torch.device, max_seconds: float, *, graphs: bool = True
+    calls: Mapping[Any, Call],
+    device: torch.device,
+    max_seconds: float,
+    *,
+    min_seconds: float = 0.0,
+    graphs: bool = True,
 ) -> dict[Any, dict[str, Any]]:
     """Time calls in turns, each recorded as a CUDA graph where it can be.
 
-    There are at least three repeats, and `max_seconds` for each call on average.
+    There are at least three repeats, and `min_seconds` to `max_seconds` for each call on average.
 
     Returns:
         by key: in_graph and the columns of `spread`; or status and reason of a call that does not
@@ -114,8 +119,8 @@ def in_turns(
             rows[key] = {"in_graph": False, **refusal(problem)}
     if ready:
         timings = measure_interleaved(
-            ready, device=device, warmup=1, min_repeats=3, min_seconds=0.0,
-            max_seconds=max_seconds * len(ready),
+            ready, device=device, warmup=1, min_repeats=3, max_repeats=10_000,
+            min_seconds=min_seconds * len(ready), max_seconds=max_seconds * len(ready),
         )  # fmt: skip
         for key, timing in timings.items():
             rows[key] |= spread(timing)

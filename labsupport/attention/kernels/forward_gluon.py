@@ -240,7 +240,7 @@ def _two_products(
         mbarrier.arrive(order[(ME + 1) % CONSUMERS], count=1)
     _mark(1, ME, t, clock, style)
     s = warpgroup_mma_wait(1, deps=[s])  # until one product at most is under way: O's
-    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    mbarrier.arrive(k_empty.index(k_stage), count=1, pred=has_k)
     _mark(2, ME, t, clock, style)
     return s, o
 
@@ -331,7 +331,7 @@ def _consume(
                 o = o * gl.convert_layout(alpha, o_rows)[:, None]
                 _mark(3, ME, t, clock, style)
                 t += 1
-            mbarrier.arrive(q_empty.index(n % 2), count=1)
+            mbarrier.arrive(q_empty.index(n % 2), count=1, pred=more)
             n += 1
 
 
