@@ -27,7 +27,7 @@ STEPS = {
     "3 products together": {"CONSUMERS": 2, "TOGETHER": True, "PINGPONG": False},
     "4 ping-pong": {"CONSUMERS": 2, "TOGETHER": True, "PINGPONG": True},
 }
-EVENTS = ("ready", "started", "scores", "softmax")
+EVENTS = ("ready", "turn", "scores", "softmax")
 TILES = 48  # one and a half blocks of 4,096 keys
 
 
@@ -46,8 +46,8 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     Returns:
         A row for each length, mask and step with median_ms, its quartiles and tflops. With
         --timeline, a row for each step, consumer and tile: the clock in cycles, from the first mark
-        on, when the consumer was `ready` for its products, when they were `started`, when the
-        `scores` were there, and when the `softmax` was done.
+        on, when the consumer was `ready` for its products, when it was its `turn` to start them,
+        when the `scores` were there, and when the `softmax` was done.
     """
     check_triton(options)
     device = resolve_device(options.device)
@@ -118,9 +118,9 @@ def show(table: pd.DataFrame, options: argparse.Namespace) -> str:
         )
         return "\n".join([wide.round(0).to_string(), *not_measured(table, "step")])
     spans = table[table.status == "ok"].copy()
-    spans["wait for turn"] = spans.started - spans.ready
-    spans["products"] = spans.scores - spans.started
-    spans["softmax "] = spans.softmax - spans.scores
+    spans["waiting"] = spans.turn - spans.ready
+    spans["products"] = spans.scores - spans.turn
+    spans["in softmax"] = spans.softmax - spans.scores
     means = spans[spans.tile.between(2, 30)].groupby("step").mean(numeric_only=True)
-    shown = means[["wait for turn", "products", "softmax "]].round(0).to_string()
+    shown = means[["waiting", "products", "in softmax"]].round(0).to_string()
     return "\n".join([f"cycles a step:\n{shown}", *not_measured(table, "step")])

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Call, Case, in_turns, names, not_measured, numbers, run
+from benchmarks.runner import Call, Case, in_turns, names, not_measured, numbers, run, some_of
 from labsupport.attention.backends import attention, available_backends
 from labsupport.profiling import cases as grids
 from labsupport.profiling.benchmark import make_inputs
@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=16_384, help="per call")
     add("--hidden", type=int, default=2048, help="heads times head_dim")
     add("--dtype", default="bfloat16")
+    add("--direction", type=some_of(grids.DIRECTIONS), default=list(grids.DIRECTIONS))
     add("--seconds", type=float, default=1.0, help="of kernels, for one row")
 
 
@@ -59,7 +60,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         shape = grids.grid(
             backends, [seqlen], batch=max(1, options.tokens // seqlen),
             heads=options.hidden // head_dim, head_dim=head_dim, dtype=options.dtype,
-            causal=causal, direction=["forward", "forward+backward"],
+            causal=causal, direction=options.direction,
         )  # fmt: skip
         row = {name: getattr(shape[0], name) for name in PEER_SHAPE}
         cases.append(Case(row, partial(_measure_shape, shape, device, options.seconds)))

@@ -172,6 +172,47 @@ def overlap(panels):
     )
 
 
+@d.picture("versions-timeline.png", (10.2, 4.6), 3, 1, sharex=True)
+def timeline(panels):
+    """Clock reads of the Gluon kernel: each group of warps through a few tiles."""
+    run, shown = load_run("gluon-timeline-h200"), 8000
+    step_of = {
+        "1 a producer": "step 1, one consumer",
+        "2 two consumers": "step 2, two consumers",
+        "4 ping-pong": "step 4, two consumers in turns",
+    }
+    for axes, (step, text) in zip(panels, step_of.items(), strict=True):
+        rows = run[run.step == step]
+        first = rows[rows.tile == 8].ready.min()
+        groups = rows.consumer.nunique()
+        for row in rows[rows.tile.between(6, 20)].itertuples():
+            times = [time - first for time in (row.ready, row.turn, row.scores, row.softmax)]
+            for start, end, colour in zip(
+                times, times[1:], (d.PALE, d.BLUE, d.ORANGE), strict=False
+            ):
+                start, end = max(0, start), min(shown, end)
+                if start < end:
+                    axes.barh(groups - row.consumer, end - start, left=start, height=0.7,
+                              color=colour, edgecolor="white")  # fmt: skip
+        tiles = rows[rows.consumer == 0].set_index("tile").ready
+        period = (tiles[28] - tiles[4]) / 24
+        busy = groups * 1024 / period
+        d.above(
+            axes, f"{text}: {period:,.0f} cycles a tile, tensor cores busy {busy:.0%} of the time"
+        )
+        axes.set_yticks(range(1, groups + 1), [f"consumer {n}" for n in range(groups, 0, -1)])
+        axes.set_xlim(0, shown)
+        d.clear(axes)
+    labels = {d.PALE: "waiting for its turn", d.BLUE: "products", d.ORANGE: "softmax"}
+    d.keys(panels[0], labels, "upper right", 8.5, ncols=3, bbox_to_anchor=(1.0, 1.45))
+    panels[-1].set_xlabel("clock cycles of a multiprocessor")
+    return (
+        "Two groups of warps fill each other's gaps, and turns keep them apart",
+        "Measured inside the kernel: data/runs/gluon-timeline-h200 (H200, head_dim 128, 4,096 keys,"
+        " no mask).\nA tile is 64 queries by 128 keys, 1,024 cycles of the tensor cores.",
+    )
+
+
 @d.picture("versions-measured.png", (10.2, 4.8), 1, 2, sharey=True)
 def measured(panels):
     """Speed of both orders against the number of programs that version 1 has."""

@@ -52,7 +52,7 @@ def test_every_program_is_listed_with_what_it_measures(capsys):
         ("planner --preset tiny --lengths 64", 1, "predicted_bytes"),
         (
             "peers --tokens 128 --hidden 32 --seqlen 64 --head-dim 16 --dtype float32 "
-            "--ours flash_torch --peers sdpa_flash,fa4 --max-seconds 0.01",
+            "--ours flash_torch --peers sdpa_flash,fa4 --seconds 0.01",
             8,
             "Geometric means",
         ),

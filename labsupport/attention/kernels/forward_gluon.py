@@ -195,7 +195,7 @@ def _softmax_update(s, m, l, scale):
 def _mark(EVENT: gl.constexpr, ME: gl.constexpr, t, clock, style: gl.constexpr):
     """With TRACE, write when the first program's consumer ME came here with tile t.
 
-    Events: 0 ready for the products, 1 both started, 2 scores done, 3 softmax done.
+    Events: 0 ready for the products, 1 its turn to start them, 2 scores done, 3 softmax done.
     """
     TRACE: gl.constexpr = style[2]
     if TRACE:
@@ -213,7 +213,7 @@ def _two_products(
     q, p, o, use_acc, t, has_k, has_v, buffers, barriers, clock,
     ME: gl.constexpr, CONSUMERS: gl.constexpr, style: gl.constexpr,
 ):  # fmt: skip
-    """Start S = Q K(t)^T and O = O + P V(t - 1) together; return S, and O, which is not ready."""
+    """Start S = Q K(t)^T and O = O + P V(t - 1); return S, and O, which is not ready TOGETHER."""
     TOGETHER: gl.constexpr = style[0]
     PINGPONG: gl.constexpr = style[1]
     _, k_buffers, v_buffers = buffers
@@ -231,6 +231,7 @@ def _two_products(
     mbarrier.wait(k_ready.index(k_stage), t // STAGES & 1, pred=has_k)
     if PINGPONG:
         mbarrier.wait(order[ME], t & 1 ^ (1 if ME == 0 else 0))
+    _mark(1, ME, t, clock, style)
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     if not TOGETHER:
         s = warpgroup_mma_wait(0, deps=[s])
@@ -238,8 +239,10 @@ def _two_products(
     o = warpgroup_mma(p, v, o, use_acc=use_acc, is_async=True)
     if PINGPONG:
         mbarrier.arrive(order[(ME + 1) % CONSUMERS], count=1)
-    _mark(1, ME, t, clock, style)
-    s = warpgroup_mma_wait(1, deps=[s])  # until one product at most is under way: O's
+    if TOGETHER:
+        s = warpgroup_mma_wait(1, deps=[s])  # until one product at most is under way: O's
+    else:
+        o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(k_empty.index(k_stage), count=1, pred=has_k)
     _mark(2, ME, t, clock, style)
     return s, o
