@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Call, Case, in_turns, names, not_measured, numbers, run, some_of
+from benchmarks.runner import Call, Case, in_turns, keep_rows, names, not_measured, numbers, run, some_of
 from labsupport.attention.backends import attention, available_backends
 from labsupport.profiling import cases as grids
 from labsupport.profiling.benchmark import make_inputs
@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         )  # fmt: skip
         row = {name: getattr(shape[0], name) for name in PEER_SHAPE}
         cases.append(Case(row, partial(_measure_shape, shape, device, options.seconds)))
-    return run(cases, device, seed=0)
+    return run(cases, device, on_rows=keep_rows(options), seed=0)
 
 
 def _measure_shape(
