@@ -18,7 +18,17 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.runner import Call, Case, in_turns, keep_rows, names, not_measured, numbers, run, some_of
+from benchmarks.runner import (
+    Call,
+    Case,
+    in_turns,
+    keep_rows,
+    names,
+    not_measured,
+    numbers,
+    run,
+    some_of,
+)
 from labsupport.attention.backends import attention, available_backends
 from labsupport.profiling import cases as grids
 from labsupport.profiling.benchmark import make_inputs
