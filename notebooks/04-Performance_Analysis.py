@@ -1089,14 +1089,14 @@ def flash_kernel(
     ### END SOLUTION
 
 
-def my_triton_flash(q, k, v, causal=False, block=64):
+def my_triton_flash(q, k, v, causal=False, block=128):
     """FlashAttention's out and lse for q, k, v of shape (heads, seqlen, head_dim)."""
     heads, n_q, d = q.shape
     out, lse = guarded_zeros(*q.shape, like=q), guarded_zeros(heads, n_q, like=q.float())
     flash_kernel[(triton.cdiv(n_q, block), heads)](
         q, k, v, out, lse, math.log2(math.e) / math.sqrt(d), n_q, k.shape[1],
         *(stride for x in (q, k, v, out) for stride in x.stride()[:2]),
-        D=d, BLOCK_Q=block, BLOCK_K=block, CAUSAL=causal,
+        D=d, BLOCK_Q=block, BLOCK_K=min(block, 64), CAUSAL=causal, num_warps=max(1, block // 16),
     )  # fmt: skip
     check_guard(out, lse)
     return out, lse
@@ -1166,12 +1166,12 @@ else:
 #
 # ![Three timelines of the same work. In order, tensor cores wait during each softmax and are busy 59% of the time. Pipelined within one group, 84%. With two groups that take turns, 100%](../theory/figures/versions-overlap.png)
 #
-# How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone (`peers-h200`). A large
-# matrix product reaches 719 to 814 there.
+# How far does that carry? Forward, head_dim 128, no mask, 16,384 tokens a call, TFLOP/s of the kernels alone, each measured for a
+# second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757 (`data/runs/gluon-notes.md`).
 
 # %%
-peers = load_run("peers-h200")
-speeds = peers[(peers.direction == "forward") & (peers.head_dim == 128) & ~peers.causal]
+peers = load_run("gluon-peers-h200")
+speeds = peers[(peers.head_dim == 128) & ~peers.causal]
 speeds.pivot(index="backend", columns="seqlen", values="tflops").sort_values(16_384).round(
     0
 ).astype(int)
@@ -1179,13 +1179,16 @@ speeds.pivot(index="backend", columns="seqlen", values="tflops").sort_values(16_
 # %%
 from labsupport.profiling.tables import compare_with_peers, geometric_means
 
-geometric_means(compare_with_peers(peers, "flash_triton")).round(2)
+for ours in ("flash_triton", "flash_gluon"):
+    print(ours)
+    print(geometric_means(compare_with_peers(peers, ours)).round(2).to_string(index=False))
 
 # %% [markdown]
-# How many times as fast the lab's Triton kernels are as each other implementation: the geometric mean over all shapes of that run, and
-# the smallest ratio. Faster than PyTorch's
-# FlashAttention-2 and, on average, than FlexAttention, behind cuDNN and FlashAttention-4: those overlap softmax and tensor cores by hand, which
-# Triton does not express. All of them compute the same, and all of them have those few lines at their heart.
+# How many times as fast the lab's kernels are as each other implementation: the geometric mean over all shapes of that run, and the
+# smallest ratio. The Triton kernel is faster than PyTorch's FlashAttention-2 and FlexAttention, and slower than cuDNN and
+# FlashAttention-4: those overlap softmax and tensor cores, and Triton gives you no way to say so. `flash_gluon` does. It is the lab's
+# kernel in Gluon, the language below Triton, where groups of warps have different jobs. Chapter 5, "From Triton to Gluon", builds it
+# in four steps. All of them compute the same, and all of them have those few lines at their heart.
 #
 # ## 4.5 · Batch, length, heads
 #

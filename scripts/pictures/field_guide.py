@@ -24,7 +24,7 @@ QUESTIONS = (
     ("float32 on a GPU", "sdpa_efficient; flex"),
     ("a mask of your own", "flex, if it is a rule; sdpa_efficient, if it is a tensor"),
     ("ALiBi", "fa2; flex; flash_triton"),
-    ("a window", "fa4; fa2; flex; flash_triton"),
+    ("a window", "fa4; flash_gluon; fa2; flex"),
     ("packed documents", "fa4 or fa2 (varlen); flash_triton"),
     ("dropout on the weights", "fa2; SDPA's fused kernels on a GPU (not fa4, not flex)"),
     ("one query, long cache", "a kernel that splits the keys: sdpa_cudnn, sdpa_flash, decode"),
