@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +77,8 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
     texts = {f"notebooks/{e.name}": _exam(e.text) if exam else e.text for e in editions}
     for name, cut in (("Makefile", makefile), ("pyproject.toml", pyproject)):
         texts[name] = cut((root / name).read_text(encoding="utf-8"))
+    if exam:
+        texts["pyproject.toml"] = texts["pyproject.toml"].replace(' "capstone",', "", 1)
     texts["README.md"] = _readme((root / "README.md").read_text(encoding="utf-8"), exam)
     if exam:
         texts |= without_answers.exam_package()
@@ -108,9 +111,16 @@ def makefile(text: str) -> str:
 
 
 def pyproject(text: str) -> str:
-    """Return pyproject.toml without the package `grader` and its commands."""
+    """Return pyproject.toml without the package `grader` and its commands.
+
+    What notebooks need are dependencies there, so that `pip install labsupport-*.whl` is enough.
+    """
     kept = [part for part in text.split("\n\n") if "[project.entry-points." not in part]
-    return "\n\n".join(kept).replace('["labsupport", "grader"]', '["labsupport"]', 1)
+    text = "\n\n".join(kept).replace('"labsupport", "grader",', '"labsupport",', 1)
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    needed = [line for line in extras["notebook"] if "[triton]" not in line] + extras["triton"]
+    lines = "".join(f'    "{requirement}",\n' for requirement in needed)
+    return text.replace("dependencies = [\n", f"dependencies = [\n{lines}", 1)
 
 
 def _readme(text: str, exam: bool) -> str:

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 # Everywhere the lab is meant to run.
 PYTHONS = ("3.11", "3.12", "3.13")
 SYSTEMS = ("linux", "darwin")
-EXTRAS = ("notebook", "dev", "triton", "book", "browser")
+EXTRAS = ("notebook", "grader", "dev", "triton", "book", "browser")
 
 
 def disagreements(pyproject, constraints, environment):

@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from labsupport.paths import ProjectNotFoundError, project_root
+from labsupport.paths import ProjectNotFoundError, work_dir
 from labsupport.profiling.health import Check, check_health
 from labsupport.profiling.provenance import package_version
 
@@ -27,17 +27,17 @@ FREE_GPU_GIB = 6  # the sizes of the notebooks suit an 8 GB GPU
 
 # What an optional package needs, and how it is installed.
 PACKAGES = {
-    "triton": ("a GPU and Linux", "pip install -e '.[triton]'"),
+    "triton": ("a GPU and Linux", "pip install 'labsupport[triton]'"),
     "flash-attn": (
         "compute capability 8.0",
         "pip install ninja packaging psutil setuptools wheel; pip install --no-build-isolation "
         "'flash-attn>=2.8' (it compiles for a long time)",
     ),
-    "flash-attn-4": ("compute capability 9.0 or 10.x", "pip install -e '.[hopper]'"),
+    "flash-attn-4": ("compute capability 9.0 or 10.x", "pip install 'labsupport[hopper]'"),
     "xformers": ("a GPU", "pip install xformers"),
 }
 LAB = "make lab"
-LAB_CUDA = "make lab TORCH=cuda"
+LAB_CUDA = "make lab TORCH=cuda   (without a clone: pip install --force-reinstall torch)"
 
 
 def diagnose(quick: bool = False) -> list[Check]:
@@ -116,12 +116,11 @@ def judge_torch(version: str | None, cuda: str | None, driver: str | None) -> Ch
 
 def _check_folders() -> list[Check]:
     try:
-        root = project_root()
+        work = work_dir()
     except ProjectNotFoundError as error:
         return [Check("Project folder", "fail", str(error), "pip install -e .")]
-    disk = shutil.disk_usage(root)
+    disk = shutil.disk_usage(work.parent)
     room = _check_room("Disk", disk.free, disk.total, FREE_DISK_GIB, "pip cache purge")
-    work = root / "work"
     if not work.exists() or os.access(work, os.W_OK):
         return [room]
     remedy = f"sudo chown -R $(id -u) {work}"
