@@ -3,9 +3,23 @@
 from pathlib import Path
 
 from jupyter_core.paths import jupyter_config_dir
+from jupyter_server.base.handlers import AuthenticatedFileHandler
+
+
+class FilesAndTheory(AuthenticatedFileHandler):
+    """Serves files of the student's folder, and those that its link to the theory leads to.
+
+    Since version 6.6 tornado follows no link out of the folder, so pages would lack their figures.
+    """
+
+    def initialize(self, path, **options):  # noqa: ANN001, ANN003, ANN201, D102
+        super().initialize(path, **options)
+        self.allowed_symlink_directory = [path, str(Path(__file__).resolve().parents[2] / "theory")]
+
 
 c = get_config()  # noqa: F821  # type: ignore[unknown-name]
 c.LabApp.custom_css = True
 c.LabApp.log_level = "WARN"  # --log-level is the server's
+c.ContentsManager.files_handler_class = FilesAndTheory
 styles = Path(jupyter_config_dir(), "custom"), Path(__file__).with_name("custom")
 c.ServerApp.tornado_settings.update({"static_custom_path": [str(folder) for folder in styles]})
