@@ -12,7 +12,7 @@ class FilesAndTheory(AuthenticatedFileHandler):
     Since version 6.6 tornado follows no link out of the folder, so pages would lack their figures.
     """
 
-    def initialize(self, path, **options):  # noqa: ANN001, ANN003, ANN201, D102
+    def initialize(self, path, **options):  # noqa: ANN001, ANN201, D102
         super().initialize(path, **options)
         self.allowed_symlink_directory = [path, str(Path(__file__).resolve().parents[2] / "theory")]
 
