@@ -13,7 +13,7 @@ from grader import exam as without_answers
 from labsupport import paths
 from labsupport.course.editions import ReleaseError, make_edition, solved_notebooks
 
-_FOLDERS = ("data", "theory", "scripts/jupyterlab")
+_FOLDERS = ("data", "theory", "scripts/jupyterlab", "binder", ".devcontainer")
 _FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh")
 # What students need of the Makefile; the other commands test or change the lab.
 _TARGETS = ("help", "setup", "lab", "fetch", "clean")

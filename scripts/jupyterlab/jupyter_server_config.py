@@ -5,6 +5,8 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_config_dir
 from jupyter_server.base.handlers import AuthenticatedFileHandler
 
+THEORY = Path(__file__).resolve().parents[2] / "theory"
+
 
 class FilesAndTheory(AuthenticatedFileHandler):
     """Serves files of the student's folder, and those that its link to the theory leads to.
@@ -12,9 +14,11 @@ class FilesAndTheory(AuthenticatedFileHandler):
     Since version 6.6 tornado follows no link out of the folder, so pages would lack their figures.
     """
 
-    def initialize(self, path, **options):  # noqa: ANN001, ANN201, D102
-        super().initialize(path, **options)
-        self.allowed_symlink_directory = [path, str(Path(__file__).resolve().parents[2] / "theory")]
+    def validate_absolute_path(self, root: str, absolute_path: str) -> str:  # noqa: D102
+        target = Path(absolute_path).resolve()
+        if target.is_relative_to(THEORY) and target.is_file():
+            return str(target)
+        return super().validate_absolute_path(root, absolute_path)
 
 
 c = get_config()  # noqa: F821  # type: ignore[unknown-name]

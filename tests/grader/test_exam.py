@@ -28,7 +28,7 @@ from labsupport.paths import notebooks_dir
 NOTEBOOKS = sorted(notebooks_dir().glob("*.ipynb"))
 GIVEN_OUT = {
     *("LICENSE", "Makefile", "README.md", "constraints.txt", "environment.yml", "pyproject.toml"),
-    *("data", "labsupport", "notebooks", "scripts", "theory"),
+    *("data", "labsupport", "notebooks", "scripts", "theory", "binder", ".devcontainer"),
 }
 QUICK = ("ex-1-1", "ex-1-2", "ex-1-3")  # the exercises of an exam that is made in a second
 
