@@ -19,8 +19,8 @@ _FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh")
 _TARGETS = ("help", "setup", "lab", "fetch", "clean")
 _LINES = re.MULTILINE | re.DOTALL
 _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
-# A part of the lab's README that does not hold here.
-_ELSEWHERE = re.compile(r"benchmarks|tests|make (test|book)|GRADING|<!--|git clone")
+# A part of the installation guide that does not hold here.
+_ELSEWHERE = re.compile(r"benchmarks|git clone")
 _LEFT_OUT = re.compile(
     r"`?(flash_torch|flash_triton|minimal_ring|kernels/)|lab's own function|`(python|text)` block"
 )
@@ -79,7 +79,7 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
         texts[name] = cut((root / name).read_text(encoding="utf-8"))
     if exam:
         texts["pyproject.toml"] = texts["pyproject.toml"].replace(' "capstone",', "", 1)
-    texts["README.md"] = _readme((root / "README.md").read_text(encoding="utf-8"), exam)
+    texts["README.md"] = _readme((root / "docs/install.md").read_text(encoding="utf-8"), exam)
     if exam:
         texts |= without_answers.exam_package()
     else:
@@ -124,16 +124,15 @@ def pyproject(text: str) -> str:
 
 
 def _readme(text: str, exam: bool) -> str:
-    """A README of its own, and the sections of the lab's that help with an installation."""
+    """A README of its own, and the sections of the installation guide."""
     own = Path(__file__).parent
     readme = (own / "edition.md").read_text(encoding="utf-8")
     if exam:
         readme = readme.replace("\n", ": exam edition\n", 1)
         readme += (own / "edition-exam.md").read_text(encoding="utf-8")
-    for section in text.split("\n## ")[1:]:
-        if section.startswith(("Installation", "When something is wrong")):
-            kept = [part for part in section.split("\n\n") if not _ELSEWHERE.search(part)]
-            readme += "\n## " + "\n\n".join(kept).rstrip("\n") + "\n"
+    for section in text.replace("](../", "](").split("\n## ")[1:]:
+        kept = [part for part in section.split("\n\n") if not _ELSEWHERE.search(part)]
+        readme += "\n## " + "\n\n".join(kept).rstrip("\n") + "\n"
     return readme
 
 

@@ -132,7 +132,9 @@ def check_device() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        return [check_no_gpu(torch_cuda_version(), nvidia_driver()), *check_optional(None)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        none = check_no_gpu(torch_cuda_version(), nvidia_driver(), visible)
+        return [none, *check_optional(None)]
     capability = torch.cuda.get_device_capability()
     remedy = "nvidia-smi   (shows who uses the rest), then end those programs"
     return [
@@ -143,12 +145,18 @@ def check_device() -> list[Check]:
     ]
 
 
-def check_no_gpu(cuda: str | None, driver: str | None) -> Check:
-    """No usable GPU: by choice, or because build and driver do not work together."""
+def check_no_gpu(cuda: str | None, driver: str | None, visible: str | None = None) -> Check:
+    """No usable GPU: by choice, or because build and driver do not work together.
+
+    `visible` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    """
     if driver is None:
         return Check("GPU", "ok", "none; every notebook also runs on the CPU")
     if cuda is None:
         return Check("GPU", "warn", "unused: PyTorch is a CPU build", LAB_CUDA)
+    if visible is not None:
+        detail = f"hidden: CUDA_VISIBLE_DEVICES is {visible!r}, which names no GPU of this machine"
+        return Check("GPU", "warn", detail, "unset CUDA_VISIBLE_DEVICES")
     detail = "CUDA does not start: the driver may be too old, or may not let this process see a GPU"
     remedy = "nvidia-smi   (shows the newest CUDA version that the driver takes)"
     return Check("GPU", "warn", detail, remedy)
