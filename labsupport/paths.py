@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
+STATE_FILE = ".labsupport.json"  # in a student's folder: what `labsupport start` remembers
 _INSTALLED = _PACKAGE / "project"  # in a wheel: pyproject.toml puts it there
 
 
@@ -64,11 +65,15 @@ def notebooks_dir() -> Path:
 def work_dir() -> Path:
     """Return the student's folder: `work/` in the checkout; installed, in the current folder.
 
+    Installed, the current folder may itself be it, as in a terminal of JupyterLab.
+
     Raises:
         ProjectNotFoundError: as in `project_root`.
     """
     root = project_root()
-    return (Path() if root == _INSTALLED else root) / "work"
+    if root != _INSTALLED:
+        return root / "work"
+    return Path() if Path(STATE_FILE).exists() else Path("work")
 
 
 def cache_dir() -> Path:

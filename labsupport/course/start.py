@@ -25,8 +25,7 @@ from labsupport import paths
 from labsupport.course import checklist, merge
 from labsupport.course import editions as release
 from labsupport.course.files import OLDER_EDITION, replace, write_new
-
-STATE_FILE = ".labsupport.json"
+from labsupport.paths import STATE_FILE
 
 
 class Upgrade(NamedTuple):

@@ -90,6 +90,9 @@ def test_an_installed_wheel_finds_its_files_inside_of_the_package(project, tmp_p
     )
     done = fresh(code, tmp_path)
     assert done.stdout.split() == [str(package / "project/notebooks"), str(tmp_path / "work")]
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / paths.STATE_FILE).touch()
+    assert fresh(code.replace("'site'", "'../site'"), tmp_path / "work").stdout == done.stdout
 
 
 def test_the_cache_lies_outside_of_the_project(tmp_path, monkeypatch):
