@@ -16,17 +16,6 @@ WORK = work
 # Variables that would let packages from outside .venv in.
 unexport PYTHONPATH PYTHONHOME
 export TORCH PYTHON
-# A kernel of the same name in the home directory must not stand in for the one of .venv.
-export JUPYTER_PREFER_ENV_PATH = 1
-
-# JupyterLab refuses to run as root, which is what one is in most containers and rented machines.
-AS_ROOT = $(shell [ "$$(id -u)" -ne 0 ] || echo --allow-root)
-# Quiet, so that the address to open stands out.
-LAB_OPTIONS = --log-level=WARN
-# How JupyterLab looks to students (scripts/jupyterlab/): theory opens as pages, file names
-# have room, output breaks between words, nothing asks about news, and what only instructors and
-# maintainers need is left out.
-LAB_CONFIG = $(CURDIR)/scripts/jupyterlab
 
 # Some tests call make themselves; what this one was given (ARGS, say) is not meant for those.
 PYTEST = env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PY) -m pytest
@@ -65,16 +54,8 @@ help:
 setup:
 	@[ "$(PY)" != "$(VENV_PY)" ] || scripts/setup.sh
 
-# The lab starts without the models too: only the notebooks that need one will say so.
 lab: setup
-	@$(LABSUPPORT) doctor --quick
-	@$(LABSUPPORT) start --to "$(WORK)"
-	@$(LABSUPPORT) fetch --quiet smollm2 gpt2 || \
-		echo "[warn] models are missing, some notebooks will stop there; to try again: make fetch"
-	@echo "JupyterLab is starting (a few seconds); Control-C here, twice, stops it"
-	@PATH="$$PWD/.venv/bin:$$PATH" \
-		JUPYTER_CONFIG_PATH="$(LAB_CONFIG)$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
-		exec $(PY) -m jupyterlab $(AS_ROOT) $(LAB_OPTIONS) $(ARGS) "$(WORK)"
+	@exec $(LABSUPPORT) lab --folder "$(WORK)" $(ARGS)
 
 # The models that notebooks and tests load: about 200 MB, once.
 fetch: setup

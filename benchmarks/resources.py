@@ -112,7 +112,7 @@ def measure(
         multiprocessor, and the counts of `INSTRUCTIONS`.
     """
     if find_spec("triton") is None:
-        raise SystemExit("Triton is not installed: pip install -e '.[triton]' (Linux)")
+        raise SystemExit("Triton is not installed: pip install 'labsupport[triton]' (Linux)")
     if options.hopper and (
         options.capability != ["90"]
         or not {64, 128}.issuperset(options.head_dim)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +13,14 @@ from grader import exam as without_answers
 from labsupport import paths
 from labsupport.course.editions import ReleaseError, make_edition, solved_notebooks
 
-_FOLDERS = ("data", "theory", "scripts/jupyterlab")
+_FOLDERS = ("data", "theory", "scripts/jupyterlab", "binder", ".devcontainer")
 _FILES = ("LICENSE", "constraints.txt", "environment.yml", "scripts/setup.sh")
 # What students need of the Makefile; the other commands test or change the lab.
 _TARGETS = ("help", "setup", "lab", "fetch", "clean")
 _LINES = re.MULTILINE | re.DOTALL
 _VARIABLES = re.compile(r"(WORKERS|PYTEST|TYPOS) = ")
-# A part of the lab's README that does not hold here.
-_ELSEWHERE = re.compile(r"benchmarks|tests|make (test|book)|GRADING|<!--|git clone")
+# A part of the installation guide that does not hold here.
+_ELSEWHERE = re.compile(r"benchmarks|git clone")
 _LEFT_OUT = re.compile(
     r"`?(flash_torch|flash_triton|minimal_ring|kernels/)|lab's own function|`(python|text)` block"
 )
@@ -76,7 +77,9 @@ def write_project(target: Path, notebooks: Path | None = None, *, exam: bool = F
     texts = {f"notebooks/{e.name}": _exam(e.text) if exam else e.text for e in editions}
     for name, cut in (("Makefile", makefile), ("pyproject.toml", pyproject)):
         texts[name] = cut((root / name).read_text(encoding="utf-8"))
-    texts["README.md"] = _readme((root / "README.md").read_text(encoding="utf-8"), exam)
+    if exam:
+        texts["pyproject.toml"] = texts["pyproject.toml"].replace(' "capstone",', "", 1)
+    texts["README.md"] = _readme((root / "docs/install.md").read_text(encoding="utf-8"), exam)
     if exam:
         texts |= without_answers.exam_package()
     else:
@@ -108,22 +111,28 @@ def makefile(text: str) -> str:
 
 
 def pyproject(text: str) -> str:
-    """Return pyproject.toml without the package `grader` and its commands."""
+    """Return pyproject.toml without the package `grader` and its commands.
+
+    What notebooks need are dependencies there, so that `pip install labsupport-*.whl` is enough.
+    """
     kept = [part for part in text.split("\n\n") if "[project.entry-points." not in part]
-    return "\n\n".join(kept).replace('["labsupport", "grader"]', '["labsupport"]', 1)
+    text = "\n\n".join(kept).replace('"labsupport", "grader",', '"labsupport",', 1)
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    needed = [line for line in extras["notebook"] if "[triton]" not in line] + extras["triton"]
+    lines = "".join(f'    "{requirement}",\n' for requirement in needed)
+    return text.replace("dependencies = [\n", f"dependencies = [\n{lines}", 1)
 
 
 def _readme(text: str, exam: bool) -> str:
-    """A README of its own, and the sections of the lab's that help with an installation."""
+    """A README of its own, and the sections of the installation guide."""
     own = Path(__file__).parent
     readme = (own / "edition.md").read_text(encoding="utf-8")
     if exam:
         readme = readme.replace("\n", ": exam edition\n", 1)
         readme += (own / "edition-exam.md").read_text(encoding="utf-8")
-    for section in text.split("\n## ")[1:]:
-        if section.startswith(("Installation", "When something is wrong")):
-            kept = [part for part in section.split("\n\n") if not _ELSEWHERE.search(part)]
-            readme += "\n## " + "\n\n".join(kept).rstrip("\n") + "\n"
+    for section in text.replace("](../", "](").split("\n## ")[1:]:
+        kept = [part for part in section.split("\n\n") if not _ELSEWHERE.search(part)]
+        readme += "\n## " + "\n\n".join(kept).rstrip("\n") + "\n"
     return readme
 
 

@@ -13,6 +13,7 @@ from labsupport.commands.compare import compare_command
 from labsupport.commands.doctor import doctor_command
 from labsupport.commands.fetch import fetch_command
 from labsupport.commands.generate import generate_command
+from labsupport.commands.lab import lab_command
 from labsupport.commands.monitor import monitor_command
 from labsupport.commands.profile import profile_command
 from labsupport.commands.progress import progress_command
@@ -75,6 +76,9 @@ def _no_grader(arguments: Annotated[list[str] | None, typer.Argument()] = None) 
 app.command("doctor")(doctor_command)
 app.command("monitor", context_settings=PROGRAM)(monitor_command)
 app.command("fetch")(fetch_command)
+app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    lab_command
+)
 app.command("start")(start_command)
 app.command("progress")(progress_command)
 _add_grader_commands()

@@ -1,13 +1,15 @@
-"""Where things are: the project's folders, and a cache outside of it.
+"""Where things are: the project's folders, the student's, and a cache outside of both.
 
-The notebooks and `data/` stand beside the package in the project folder, so labsupport
-has to be installed from there in editable mode, which is what `make lab` does.
+In a checkout the notebooks, `theory/` and `data/` stand beside the package; a wheel carries them
+inside of it, in `labsupport/project/`.
 """
 
 import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
+STATE_FILE = ".labsupport.json"  # in a student's folder: what `labsupport start` remembers
+_INSTALLED = _PACKAGE / "project"  # in a wheel: pyproject.toml puts it there
 
 
 class ProjectNotFoundError(RuntimeError):
@@ -15,27 +17,30 @@ class ProjectNotFoundError(RuntimeError):
 
 
 def project_root() -> Path:
-    """The project folder: the one that holds `notebooks/`, `data/` and `pyproject.toml`.
+    """Return the folder that holds `notebooks/`, `theory/` and `data/`.
 
-    The environment variable LABSUPPORT_ROOT names it where the package is installed elsewhere.
+    That is the one of the environment variable LABSUPPORT_ROOT if it is set, else the checkout,
+    else what a wheel installed.
 
     Raises:
-        ProjectNotFoundError: the package was installed as a copy, away from the project, or
-            LABSUPPORT_ROOT names a folder that is not the project.
+        ProjectNotFoundError: the package was copied without its files, or LABSUPPORT_ROOT names a
+            folder that is not the project.
     """
     named = os.environ.get("LABSUPPORT_ROOT")
     root = Path(named).expanduser().resolve() if named else _PACKAGE.parent
     if (root / "pyproject.toml").is_file() and (root / "labsupport").is_dir():
         return root
+    if not named and _INSTALLED.is_dir():
+        return _INSTALLED
     if named:
         raise ProjectNotFoundError(
             f"LABSUPPORT_ROOT is {named!r}, which is not the lab's project folder: it has no "
             "pyproject.toml beside a labsupport folder"
         )
     raise ProjectNotFoundError(
-        f"labsupport is installed as a copy in {_PACKAGE}, away from its notebooks and data. "
-        "Install it from the project folder with `make lab` or `pip install -e .`, or name that "
-        "folder in the environment variable LABSUPPORT_ROOT"
+        f"labsupport lies in {_PACKAGE}, away from its notebooks and data. Install its wheel, or "
+        "the project folder with `make lab` or `pip install -e .`; or name that folder in the "
+        "environment variable LABSUPPORT_ROOT"
     )
 
 
@@ -55,6 +60,20 @@ def notebooks_dir() -> Path:
         ProjectNotFoundError: as in `project_root`.
     """
     return project_root() / "notebooks"
+
+
+def work_dir() -> Path:
+    """Return the student's folder: `work/` in the checkout; installed, in the current folder.
+
+    Installed, the current folder may itself be it, as in a terminal of JupyterLab.
+
+    Raises:
+        ProjectNotFoundError: as in `project_root`.
+    """
+    root = project_root()
+    if root != _INSTALLED:
+        return root / "work"
+    return Path() if Path(STATE_FILE).exists() else Path("work")
 
 
 def cache_dir() -> Path:

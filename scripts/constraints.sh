@@ -15,7 +15,7 @@ trap 'rm -rf "$tools"' EXIT
 
 "$tools/bin/uv" pip compile pyproject.toml --quiet --no-header --no-annotate --universal \
     --python-version 3.11 --fork-strategy fewest --upgrade \
-    --extra notebook --extra dev --extra triton --extra book --extra browser \
+    --extra notebook --extra grader --extra dev --extra triton --extra book --extra browser \
     --output-file "$tools/pins.txt"
 
 {

@@ -61,6 +61,8 @@ find_python() {
     fi
     stop "the lab needs Python 3.11 or newer; found:${found:- none}" \
         "Debian, Ubuntu:  sudo apt install python3.12 python3.12-venv   (or 3.11, 3.13: what your release has)" \
+        "Ubuntu 22.04:    python3 -m pip install uv; python3 -m uv python install 3.12;" \
+        "                 then  make lab PYTHON=\"\$(python3 -m uv python find --managed-python 3.12)\"" \
         "Fedora:          sudo dnf install python3.12" \
         "macOS:           brew install python@3.12" \
         "anywhere:        conda env create -f environment.yml" \

@@ -1,10 +1,10 @@
-"""With which versions the tests have passed: data/versions.csv, and the README's table of it.
+"""With which versions the tests have passed: data/versions.csv, and the table of docs/versions.md.
 
 As a plugin of pytest it adds the run to the file, once the run has ended:
 
     python -m pytest -p scripts.versions --record-versions -m "not slow and not browser"
 
-As a program it writes the README's table anew:
+As a program it writes the table anew:
 
     python -m scripts.versions
 
@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "data" / "versions.csv"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- versions: written by `python -m scripts.versions` -->\n", "<!-- versions end -->"
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "transformers": "Transformers"}
 KEY = ("python", *PACKAGES, "tests")
@@ -63,7 +63,7 @@ def _order(row: Row) -> list[object]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as the README shows them, in Markdown."""
+    """The rows as the page shows them, in Markdown."""
     lines = [
         f"| Python | {' | '.join(PACKAGES.values())} | tests | passed | failed | |",
         "| --- " * (len(PACKAGES) + 5) + "|",
@@ -80,11 +80,11 @@ def table(rows: list[Row]) -> str:
 
 
 def with_table(text: str, rows: list[Row]) -> str:
-    """The README's text with the table of these rows; a ValueError if a mark is missing."""
+    """The page's text with the table of these rows; a ValueError if a mark is missing."""
     head, found, rest = text.partition(BEGIN)
     _, ended, tail = rest.partition(END)
     if not (found and ended):
-        raise ValueError(f"README.md lacks {BEGIN.strip()} or {END}, around the table")
+        raise ValueError(f"docs/versions.md lacks {BEGIN.strip()} or {END}, around the table")
     return f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}"
 
 
@@ -148,5 +148,5 @@ def pytest_terminal_summary(
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
     sys.stdout.write(table(read()))

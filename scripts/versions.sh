@@ -70,13 +70,13 @@ uv pip list --python "$venv" | grep -E '^(torch|triton|transformers|numpy|pandas
 say "the models that the tests load"
 "$venv/bin/python" -m labsupport.cli fetch --quiet
 say "the tests; the counts go into data/versions.csv"
-# A run with failures is recorded too, and the README has to show the record as it is.
+# A run with failures is recorded too, and docs/versions.md has to show the record as it is.
 status=0
 "$venv/bin/python" -m pytest -p scripts.versions --record-versions -n auto --maxprocesses 4 \
     --dist loadfile "$@" || status=$?
 "$venv/bin/python" -m scripts.versions
 if [ "$status" -eq 0 ]; then
-    say "data/versions.csv and README.md are up to date: look at them, and commit them"
+    say "data/versions.csv and docs/versions.md are up to date: look at them, and commit them"
 else
     say "not all passed; once that is mended, run it again: the new counts replace these" >&2
 fi

@@ -75,6 +75,9 @@ def test_make_lab_shows_the_student_edition_and_runs_the_right_kernel(
         assert shown == solved | {"theory", "Checklist.md"}
         pages = {entry["name"] for entry in ask("contents/theory")["content"]}
         assert {page.name for page in (checkout / "theory").glob("*.md")} <= pages
+        figure = f"http://127.0.0.1:{port}/files/theory/figures/inference-bounds.png?token=secret"
+        with urllib.request.urlopen(figure, timeout=10) as answer:
+            assert answer.headers["Content-Type"] == "image/png"
         first = json.dumps(ask(f"contents/{min(shown)}"))
         assert "raise NotImplementedError" in first
         assert "BEGIN SOLUTION" not in first

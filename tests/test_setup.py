@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 # Everywhere the lab is meant to run.
 PYTHONS = ("3.11", "3.12", "3.13")
 SYSTEMS = ("linux", "darwin")
-EXTRAS = ("notebook", "dev", "triton", "book", "browser")
+EXTRAS = ("notebook", "grader", "dev", "triton", "book", "browser")
 
 
 def disagreements(pyproject, constraints, environment):
@@ -56,6 +56,13 @@ def disagreements(pyproject, constraints, environment):
     if not all(required.contains(minor) for minor in PYTHONS):
         out.append("pyproject.toml: requires-python leaves out a tested version")
     return out
+
+
+def test_the_images_for_servers_install_the_chosen_torch(project, files):
+    chosen = tomllib.loads(files[0])["tool"]["uv"]["constraint-dependencies"]
+    (torch,) = (text for text in chosen if text.startswith("torch=="))
+    for name in ("binder/requirements.txt", "docs/Dockerfile", "docs/class-server.md"):
+        assert f"{torch}+cpu" in (project / name).read_text(encoding="utf-8")
 
 
 def applies(requirement, here):

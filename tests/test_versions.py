@@ -1,4 +1,4 @@
-"""The record of tested versions, the README's table of it, and the bounds in pyproject.toml."""
+"""The record of tested versions, the table of it in docs/, and the bounds in pyproject.toml."""
 
 import os
 import subprocess
@@ -30,8 +30,8 @@ def finished(pytestconfig):
         pytest.skip("this run is being recorded; the next one judges the record")
 
 
-def test_the_readme_shows_the_record_in_which_no_run_has_failures(finished):
-    text = versions.README.read_text(encoding="utf-8")
+def test_the_page_shows_the_record_in_which_no_run_has_failures(finished):
+    text = versions.PAGE.read_text(encoding="utf-8")
     assert versions.with_table(text, versions.read()) == text, "run: python -m scripts.versions"
     assert {row["failed"] for row in versions.read()} <= {"", "0"}
 

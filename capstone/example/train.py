@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def make_model(attention: Attention) -> Model:
 @functools.cache
 def text() -> Tensor:
     """The package's source files, one after the other, as bytes."""
-    files = sorted((paths.project_root() / "labsupport").rglob("*.py"))
+    files = sorted(Path(paths.__file__).parent.rglob("*.py"))
     whole = bytearray(b"".join(file.read_bytes() for file in files))
     return torch.frombuffer(whole, dtype=torch.uint8).long()
 

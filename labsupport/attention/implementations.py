@@ -73,7 +73,7 @@ BACKENDS: tuple[Backend, ...] = (
         missing=partial(
             adapters.missing,
             "flash_attn.cute",
-            "flash-attn-4 is not installed: pip install -e '.[hopper]' (Hopper and newer)",
+            "flash-attn-4 is not installed: pip install 'labsupport[hopper]' (Hopper and newer)",
         ),
         further_reasons=adapters.fa4_reasons,
         run=adapters.run_fa4,

@@ -8,7 +8,7 @@ import typer
 
 def progress_command(
     folder: Annotated[
-        Path | None, typer.Argument(help="Your notebooks. Default: work/ in the project.")
+        Path | None, typer.Argument(help="Your notebooks. Default: as in `start`.")
     ] = None,
 ) -> None:
     """Say which exercises your saved notebooks have passed, and what comes next. Runs nothing."""

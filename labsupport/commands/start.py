@@ -7,12 +7,13 @@ import typer
 
 
 def start_command(
-    to: Annotated[
-        Path | None, typer.Option(help="The folder of your copies. Default: work/ in the project.")
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="The folder of your copies. Default: work/, in the project if cloned."),
     ] = None,
 ) -> None:
     """Give you copies of notebooks and checklist, and renew old ones with your work kept."""
     from labsupport.course.start import start_work
 
-    for line in start_work(to).lines():
+    for line in start_work(folder).lines():
         typer.echo(line)

@@ -104,12 +104,12 @@ def progress_of_folder(folder: Path | None = None) -> Progress:
     """Read the progress off the saved notebooks of a folder; nothing is run.
 
     Args:
-        folder: of the student's copies; `work/` in the project if None.
+        folder: of the student's copies; `paths.work_dir()` if None.
 
     Raises:
         ValueError: there is no such folder, or no notebook of the lab in it.
     """
-    folder = paths.project_root() / "work" if folder is None else folder
+    folder = paths.work_dir() if folder is None else folder
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; `labsupport start` makes your copies")
     progress = Progress()

@@ -8,7 +8,8 @@ The checklist is treated likewise: boxes of a newer edition are added to the stu
 line of theirs is touched.
 
 The theory appears in the student's folder as a link to the project's, because JupyterLab opens
-nothing outside of the folder that it was started in.
+nothing outside of the folder that it was started in. A link that leads nowhere, as after a move to
+another Python, is made anew.
 """
 
 import contextlib
@@ -24,8 +25,7 @@ from labsupport import paths
 from labsupport.course import checklist, merge
 from labsupport.course import editions as release
 from labsupport.course.files import OLDER_EDITION, replace, write_new
-
-STATE_FILE = ".labsupport.json"
+from labsupport.paths import STATE_FILE
 
 
 class Upgrade(NamedTuple):
@@ -144,7 +144,7 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
     To begin a notebook anew, a student renames or deletes their copy and starts again.
 
     Args:
-        to: the student's folder, created if need be; `work/` in the project if None.
+        to: the student's folder, created if need be; `paths.work_dir()` if None.
         notebooks: the folder of the solved notebooks; the lab's own if None.
 
     Raises:
@@ -152,11 +152,11 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
         labsupport.course.editions.ReleaseError: a notebook has no student edition.
     """
     sources = release.solved_notebooks(notebooks)
-    folder = paths.project_root() / "work" if to is None else to
+    folder = paths.work_dir() if to is None else to
     if folder.resolve() == sources[0].parent.resolve():
-        raise ValueError(f"{folder} holds the solved notebooks; choose another folder with --to")
+        raise ValueError(f"{folder} holds the solved notebooks; choose another folder")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; --to wants a folder")
+        raise ValueError(f"{folder} is a file, not a folder")
     folder.mkdir(parents=True, exist_ok=True)
     # The editions of earlier starts: this spares the work of making one (and importing nbgrader)
     # just to find that nothing changed. Losing it costs time, nothing else.
@@ -173,6 +173,7 @@ def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartRe
         link = folder.resolve() / "theory"
         # Where links are not allowed (Windows without developer mode), it stays in the project.
         with contextlib.suppress(OSError):
+            link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(theory, link.parent), target_is_directory=True)
     if editions != known or not memory.exists():
         replace(memory, json.dumps({"editions": editions}, indent=1, sort_keys=True) + "\n")

@@ -107,7 +107,7 @@ def progress_on_path(folder: Path | None, checks: Mapping[str, list[Check]]) -> 
     """Return the lines of `labsupport progress` on the path; none where the page is not there."""
     try:
         days = read_days()
-        file = (folder or paths.project_root() / "work") / checklist.FILE
+        file = (folder or paths.work_dir()) / checklist.FILE
     except (OSError, paths.ProjectNotFoundError):
         return []
     boxes = checklist.items(file.read_text(encoding="utf-8")) if file.exists() else []

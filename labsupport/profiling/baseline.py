@@ -115,7 +115,7 @@ def check_baseline(before: Baseline, tolerance: float, say: Callable[[str], None
         RuntimeError: scipy is not installed, or a process failed.
     """
     if importlib.util.find_spec("scipy") is None:
-        raise RuntimeError("a baseline is checked with scipy: pip install -e '.[regression]'")
+        raise RuntimeError("a baseline is checked with scipy: pip install 'labsupport[regression]'")
     from labsupport.profiling.hardware import detect_device
 
     here, there = detect_device(before.job.device).name, before.provenance["device"]

@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from labsupport.paths import ProjectNotFoundError, project_root
+from labsupport.paths import ProjectNotFoundError, work_dir
 from labsupport.profiling.health import Check, check_health
 from labsupport.profiling.provenance import package_version
 
@@ -27,17 +27,17 @@ FREE_GPU_GIB = 6  # the sizes of the notebooks suit an 8 GB GPU
 
 # What an optional package needs, and how it is installed.
 PACKAGES = {
-    "triton": ("a GPU and Linux", "pip install -e '.[triton]'"),
+    "triton": ("a GPU and Linux", "pip install 'labsupport[triton]'"),
     "flash-attn": (
         "compute capability 8.0",
         "pip install ninja packaging psutil setuptools wheel; pip install --no-build-isolation "
         "'flash-attn>=2.8' (it compiles for a long time)",
     ),
-    "flash-attn-4": ("compute capability 9.0 or 10.x", "pip install -e '.[hopper]'"),
+    "flash-attn-4": ("compute capability 9.0 or 10.x", "pip install 'labsupport[hopper]'"),
     "xformers": ("a GPU", "pip install xformers"),
 }
 LAB = "make lab"
-LAB_CUDA = "make lab TORCH=cuda"
+LAB_CUDA = "make lab TORCH=cuda   (without a clone: pip install --force-reinstall torch)"
 
 
 def diagnose(quick: bool = False) -> list[Check]:
@@ -116,12 +116,11 @@ def judge_torch(version: str | None, cuda: str | None, driver: str | None) -> Ch
 
 def _check_folders() -> list[Check]:
     try:
-        root = project_root()
+        work = work_dir()
     except ProjectNotFoundError as error:
         return [Check("Project folder", "fail", str(error), "pip install -e .")]
-    disk = shutil.disk_usage(root)
+    disk = shutil.disk_usage(work.parent)
     room = _check_room("Disk", disk.free, disk.total, FREE_DISK_GIB, "pip cache purge")
-    work = root / "work"
     if not work.exists() or os.access(work, os.W_OK):
         return [room]
     remedy = f"sudo chown -R $(id -u) {work}"
@@ -133,7 +132,9 @@ def check_device() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        return [check_no_gpu(torch_cuda_version(), nvidia_driver()), *check_optional(None)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        none = check_no_gpu(torch_cuda_version(), nvidia_driver(), visible)
+        return [none, *check_optional(None)]
     capability = torch.cuda.get_device_capability()
     remedy = "nvidia-smi   (shows who uses the rest), then end those programs"
     return [
@@ -144,12 +145,18 @@ def check_device() -> list[Check]:
     ]
 
 
-def check_no_gpu(cuda: str | None, driver: str | None) -> Check:
-    """No usable GPU: by choice, or because build and driver do not work together."""
+def check_no_gpu(cuda: str | None, driver: str | None, visible: str | None = None) -> Check:
+    """No usable GPU: by choice, or because build and driver do not work together.
+
+    `visible` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    """
     if driver is None:
         return Check("GPU", "ok", "none; every notebook also runs on the CPU")
     if cuda is None:
         return Check("GPU", "warn", "unused: PyTorch is a CPU build", LAB_CUDA)
+    if visible is not None:
+        detail = f"hidden: CUDA_VISIBLE_DEVICES is {visible!r}, which names no GPU of this machine"
+        return Check("GPU", "warn", detail, "unset CUDA_VISIBLE_DEVICES")
     detail = "CUDA does not start: the driver may be too old, or may not let this process see a GPU"
     remedy = "nvidia-smi   (shows the newest CUDA version that the driver takes)"
     return Check("GPU", "warn", detail, remedy)

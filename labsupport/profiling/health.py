@@ -43,7 +43,15 @@ class Check:
 def check_health() -> list[Check]:
     """All findings about disturbances here; takes about 0.2 s."""
     gpus = [check for gpu in read_gpus() for check in judge_gpu(gpu)]
-    return [*gpus, check_load()]
+    return [*gpus, *check_launches(os.environ.get("CUDA_LAUNCH_BLOCKING")), check_load()]
+
+
+def check_launches(blocking: str | None) -> list[Check]:
+    """Warn if CUDA_LAUNCH_BLOCKING is set, to this value: it spoils measurements."""
+    if blocking in (None, "", "0"):
+        return []
+    detail = "CUDA_LAUNCH_BLOCKING is set: every launch waits, so times are too long"
+    return [Check("GPU launches", "warn", detail, "unset CUDA_LAUNCH_BLOCKING")]
 
 
 def judge_gpu(gpu: GpuState) -> list[Check]:

@@ -102,6 +102,9 @@ def git_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    # Installed in another project's .venv, git would tell that project's commit.
+    if not (project_root() / ".git").exists():
+        return None
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=project_root(), capture_output=True, text=True, timeout=10

@@ -75,8 +75,24 @@ def test_a_copy_installed_away_from_the_project_says_how_to_mend_it(project, tmp
     shutil.copytree(project / "labsupport", tmp_path / "site" / "labsupport")
     code = "import sys; sys.path.insert(0, '.'); from labsupport import paths; paths.data_dir()"
     done = fresh(code, tmp_path / "site")
-    assert "installed as a copy" in done.stderr
+    assert "away from its notebooks and data" in done.stderr
     assert "pip install -e ." in done.stderr
+
+
+def test_an_installed_wheel_finds_its_files_inside_of_the_package(project, tmp_path):
+    package = tmp_path / "site" / "labsupport"
+    (package / "project" / "notebooks").mkdir(parents=True)
+    for name in ("__init__.py", "paths.py"):
+        shutil.copy(project / "labsupport" / name, package / name)
+    code = (
+        "import sys; sys.path.insert(0, 'site'); from labsupport import paths; "
+        "print(paths.notebooks_dir(), paths.work_dir().resolve())"
+    )
+    done = fresh(code, tmp_path)
+    assert done.stdout.split() == [str(package / "project/notebooks"), str(tmp_path / "work")]
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / paths.STATE_FILE).touch()
+    assert fresh(code.replace("'site'", "'../site'"), tmp_path / "work").stdout == done.stdout
 
 
 def test_the_cache_lies_outside_of_the_project(tmp_path, monkeypatch):

@@ -143,6 +143,9 @@ def test_links_lead_on_from_the_students_folder(folder, work, page, change):
     assert "[chapter 1](theory/01-squares.md)" in cells[0].source
     boxes = (work / "Checklist.md").read_text()
     assert "- [ ] **T1-1** Square. [Chapter 1](theory/01-squares.md)" in boxes
+    (work / "theory").unlink()
+    (work / "theory").symlink_to("gone")  # the lab was installed anew, elsewhere
+    start_work(work, folder)
     assert (work / "theory" / "01-squares.md").read_text() == "# Squares\n"
 
 

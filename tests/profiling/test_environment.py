@@ -50,6 +50,7 @@ DRIVER = "/usr/bin/nvidia-smi"
         (environment.check_no_gpu("13.0", DRIVER), "warn", "nvidia-smi"),
         (environment.check_no_gpu(None, DRIVER), "warn", "make lab TORCH=cuda"),
         (environment.check_no_gpu("13.0", None), "ok", ""),
+        (environment.check_no_gpu("13.0", DRIVER, "7"), "warn", "unset CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_versions_builds_and_gpus_are_judged(check, status, remedy):

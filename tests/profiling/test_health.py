@@ -11,7 +11,7 @@ import pytest
 
 from labsupport.profiling import health
 from labsupport.profiling.gpu import GpuState
-from labsupport.profiling.health import UNREADABLE, check_load, judge_gpu
+from labsupport.profiling.health import UNREADABLE, check_launches, check_load, judge_gpu
 
 # An H200 that nobody uses.
 IDLE = GpuState(
@@ -77,3 +77,7 @@ def test_a_notebooks_cell_says_once_that_the_machine_is_busy(busy, monkeypatch, 
         said = capsys.readouterr().out
         assert said.count("Busy machine: other processes use") == lines
         assert said.count("Quiet: 1 ms.\n") == lines
+
+
+def test_launches_that_wait_are_a_warning():
+    assert [bool(check_launches(value)) for value in (None, "", "0", "1")] == [False] * 3 + [True]

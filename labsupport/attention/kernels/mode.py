@@ -28,7 +28,7 @@ def interpreted() -> bool:
 def missing() -> str | None:
     """Return why the kernels cannot run here, or None if they can."""
     if find_spec("triton") is None:
-        return "Triton is not installed: pip install -e '.[triton]' (Linux)"
+        return "Triton is not installed: pip install 'labsupport[triton]' (Linux)"
     if not interpreted():
         if torch.cuda.is_available():
             return None
