@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from labsupport.distributed.launch import LaunchError, launch
+from tests.fresh import wait_for
 
 # Processes of this machine's loopback only. Most of a start is `import torch`.
 
@@ -58,11 +59,7 @@ def oversleep(file):
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.fixture(autouse=True)
-def nobody_is_left():
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= before
+pytestmark = pytest.mark.usefixtures("nobody_is_left")
 
 
 def test_each_rank_returns_its_result_and_rank_0_is_shown_as_it_comes(capfd):
@@ -127,13 +124,6 @@ def test_no_process_is_left_when_the_launcher_is_killed(tmp_path, python):
 def assert_gone(pids):
     pids = list(pids)
     wait_for(lambda: not any(map(alive, pids)))
-
-
-def wait_for(condition, seconds=60):
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
 
 
 def alive(pid):
