@@ -3,10 +3,10 @@
 environment, health   what is installed and missing; would a measurement here be disturbed?
 card                  the short table that opens each notebook
 hardware, gpu         ceilings, specified and measured; a GPU's state as its driver reports it
-timing, graphs        how long a call takes, and how surely; calls recorded as CUDA graphs
+timing                how long a call takes, and how surely; calls recorded as CUDA graphs
 memory, monitoring    extra memory of a call, exactly; of a block or a program, over time
 trace, tensors        which kernels and operators take the time; the bytes that operators move
-cases, work, presets  what is measured: a grid of cases, their FLOPs and bytes, known shapes
+cases, presets        what is measured: a grid of cases, their FLOPs and bytes, known shapes
 benchmark, tables     a grid measured, as a table; ratios and readable columns
 bench, advice         `labsupport bench`, `sweep` and `compare`, and what their figures mean
 baseline              has a call become slower?

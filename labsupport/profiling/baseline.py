@@ -151,8 +151,7 @@ def plan(case: Case, device: str | None = None) -> Job:
     import torch
 
     from labsupport.profiling.benchmark import call_of, make_inputs
-    from labsupport.profiling.graphs import captured
-    from labsupport.profiling.timing import measure_time, resolve_device
+    from labsupport.profiling.timing import captured, measure_time, resolve_device
 
     where = resolve_device(device)
     size = 4096 if where.type == "cuda" else 256  # more arithmetic than launch
@@ -188,8 +187,7 @@ def in_fresh_process(job: Job) -> list[tuple[float, float]]:
 def measure(job: Job) -> list[tuple[float, float]]:
     """Time a job in this process."""
     from labsupport.profiling.benchmark import call_of, make_inputs
-    from labsupport.profiling.graphs import captured
-    from labsupport.profiling.timing import measure_interleaved, resolve_device
+    from labsupport.profiling.timing import captured, measure_interleaved, resolve_device
 
     where = resolve_device(job.device)
     case = call_of(job.case, make_inputs(job.case, where))

@@ -221,6 +221,39 @@ def _larger_than_the_cache(device: torch.device) -> torch.Tensor:
     return torch.empty(max(MIN_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
 
 
+def captured(fn: Call, device: torch.device) -> tuple[Call, bool]:
+    """Record what `fn()` launches as a CUDA graph, whose replay costs the CPU some microseconds.
+
+    Args:
+        fn: the call; every replay reads the tensors that it read here. Its result is dropped.
+        device: on a CPU nothing is recorded.
+
+    Returns:
+        the replay and True; `fn` itself and False where it cannot be recorded (it waits for the
+        GPU, for example).
+    """
+    if device.type != "cuda":
+        return fn, False
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                fn()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                fn()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return fn, False
+    return graph.replay, True
+
+
 def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio:
     """The pairwise ratio a / b of two timings that `measure_interleaved` took in one run.
 

@@ -11,7 +11,7 @@ import pytest
 
 from labsupport.profiling import health
 from labsupport.profiling.gpu import GpuState
-from labsupport.profiling.health import UNREADABLE, check_load, judge_gpu
+from labsupport.profiling.health import UNREADABLE, judge_gpu, watch_load
 
 # An H200 that nobody uses.
 IDLE = GpuState(
@@ -64,7 +64,9 @@ def busy():
 
 
 def test_a_busy_program_beside_this_one_is_load_by_others(busy):
-    assert float(check_load(0.4).detail.split()[3]) > 0.2
+    load = watch_load()
+    time.sleep(0.4)
+    assert float(load().detail.split()[3]) > 0.2
 
 
 def test_a_notebooks_cell_says_once_that_the_machine_is_busy(busy, monkeypatch, capsys):

@@ -25,18 +25,3 @@ from labsupport.distributed.ring.zigzag import (
     shard_sequence,
     unshard_sequence,
 )
-
-__all__ = [
-    "Plan",
-    "RingOptions",
-    "RingReport",
-    "gather_sequence",
-    "last_ring_call",
-    "positions_of",
-    "ring_attention",
-    "ring_flash_attn_func",
-    "shard_sequence",
-    "triton_ring_flash_attn_func",
-    "unshard_sequence",
-    "zigzag_ring_flash_attn_func",
-]

@@ -29,7 +29,6 @@ with s = 1/2 and 1024 tokens a shard, the output errs by 1.5e-5 instead of 5e-7.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import permutations
 
 from labsupport.attention.masks import AttentionMask
 
@@ -94,33 +93,3 @@ def _pair(length: int, delta: int, low: int, high: int, alibi: bool) -> BlockPai
         return pair
     sign = 1 if (delta > 0) == (high <= 0) else -1
     return replace(pair, slope_sign=sign, alibi_offset=abs(delta - aside))
-
-
-def joined(pairs: list[BlockPair]) -> list[BlockPair]:
-    """Join neighbours that one call can compute: fewer, larger pairs. Not for ALiBi's."""
-    for one, two in permutations(pairs, 2):
-        if one.window == two.window == UNLIMITED:
-            whole = None
-            if one.cols == two.cols and one.rows.stop == two.rows.start:
-                whole = replace(one, rows=slice(one.rows.start, two.rows.stop))
-            elif one.rows == two.rows and one.cols.stop == two.cols.start:
-                whole = replace(one, cols=slice(one.cols.start, two.cols.stop))
-            if whole is not None:
-                return joined([whole, *(pair for pair in pairs if pair not in (one, two))])
-    return _staircase(pairs)
-
-
-def _staircase(pairs: list[BlockPair]) -> list[BlockPair]:
-    """Join the two chunks of a zigzag rank: the later one sees all of the earlier one."""
-    if len(pairs) != 3:
-        return pairs
-    first, left, second = sorted(pairs, key=lambda pair: (pair.rows.start, pair.cols.start))
-    if (
-        (first.window, left.window, second.window) == (CAUSAL, UNLIMITED, CAUSAL)
-        and first.rows == first.cols == left.cols
-        and second.rows == second.cols == left.rows
-        and first.rows.stop == second.rows.start
-    ):
-        whole = slice(first.rows.start, second.rows.stop)
-        return [replace(first, rows=whole, cols=whole)]
-    return pairs

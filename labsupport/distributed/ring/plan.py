@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from labsupport.distributed.ring.blocks import BlockPair, joined, visible_pairs
+from labsupport.distributed.ring.blocks import CAUSAL, UNLIMITED, BlockPair, visible_pairs
 from labsupport.distributed.ring.zigzag import check_even, chunks_of
 
 
@@ -77,9 +77,16 @@ class Plan:
         return [[self._block_pairs(rank, owner) for owner in ranks] for rank in ranks]
 
     def _block_pairs(self, rank: int, owner: int) -> list[BlockPair]:
+        if self.zigzag and self.left is None and self.right in (None, 0) and not self.alibi:
+            # One call: of an earlier rank's keys the first chunk is seen, by both of this rank's; a
+            # later rank's are seen by the second one only; its own two are like neighbours.
+            half, masked = self.length // 2, self.right == 0
+            rows = slice(half if masked and rank < owner else 0, self.length)
+            cols = slice(0, half if masked and owner < rank else self.length)
+            return [BlockPair(rows, cols, CAUSAL if masked and rank == owner else UNLIMITED)]
         queries, keys = (chunks_of(r, self.world_size, zigzag=self.zigzag) for r in (rank, owner))
         size = self.length // len(queries)
-        pairs = [
+        return [
             pair.moved(row * size, col * size)
             for row, mine in enumerate(queries)
             for col, other in enumerate(keys)
@@ -87,7 +94,6 @@ class Plan:
                 size, (mine - other) * size, self.left, self.right, alibi=self.alibi
             )
         ]
-        return pairs if self.alibi else joined(pairs)
 
     def pairs(self, rank: int) -> list[int]:
         """Return the visible (query, key) pairs that a rank computes, by step: its work."""
