@@ -102,7 +102,8 @@ def record(
         matmul_tflops, units (threads or multiprocessors).
     """
     cases = list(cases)
-    groups = [list(same) for _, same in itertools.groupby(cases, key=lambda case: case.shape_key)]
+    shapes = itertools.groupby(cases, lambda case: replace(case, backend="", direction="forward"))
+    groups = [list(same) for _, same in shapes]
     about = provenance(device, seed=0, cases=len(cases), passes=passes)
     rows: dict[Case, dict[str, Any]] = {}
     samples: dict[Case, list[Timing]] = {case: [] for case in cases}

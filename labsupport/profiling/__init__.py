@@ -6,9 +6,9 @@ hardware, gpu         ceilings, specified and measured; a GPU's state as its dri
 timing                how long a call takes, and how surely; calls recorded as CUDA graphs
 memory, monitoring    extra memory of a call, exactly; of a block or a program, over time
 trace, tensors        which kernels and operators take the time; the bytes that operators move
-cases, presets        what is measured: a grid of cases, their FLOPs and bytes, known shapes
+cases                 what is measured: a grid of cases, their FLOPs and bytes
 benchmark, tables     a grid measured, as a table; ratios and readable columns
-bench, advice         `labsupport bench`, `sweep` and `compare`, and what their figures mean
+bench, advice         `labsupport bench`, `sweep`, `compare`, their presets, what figures mean
 baseline              has a call become slower?
 accuracy              errors of outputs against the oracle
 provenance, runs      where a number comes from; tables kept under data/runs/

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from labsupport.attention.masks import AttentionMask
@@ -63,11 +63,6 @@ class Case:
             raise ValueError(
                 f"unknown direction {self.direction!r}; known: {', '.join(DIRECTIONS)}"
             )
-
-    @property
-    def shape_key(self) -> tuple[Any, ...]:
-        """The fields that two cases share if they get the same inputs."""
-        return tuple(v for k, v in asdict(self).items() if k not in ("backend", "direction"))
 
     def flops(self) -> float:
         """FLOPs of the case by the rule above."""

@@ -34,8 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from labsupport.profiling.timing import resolve_device
 from labsupport.profiling.units import format_bytes
 
-MIB = 2**20
-
 
 @dataclass(frozen=True)
 class MemoryUse:

@@ -7,6 +7,7 @@ inside of one operator (a fused attention kernel, say) is not seen: only what it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,18 +86,16 @@ def trace_tensors(fn: Callable[[], Any]) -> TensorTrace:
 def _nbytes(value: Any) -> int:
     """Bytes of the tensors in a value; one passed twice, and what `expand` repeats, once."""
     leaves, _ = torch.utils._pytree.tree_flatten(value)
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    return sum(_elements(tensor) * tensor.element_size() for tensor in tensors.values())
+    total = 0
+    for tensor in {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values():
+        sizes = tensor.shape
+        if tensor.layout == torch.strided and tensor.numel():
+            sizes = [n for n, step in zip(sizes, tensor.stride(), strict=True) if step != 0]
+        total += math.prod(sizes) * tensor.element_size()
+    return total
 
 
 def _storages(value: Any) -> set[int]:
     leaves, _ = torch.utils._pytree.tree_flatten(value)
     dense = (x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided)
     return {x.untyped_storage()._cdata for x in dense}
-
-
-def _elements(tensor: Tensor) -> int:
-    if tensor.layout != torch.strided or not tensor.numel():
-        return tensor.numel()
-    sizes = [n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step != 0]
-    return int(torch.Size(sizes).numel())

@@ -68,6 +68,11 @@ def test_a_program_shows_its_table_and_saves_it(command, rows, shown, capsys, sa
     table = saved("small")
     assert len(table) == rows
     assert "status" not in table or (table.status == "ok").all()
+    if "planner" in command:  # a name that is taken loses nothing
+        for more in ([], ["--overwrite"]):
+            main([*command.split(), "--device", "cpu", "--save", "small", *more])
+        assert runs.list_runs() == ["small", "small-2"]
+        assert capsys.readouterr().out.count("--overwrite would have replaced it") == 1
 
 
 def test_what_does_not_exist_is_refused_before_anything_starts(capsys):

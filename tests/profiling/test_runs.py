@@ -1,14 +1,9 @@
-import argparse
-
 import pandas as pd
 import pytest
 
 from labsupport.profiling.provenance import git_commit, package_version, provenance
 from labsupport.profiling.runs import (
-    add_save_options,
-    list_runs,
     load_run,
-    save_if_asked,
     save_run,
 )
 
@@ -32,18 +27,6 @@ def test_a_saved_run_comes_back_whole_and_is_not_overwritten_by_accident(table, 
         save_run(table, "first", folder=tmp_path)
     with pytest.raises(FileNotFoundError, match="there are: first"):
         load_run("second", folder=tmp_path)
-
-
-def test_what_a_command_measured_is_not_lost_to_a_name_that_is_taken(
-    table, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("labsupport.profiling.runs.runs_dir", lambda: tmp_path)
-    parser = argparse.ArgumentParser()
-    add_save_options(parser)
-    for line in (*["--save mine"] * 3, "--save mine --overwrite", ""):
-        save_if_asked(table, parser.parse_args(line.split()))
-    assert list_runs(tmp_path) == ["mine", "mine-2", "mine-3"]
-    assert capsys.readouterr().out.count("--overwrite would have replaced it") == 2
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "a/b", "first"])

@@ -1,10 +1,12 @@
-"""Measured training steps: rows by remedy and length, the plan beside them, fitted exponents."""
+"""Measured training steps, and losses of two attentions, side by side."""
 
 import math
 
+import pandas as pd
 import pytest
 
 from labsupport.training import DecoderConfig, MemoryOptions
+from labsupport.training.consistency import together
 from labsupport.training.measure import exponent, measure_training
 from labsupport.training.planner import MemoryStrategy
 
@@ -61,3 +63,13 @@ def test_the_exponent_of_a_power_is_found():
     for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="lengths"):
             exponent(*wrong)
+
+
+def test_the_first_losses_of_equal_seeds_are_compared():
+    rows = [("a", 0, 0, 1.0), ("b", 0, 0, 1.5), ("a", 0, 30, 1.0), ("b", 0, 30, 9.0)]
+    table = pd.DataFrame([*rows, ("a", 1, 0, 7.0)], columns=["backend", "seed", "step", "loss"])
+    assert together(table, steps=20) == 0.5
+    assert together(table, steps=40) == 8.0
+    for part in (table.backend == "a", (table.backend == "b") | (table.seed == 1)):
+        with pytest.raises(ValueError, match="two attentions"):
+            together(table[part])
