@@ -19,36 +19,24 @@ from labsupport.training import (
     TrainConfig,
 )
 from labsupport.training.checkpoint import CheckpointWarning, step_of
-from tests.training.test_train import Tiny, one, quiet
+from tests.training.test_train import Tiny, batch, one, quiet
 
 posix = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is of POSIX systems")
 
-# Trains in a folder, and prints each step's loss exactly, before its checkpoint. It is killed after
-# a step, if asked. Dropout draws from PyTorch's random numbers.
-PROGRAM = """
-import os, signal, sys
-import torch
-from labsupport.training import TrainConfig, train
-from tests.training.test_train import Tiny, batch
 
-def on_step(row):
-    print(row.step, row.loss.hex(), row.grad_norm.hex(), row.validation_loss, flush=True)
-    if row.step == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
+def program(folder, last):
+    """Train with dropout, print each step's numbers exactly, and be killed after the `last`."""
 
-torch.set_num_threads(1)
-settings = TrainConfig(12, learning_rate=1e-2, warmup_steps=3, gradient_accumulation_steps=2,
-    checkpoint_every=2)
-train(
-    Tiny(seed=3, dropout=0.3),
-    lambda step: [batch(2 * step), batch(2 * step + 1)],
-    settings,
-    validation=[batch(99)],
-    folder=sys.argv[1],
-    on_step=on_step,
-    progress=False,
-)
-"""
+    def on_step(row):
+        print(row.step, row.loss.hex(), row.grad_norm.hex(), row.validation_loss, flush=True)
+        if row.step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.set_num_threads(1)
+    counts = {"gradient_accumulation_steps": 2, "checkpoint_every": 2}
+    settings = TrainConfig(12, learning_rate=1e-2, warmup_steps=3, **counts)
+    options = {"validation": [batch(99)], "folder": folder, "on_step": on_step}
+    quiet(Tiny(3, 0.3), lambda step: [batch(2 * step), batch(2 * step + 1)], settings, **options)
 
 
 def flip_a_byte(path, at=0.5):
@@ -64,9 +52,13 @@ def flip_a_byte(path, at=0.5):
 def test_a_killed_run_resumes_bit_for_bit_also_from_the_checkpoint_before_a_damaged_one(
     python, tmp_path
 ):
-    unbroken = python("-c", PROGRAM, tmp_path / "whole", -1, check=True).stdout.splitlines()
+    def run(folder, last=-1, check=True):
+        code = f"from {__name__} import program; program({str(folder)!r}, {last})"
+        return python("-c", code, check=check)
+
+    unbroken = run(tmp_path / "whole").stdout.splitlines()
     assert len(unbroken) == 12
-    killed = python("-c", PROGRAM, tmp_path / "killed", 6)
+    killed = run(tmp_path / "killed", 6, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert killed.stdout.splitlines() == unbroken[:7]
     damaged = shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
@@ -74,7 +66,7 @@ def test_a_killed_run_resumes_bit_for_bit_also_from_the_checkpoint_before_a_dama
     flip_a_byte(newest)
     # A checkpoint every 2 steps, the last one after 6 of them.
     for folder, steps, said in ((tmp_path / "killed", 6, ""), (damaged, 8, f"{newest.name} in")):
-        done = python("-c", PROGRAM, folder, -1, check=True)
+        done = run(folder)
         assert done.stdout.splitlines() == unbroken[-steps:]
         assert said in done.stderr
         assert bool(said) == bool(done.stderr)
