@@ -4,8 +4,9 @@ environment, health   what is installed and missing; would a measurement here be
 card                  the short table that opens each notebook
 hardware, gpu         ceilings, specified and measured; a GPU's state as its driver reports it
 timing                how long a call takes, and how surely; calls recorded as CUDA graphs
-memory, monitoring    extra memory of a call, exactly; of a block or a program, over time
-trace, tensors        which kernels and operators take the time; the bytes that operators move
+memory                extra memory of a call, exactly; the bytes that its operators move
+monitoring            memory of a block or a program, over time
+trace                 which kernels and operators take the time
 cases                 what is measured: a grid of cases, their FLOPs and bytes
 benchmark, tables     a grid measured, as a table; ratios and readable columns
 bench, advice         `labsupport bench`, `sweep`, `compare`, their presets, what figures mean

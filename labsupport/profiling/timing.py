@@ -19,7 +19,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,6 @@ MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
 LEAD_CALLS, LEAD_MS = 4, 10.0  # calls in front of a timed one on a GPU, and their time, at most
 SHORT_MS, IN_A_ROW = 1.0, 5  # on a CPU
 SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0 <= q <= 1) of `values`, linearly interpolated."""
-    return float(np.quantile(values, q))
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,12 @@ class Samples:
     @property
     def q1(self) -> float:
         """First quartile."""
-        return quantile(self.samples, 0.25)
+        return float(np.quantile(self.samples, 0.25))
 
     @property
     def q3(self) -> float:
         """Third quartile."""
-        return quantile(self.samples, 0.75)
+        return float(np.quantile(self.samples, 0.75))
 
 
 @dataclass(frozen=True)

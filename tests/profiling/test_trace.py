@@ -13,7 +13,7 @@ from labsupport.attention import (
 )
 from labsupport.attention.backends import attention
 from labsupport.profiling import measure_peak_memory
-from labsupport.profiling.tensors import trace_tensors
+from labsupport.profiling.memory import trace_tensors
 from labsupport.profiling.trace import Trace, trace
 
 BATCH, SEQLEN, HEADS, DIM = 2, 64, 3, 16
