@@ -55,6 +55,12 @@ def test_the_plan_says_what_was_chosen():
         assert words in plan(prepared(**options), torch.device("cpu"))
 
 
+def test_joined_documents_see_one_another_and_are_another_run():
+    run = prepared(join_documents=True, length="64", steps=1)
+    assert [batch.keys() for batch in run.open_batches("all")(0)] == [{"tokens", "labels"}]
+    assert run.run_config["joined"]
+
+
 def test_a_run_in_a_folder_goes_on_where_it_stopped_and_another_is_refused(tmp_path):
     run = ["--folder", tmp_path, "--policy", "bfloat16"]
     train("--steps", 2, "--decay-steps", 3, "--checkpoint-every", 1, *run)

@@ -1,7 +1,5 @@
 """Measured training steps, and losses of two attentions, side by side."""
 
-import math
-
 import pandas as pd
 import pytest
 
@@ -56,10 +54,7 @@ def test_what_does_not_fit_or_cannot_train_is_a_row_that_says_why():
     assert "flex" in row["reason"]
 
 
-def test_the_exponent_of_a_power_is_found():
-    lengths = [256, 512, 1024, 4096]
-    for power in (1.0, 1.7, 2.0):
-        assert math.isclose(exponent(lengths, [3 * n**power for n in lengths]), power)
+def test_an_exponent_needs_two_lengths_and_values_above_0():
     for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="lengths"):
             exponent(*wrong)
