@@ -7,10 +7,11 @@ import torch
 
 from labsupport.attention.reference import standard_attention
 from labsupport.profiling import benchmark, cases
-from labsupport.profiling.accuracy import errors_by_dtype, oracle_of_first
 from labsupport.profiling.benchmark import (
     COLUMNS,
+    errors_by_dtype,
     make_inputs,
+    oracle_of_first,
     predicted_shortage,
     refusal,
     run_case,

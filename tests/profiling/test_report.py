@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import labsupport
 from labsupport.cli import app
-from labsupport.profiling import accuracy, bug_report
+from labsupport.profiling import benchmark, bug_report
 from labsupport.profiling.provenance import git_commit, package_version, provenance
 from labsupport.profiling.runs import (
     load_run,
@@ -69,12 +69,12 @@ def test_a_crash_of_pytorch_is_reported_and_does_not_end_the_report(tmp_path, mo
 
 
 def test_the_self_test_fails_for_a_wrong_implementation(monkeypatch, capsys):
-    right = accuracy.attention
+    right = benchmark.attention
 
     def shifted(q, k, v, **options):
         return right(q, k, v, **options) * (1.05 if options["backend"] != "standard" else 1)
 
-    monkeypatch.setattr(accuracy, "attention", shifted)
+    monkeypatch.setattr(benchmark, "attention", shifted)
     bug_report.main()
     assert "self-test: WRONG RESULTS" in capsys.readouterr().out
 
