@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from labsupport.profiling.runs import add_save_options, save_if_asked
+from labsupport.profiling.runs import check_run_name, runs_dir, save_run
 
 # Each with the first line of its file, which says what it measures.
 PROGRAMS = {
@@ -37,7 +37,10 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     )
     program.add_options(parser)
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    add_save_options(parser)
+    parser.add_argument(
+        "--save", metavar="NAME", type=check_run_name, help="keep the table under data/runs/NAME"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
     return parser
 
 
@@ -58,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if table is None:  # under torchrun, rank 0 shows and saves
         return 0
     print(program.show(table, options))
-    save_if_asked(table, options)
+    if options.save:
+        # What took minutes to measure is not lost to a name that is taken: NAME-2, NAME-3, ...
+        free, number = options.save, 1
+        while not options.overwrite and (runs_dir() / free / "results.csv").exists():
+            number += 1
+            free = f"{options.save}-{number}"
+        print(f"saved: {save_run(table, free, overwrite=options.overwrite)}")
+        if number > 1:
+            print(f"{options.save} exists already; --overwrite would have replaced it")
     return int("ok" in table and not table["ok"].eq(True).all())
 
 

@@ -10,12 +10,14 @@ says how noisy it was: the slowest pass's median over the fastest pass's. The ce
 in each pass as well.
 """
 
+import contextlib
 import gc
 import itertools
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -27,7 +29,7 @@ from labsupport.analysis.predictor.device import CPU_CACHE_MIB
 from labsupport.attention.backends import last_call
 from labsupport.profiling.benchmark import call_of, make_inputs, predicted_shortage, refusal
 from labsupport.profiling.cases import DIRECTIONS, Case, grid
-from labsupport.profiling.hardware import last_level_cache_mib, measure_ceilings
+from labsupport.profiling.hardware import measure_ceilings
 from labsupport.profiling.memory import measure_peak_memory
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import Timing, measure_interleaved, resolve_device
@@ -100,7 +102,8 @@ def record(
         matmul_tflops, units (threads or multiprocessors).
     """
     cases = list(cases)
-    groups = [list(same) for _, same in itertools.groupby(cases, key=lambda case: case.shape_key)]
+    shapes = itertools.groupby(cases, lambda case: replace(case, backend="", direction="forward"))
+    groups = [list(same) for _, same in shapes]
     about = provenance(device, seed=0, cases=len(cases), passes=passes)
     rows: dict[Case, dict[str, Any]] = {}
     samples: dict[Case, list[Timing]] = {case: [] for case in cases}
@@ -117,14 +120,19 @@ def record(
             del calls, runnable
             gc.collect()
     rates = [each.matmul_tflops for each in ceilings]
-    units = torch.get_num_threads()
+    units, cache_mib = torch.get_num_threads(), CPU_CACHE_MIB
     if device.type == "cuda":
-        units = torch.cuda.get_device_properties(device).multi_processor_count
+        properties = torch.cuda.get_device_properties(device)
+        units, cache_mib = properties.multi_processor_count, properties.L2_cache_size / 2**20
+    else:
+        with contextlib.suppress(OSError, ValueError):  # the cache that all cores share
+            size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text()
+            cache_mib = float(size.strip().removesuffix("K")) / 1024
     about |= {
         "copy_gb_s": statistics.median(each.copy_gb_s for each in ceilings),
         "matmul_tflops": {n: statistics.median(rate[n] for rate in rates) for n in rates[0]},
         "units": units,
-        "cache_mib": last_level_cache_mib(device) or CPU_CACHE_MIB,
+        "cache_mib": cache_mib,
     }
     table = pd.DataFrame(
         [asdict(case) | rows[case] | _summary(case, rows[case], samples[case]) for case in cases]

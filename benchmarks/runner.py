@@ -19,10 +19,9 @@ from tqdm.auto import tqdm
 
 from labsupport.attention.kernels import mode
 from labsupport.profiling.benchmark import refusal
-from labsupport.profiling.graphs import captured
 from labsupport.profiling.provenance import command_line, provenance
 from labsupport.profiling.runs import runs_dir, save_run
-from labsupport.profiling.timing import Timing, measure_interleaved
+from labsupport.profiling.timing import Timing, captured, measure_interleaved
 from labsupport.training.sizes import parse_tokens
 
 Row = Mapping[str, Any]

@@ -37,9 +37,8 @@ from benchmarks import runner
 from labsupport.analysis.nsight import BYTES, INSTALL, ncu_command, read_ncu, run
 from labsupport.analysis.traffic import Sizes
 from labsupport.attention.kernels.config import tiling
-from labsupport.profiling.cases import Case
+from labsupport.profiling.cases import ITEMSIZE, Case
 from labsupport.profiling.timing import resolve_device
-from labsupport.profiling.work import ITEMSIZE
 
 SHAPES = (  # plain, causal with another head_dim, grouped heads
     Case("flash_triton", 4096, 4, 16, head_dim=128, dtype="bfloat16"),

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.fresh import Python
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before Transformers, which imports Triton: without a GPU its kernels have to be interpreted.
 import labsupport.attention  # noqa: F401
+from tests.distributed.workers import pool  # noqa: F401
 
 gc.freeze()  # what is imported stays: collections need not look at it
 # A shell starts what runs in its background deaf to Control-C, and children inherit that: tests
@@ -34,3 +36,11 @@ def python():
     server = Python()
     yield server
     server.close()
+
+
+@pytest.fixture
+def nobody_is_left():
+    """The test ends every process that it starts."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before

@@ -58,7 +58,8 @@ class Process:
         self._server, self.args, self.pid, self.folder = server, args, pid, folder
 
     def read(self, name="stdout"):
-        return (self.folder / name).read_text()
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
 
     def send_signal(self, number):
         os.kill(self.pid, number)
@@ -76,6 +77,14 @@ class Process:
                 self.send_signal(signal.SIGKILL)
                 raise subprocess.TimeoutExpired(self.args, timeout, self.read())
             time.sleep(0.02)
+
+
+def wait_for(condition, seconds=60):
+    """Return once the condition holds; fail if it takes too long."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def serve(pipe):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from labsupport.analysis.traffic.formulas import closed_form, elements_needed, theorem
 from labsupport.analysis.traffic.problem import Sizes
+from labsupport.profiling.cases import ITEMSIZE
 from labsupport.profiling.hardware import read_specs
 from labsupport.profiling.units import format_bytes
-from labsupport.profiling.work import ITEMSIZE
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -47,7 +47,7 @@ def bench_command(
     labsupport bench --check-baseline flash.json
     """
     if list_presets:
-        from labsupport.profiling.presets import describe_presets
+        from labsupport.profiling.bench import describe_presets
 
         typer.echo(describe_presets())
         return

@@ -20,27 +20,21 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "LaunchError": "launch",
-    "cleanup_ddp": "process_group",
-    "gather_sequence": "ring",
-    "positions_of": "ring",
-    "ring_attention": "ring",
-    "ring_flash_attn_func": "ring",
-    "setup_ddp": "process_group",
-    "shard_model": "sequence_parallel",
-    "shard_sequence": "ring",
-    "train_with_ddp": "data_parallel",
-    "train_with_fsdp": "data_parallel",
-    "train_with_ring": "sequence_parallel",
-    "triton_ring_flash_attn_func": "ring",
-    "unshard_sequence": "ring",
-    "zigzag_ring_flash_attn_func": "ring",
+    "data_parallel": ("train_with_ddp", "train_with_fsdp"),
+    "launch": ("LaunchError",),
+    "process_group": ("cleanup_ddp", "setup_ddp"),
+    "ring": (
+        *("gather_sequence", "positions_of", "shard_sequence", "unshard_sequence"),
+        *("ring_attention", "ring_flash_attn_func"),
+        *("triton_ring_flash_attn_func", "zigzag_ring_flash_attn_func"),
+    ),
+    "sequence_parallel": ("shard_model", "train_with_ring"),
 }
-
-__all__ = sorted(_HOME)
+__all__ = sorted(name for names in _HOME.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,7 +71,7 @@ ADVICE = (
      "interfaces NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."),
     ("nccl", "NCCL_DEBUG=INFO says where NCCL failed; one process a GPU is a must."),
     ("relative error", "if every kernel fails, suspect the messages; if one, that kernel: try it "
-     "on one device by python -m labsupport.profiling.accuracy."),
+     "on one device by labsupport doctor --report FILE."),
 )  # fmt: skip
 
 

@@ -3,14 +3,14 @@
 environment, health   what is installed and missing; would a measurement here be disturbed?
 card                  the short table that opens each notebook
 hardware, gpu         ceilings, specified and measured; a GPU's state as its driver reports it
-timing, graphs        how long a call takes, and how surely; calls recorded as CUDA graphs
-memory, monitoring    extra memory of a call, exactly; of a block or a program, over time
-trace, tensors        which kernels and operators take the time; the bytes that operators move
-cases, work, presets  what is measured: a grid of cases, their FLOPs and bytes, known shapes
-benchmark, tables     a grid measured, as a table; ratios and readable columns
-bench, advice         `labsupport bench`, `sweep` and `compare`, and what their figures mean
+timing                how long a call takes, and how surely; calls recorded as CUDA graphs
+memory                extra memory of a call, exactly; the bytes that its operators move
+monitoring            memory of a block or a program, over time
+trace                 which kernels and operators take the time
+cases                 what is measured: a grid of cases, their FLOPs and bytes
+benchmark, tables     a grid measured, as a table; errors by dtype; ratios and readable columns
+bench, advice         `labsupport bench`, `sweep`, `compare`, their presets, what figures mean
 baseline              has a call become slower?
-accuracy              errors of outputs against the oracle
 provenance, runs      where a number comes from; tables kept under data/runs/
 bug_report            everything that a bug report needs
 units                 bytes as people read them
@@ -22,8 +22,7 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "accuracy": ("errors_by_dtype",),
-    "benchmark": ("run_grid",),
+    "benchmark": ("errors_by_dtype", "run_grid"),
     "card": ("environment_card",),
     "cases": ("Case", "grid"),
     "environment": ("diagnose",),

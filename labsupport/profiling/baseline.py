@@ -18,15 +18,14 @@ import importlib.util
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from labsupport.paths import project_root
 from labsupport.profiling.cases import Case
 
 PROCESSES = 10
@@ -112,7 +111,7 @@ def check_baseline(before: Baseline, tolerance: float, say: Callable[[str], None
 
     Raises:
         ValueError: the baseline is of another device.
-        RuntimeError: scipy is not installed, or a process failed.
+        RuntimeError: scipy is not installed.
     """
     if importlib.util.find_spec("scipy") is None:
         raise RuntimeError("a baseline is checked with scipy: pip install 'labsupport[regression]'")
@@ -137,13 +136,10 @@ def read_baseline(path: Path) -> Baseline:
     """Read what `write_baseline` wrote; raise ValueError for another file."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return Baseline(**fields | {"job": _job(fields["job"])})
+        job = Job(**fields["job"] | {"case": Case(**fields["job"]["case"])})
+        return Baseline(**fields | {"job": job})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no baseline of this program: save it anew") from error
-
-
-def _job(fields: dict[str, Any]) -> Job:
-    return Job(**fields | {"case": Case(**fields["case"])})
 
 
 def plan(case: Case, device: str | None = None) -> Job:
@@ -151,8 +147,7 @@ def plan(case: Case, device: str | None = None) -> Job:
     import torch
 
     from labsupport.profiling.benchmark import call_of, make_inputs
-    from labsupport.profiling.graphs import captured
-    from labsupport.profiling.timing import measure_time, resolve_device
+    from labsupport.profiling.timing import captured, measure_time, resolve_device
 
     where = resolve_device(device)
     size = 4096 if where.type == "cuda" else 256  # more arithmetic than launch
@@ -172,25 +167,19 @@ def plan(case: Case, device: str | None = None) -> Job:
 
 
 def in_fresh_process(job: Job) -> list[tuple[float, float]]:
-    """Time a job in a new Python process: (case, yardstick) in ms, pair by pair.
-
-    Raises:
-        RuntimeError: the process failed; says its last line.
-    """
-    command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
-    done = subprocess.run(command, cwd=project_root(), capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"a process that measured {job.case.backend} failed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """Time a job in a new Python process: (case, yardstick) in ms, pair by pair."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measure, job).result()
 
 
 def measure(job: Job) -> list[tuple[float, float]]:
-    """Time a job in this process."""
-    from labsupport.profiling.benchmark import call_of, make_inputs
-    from labsupport.profiling.graphs import captured
-    from labsupport.profiling.timing import measure_interleaved, resolve_device
+    """Time a job in this process, with one thread."""
+    import torch
 
+    from labsupport.profiling.benchmark import call_of, make_inputs
+    from labsupport.profiling.timing import captured, measure_interleaved, resolve_device
+
+    torch.set_num_threads(1)
     where = resolve_device(job.device)
     case = call_of(job.case, make_inputs(job.case, where))
     reference = yardstick(job.case, job.size, job.products, where)
@@ -220,10 +209,3 @@ def yardstick(case: Case, size: int, products: int, device: Any) -> Callable[[],
             a @ a
 
     return call
-
-
-if __name__ == "__main__":
-    import torch
-
-    torch.set_num_threads(1)
-    print(json.dumps(measure(_job(json.loads(sys.argv[1])))))

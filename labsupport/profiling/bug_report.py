@@ -81,7 +81,7 @@ def main() -> None:
     import torch
 
     from labsupport.attention.backends import attention, available_backends, last_call
-    from labsupport.profiling.accuracy import errors_by_dtype
+    from labsupport.profiling.benchmark import errors_by_dtype
     from labsupport.profiling.environment import check_device
     from labsupport.profiling.timing import resolve_device
 

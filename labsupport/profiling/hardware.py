@@ -8,6 +8,7 @@ kernel is judged against `measured_ceilings`, of a large copy and a large matrix
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import platform
@@ -17,11 +18,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+import torch
+
 from labsupport.paths import data_dir
+from labsupport.profiling.health import warn_if_busy
+from labsupport.profiling.timing import measure_time, now, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
 
 ROUNDS = 2  # of each ceiling's measurement, in turns
 
@@ -126,16 +131,14 @@ def find_spec(driver_name: str) -> HardwareSpec | None:
 
 def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
     """Describe the device, with its row of the table if there is one."""
-    import torch
-
-    from labsupport.profiling.timing import resolve_device
-
     where = resolve_device(device)
     if where.type != "cuda":
-        import psutil
-
+        found = None
+        with contextlib.suppress(OSError):
+            found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+        name = found[1].strip() if found else platform.processor() or platform.machine()
         note = "CPUs are not in the table: use measured_ceilings('cpu')"
-        return DeviceInfo("cpu", cpu_name(), psutil.virtual_memory().total, note=note)
+        return DeviceInfo("cpu", name, psutil.virtual_memory().total, note=note)
     properties = torch.cuda.get_device_properties(where)
     spec = find_spec(properties.name)
     unknown = f"unknown device: {properties.name!r} is not in data/hardware.csv; measure it instead"
@@ -150,33 +153,6 @@ def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
     )
 
 
-def last_level_cache_mib(device: torch.device | str | None = None) -> float | None:
-    """Size of the cache that all units share: a GPU's L2, a CPU's L3; None if unknown."""
-    import torch
-
-    from labsupport.profiling.timing import resolve_device
-
-    where = resolve_device(device)
-    if where.type == "cuda":
-        return torch.cuda.get_device_properties(where).L2_cache_size / 2**20
-    try:
-        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii")
-        return float(size.strip().removesuffix("K")) / 1024
-    except (OSError, ValueError):
-        return None
-
-
-def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 _known: dict[str, Ceilings] = {}  # by device
 
 
@@ -186,8 +162,6 @@ def measured_ceilings(device: torch.device | str | None = None) -> Ceilings:
     Results are kept for the life of the process, and raised where a later measurement beats them
     (`raise_beaten`): a ceiling that is beaten judges nothing.
     """
-    from labsupport.profiling.timing import resolve_device
-
     where = str(resolve_device(device))
     if where not in _known:
         _known[where] = measure_ceilings(where)
@@ -225,11 +199,6 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
     On a CPU copied tensors exceed the caches (256 MiB), on a GPU they have 1 GiB; matrices grow
     until one multiplication takes about 50 ms.
     """
-    import torch
-
-    from labsupport.profiling.health import warn_if_busy
-    from labsupport.profiling.timing import measure_time, resolve_device
-
     where = resolve_device(device)
     on_gpu = where.type == "cuda"
     dtypes = ["float32", "bfloat16", "float16"]
@@ -257,8 +226,6 @@ def measure_ceilings(device: torch.device | str | None = None) -> Ceilings:
 
 def _copy(nbytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
     """A copy, and the bytes that it reads and writes."""
-    import torch
-
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source), 2.0 * nbytes
@@ -266,10 +233,6 @@ def _copy(nbytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
 
 def _product(name: str, device: torch.device) -> tuple[Callable[[], Any], float]:
     """The largest square product that takes about 50 ms or less, and its FLOPs."""
-    import torch
-
-    from labsupport.profiling.timing import now
-
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     size, largest = (2048, 16384) if device.type == "cuda" else (256, 2048)
 

@@ -42,8 +42,10 @@ class Check:
 
 def check_health() -> list[Check]:
     """All findings about disturbances here; takes about 0.2 s."""
+    load = watch_load()
+    time.sleep(0.2)
     gpus = [check for gpu in read_gpus() for check in judge_gpu(gpu)]
-    return [*gpus, *check_launches(os.environ.get("CUDA_LAUNCH_BLOCKING")), check_load()]
+    return [*gpus, *check_launches(os.environ.get("CUDA_LAUNCH_BLOCKING")), load()]
 
 
 def check_launches(blocking: str | None) -> list[Check]:
@@ -94,27 +96,20 @@ def judge_gpu(gpu: GpuState) -> list[Check]:
     return [users, clocks, power, persistence]
 
 
-def check_load(seconds: float = 0.2) -> Check:
-    """Work of other processes, watched for a moment."""
-    load = _Load()
-    time.sleep(seconds)
-    return load.check()
+def watch_load() -> Callable[[], Check]:
+    """Return a function that says how much other processes have worked since now."""
+    start, own, all_of_it = time.perf_counter(), time.process_time(), _busy_seconds()
 
-
-class _Load:
-    """The work of other processes since this object was made."""
-
-    def __init__(self) -> None:
-        self.start, self.own, self.all = time.perf_counter(), time.process_time(), _busy_seconds()
-
-    def check(self) -> Check:
-        cores, seconds = psutil.cpu_count() or 1, max(time.perf_counter() - self.start, 1e-3)
-        busy = _busy_seconds() - self.all - (time.process_time() - self.own)
+    def found() -> Check:
+        cores, seconds = psutil.cpu_count() or 1, max(time.perf_counter() - start, 1e-3)
+        busy = _busy_seconds() - all_of_it - (time.process_time() - own)
         others = min(max(0.0, busy / seconds), float(cores))
         detail = f"other processes use {others:.1f} of {cores} cores"
         if others > BUSY_SHARE * cores:
             return Check("CPU load", "warn", f"{detail}: timings will vary", QUIET)
         return Check("CPU load", "ok", detail)
+
+    return found
 
 
 def _busy_seconds() -> float:
@@ -142,11 +137,11 @@ def warn_if_busy(recorded: Callable[[], str] = str) -> Iterator[None]:
         yield
         return
     _spoken.append(None)
-    load = _Load()
+    load = watch_load()
     try:
         yield
     finally:
         _spoken.pop()
-    if (found := load.check()).status == "warn":
+    if (found := load()).status == "warn":
         _spoken.append(cell)
         print(f"Busy machine: {found.detail} and be too long. {recorded()}".rstrip())

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from labsupport.paths import data_dir
 
 if TYPE_CHECKING:
-    import argparse
-
     import pandas as pd
 
 
@@ -50,31 +48,6 @@ def save_run(
     (target / "provenance.json").write_text(text + "\n", encoding="utf-8")
     table.to_csv(target / "results.csv", index=False)
     return target
-
-
-def add_save_options(parser: argparse.ArgumentParser) -> None:
-    """Give a command that measures the options --save NAME and --overwrite."""
-    parser.add_argument(
-        "--save", metavar="NAME", type=check_run_name, help="keep the table under data/runs/NAME"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a saved run of that name")
-
-
-def save_if_asked(table: pd.DataFrame, options: argparse.Namespace) -> None:
-    """Keep a command's table under the name given with --save, if any, and say where.
-
-    What took minutes to measure is not lost to a name that is taken: without --overwrite the table
-    is kept under the next free one, NAME-2, NAME-3, ...
-    """
-    if not options.save:
-        return
-    free, number = options.save, 1
-    while not options.overwrite and (runs_dir() / free / "results.csv").exists():
-        number += 1
-        free = f"{options.save}-{number}"
-    print(f"saved: {save_run(table, free, overwrite=options.overwrite)}")
-    if number > 1:
-        print(f"{options.save} exists already; --overwrite would have replaced it")
 
 
 def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:

@@ -19,7 +19,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,6 @@ MIN_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache sold so far
 LEAD_CALLS, LEAD_MS = 4, 10.0  # calls in front of a timed one on a GPU, and their time, at most
 SHORT_MS, IN_A_ROW = 1.0, 5  # on a CPU
 SLOW_CALL_SECONDS = 0.5  # a CPU call slower than this gets no second warm-up call
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0 <= q <= 1) of `values`, linearly interpolated."""
-    return float(np.quantile(values, q))
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,12 @@ class Samples:
     @property
     def q1(self) -> float:
         """First quartile."""
-        return quantile(self.samples, 0.25)
+        return float(np.quantile(self.samples, 0.25))
 
     @property
     def q3(self) -> float:
         """Third quartile."""
-        return quantile(self.samples, 0.75)
+        return float(np.quantile(self.samples, 0.75))
 
 
 @dataclass(frozen=True)
@@ -219,6 +214,39 @@ def cuda_clock(fn: Call, device: torch.device) -> Callable[[], float]:
 def _larger_than_the_cache(device: torch.device) -> torch.Tensor:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return torch.empty(max(MIN_FLUSH_BYTES, 2 * l2_bytes), dtype=torch.int8, device=device)
+
+
+def captured(fn: Call, device: torch.device) -> tuple[Call, bool]:
+    """Record what `fn()` launches as a CUDA graph, whose replay costs the CPU some microseconds.
+
+    Args:
+        fn: the call; every replay reads the tensors that it read here. Its result is dropped.
+        device: on a CPU nothing is recorded.
+
+    Returns:
+        the replay and True; `fn` itself and False where it cannot be recorded (it waits for the
+        GPU, for example).
+    """
+    if device.type != "cuda":
+        return fn, False
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                fn()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                fn()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return fn, False
+    return graph.replay, True
 
 
 def ratio_of(a: Timing, b: Timing, names: tuple[str, str] = ("a", "b")) -> Ratio:

@@ -24,8 +24,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from labsupport.profiling.memory import cpu_memory_changes, without_allocator_warning
-from labsupport.profiling.tensors import trace_tensors
+from labsupport.profiling.memory import (
+    cpu_memory_changes,
+    trace_tensors,
+    without_allocator_warning,
+)
 from labsupport.profiling.timing import now, resolve_device
 
 if TYPE_CHECKING:

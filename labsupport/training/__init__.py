@@ -22,33 +22,3 @@ from labsupport.training.memory import chunked_cross_entropy, memory_limit
 from labsupport.training.planner import measure_step, plan_memory, what_fits
 from labsupport.training.tokens import ByteTokenizer, gpt2_tokenizer
 from labsupport.training.train import TrainingDivergedError, train
-
-__all__ = [
-    "PRESETS",
-    "ByteTokenizer",
-    "CheckpointError",
-    "Checkpoints",
-    "Decoder",
-    "DecoderConfig",
-    "History",
-    "MemoryOptions",
-    "ResumeError",
-    "StepRow",
-    "TrainConfig",
-    "TrainingDivergedError",
-    "batches",
-    "chunked_cross_entropy",
-    "dialogue",
-    "from_transformers",
-    "gpt2_tokenizer",
-    "help_documents",
-    "measure_step",
-    "memory_limit",
-    "pack",
-    "plan_memory",
-    "records",
-    "source_documents",
-    "tensors",
-    "train",
-    "what_fits",
-]

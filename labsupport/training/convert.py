@@ -17,38 +17,37 @@ from labsupport.training.decoder import Decoder
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-# Their layer: ours. Of several, one lies below the other in theirs.
+# Their layer: ours, N the block's number. Of several, one lies below the other in theirs.
 _LAYERS = {
     "gpt2": {
         "transformer.wte": "embedding",
         "transformer.wpe": "position_embedding",
+        "transformer.h.N.ln_1": "blocks.N.attention_norm",
+        "transformer.h.N.attn.c_attn": (
+            "blocks.N.attention.query blocks.N.attention.key blocks.N.attention.value"
+        ),
+        "transformer.h.N.attn.c_proj": "blocks.N.attention.out",
+        "transformer.h.N.ln_2": "blocks.N.mlp_norm",
+        "transformer.h.N.mlp.c_fc": "blocks.N.mlp.up",
+        "transformer.h.N.mlp.c_proj": "blocks.N.mlp.down",
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
-    "llama": {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"},
-}
-_BLOCK = {
-    "gpt2": {
-        "ln_1": "attention_norm",
-        "attn.c_attn": "attention.query attention.key attention.value",
-        "attn.c_proj": "attention.out",
-        "ln_2": "mlp_norm",
-        "mlp.c_fc": "mlp.up",
-        "mlp.c_proj": "mlp.down",
-    },
     "llama": {
-        "input_layernorm": "attention_norm",
-        "self_attn.q_proj": "attention.query",
-        "self_attn.k_proj": "attention.key",
-        "self_attn.v_proj": "attention.value",
-        "self_attn.o_proj": "attention.out",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.gate_proj": "mlp.gate",
-        "mlp.up_proj": "mlp.up",
-        "mlp.down_proj": "mlp.down",
+        "model.embed_tokens": "embedding",
+        "model.layers.N.input_layernorm": "blocks.N.attention_norm",
+        "model.layers.N.self_attn.q_proj": "blocks.N.attention.query",
+        "model.layers.N.self_attn.k_proj": "blocks.N.attention.key",
+        "model.layers.N.self_attn.v_proj": "blocks.N.attention.value",
+        "model.layers.N.self_attn.o_proj": "blocks.N.attention.out",
+        "model.layers.N.post_attention_layernorm": "blocks.N.mlp_norm",
+        "model.layers.N.mlp.gate_proj": "blocks.N.mlp.gate",
+        "model.layers.N.mlp.up_proj": "blocks.N.mlp.up",
+        "model.layers.N.mlp.down_proj": "blocks.N.mlp.down",
+        "model.norm": "norm",
+        "lm_head": "head",
     },
 }
-_BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
 def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
@@ -60,11 +59,11 @@ def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
         ValueError: the model is of another family, or computes what a Decoder cannot.
     """
     config, family = _our_config(model), model.config.model_type
-    layers = dict(_LAYERS[family])
-    for number in range(config.layers):
-        for theirs, ours in _BLOCK[family].items():
-            own = (f"blocks.{number}.{name}" for name in ours.split())
-            layers[f"{_BLOCKS[family]}.{number}.{theirs}"] = " ".join(own)
+    layers = {
+        theirs.replace("N", str(number)): ours.replace("N", str(number))
+        for number in range(config.layers)
+        for theirs, ours in _LAYERS[family].items()
+    }
     with torch.device("meta"):  # draws no weights that would be thrown away
         decoder = Decoder(config)
     weights, state = model.state_dict(), {}

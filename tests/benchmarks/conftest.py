@@ -3,9 +3,6 @@
 import pytest
 
 from labsupport.profiling import runs
-from tests.distributed.workers import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture

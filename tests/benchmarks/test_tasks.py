@@ -56,24 +56,30 @@ def test_a_text_is_read_once_and_questions_see_it_but_for_what_is_left_out():
     torch.testing.assert_close(weights, torch.stack([layer[0, :, -1, :12] for layer in own]))
 
 
-class Words:
-    """A tokenizer of words and signs, each with the space before it."""
+class Tokens:
+    """A tokenizer by a regular expression, which leaves no character out."""
 
-    def __init__(self):
-        self.known = {}
+    def __init__(self, pattern=r"(?s)."):
+        self.pattern, self.known = pattern, {}
 
     def __call__(self, text, **_):
-        spans = [m.span() for m in re.finditer(r"\s*(?:\w+|[^\w\s])|\s+\Z", text)]
-        ids = [self.known.setdefault(text[a:b].strip(), len(self.known)) for a, b in spans]
+        spans = [match.span() for match in re.finditer(self.pattern, text)]
+        parts = (text[a:b].strip() or text[a:b] for a, b in spans)
+        ids = [self.known.setdefault(part, len(self.known)) for part in parts]
         return {"input_ids": ids, "offset_mapping": spans}
 
     def encode(self, text, **_):
         return self(text)["input_ids"]
 
+    def decode(self, ids):
+        names = list(self.known)
+        return "".join(names[int(i)] for i in ids)
+
 
 @pytest.fixture
 def words():
-    return Words()
+    """Words and signs, each with the space before it."""
+    return Tokens(r"\s*(?:\w+|[^\w\s])|\s+\Z")
 
 
 def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words):
@@ -141,15 +147,9 @@ def test_answers_are_the_likeliest_and_evidence_is_what_they_lose_most_without(w
 
 
 def test_scores_of_answers_are_shares_by_window():
-    columns = {
-        "visible": [0, 1, 1, 1],
-        "right": [1, 1, 1, 0],
-        "recent": [0, 0, 0, 1],
-        "search": [0, 1, 1, 1],
-        "evidence_right": [0, 1, 0, 1],
-        "lost": [0, 1, 1, 1],
-    }
-    table = pd.DataFrame(columns).astype(bool).assign(window=8, chance=0.25)
+    names = ["visible", "right", "recent", "search", "evidence_right", "lost"]
+    rows = [(0, 1, 0, 0, 0, 0), (1, 1, 0, 1, 1, 1), (1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 1, 1)]
+    table = pd.DataFrame(rows, columns=names, dtype=bool).assign(window=8, chance=0.25)
     (row,) = score_answers(table).to_dict("records")
     expected = {"window": 8, "questions": 4, "visible": 0.75, "right": 0.75}
     expected |= {"recent": 0.25, "search": 0.75, "chance": 0.25, "right_visible": 2 / 3}
@@ -181,22 +181,6 @@ def test_sites_are_calls_of_functions_and_methods_that_the_file_defines():
     assert all(SOURCE[site.end] == "(" for site in sites)
 
 
-class Characters:
-    """A tokenizer of so many characters a token."""
-
-    def __init__(self, size=1):
-        self.size, self.known = size, {}
-
-    def __call__(self, text, **_):
-        spans = [(i, min(i + self.size, len(text))) for i in range(0, len(text), self.size)]
-        ids = [self.known.setdefault(text[a:b], len(self.known)) for a, b in spans]
-        return {"input_ids": ids, "offset_mapping": spans}
-
-    def decode(self, ids):
-        names = {number: text for text, number in self.known.items()}
-        return "".join(names[int(i)] for i in ids)
-
-
 class Knows:
     """A model that knows the file by heart, apart from some places; there it says another token."""
 
@@ -215,7 +199,7 @@ class Knows:
 
 
 def test_a_model_that_knows_the_file_is_right_at_each_site_once():
-    source, tokenizer, window = source_text("textwrap"), Characters(3), 40
+    source, tokenizer, window = source_text("textwrap"), Tokens("(?s).{1,3}"), 40
     model = Knows(tokenizer(source)["input_ids"])
     table = predict_calls(model, tokenizer, source, window)
     assert list(table.start) == [site.start for site in call_sites(source)]
@@ -226,22 +210,17 @@ def test_a_model_that_knows_the_file_is_right_at_each_site_once():
 
 
 def test_a_wrong_letter_or_a_name_that_goes_on_is_wrong():
-    source, tokenizer = "def ab(): pass\ndef abc(): pass\nab()\n", Characters()
+    source, tokenizer = "def ab(): pass\ndef abc(): pass\nab()\n", Tokens()
     ids, call = tokenizer(source)["input_ids"], len("def ab(): pass\ndef abc(): pass\n")
     letter = {name: tokenizer.known[name] for name in "ac"}
-    for place, instead, right in (
-        (0, "c", False),
-        (1, "a", False),
-        (2, "c", False),
-        (3, "a", True),
-    ):
+    for place, instead in enumerate("caca"):
         model = Knows(ids, {call + place: letter[instead]})
-        assert list(predict_calls(model, tokenizer, source, 64).model) == [right]
+        assert list(predict_calls(model, tokenizer, source, 64).model) == [place == 3]
 
 
 def test_what_is_reachable_and_each_baseline_depend_on_what_the_model_sees():
     calls = "far()\nfar()\nx = b()\nfar()\nx = b()\n"
-    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Characters()
+    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Tokens()
     model = Knows(tokenizer(source)["input_ids"])
     table = predict_calls(model, tokenizer, source, 32)
     assert list(table.distance)[:2] == [source.index("far()\n") - 4, 6]

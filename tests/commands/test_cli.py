@@ -33,18 +33,26 @@ def test_importing_the_package_imports_nothing_else(project):
         _ = labsupport.atention
 
 
-def test_importing_attention_leaves_the_rest_alone(project):
-    heavy = {"pandas", "matplotlib", "typer", "nbgrader", "flash_attn", "xformers", "transformers"}
-    assert not heavy & modules_after("import labsupport.attention", project)
-
-
-def test_help_and_the_quick_doctor_do_not_import_torch(project):
-    code = (
-        "from labsupport.cli import app; from typer.testing import CliRunner; "
-        "assert '--loss-chunk' in CliRunner().invoke(app, ['train', '--help']).output; "
-        "from labsupport.profiling import environment; environment.diagnose(quick=True)"
-    )
-    assert "torch" not in modules_after(code, project)
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import labsupport.attention", "pandas matplotlib typer nbgrader flash_attn transformers"),
+        (
+            "from labsupport.cli import app; from typer.testing import CliRunner; "
+            "assert '--loss-chunk' in CliRunner().invoke(app, ['train', '--help']).output",
+            "torch pandas matplotlib numpy",
+        ),
+        (
+            "from labsupport.commands.monitor import run_monitored; "
+            "from labsupport.profiling import environment, monitor; "
+            "assert len(environment.diagnose(quick=True)) >= 4",
+            "torch pandas matplotlib numpy",
+        ),
+    ],
+    ids=["attention", "help", "doctor and monitor"],
+)
+def test_what_starts_fast_imports_nothing_heavy(project, code, absent):
+    assert not set(absent.split()) & modules_after(code, project)
 
 
 def test_the_program_knows_its_version(project):

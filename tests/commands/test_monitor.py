@@ -4,14 +4,12 @@ import csv
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
-from typer.testing import CliRunner
 
-from labsupport.cli import app
 from labsupport.commands.monitor import run_monitored
+from tests.fresh import wait_for
 
 MIB = 2**20
 STEPS = """
@@ -42,19 +40,6 @@ def around(code, **options):
     named = [f"--{name}={value}" for name, value in options.items()]
     monitor = ["-c", "from labsupport.cli import main; main()", "monitor", *named]
     return [*monitor, "--", sys.executable, "-c", code]
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def said_by(process):
-    """The text that a started process has printed so far."""
-    file = process.folder / "stdout"
-    return file.read_text() if file.exists() else ""
 
 
 def test_the_samples_follow_the_program_and_its_child(python, tmp_path):
@@ -118,7 +103,7 @@ def test_no_file_is_overwritten_and_nothing_runs_before_that_is_known(tmp_path):
 def test_control_c_reaches_the_program_first_and_then_the_files_are_written(python, tmp_path):
     out = tmp_path / "memory.csv"
     process = python.start(*around(STUBBORN, out=out))
-    wait_for(lambda: said_by(process) == "ready\n")
+    wait_for(lambda: process.read() == "ready\n")
     process.send_signal(signal.SIGINT)
     done = process.finish()
     assert done.stdout.split() == ["ready", "noted", "tidied"]  # once: the signal came to it once
@@ -129,7 +114,7 @@ def test_control_c_reaches_the_program_first_and_then_the_files_are_written(pyth
 def test_the_live_view_is_a_line_at_a_time_and_goes_with_a_program(python, capfd):
     main = ["-c", "from labsupport.cli import main; main()"]
     process = python.start(*main, "monitor", "--live", "--interval", "0.01")
-    wait_for(lambda: said_by(process).count("\n") >= 3)
+    wait_for(lambda: process.read().count("\n") >= 3)
     process.send_signal(signal.SIGINT)
     done = process.finish()
     assert done.returncode == 0, done.stderr
@@ -137,16 +122,3 @@ def test_the_live_view_is_a_line_at_a_time_and_goes_with_a_program(python, capfd
     assert all("CPU" in line and "memory" in line and "\x1b" not in line for line in lines)
     assert run_monitored(["sleep", "0.3"], live=0.1) == 0
     assert capfd.readouterr().err.count("CPU") >= 2
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "which program"),
-        (["--live", "--out", "x.csv"], "give one after --"),
-        (["--live", "--interval", "0"], "0.001 s or more"),
-    ],
-)
-def test_options_that_do_not_fit_together_are_refused(options, words):
-    done = CliRunner().invoke(app, ["monitor", *options])
-    assert words in str(done.exception)

@@ -5,12 +5,11 @@ import io
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from labsupport.commands.ring import ring_app
 from labsupport.distributed import ring_programs
 from labsupport.distributed.ring import kernels
 from labsupport.profiling import runs
+from tests.commands.program import program
 
 SIZES = {"seqlens": [8], "heads": 2, "kv_heads": [1], "head_dim": 4, "max_seconds_per_case": 0.01}
 
@@ -105,23 +104,9 @@ def test_a_kernel_that_is_not_here_and_a_length_that_cannot_be_cut_fail(workers)
 
 @pytest.mark.slow
 def test_the_command_starts_its_processes_itself(capfd):
-    arguments = ["check", "--processes", "2", "--kernel", "native,flash_torch"]
-    done = CliRunner().invoke(ring_app, [*arguments, "--dtype", "bfloat16"])
-    printed = done.output + capfd.readouterr().out
-    assert done.exit_code == 0, printed
+    line = "ring check --processes 2 --kernel native,flash_torch --dtype bfloat16"
+    printed = program(*line.split()).output + capfd.readouterr().out
     assert all(part in printed for part in ("all is well", "a hop of 8 bytes", "rank 1:"))
-
-
-def test_the_command_refuses_before_a_process_is_started():
-    for arguments, message in (
-        (["check", "--kernel", "flash"], "there are cudnn, native"),
-        (["bench", "--layouts", "stripes"], "there are contiguous, zigzag"),
-        (["check", "--heads", "5"], "--heads must be a multiple of --kv-heads"),
-        (["bench", "--save", "no/name"], "no name for a run"),
-        (["bench", "--save", "ring-h200"], "there is a run ring-h200"),
-    ):
-        with pytest.raises((ValueError, OSError), match=message):
-            CliRunner().invoke(ring_app, arguments, catch_exceptions=False)
 
 
 # --- bench ----------------------------------------------------------------------------------------
@@ -160,18 +145,19 @@ def test_what_fails_on_one_rank_is_a_row_on_all_and_the_next_case_runs(workers):
     assert (native["status"], cudnn["status"]) == ("ok", "unsupported")
 
 
-def bench_here(folder, arguments):
+def bench_here(folder, line):
     """Run the command as a rank of torchrun would, with the runs in a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "runs_dir", lambda: folder)
-        return CliRunner().invoke(ring_app, ["bench", *arguments]).exit_code
+        program(*line.split(), "--rows", folder / "rows.csv")
 
 
 def test_the_bench_command_saves_a_run_and_skips_what_has_not_begun_in_time(pool, tmp_path):
-    sizes = ["--seqlen", "8", "--heads", "2", "--kv-heads", "1", "--head-dim", "4"]
-    options = ["--implementations", "native", "--limit", "0", "--save", "here"]
-    arguments = [*sizes, *options, "--rows", str(tmp_path / "rows.csv")]
-    assert pool(2, joined=False).run(bench_here, tmp_path, arguments, ranks=1) == [0]
+    line = (
+        "ring bench --seqlen 8 --heads 2 --kv-heads 1 --head-dim 4 --implementations native "
+        "--limit 0 --save here"
+    )
+    pool(2, joined=False).run(bench_here, tmp_path, line, ranks=1)
     for file in ("here/results.csv", "rows.csv"):
         first, *rows = (tmp_path / file).read_text().splitlines()
         assert first.startswith("world,layout,")

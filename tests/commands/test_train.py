@@ -2,27 +2,23 @@
 
 import re
 import sys
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from labsupport.cli import app
 from labsupport.commands.train_options import out_of_memory, plan, prepare, shape
 from labsupport.training import Checkpoints
 from labsupport.training.config import PRESETS
+from tests.commands.program import program
 
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 128, "--data", "records"]
 
 
-def program(*arguments, ok=True):
-    command = ["train", *SMALL, "--device", "cpu", "--quiet", *arguments]
-    done = CliRunner().invoke(app, list(map(str, command)))
-    if ok:
-        assert done.exit_code == 0, (done.output, done.exception)
-    return done
+train = partial(program, "train", *SMALL, "--device", "cpu", "--quiet")
 
 
 def prepared(**options):
@@ -30,27 +26,26 @@ def prepared(**options):
     return prepare(defaults | options, torch.device("cpu"))
 
 
-def final_loss(done):
-    return float(re.search(r"([\d.]+) at step \d+\n", done.stdout)[1])
-
-
 def test_it_prints_the_plan_and_the_result():
-    done = program("--steps", 3, "--accumulation", 2)
-    for part in (
-        "1 layers of 32, 2 heads", "256 tokens a step (2 x 128), float32 on cpu",
-        "all activations are kept, MLP at once, loss at once; attention: auto",
-        " at step 0, ", " at step 2", "tokens/s (median step)",
-        "sdpa_flash ran (aten::_scaled_dot_product_flash_attention_for_cpu",
-    ):  # fmt: skip
-        assert part in done.stdout
-    result = done.stdout
+    done = train("--steps", 3, "--accumulation", 2)
+    plan, result = done.stdout.split(" at step 0, ")
+    assert "1 layers of 32, 2 heads" in plan
+    assert "256 tokens a step (2 x 128), float32 on cpu\n" in plan
+    for part in (" at step 2", "tokens/s (median step)",
+                 "sdpa_flash ran (aten::_scaled_dot_product_flash_attention_for_cpu"):  # fmt: skip
+        assert part in result
     assert 4 < float(re.search(r"validation ([\d.]+) after step 2", result)[1]) < 7
     assert re.search(r"sample +['\"]The ", result)
     assert done.stderr == ""
+    train("--steps", 1, "--dtype", "float16", "--residual", "bfloat16")
 
 
 def test_the_plan_says_what_was_chosen():
+    frugal = {"checkpoint_layers": True, "mlp_chunk": 64, "loss_chunk": 100}
     for options, words in (
+        ({}, "all activations are kept, MLP at once, loss at once; attention: auto"),
+        (frugal, "each block's input is kept, MLP in chunks of 64 tokens, loss in chunks of 100 "),
+        ({"attention": "standard"}, "attention: standard"),
         ({"dtype": "float16", "residual": "bfloat16"}, "float16 on cpu\n"),
         ({"residual": "bfloat16"}, "residual stream in bfloat16"),
         ({"rope_base": 5e5, "rope_scaling": 2.0}, "positions, base 500,000, divided by 2)"),
@@ -60,48 +55,27 @@ def test_the_plan_says_what_was_chosen():
         assert words in plan(prepared(**options), torch.device("cpu"))
 
 
+def test_joined_documents_see_one_another_and_are_another_run():
+    run = prepared(join_documents=True, length="64", steps=1)
+    assert [batch.keys() for batch in run.open_batches("all")(0)] == [{"tokens", "labels"}]
+    assert run.run_config["joined"]
+
+
 def test_a_run_in_a_folder_goes_on_where_it_stopped_and_another_is_refused(tmp_path):
-    program("--steps", 3, "--folder", tmp_path / "whole")
-    program(*("--steps", 2, "--decay-steps", 3, "--folder", tmp_path, "--checkpoint-every", 1))
-    assert len(pd.read_csv(tmp_path / "history.csv")) == 2
-    program("--steps", 3, "--folder", tmp_path)
-    table = pd.read_csv(tmp_path / "history.csv")
-    whole = pd.read_csv(tmp_path / "whole" / "history.csv")
-    assert list(table["step"]) == list(range(3))
-    assert table[["loss", "grad_norm"]].equals(whole[["loss", "grad_norm"]])
+    run = ["--folder", tmp_path, "--policy", "bfloat16"]
+    train("--steps", 2, "--decay-steps", 3, "--checkpoint-every", 1, *run)
+    train("--steps", 3, *run)
+    assert list(pd.read_csv(tmp_path / "history.csv")["step"]) == [0, 1, 2]
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert len(Checkpoints(tmp_path).paths()) == 2
-    complete = program("--steps", 3, "--folder", tmp_path)
+    complete = train("--steps", 3, *run)
     assert "none ran: the run in the folder is complete" in complete.stdout
-    other = ["--steps", 3, "--folder", tmp_path, "--seed", 1, "--length", 64, "--kv-heads", 1]
-    done = program(*other, ok=False)
-    assert done.exit_code == 1
-    for told in ("seed was 0 and is 1", "length was 128 and is 64",
+    other = ["--steps", 3, *run[:2], "--seed", 1, "--length", 64, "--kv-heads", 1]
+    done = train(*other, ok=False)
+    for told in ("seed was 0 and is 1", "length was 128 and is 64", "policy was {",
                  "model.kv_heads was None and is 1", "--fresh"):  # fmt: skip
         assert told in str(done.exception)
-    program(*other, "--fresh")
-
-
-def test_ways_to_save_memory_do_not_change_the_course():
-    run = ["--steps", 3, "--learning-rate", 3e-3]
-    frugal = ["--checkpoint-layers", "--mlp-chunk", 64, "--loss-chunk", 100]
-    done = program(*run, *frugal, "--attention", "standard")
-    saved = "each block's input is kept, MLP in chunks of 64 tokens, loss in chunks of 100 tokens"
-    assert saved in done.stdout
-    assert "standard ran" in done.stdout
-    assert final_loss(done) == pytest.approx(final_loss(program(*run)), abs=2e-3)
-
-
-def test_it_trains_in_float16_and_under_a_policy_with_which_alone_it_goes_on(tmp_path):
-    run = ["--learning-rate", 3e-3, "--warmup-steps", 0, "--folder", tmp_path]
-    program("--steps", 1, "--decay-steps", 3, *run, "--policy", "bfloat16")
-    refused = program("--steps", 3, *run, ok=False)
-    assert "policy was {" in str(refused.exception)
-    assert "and is None" in str(refused.exception)
-    resumed = program("--steps", 3, *run, "--policy", "bfloat16", "--loss-chunk", 100)
-    full = program("--steps", 3, *run[:4])
-    assert final_loss(resumed) == pytest.approx(final_loss(full), abs=2e-2)
-    program("--steps", 1, "--dtype", "float16", "--residual", "bfloat16")
+    train(*other, "--fresh")
 
 
 @pytest.mark.slow
@@ -132,30 +106,9 @@ def test_remedies_that_are_in_use_are_not_named():
         assert re.findall(r"--[\w-]+", text) == named
 
 
-def test_what_makes_no_sense_is_refused_by_name():
-    for wrong, told in (
-        (["--preset", "huge"], "no preset 'huge'"),
-        (["--family", "bert"], "unknown family 'bert'"),
-        (["--data", "novels"], "unknown data 'novels'"),
-        (["--tokens", "letters"], "unknown tokens 'letters'"),
-        (["--length", "1 mile"], "no length"),
-        (["--dtype", "int8"], "--dtype 'int8'"),
-        (["--residual", "int8"], "--residual 'int8'"),
-        (["--policy", "int8"], "--policy 'int8'"),
-        (["--policy", "bfloat16", "--dtype", "bfloat16"], "--dtype and --policy both"),
-        (["--attention", "flesh"], "flesh"),
-        (["--steps", 0], "steps is 0"),
-        (["--memory-limit", "much"], "'much' is not a size"),
-        (["--fresh"], "--folder"),
-    ):
-        done = program(*wrong, ok=False)
-        assert done.exit_code == 1
-        assert told in str(done.exception)
-
-
 def test_a_run_that_diverges_keeps_the_curves_of_the_steps_before(tmp_path):
     arguments = ["--steps", 5, "--learning-rate", 1e30, "--warmup-steps", 0, "--folder", tmp_path]
-    done = program(*arguments, ok=False)
+    done = train(*arguments, ok=False)
     assert "step 1, micro-batch 0" in str(done.exception)
     assert len(pd.read_csv(tmp_path / "history.csv")) == 1
     assert (tmp_path / "loss.png").exists()

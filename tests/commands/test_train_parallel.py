@@ -3,34 +3,18 @@
 import re
 import signal
 import sys
+from functools import partial
 
 import pandas as pd
-import psutil
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from labsupport.cli import app
+from tests.commands.program import program
 
 SMALL = ["--layers", 1, "--width", 32, "--heads", 2, "--length", 126, "--data", "records"]
 
 
-def program(*arguments, ok=True, env=None):
-    command = ["train", *SMALL, "--device", "cpu", "--quiet", *arguments]
-    done = CliRunner().invoke(app, list(map(str, command)), env=env)
-    if ok:
-        assert done.exit_code == 0, (done.output, done.exception)
-    return done
+train = partial(program, "train", *SMALL, "--device", "cpu", "--quiet")
 
-
-@pytest.fixture
-def nobody_is_left():
-    before = set(psutil.Process().children(recursive=True))
-    yield
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 COURSE = ["--steps", 3, "--accumulation", 3, "--learning-rate", 3e-3]
 
@@ -39,28 +23,12 @@ COURSE = ["--steps", 3, "--accumulation", 3, "--learning-rate", 3e-3]
 def one(tmp_path_factory):
     """The folder of a run of one process."""
     folder = tmp_path_factory.mktemp("one")
-    program(*COURSE, "--folder", folder)
+    train(*COURSE, "--folder", folder)
     return folder
 
 
-def assert_takes_the_steps_of(one, two, printed, said):
-    two, one = (pd.read_csv(folder / "history.csv") for folder in (two, one))
-    assert two["loss"].tolist() == pytest.approx(one["loss"].tolist(), rel=1e-5)
-    assert two["grad_norm"].tolist() == pytest.approx(one["grad_norm"].tolist(), rel=1e-4)
-    assert two["tokens"].tolist() == one["tokens"].tolist()  # what fills a ring's shards up is none
-    assert re.search(said, printed), printed
-    assert re.search(r"each rank  peak [\d.]+ MiB, [\d.]+ MiB\n", printed)
-
-
-@pytest.mark.slow
-def test_the_command_starts_its_processes_and_takes_the_steps_of_one(one, tmp_path):
-    done = program(*COURSE, "--parallel", "ring", "--processes", 2, "--folder", tmp_path)
-    said = r"ring: 2 ranks, each with 64 tokens of every sequence \(zigzag shards\)"
-    assert_takes_the_steps_of(one, tmp_path, done.stdout, said)
-
-
 def on_a_rank(arguments):
-    return program(*arguments).stdout
+    return train(*arguments).stdout
 
 
 @pytest.mark.parametrize(
@@ -79,19 +47,24 @@ def test_two_ranks_under_torchrun_take_the_steps_of_one_process(
 ):
     arguments = [*COURSE, "--folder", tmp_path, "--parallel", *parallel]
     first, second = pool(2, joined=False).run(on_a_rank, arguments)
-    assert_takes_the_steps_of(one, tmp_path, first, said)
+    alone, two = (pd.read_csv(folder / "history.csv") for folder in (one, tmp_path))
+    assert two["loss"].tolist() == pytest.approx(alone["loss"].tolist(), rel=1e-5)
+    assert two["grad_norm"].tolist() == pytest.approx(alone["grad_norm"].tolist(), rel=1e-4)
+    assert two["tokens"].equals(alone["tokens"])  # what fills a ring's shards up is none
+    assert re.search(said, first), first
+    assert re.search(r"each rank  peak [\d.]+ MiB, [\d.]+ MiB\n", first)
     assert second == ""
     # The folder is a run of several processes now, and goes on as such only.
-    refused = program(*COURSE, "--folder", tmp_path, ok=False)
+    refused = train(*COURSE, "--folder", tmp_path, ok=False)
     assert "holds a run of several processes" in str(refused.exception)
-    refused = program(*COURSE, "--folder", one, "--parallel", "ddp", "--processes", 2, ok=False)
+    refused = train(*COURSE, "--folder", one, "--parallel", "ddp", "--processes", 2, ok=False)
     assert "holds a run of one process" in str(refused.exception)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory_limit is Linux's")
 def test_out_of_memory_names_the_rank_and_the_remedies(nobody_is_left):
-    done = program(
+    done = train(
         *("--parallel", "ring", "--processes", 1, "--length", "512K", "--steps", 1),
         *("--memory-limit", "1500MiB", "--width", 128, "--attention", "native"),
         ok=False,
@@ -102,58 +75,12 @@ def test_out_of_memory_names_the_rank_and_the_remedies(nobody_is_left):
     assert "Traceback" not in done.stderr
 
 
-RING = ["--parallel", "ring", "--processes", 2]
-DDP = ["--parallel", "ddp", "--processes", 2]
-
-
-def test_options_that_make_no_sense_together_are_refused_by_a_sentence():
-    for wrong, told in (
-        (["--parallel", "pipeline"], "unknown --parallel 'pipeline'; known: ddp, fsdp, ring"),
-        (["--processes", 2], "--processes goes with --parallel ddp, fsdp or ring"),
-        ([*DDP, "--contiguous"], "--contiguous goes with --parallel ring"),
-        ([*RING, "--cpu-offload"], "--cpu-offload goes with --parallel fsdp"),
-        (["--parallel", "ring"], "how many processes?"),
-        ([*RING, "--policy", "bfloat16"], "neither --policy nor float16"),
-        ([*RING, "--dtype", "float16"], "neither --policy nor float16"),
-        ([*RING, "--data", "source"], "packs several documents into a sequence"),
-        ([*RING, "--attention", "sdpa_flash"], "--attention 'sdpa_flash': a ring has auto, "),
-        ([*DDP, "--attention", "flesh"], "flesh"),
-        ([*RING, "--device", "cuda:1"], "with --parallel it is cpu or cuda"),
-        ([*RING, "--preset", "huge"], "no preset 'huge'"),
-        (DDP, "--accumulation 1 leaves some of 2 ranks without a sequence"),
-    ):
-        done = program(*wrong, ok=False)
-        assert isinstance(done.exception, ValueError)
-        assert told in str(done.exception)
-
-
 def test_control_c_ends_all_processes_and_says_how_to_go_on(nobody_is_left):
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)  # its process still imports PyTorch
     try:
-        done = program("--parallel", "ring", "--processes", 1, ok=False)
+        done = train("--parallel", "ring", "--processes", 1, ok=False)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done.exit_code == 130
     assert done.stderr.strip() == "stopped; with --folder, the same command goes on"
-
-
-def test_torchrun_has_chosen_the_number_of_processes():
-    done = program(*RING, ok=False, env={"RANK": "0", "WORLD_SIZE": "4"})
-    assert "torchrun has started 4 processes: leave --processes out" in str(done.exception)
-    if not torch.cuda.is_available():
-        done = program(*DDP, "--device", "cuda", ok=False)
-        assert "--device cuda: each rank needs a GPU, and none is there" in str(done.exception)
-
-
-@pytest.mark.slow
-def test_documents_that_see_one_another_are_another_course(tmp_path):
-    texts = ["--data", "topics", "--steps", 2, "--length", 8000, "--folder", tmp_path]
-    program(*texts, "--join-documents")
-    joined = pd.read_csv(tmp_path / "history.csv")["loss"]
-    refused = program(*texts, ok=False)
-    assert "joined was True and is None" in str(refused.exception)
-    program(*texts, "--fresh")
-    apart = pd.read_csv(tmp_path / "history.csv")["loss"]
-    assert joined[0] == apart[0]  # one long text
-    assert 1e-7 < abs(joined[1] / apart[1] - 1) < 0.01  # the same texts, four of them

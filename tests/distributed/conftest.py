@@ -1,11 +1,8 @@
-"""Processes that the tests of this folder share."""
+"""Process groups that the tests of this folder share."""
 
 import pytest
 
 from labsupport.distributed import cleanup_ddp, setup_ddp
-from tests.distributed.workers import pool
-
-__all__ = ["pool"]
 
 
 @pytest.fixture

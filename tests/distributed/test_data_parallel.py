@@ -19,6 +19,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from labsupport.distributed import demos
 from labsupport.distributed.data_parallel import (
     cleanup_ddp,
     setup_ddp,
@@ -235,8 +236,6 @@ def test_gradients_are_reduced_once_a_step_and_without_no_sync_once_a_micro_batc
 
 
 def test_what_is_sent_by_the_formulas_of_the_zero_paper():
-    assert ddp_bytes_sent(1000, 4) == 1500
-    assert fsdp_bytes_sent(1000, 1000, 4) == 1.5 * ddp_bytes_sent(1000, 4)
     assert fsdp_bytes_sent(1000, 1000, 4, kept_bytes=1000) == ddp_bytes_sent(1000, 4)
     assert fsdp_bytes_sent(1000, 1000, 4, micro_batches=3) == 0.75 * 7000
     assert fsdp_bytes_sent(1000, 1000, 4, micro_batches=3, sync_every=True) == 0.75 * 9000
@@ -329,3 +328,20 @@ def test_a_process_started_by_hand_is_a_group_of_one():
         RankInfo.current()
     with pytest.raises(ValueError, match="backend is 'mpi'"):
         setup_ddp("mpi")
+
+
+# --- what notebook 3 does not judge of the functions that it launches -----------------------------
+
+
+def test_two_ranks_need_half_of_what_one_needs(pool):
+    alone = demos.step_memory([512])[0]
+    assert (alone["ranks"], alone["sent_bytes"]) == (1, 0)
+    for (row,) in pool(2, joined=False).run(demos.step_memory, [512]):
+        assert (row["ranks"], row["seqlen"]) == (2, 512)
+        assert row["sent_bytes"] > 0
+        assert alone["peak_memory_bytes"] / row["peak_memory_bytes"] == pytest.approx(2, abs=0.2)
+
+
+def test_spans_that_overlap_or_nearly_touch_are_joined():
+    spans = [(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0005, 2.5)]
+    assert demos.joined(spans) == [(0.0, 2.5), (3.0, 4.0)]

@@ -1,18 +1,98 @@
-"""Ring attention gives what one device gives, forward and backward."""
+"""A ring gives what one device gives; sends what is needed only, and refuses on all ranks."""
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from labsupport.attention import compare_with_oracle
+from labsupport.attention import AttentionInputError, BackendUnavailableError, compare_with_oracle
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
+from labsupport.attention.online_softmax import merge_attention
 from labsupport.attention.reference import masked_attention, oracle_attention
+from labsupport.attention.registry import AttentionCall
 from labsupport.distributed.minimal_ring import minimal_ring_attention
-from labsupport.distributed.ring import gather_sequence, ring_attention, shard_sequence
+from labsupport.distributed.ring import (
+    Plan,
+    gather_sequence,
+    last_ring_call,
+    ring_attention,
+    ring_flash_attn_func,
+    shard_sequence,
+    triton_ring_flash_attn_func,
+    unshard_sequence,
+    zigzag_ring_flash_attn_func,
+)
+from labsupport.distributed.ring.algorithm import RingCall, ring_backward, ring_forward
+from labsupport.distributed.ring.kernels import FLASH_TORCH, KERNELS
+from labsupport.distributed.ring.merge_kernel import launch_merge
+from labsupport.distributed.ring.merging import added, merge_into
+from labsupport.distributed.ring.transport import TOTAL, Ring
 from tests.attention.cases import gradients, make_model_qkv, to_math_layout
-from tests.distributed.rings import MASKS, distributed, refusal
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "scaled": {"causal": True, "softmax_scale": 0.7},
+    "short window": {"causal": True, "window_size": (2, 0)},
+    "window over several shards": {"causal": True, "window_size": (8, 0)},
+    "window on both sides": {"window_size": (3, 2)},
+    "window with one open side": {"window_size": (-1, 4)},
+    "alibi": {"causal": True, "alibi_slopes": SLOPES},
+    "alibi, full": {"alibi_slopes": SLOPES},
+    "alibi by batch in a window": {
+        "window_size": (7, 1),
+        "alibi_slopes": torch.stack((SLOPES, SLOPES.flip(0))),
+    },
+}
+FUNCTIONS = {
+    "ring": ring_flash_attn_func,
+    "triton": triton_ring_flash_attn_func,
+    "zigzag": zigzag_ring_flash_attn_func,
+}
+
+
+def attend(rank, group, function, q, k, v, dout, options):
+    """On a rank: its shards of out, lse, dq, dk and dv, and the report."""
+    size, zigzag = dist.get_world_size(group), function == "zigzag"
+    shards = [shard_sequence(x, rank, size, zigzag=zigzag) for x in (q, k, v, dout)]
+    *inputs, dout = (x.clone().requires_grad_() for x in shards)
+    out, lse = FUNCTIONS[function](*inputs, return_lse=True, group=group, **options)
+    results = out.detach(), lse, *gradients(out, inputs, dout.detach())
+    return results, last_ring_call()
+
+
+def refusal(rank, group, make_inputs, options, function="ring"):
+    """On a rank: the name and the text of the error."""
+    try:
+        FUNCTIONS[function](*make_inputs(rank), group=group, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def distributed(workers, ranks, inputs, dout, function="ring", **options):
+    """Whole out, lse, dq, dk and dv of a ring, and each rank's report."""
+    tensors = [x.detach() for x in inputs]
+    options.setdefault("causal", False)
+    answers = workers.run(attend, function, *tensors, dout, options, ranks=ranks)
+    parts = zip(*(results for results, _ in answers), strict=True)
+    whole = [
+        unshard_sequence(list(part), zigzag=function == "zigzag", dim=2 if name == "lse" else 1)
+        for name, part in zip(("out", "lse", "dq", "dk", "dv"), parts, strict=True)
+    ]
+    return whole, [report for _, report in answers]
+
+
+def shards_of(length, dtype=torch.float32):
+    return make_model_qkv(1, length, length, 2, 2, 8, dtype=dtype)
+
+
+# --- against one device ---------------------------------------------------------------------------
 
 
 def expected(attention, inputs, dout, **options):
@@ -144,3 +224,228 @@ def test_autocast_does_not_reach_inside(workers):
     inputs = [x.detach() for x in make_model_qkv(1, 6, 6, 2, 1, 8)]
     for plain, under_autocast in workers.run(attend_under_autocast, *inputs, ranks=2):
         assert all(map(torch.equal, plain, under_autocast))
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "hops", "forward", "gradients"),
+    [
+        # A full round: each rank sends its own keys and passes on those of two others.
+        ({}, 3, [3, 3, 3, 3], [3, 3, 3, 3]),
+        # Keys go up only. Gradients: each rank but the first sends one for each earlier rank.
+        ({"causal": True}, 3, [1, 2, 3, 0], [0, 1, 2, 3]),
+        # 5 tokens back reach the shard before, 6 tokens the one before that.
+        ({"causal": True, "window_size": (5, 0)}, 1, [1, 1, 1, 0], [0, 1, 1, 1]),
+        ({"causal": True, "window_size": (6, 0)}, 2, [1, 2, 2, 0], [0, 1, 2, 2]),
+        ({"window_size": (2, 2)}, 2, [1, 2, 2, 1], [1, 2, 2, 1]),  # neighbours from both sides
+        ({"window_size": (0, 0)}, 0, [0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_only_keys_that_somebody_needs_are_sent(mask, hops, forward, gradients):
+    plan = Plan.of(4, 5, **mask)
+    sent = Counter((m.what == "keys", m.sender) for messages in plan.messages for m in messages)
+    assert plan.hops == hops
+    assert [sent[True, rank] for rank in range(4)] == forward
+    assert [sent[False, rank] for rank in range(4)] == gradients
+
+
+def computed_again(rank, group):
+    """Reports after a layer that its backward computes again."""
+    q, k, v = (x.detach().requires_grad_() for x in shards_of(4))
+    before = replace(TOTAL)
+
+    def layer(q):
+        return ring_flash_attn_func(q, k, v, group=group, kernel="native")
+
+    out = checkpoint(layer, q, use_reentrant=False)
+    first = last_ring_call()
+    out.sum().backward()
+    in_all = {name: n - getattr(before, name) for name, n in vars(TOTAL).items()}
+    return vars(first.traffic), vars(last_ring_call().traffic), in_all
+
+
+def test_what_a_layer_sends_when_it_is_computed_again_is_counted(workers):
+    for first, last, in_all in workers.run(computed_again, ranks=2):
+        assert (first["kv_messages"], first["gradient_messages"]) == (2, 1)
+        assert (last["kv_messages"], last["gradient_messages"]) == (1, 0)
+        assert in_all == {name: first[name] + last[name] for name in first}
+
+
+def diary_of(rank, group, q, k, v):
+    """What a rank does in the forward, and in the backward, in order."""
+    diary = []
+
+    class Watched(Ring):
+        def post(self, sends, receives):
+            wait, some = super().post(sends, receives), bool(sends or receives)
+            diary.extend(["post"] * some)
+            return lambda: (diary.extend(["wait"] * some), wait())
+
+    def noted(compute):
+        return lambda *args: (diary.append("compute"), compute(*args))[1]
+
+    kernel = replace(
+        FLASH_TORCH, forward=noted(FLASH_TORCH.forward), backward=noted(FLASH_TORCH.backward)
+    )
+    ring = Watched(group)
+    call = RingCall(ring, Plan.of(ring.size, q.shape[1]), kernel, 1.0)
+    out, lse = ring_forward(call, q, k, v)
+    forward = diary.copy()
+    ring_backward(call, out, q, k, v, out, lse)
+    return forward, diary[len(forward) :]
+
+
+def test_hops_are_posted_before_the_compute_and_awaited_after_it(workers):
+    overlapped = ["post", "compute", "wait"]
+    for forward, backward in workers.run(diary_of, *map(torch.detach, shards_of(4)), ranks=3):
+        # No hop is left for the last keys; the last gradients still have to go home.
+        assert forward == [*overlapped, *overlapped, "compute"]
+        assert backward == [*overlapped, *overlapped, *overlapped, "post", "wait"]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def unequal(rank):
+    return shards_of(5 if rank == 2 else 6)
+
+
+def without_gradients_on_rank_0(rank):
+    return tuple(x.detach() if rank == 0 else x for x in shards_of(4))
+
+
+def of_two_dtypes(rank):
+    return shards_of(4, torch.float32 if rank else torch.bfloat16)
+
+
+def test_ranks_that_disagree_all_raise_and_say_what_each_has(workers):
+    for make_inputs, said in (
+        (unequal, ["seqlen_local", "6, 6, 5", "Pad"]),
+        (without_gradients_on_rank_0, ["gradients wanted", "False, True, True"]),
+        (of_two_dtypes, ["dtype", "torch.bfloat16, torch.float32"]),
+    ):
+        answers = workers.run(refusal, make_inputs, {}, ranks=3)
+        assert {name for name, _ in answers} == {"AttentionInputError"}
+        assert all(part in text for _, text in answers for part in said)
+
+
+def refusal_on_rank_1(rank, group):
+    """Rank 1 asks for a window, which the kernel cannot do; the other one has its message."""
+    options = {"kernel": "native"} | ({"window_size": (1, 1)} if rank else {})
+    return refusal(rank, group, lambda _: shards_of(4), options)
+
+
+def test_what_one_rank_refuses_is_an_error_on_all_and_not_a_hang(workers):
+    first, second = workers.run(refusal_on_rank_1, ranks=2)
+    assert "rank 1 has refused this call of the ring" in first[1]
+    assert "cannot do windows" in first[1]
+    assert second[0] == BackendUnavailableError.__name__
+    assert "cannot do windows in a ring" in second[1]
+    assert "Kernels that can: flash_triton, flash_torch" in second[1]
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one():
+    with pytest.raises(RuntimeError, match=r"torchrun .*init_process_group"):
+        ring_flash_attn_func(*shards_of(4))
+
+
+def test_inputs_that_no_ring_takes_are_refused(group_of_one):
+    q, k, v = shards_of(6)
+    for call, message in (
+        (lambda: ring_flash_attn_func(q, k, v, dropout_p=0.1), r"no dropout, but dropout_p=0\.1"),
+        (lambda: ring_flash_attn_func(q[:, :4], k, v), "self-attention"),
+        (lambda: ring_flash_attn_func(q, k, v, layout="stripes"), "there are contiguous, zigzag"),
+        (lambda: zigzag_ring_flash_attn_func(*shards_of(5)), "two chunks of one length, but 5"),
+        (
+            lambda: ring_flash_attn_func(q, k, v, kernel="flash"),
+            "auto, cudnn, native, flash_triton, flash_gluon, flash_torch, fa4",
+        ),
+    ):
+        with pytest.raises(AttentionInputError, match=message):
+            call()
+
+
+def test_kernels_say_what_they_cannot_do():
+    q, k, v = shards_of(4)
+
+    def reasons(**options):
+        call = AttentionCall(q, k, v, **options, return_lse=True)
+        return {kernel.name: kernel.reasons(call) for kernel in KERNELS}
+
+    plain = reasons()
+    torch.use_deterministic_algorithms(True)
+    ordered = reasons()
+    torch.use_deterministic_algorithms(False)
+    windowed = reasons(window_size=(2, 2), alibi_slopes=SLOPES[:2])
+    assert plain["flash_torch"] == plain["native"] == []
+    assert windowed["flash_torch"] == ordered["flash_torch"] == []
+    assert any("windows" in reason for reason in windowed["native"])
+    assert any("alibi" in reason for reason in windowed["native"])
+    assert any("log-sum-exp from outside" in reason for reason in plain["fa4"])
+    assert any("any order" in reason for reason in ordered["cudnn"])
+
+
+# --- results of steps come together in place, with any strides ------------------------------------
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU Triton's interpreter runs
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+BY_KERNEL_AND_BY_PYTORCH = pytest.mark.parametrize("merge", [launch_merge, merge_into])
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def a_result(rows, dtype=torch.float32, seed=0, head_dim=24):
+    """Out (2, rows, 3, head_dim) and lse (2, 3, rows) with some rows that have seen no key."""
+    lse = 5 * draw(2, 3, rows, seed=seed + 10)
+    lse[0, seed % 3, 4:9] = -torch.inf
+    return draw(2, rows, 3, head_dim, seed=seed, dtype=dtype), lse
+
+
+@BY_KERNEL_AND_BY_PYTORCH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_is_merged_or_added_into_its_rows(dtype, merge):
+    (out, lse), (part, part_lse) = a_result(70), a_result(37, dtype, seed=1)
+    # Kernels return outputs whose heads come first in memory: strides do not matter.
+    part = part.transpose(1, 2).contiguous().transpose(1, 2)
+    lse[0, 1, 33 + 5] = -torch.inf  # neither side has seen a key
+    before, rows = out.clone(), slice(33, 70)
+    wanted, wanted_lse = merge_attention(
+        out[:, rows].transpose(1, 2), lse[:, :, rows], part.transpose(1, 2), part_lse
+    )
+    merge(out[:, rows], lse[:, :, rows], part, part_lse)
+    torch.testing.assert_close(out[:, rows].transpose(1, 2), wanted, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse[:, :, rows], wanted_lse, atol=2e-6, rtol=2e-6)
+    assert torch.isinf(lse[0, 1, 33 + 5])
+    assert (out[0, 33 + 5, 1] == 0).all()
+    assert torch.equal(out[:, :33], before[:, :33])
+    total, wanted = before.clone(), before.clone()
+    wanted[:, rows] += part.float()
+    assert torch.equal(added(total, total, rows, part), wanted)
+
+
+@BY_KERNEL_AND_BY_PYTORCH
+def test_a_large_log_sum_exp_does_not_overflow(merge):
+    out, part = draw(1, 5, 1, 16), draw(1, 5, 1, 16, seed=1)
+    lse, part_lse = (torch.full((1, 1, 5), x, device=DEVICE) for x in (3000.0, 3001.0))
+    share = torch.sigmoid(torch.tensor(1.0, device=DEVICE))
+    wanted = out + share * (part - out)
+    merge(out, lse, part, part_lse)
+    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse, part_lse + 0.313, atol=1e-3, rtol=0)
+
+
+def test_the_first_part_of_a_gradient_fills_the_rest_with_zeros():
+    like, part = draw(1, 6, 2, 8).half(), draw(1, 2, 2, 8, seed=1).half()
+    total = added(None, like, slice(2, 4), part)
+    assert total.dtype == torch.float32
+    assert torch.equal(total[:, 2:4], part.float())
+    assert not total[:, :2].any()
+    assert not total[:, 4:].any()
+    heads_first = draw(1, 2, 6, 8).transpose(1, 2)
+    assert added(None, heads_first, slice(0, 6), heads_first).is_contiguous(), "it will be sent"

@@ -4,18 +4,15 @@ Nothing waits for ever: a task has a time limit. When it is over, or when a proc
 them are ended, and the test fails.
 """
 
-import gc
 import os
 import pickle
-import signal
-import socket
 import sys
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 
 import pytest
 import torch
@@ -23,6 +20,14 @@ import torch.distributed as dist
 
 START_SECONDS = 120.0  # on a busy machine
 TASK_SECONDS = 60.0
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        *("labsupport.attention", "labsupport.distributed.data_parallel", "tests.models.tiny"),
+        *("labsupport.distributed.sequence_parallel", "labsupport.distributed.ring_programs"),
+        "torch._dynamo",  # an optimizer's first step would: a second in each fork
+    ]
+)
 
 
 class WorkerError(AssertionError):
@@ -36,12 +41,17 @@ class Workers:
     Otherwise each finds the environment that torchrun sets, and joins a group when it likes.
     """
 
-    def __init__(self, server, forks, world_size, folder, *, joined=True):
+    def __init__(self, world_size, folder, *, joined=True):
         self.world_size, self.joined, self.closed = world_size, joined, False
-        forks.send((world_size, str(folder), joined))
-        arrived = [Connection(server.accept()[0].detach()) for _ in range(world_size)]
-        ranks = sorted((*connection.recv(), connection) for connection in arrived)
-        _, self.pids, self.connections = map(list, zip(*ranks, strict=True))
+        self.connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = FORKS.Pipe()
+            task = theirs, rank, world_size, str(folder), joined
+            self.processes.append(FORKS.Process(target=serve, args=task, daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.connections.append(ours)
+        assert all(each.poll(START_SECONDS) and each.recv() for each in self.connections)
 
     def run(self, function, *args, ranks=None, **options):
         """Results of a function on the first `ranks` ranks.
@@ -78,42 +88,29 @@ class Workers:
 
     def close(self):
         self.closed = True
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 @pytest.fixture(scope="session")
-def pool(python, tmp_path_factory):
+def pool(tmp_path_factory):
     """`pool(world_size, joined=True)`: a pool, another one if a test has broken it."""
     pools = {}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(START_SECONDS)
-        process = python.start("-m", __name__, server.getsockname()[1])
-        forks = Connection(server.accept()[0].detach())
 
-        def get(world_size, *, joined=True):
-            key = world_size, joined
-            if key not in pools or pools[key].closed:
-                folder = tmp_path_factory.mktemp("workers")
-                pools[key] = Workers(server, forks, world_size, folder, joined=joined)
-            return pools[key]
+    def get(world_size, *, joined=True):
+        key = world_size, joined
+        if key not in pools or pools[key].closed:
+            pools[key] = Workers(world_size, tmp_path_factory.mktemp("workers"), joined=joined)
+        return pools[key]
 
-        yield get
-        for one in pools.values():
-            one.close()
-        forks.close()
-        process.finish()
-
-
-# --- in the processes -----------------------------------------------------------------------------
-
-
-def connect(port):
-    return Connection(socket.create_connection(("127.0.0.1", int(port))).detach())
+    yield get
+    for one in pools.values():
+        one.close()
 
 
 def serve(connection, rank, world_size, folder, joined):
+    """Run tasks in a process, until the tests end."""
     torch.set_num_threads(1)
     # All are on this machine: what its name resolves to need not matter.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -126,45 +123,23 @@ def serve(connection, rank, world_size, folder, joined):
             timeout=timedelta(seconds=TASK_SECONDS / 3),
         )  # fmt: skip
         groups = [None, *(dist.new_group(range(size + 1)) for size in range(world_size))]
-    connection.send((rank, os.getpid()))
-    while True:
-        function, ranks, store, args, options = pickle.loads(connection.recv_bytes())
-        if joined:
-            args = rank, groups[ranks], *args
-        else:
-            sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store}
-            os.environ.update({name: str(value) for name, value in sizes.items()})
-            # Rank 0 must not start a store: the test has it.
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        try:
-            answer = False, function(*args, **options)
-        except Exception:
-            answer = True, traceback.format_exc()
-        if not joined and dist.is_initialized():
-            dist.destroy_process_group()
-        connection.send_bytes(pickle.dumps(answer))
-
-
-def main(port):
-    for name in ("data_parallel", "sequence_parallel", "ring_programs"):
-        import_module(f"labsupport.distributed.{name}")
-    import_module("tests.models.tiny")
-    import_module("torch._dynamo")  # an optimizer's first step would: a second in each fork
-    gc.freeze()  # a collection in a fork would copy what it shares
-    requests, forks = connect(port), []
+    connection.send(True)
     with suppress(EOFError, ConnectionError):  # the test process has ended
         while True:
-            world_size, folder, joined = requests.recv()
-            for rank in range(world_size):
-                forks.append(os.fork())
-                if forks[-1] == 0:
-                    requests.close()
-                    with suppress(EOFError, ConnectionError):
-                        serve(connect(port), rank, world_size, folder, joined)
-                    os._exit(0)
-    for fork in forks:
-        os.waitpid(fork, 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+            function, ranks, store, args, options = pickle.loads(connection.recv_bytes())
+            if joined:
+                args = rank, groups[ranks], *args
+            else:
+                sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+                os.environ |= {name: str(value) for name, value in sizes.items()}
+                # Rank 0 must not start a store: the test has it.
+                os.environ |= {"MASTER_PORT": str(store), "MASTER_ADDR": "127.0.0.1"}
+                os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            try:
+                answer = False, function(*args, **options)
+            except Exception:
+                answer = True, traceback.format_exc()
+            if not joined and dist.is_initialized():
+                dist.destroy_process_group()
+            connection.send_bytes(pickle.dumps(answer))
+    os._exit(0)

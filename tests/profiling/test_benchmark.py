@@ -6,38 +6,39 @@ import pytest
 import torch
 
 from labsupport.attention.reference import standard_attention
-from labsupport.profiling import benchmark
-from labsupport.profiling.accuracy import errors_by_dtype, oracle_of_first
+from labsupport.profiling import benchmark, cases
 from labsupport.profiling.benchmark import (
     COLUMNS,
+    errors_by_dtype,
     make_inputs,
+    oracle_of_first,
     predicted_shortage,
     refusal,
     run_case,
     run_grid,
 )
 from labsupport.profiling.cases import Case, grid
-from labsupport.profiling.tables import arithmetic_bound_ms, score_mib, speedup
+from labsupport.profiling.tables import (
+    arithmetic_bound_ms,
+    compare_with_peers,
+    geometric_means,
+    score_mib,
+    speedup,
+)
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "max_seconds": 0.0, "progress": False}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("seqlen", -1), ("heads", -1), ("dtype", "float8"), ("direction", "backward")],
-)
-def test_a_case_that_makes_no_sense_is_refused(field, value):
-    with pytest.raises(ValueError, match=field):
-        Case(**{"backend": "standard", "seqlen": 16, field: value})
-
-
 def test_a_grid_compares_all_backends_at_one_shape_before_the_next():
-    cases = grid(["a", "b"], [16, 32], causal=[False, True], heads=2)
-    assert [(c.causal, c.seqlen, c.backend, c.heads) for c in cases] == [
+    made = grid(["a", "b"], [16, 32], causal=[False, True], heads=2)
+    assert [(c.causal, c.seqlen, c.backend, c.heads) for c in made] == [
         (causal, seqlen, backend, 2)
         for causal in (False, True) for seqlen in (16, 32) for backend in "ab"
     ]  # fmt: skip
+    for wrong in ({"seqlen": -1}, {"heads": -1}, {"dtype": "float8"}, {"direction": "backward"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Case(**{"backend": "standard", "seqlen": 16} | wrong)
     with pytest.raises(ValueError, match="no such axis: head"):
         grid(["a"], [16], head=2)
     with pytest.raises(ValueError, match="flash_attn3"):
@@ -45,11 +46,11 @@ def test_a_grid_compares_all_backends_at_one_shape_before_the_next():
 
 
 def test_every_case_is_a_row_measured_or_refused_with_its_reasons():
-    cases = grid(
+    chosen = grid(
         ["standard", "flash_torch", "sdpa_flash", "sdpa_efficient"], [96], heads=4, kv_heads=2,
         head_dim=16, causal=True, direction=["forward", "forward+backward"],
     )  # fmt: skip
-    table = run_grid(cases, **QUICK)
+    table = run_grid(chosen, **QUICK)
     assert list(table.columns) == COLUMNS
     assert len(table) == 8
     refused = table[table["backend"] == "sdpa_efficient"]
@@ -154,3 +155,20 @@ def test_reference_lines_follow_the_flops_and_the_formula_of_their_table():
     assert score_mib(table)(1024) == 2 * 2 * 2 * 1024**2 / 2**20
     with pytest.raises(ValueError, match="mixes heads"):
         score_mib(pd.concat([table, table.assign(heads=4)]))
+
+
+def test_peers_are_compared_by_shape_and_pass_and_what_did_not_run_counts_nowhere():
+    times = {"ours": [(1.0, 3.0), (1.0, 2.0), (1.0, 3.0)], "theirs": [(4.0, 5.0), (1.0, 1.5)]}
+    rows = [
+        {"backend": backend, "head_dim": 64, "causal": False, "seqlen": 512 << shape}
+        | {"direction": direction, "status": "ok", "median_ms": ms, "tflops": factor * 10 / ms}
+        for backend, pairs in times.items()
+        for shape, pair in enumerate(pairs)
+        for direction, factor, ms in zip(cases.DIRECTIONS, (1, 3.5), pair, strict=True)
+    ]
+    rows += [rows[-1] | {"seqlen": 2048, "status": "unsupported", "median_ms": math.nan}]
+    ratios = compare_with_peers(pd.DataFrame(rows), "ours")
+    assert ratios.theirs.fillna(0).tolist() == [4.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    assert ratios["TFLOP/s"].tolist() == pytest.approx([10.0, 12.5, 10.0, 25.0, 10.0, 12.5])
+    means = geometric_means(ratios).set_index("pass")
+    assert means.loc["forward", ["mean", "smallest"]].tolist() == pytest.approx([2.0, 1.0])

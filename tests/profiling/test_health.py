@@ -1,6 +1,7 @@
-"""What the doctor says of readings: real ones here, and those of GPUs as NVML gave them."""
+"""The machine: what is installed, its ceilings, its GPUs and its load; the card of it."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -8,10 +9,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from labsupport.profiling import health
+from labsupport.profiling import environment, hardware, health
+from labsupport.profiling.card import EnvironmentCard, environment_card
 from labsupport.profiling.gpu import GpuState
-from labsupport.profiling.health import UNREADABLE, check_launches, check_load, judge_gpu
+from labsupport.profiling.health import UNREADABLE, check_launches, judge_gpu
+
+# --- health ---------------------------------------------------------------------------------------
 
 # An H200 that nobody uses.
 IDLE = GpuState(
@@ -35,6 +40,7 @@ def test_an_idle_gpu_in_order_gives_no_warning_and_what_cannot_be_read_is_no_fau
         ({}, "clocks", "ok", "SM 345 of 1980 MHz, 37 °C"),
         ({"reasons": 0x1 | 0x4 | 0x20}, "clocks", "warn",
          "held down by: power limit, temperature (the driver slows it)"),
+        ({"reasons": 0x1 | 0x2 | 0x100}, "clocks", "ok", "SM 345"),  # idle, or a user's choice
         ({"users": OURS | {4_000_001: 3 * 2**30, 4_000_002: 2**30}}, "other processes", "warn",
          "2, with 4.0 GiB of its memory: 4000001, 4000002"),
         ({"users": OURS, "busy_percent": 95}, "other processes", "ok", "none"),
@@ -63,10 +69,6 @@ def busy():
     child.wait()
 
 
-def test_a_busy_program_beside_this_one_is_load_by_others(busy):
-    assert float(check_load(0.4).detail.split()[3]) > 0.2
-
-
 def test_a_notebooks_cell_says_once_that_the_machine_is_busy(busy, monkeypatch, capsys):
     monkeypatch.setattr(health, "BUSY_SHARE", 0.005)
     for cell, lines in ((None, 0), (7, 1), (7, 0), (8, 1)):  # None: no notebook
@@ -81,3 +83,123 @@ def test_a_notebooks_cell_says_once_that_the_machine_is_busy(busy, monkeypatch, 
 
 def test_launches_that_wait_are_a_warning():
     assert [bool(check_launches(value)) for value in (None, "", "0", "1")] == [False] * 3 + [True]
+
+
+# --- hardware -------------------------------------------------------------------------------------
+
+
+def test_a_driver_name_finds_its_row_and_only_that():
+    for driver_name, row in (
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"),
+        ("A100-SXM4-80GB", "A100 SXM 80 GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        # Similar names are no row's:
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA L40S", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("", None),
+    ):
+        spec = hardware.find_spec(driver_name)
+        assert (spec and spec.name) == row
+
+
+def test_tensor_rates_are_dense_not_sparse_and_missing_figures_are_nan():
+    table = hardware.hardware_table().set_index("name")
+    for name, sparse in (("A100 SXM 80 GB", 624), ("H100 SXM", 1979), ("H200", 1979), ("L4", 242)):
+        spec = next(spec for spec in hardware.read_specs() if spec.name == name)
+        assert spec.peak_tflops("bfloat16") == pytest.approx(sparse / 2, rel=0.001)
+    assert math.isnan(table.loc["T4", "bf16_tflops"])
+    assert table.loc["T4", "fp16_tflops"] == 65
+    with pytest.raises(ValueError, match="int8"):
+        spec.peak_tflops("int8")
+
+
+def test_ceilings_are_measured_once_for_every_dtype_and_leave_tf32_alone():
+    before = torch.backends.cuda.matmul.allow_tf32
+    ceilings = hardware.measured_ceilings("cpu")
+    assert set(ceilings.matmul_tflops) == {"float32", "bfloat16", "float16"}
+    assert min(ceilings.copy_gb_s, *ceilings.matmul_tflops.values()) > 0
+    assert hardware.measured_ceilings("cpu") is ceilings
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_a_ceiling_that_a_kernel_beats_is_raised_for_all_who_hold_it(monkeypatch):
+    held = hardware.Ceilings("a CPU", 40.0, {"float32": 0.1, "bfloat16": 0.2})
+    quieter = hardware.Ceilings("a CPU", 40.0, {"float32": 0.12, "bfloat16": 0.1})
+    monkeypatch.setattr(hardware, "_known", {"cpu": held})
+    monkeypatch.setattr(hardware, "measure_ceilings", lambda device: quieter)
+    assert hardware.raise_beaten("cpu", {"float32": 0.09, "float64": 1.0}) == ""
+    assert "float32 from 0.1 to 0.13 TF" in hardware.raise_beaten("cpu", {"float32": 0.13})
+    assert held.matmul_tflops == {"float32": 0.13, "bfloat16": 0.2}
+    assert hardware.measured_ceilings("cpu") is held
+
+
+# --- the doctor and the card ----------------------------------------------------------------------
+
+
+def test_every_finding_that_is_not_ok_says_how_to_mend_it():
+    full, quick = environment.diagnose(), environment.diagnose(quick=True)
+    names = {check.name for check in full}
+    assert {check.name for check in quick} < names
+    assert {"GPU", "C++ compiler", "triton", "flash-attn", "flash-attn-4", "xformers"} <= names
+    assert len(names) == len(full)
+    assert [check for check in full if (check.status == "ok") == bool(check.remedy)] == []
+    assert environment.torch_cuda_version() == torch.version.cuda
+
+
+DRIVER = "/usr/bin/nvidia-smi"
+
+
+@pytest.mark.parametrize(
+    ("check", "status", "remedy"),
+    [
+        (environment.judge_torch(None, None, None), "fail", "make lab"),
+        (environment.judge_torch("2.9.1", None, None), "fail", "make lab"),
+        (environment.judge_torch("2.11.0", None, None), "ok", ""),
+        (environment.judge_torch("2.13.0+cpu", None, DRIVER), "warn", "make lab TORCH=cuda"),
+        (environment.judge_torch("2.13.0", "13.0", DRIVER), "ok", ""),
+        (environment.judge_torch("2.13.0", "13.0", None), "ok", ""),
+        (environment.check_python((3, 10, 9)), "fail", "install Python 3.11"),
+        (environment.check_python((3, 11, 0)), "ok", ""),
+        (environment.check_capability((7, 5)), "warn", "sdpa_efficient"),
+        (environment.check_capability((8, 0)), "ok", ""),
+        (environment.check_no_gpu("13.0", DRIVER), "warn", "nvidia-smi"),
+        (environment.check_no_gpu(None, DRIVER), "warn", "make lab TORCH=cuda"),
+        (environment.check_no_gpu("13.0", None), "ok", ""),
+        (environment.check_no_gpu("13.0", DRIVER, "7"), "warn", "unset CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_versions_builds_and_gpus_are_judged(check, status, remedy):
+    assert check.status == status
+    assert remedy in check.remedy
+    assert bool(check.remedy) == (status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"),
+    [
+        (None, set()),
+        ((7, 5), {"triton"}),
+        ((8, 6), {"triton", "flash-attn"}),
+        ((9, 0), {"triton", "flash-attn", "flash-attn-4"}),
+        ((12, 0), {"triton", "flash-attn"}),
+    ],
+)
+def test_a_missing_package_is_a_warning_only_where_it_would_run(monkeypatch, capability, wanted):
+    monkeypatch.setattr(environment, "package_version", lambda name: None)
+    checks = environment.check_optional(capability)
+    assert {c.name for c in checks if c.status == "warn"} - {"C++ compiler"} == wanted
+
+
+def test_the_card_lists_what_runs_here_and_why_the_rest_does_not():
+    card = environment_card("cpu")
+    assert {"standard", "flash_torch", "sdpa_flash"} <= set(card.runs)
+    assert all(card.refused.values())
+    assert f"Runs:     {card.runs[0]}" in str(card)
+    html = EnvironmentCard([("Device", "a <b> device")], [], {"x": "<no>"})._repr_html_()
+    assert "a &lt;b&gt; device" in html
+    assert "x: &lt;no&gt;" in html

@@ -50,12 +50,10 @@ def test_the_samples_show_what_the_block_allocated_from_start_to_end(watched):
     assert all(part in str(watched) for part in parts)
 
 
-def test_an_error_in_the_block_passes_through_and_wrong_use_is_refused():
+def test_an_error_in_the_block_passes_through():
     with pytest.raises(KeyError), monitor(interval=0.01) as watch:
         raise KeyError
     assert len(watch.samples()) >= 2
-    with pytest.raises(ValueError, match=r"interval is 0 s; it must be 0\.001 s or more"):
-        monitor(interval=0)
 
 
 def test_peak_and_limit_have_the_right_unit():
@@ -126,14 +124,6 @@ def test_only_the_trees_own_processes_count(monkeypatch):
     assert dataclasses.replace(BUSY, users={10: None, 11: 70}).bytes_of({10, 11}) is None
     monkeypatch.setattr(gpu, "foreign_pids", lambda: True)
     assert BUSY.bytes_of({10}) is None
-
-
-def test_reasons_are_said_in_words_and_idle_or_chosen_clocks_are_none():
-    assert BUSY.held_down_by() == "power limit"
-    assert dataclasses.replace(BUSY, reasons=0x1 | 0x2 | 0x100).held_down_by() == ""
-    assert dataclasses.replace(BUSY, reasons=0x8 | 0x20).held_down_by() == (
-        "hardware slowdown, temperature (the driver slows it)"
-    )
 
 
 def test_the_live_line_names_machine_and_gpus(monkeypatch):

@@ -2,17 +2,13 @@
 
 import hashlib
 import re
-from itertools import pairwise
 
 import pytest
 
-from labsupport.training import words
 from labsupport.training.facts import Dice, _words, dialogue, records
 
 of_each_kind = pytest.mark.parametrize("make", [records, dialogue])
-in_each_way = pytest.mark.parametrize("ask", ["apart", "throughout"])
 
-ASKED = {"facts": 7, "questions": 24, "ask": "throughout"}
 STATEMENTS = {
     "locker": r"locker (?P<key>[A-Z]\w\w): (?P<value>\d+)",
     "code": r"the code of the (?P<key>\w+ \w+) is (?P<value>\d\d)",
@@ -31,20 +27,14 @@ def statements(text):
                 yield kind, fact["key"], fact["value"], turn[1], turn[2]
 
 
-@pytest.mark.parametrize(
-    ("make", "length", "options", "digest"),
-    [
-        (records, 4000, {"seed": 1, **ASKED}, "8fe0f686c7d059bd"),
-        (dialogue, 4000, {"seed": 1, **ASKED}, "8dc43c3339a41579"),
-    ],
-)
-def test_a_seed_gives_the_same_text_on_every_machine(make, length, options, digest):
-    text = make(length, **options).text
-    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+def test_a_seed_gives_the_same_text_on_every_machine():
+    for make, digest in ((records, "8fe0f686c7d059bd"), (dialogue, "8dc43c3339a41579")):
+        text = make(4000, seed=1, facts=7, questions=24, ask="throughout").text
+        assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 
 
 @of_each_kind
-@in_each_way
+@pytest.mark.parametrize("ask", ["apart", "throughout"])
 def test_the_text_alone_gives_one_answer_to_each_question_in_its_words(make, ask):
     document = make(3000, seed=0, ask=ask)
     known = {}
@@ -78,29 +68,6 @@ def test_the_length_is_hit_exactly_in_ascii_lines(make):
         assert (len(text), text.isascii(), text[-1]) == (length, True, "\n")
         assert max(map(len, text.splitlines())) < 130
     assert all(len(_words(Dice(0), n)) == n for n in range(1, 60))
-
-
-@in_each_way
-def test_a_dialogue_goes_through_the_day_and_repeats_a_fact_as_it_was(ask):
-    text = dialogue(6000, seed=0, facts=40, ask=ask).text
-    talk = re.findall(r"^(\d\d:\d\d) (\w+): (.*)$", text, re.MULTILINE)
-    times = [time for time, _, _ in talk]
-    assert times == sorted(times)
-    assert times[0] == "08:00" < "19:00" <= times[-1] < "20:00"
-    assert text.index("11:") < text.index("(Noon") < text.index("12:") < text.index("(Evening")
-    for (_, last, _), (_, speaker, said) in pairwise(talk):
-        assert speaker != last
-        if said.endswith(tuple(f"; {remark}." for remark in words.REMARKS)):
-            assert any(said.startswith(reply.format(last=last)) for reply in words.REPLIES)
-    first, repeats = {}, 0
-    for kind, key, value, time, speaker in statements(text):
-        if time and kind in ("code", "place"):
-            first[key] = time, speaker
-        elif time:  # else a question
-            assert value == first[key][kind == "who"]  # so it came before
-            assert speaker != first[key][1]
-            repeats += 1
-    assert repeats == 13
 
 
 @of_each_kind

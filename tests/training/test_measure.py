@@ -1,10 +1,10 @@
-"""Measured training steps: rows by remedy and length, the plan beside them, fitted exponents."""
+"""Measured training steps, and losses of two attentions, side by side."""
 
-import math
-
+import pandas as pd
 import pytest
 
 from labsupport.training import DecoderConfig, MemoryOptions
+from labsupport.training.consistency import together
 from labsupport.training.measure import exponent, measure_training
 from labsupport.training.planner import MemoryStrategy
 
@@ -54,10 +54,17 @@ def test_what_does_not_fit_or_cannot_train_is_a_row_that_says_why():
     assert "flex" in row["reason"]
 
 
-def test_the_exponent_of_a_power_is_found():
-    lengths = [256, 512, 1024, 4096]
-    for power in (1.0, 1.7, 2.0):
-        assert math.isclose(exponent(lengths, [3 * n**power for n in lengths]), power)
+def test_an_exponent_needs_two_lengths_and_values_above_0():
     for wrong in (([1], [1]), ([2, 2], [1, 2]), ([1, 2], [0, 1])):
         with pytest.raises(ValueError, match="lengths"):
             exponent(*wrong)
+
+
+def test_the_first_losses_of_equal_seeds_are_compared():
+    rows = [("a", 0, 0, 1.0), ("b", 0, 0, 1.5), ("a", 0, 30, 1.0), ("b", 0, 30, 9.0)]
+    table = pd.DataFrame([*rows, ("a", 1, 0, 7.0)], columns=["backend", "seed", "step", "loss"])
+    assert together(table, steps=20) == together(table, steps=30) == 0.5  # steps 0 to 29
+    assert together(table, steps=40) == 8.0
+    for part in (table.backend == "a", (table.backend == "b") | (table.seed == 1)):
+        with pytest.raises(ValueError, match="two attentions"):
+            together(table[part])

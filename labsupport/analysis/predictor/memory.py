@@ -27,8 +27,7 @@ import math
 from typing import NamedTuple
 
 from labsupport.analysis.predictor.work import tile_sides
-from labsupport.profiling.cases import Case
-from labsupport.profiling.work import ITEMSIZE
+from labsupport.profiling.cases import ITEMSIZE, Case
 
 
 class _Sizes:

@@ -7,7 +7,7 @@
     formulas  closed forms, block sizes that fit, theorem 2
     count     run and count; tables; exponents
 
-Any PyTorch program is counted by operator in `labsupport.profiling.tensors`.
+Any PyTorch program is counted by operator in `labsupport.profiling.memory`.
 
 `python -m benchmarks traffic` prints bytes of the lab's kernels beside a GPU's counters.
 
@@ -25,7 +25,7 @@ from labsupport.analysis.traffic.formulas import (
 )
 from labsupport.analysis.traffic.memory import FastMemory, OutOfFastMemoryError, Slow
 from labsupport.analysis.traffic.problem import Sizes
-from labsupport.profiling.tensors import TensorTrace, trace_tensors
+from labsupport.profiling.memory import TensorTrace, trace_tensors
 
 __all__ = [
     "FastMemory",

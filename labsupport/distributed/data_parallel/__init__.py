@@ -11,14 +11,3 @@ from labsupport.distributed.data_parallel.ddp import train_with_ddp
 from labsupport.distributed.data_parallel.fsdp import shard, train_with_fsdp
 from labsupport.distributed.data_parallel.run import ParallelRun, share_of
 from labsupport.distributed.process_group import RankInfo, cleanup_ddp, setup_ddp
-
-__all__ = [
-    "ParallelRun",
-    "RankInfo",
-    "cleanup_ddp",
-    "setup_ddp",
-    "shard",
-    "share_of",
-    "train_with_ddp",
-    "train_with_fsdp",
-]

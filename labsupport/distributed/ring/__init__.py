@@ -2,7 +2,7 @@
 
 attention  the public functions, in flash-attn's layout and with its options
 algorithm  the ring, forward and backward, as one algorithm with the kernel as a parameter
-plan       how far each rank's keys travel; blocks: what each rank computes with them
+plan       how far each rank's keys travel, and what each rank computes with them
 kernels    the kernels that compute a block pair
 merging    how the results of steps come together; merge_kernel: the same as a Triton kernel
 transport  messages between neighbours, posted before the compute and awaited after it
@@ -25,18 +25,3 @@ from labsupport.distributed.ring.zigzag import (
     shard_sequence,
     unshard_sequence,
 )
-
-__all__ = [
-    "Plan",
-    "RingOptions",
-    "RingReport",
-    "gather_sequence",
-    "last_ring_call",
-    "positions_of",
-    "ring_attention",
-    "ring_flash_attn_func",
-    "shard_sequence",
-    "triton_ring_flash_attn_func",
-    "unshard_sequence",
-    "zigzag_ring_flash_attn_func",
-]

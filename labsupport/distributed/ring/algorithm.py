@@ -33,10 +33,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from labsupport.attention.flash_torch import autocast_off
-from labsupport.distributed.ring.blocks import BlockPair
 from labsupport.distributed.ring.kernels import BlockKernel, BlockOptions
 from labsupport.distributed.ring.merging import added, merged
-from labsupport.distributed.ring.plan import Plan
+from labsupport.distributed.ring.plan import BlockPair, Plan
 from labsupport.distributed.ring.transport import TOTAL, Ring
 
 Pair = tuple[Tensor, Tensor]
