@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from grader.grade.notebooks import printable
-from grader.grade.results import SubmissionResult, read_results
-from grader.grade.settings import Settings
+from grader.grade.results import Settings, SubmissionResult, read_results
 from labsupport.interrupt import interrupted_status
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grader.grade import batch, sandbox
-from grader.grade.one import grade_one
+from grader.grade.batch import grade_one
 from grader.grade.results import NAME, CheckResult, SubmissionResult, read_results, write_result
 from grader.grade.submissions import find_submissions
 from labsupport.cli import app

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from grader.grade.one import grade_one
+from grader.grade.batch import grade_one
 from grader.grade.submissions import Submission
 
 GOOD = "def square(x):\n    return x * x"

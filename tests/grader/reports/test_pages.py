@@ -13,8 +13,14 @@ from grader.grade.submissions import Submission
 from grader.grade.tables import ClassList
 from grader.reports import rendering, write_reports
 from grader.reports.course import Course
-from grader.reports.overview import MISTAKES_SHOWN, equal_solutions, overview_page, texts_of
-from grader.reports.page import page_names, student_page
+from grader.reports.pages import (
+    MISTAKES_SHOWN,
+    equal_solutions,
+    overview_page,
+    page_names,
+    student_page,
+    texts_of,
+)
 from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&{{ 7 * 7 }}\x1b[31m\x00\u202e"

@@ -1,0 +1,300 @@
+"""The pages: one for each student, and the class at a glance.
+
+A page loads nothing and runs nothing. Its texts come from students, so Jinja escapes all of them;
+should one ever slip through, the page's own policy still keeps a browser from obeying it.
+"""
+
+import ast
+import base64
+import functools
+import hashlib
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from grader.grade.notebooks import Cell
+from grader.grade.plan import parsed
+from grader.grade.results import CheckResult, Flag, SubmissionResult
+from grader.grade.submissions import Submission
+from grader.reports.course import (
+    OF_THE_MACHINE,
+    Course,
+    Question,
+    checks_of,
+    earned,
+    flags_to_look_at,
+    number_of,
+)
+
+_TEMPLATES = Path(__file__).parent / "templates"
+# Control characters do not belong on a page. Those that turn the direction of writing could make
+# a name read like another one.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
+# Terminals' colours, which tracebacks are full of.
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# The text of an exception is the student's own.
+_RAISED = re.compile(r"((?:raised|ended with|does not run\.)\s\w+: .{300}).+", re.DOTALL)
+LONGEST_MESSAGE = 3000
+
+
+def plain(text: str) -> str:
+    """Return a text that can be written as UTF-8 and shown: no colours, no control characters.
+
+    Lone surrogates, as names of files can hold them, become `\\udc..` in letters.
+    """
+    text = _ANSI.sub("", text.replace("\r\n", "\n"))
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def message(text: str) -> str:
+    """Cut a diagnosis where it no longer helps anybody."""
+    text = _RAISED.sub(r"\1 …", plain(text.strip()))
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]} …"
+
+
+def points(value: float) -> str:
+    """Write points without needless digits: 3, 2.5."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def chapter(file: str) -> str:
+    """Name a chapter by its file: chapter 2 for 02-online-softmax.md."""
+    found = re.match(r"0*(\d+)-", file)
+    return f"chapter {found[1]}" if found else file
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Whatever a template prints passes through here.
+        finalize=lambda value: plain(value) if type(value) is str else value,
+    )
+    environment.filters |= {function.__name__: function for function in (message, points, chapter)}
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Make a page from a file in `templates/`, and values for all that it names."""
+    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+    # The policy allows this style and no other, so the two must agree byte for byte.
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return _environment().get_template(template).render(style=style, digest=digest, **values)
+
+
+# What a status is called on a page, and which of the three colours it has.
+STATUS_WORDS = {
+    "passed": ("passed", "good"),
+    "failed": ("failed", "bad"),
+    "not written": ("not written", "none"),
+    "missing": ("cell missing", "none"),
+    "died": ("program ended", "bad"),
+    "timeout": ("took too long", "bad"),
+    "not run": ("not run", "none"),
+}
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}")
+
+
+def page_names(students: Iterable[str]) -> dict[str, str]:
+    """Say where each student's page goes, relative to the reports' folder.
+
+    A plain identifier in lower case names its page; of others the plain part does, with a digest
+    of the whole, so that no two share a page on any file system, and none leaves the folder.
+    """
+    names = {}
+    for student in students:
+        name = student
+        if not _PLAIN.fullmatch(name):
+            digest = hashlib.sha256(student.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+            # "+" never stands in a plain identifier, so no two students can meet here.
+            name = f"{re.sub(r'[^a-z0-9]+', '-', student.lower())[:40].strip('-')}+{digest}"
+        names[student] = f"students/{name}.html"
+    return names
+
+
+def _checks(checks: Iterable[CheckResult], question: Question) -> list[dict[str, Any]]:
+    """Describe the checks of an exercise; a diagnosis that repeats is said once."""
+    shown, before = [], set()
+    for check in checks:
+        words, tone = STATUS_WORDS.get(check.status, (check.status, "none"))
+        if check.given is not None:
+            words, tone = "by your instructor", "good" if check.given >= check.points else "none"
+        message = check.remark or ("" if words == "passed" else check.message.strip())
+        said = message
+        if message and message in before:
+            said = "As above." if tone == "bad" else ""
+        before.add(message)
+        asks = question.asks.get(check.grade_id) or check.grade_id
+        shown.append({"asks": asks, "words": words, "tone": tone, "said": said, "check": check})
+    return shown
+
+
+def _notebook(course: Course, result: SubmissionResult) -> dict[str, Any]:
+    exercises = [
+        {
+            "question": question,
+            "earned": earned(result, question.exercise),
+            "checks": _checks(checks_of(result, question.exercise), question),
+        }
+        for question in course.questions.get(result.notebook, ())
+    ]
+    return {"result": result, "exercises": exercises if result.status == "graded" else []}
+
+
+def student_page(course: Course, student: str) -> str:
+    """Make the page of one student, as HTML.
+
+    It names no other student, and says nothing that is for instructors only. The next step is the
+    first exercise with a mistake, else the first without all points.
+    """
+    notebooks = [_notebook(course, result) for result in course.of_student(student)]
+    left = [
+        {"notebook": notebook["result"].notebook, **exercise}
+        for notebook in notebooks
+        for exercise in notebook["exercises"]
+        if exercise["earned"] < exercise["question"].total
+    ]
+    wrong = [one for one in left if any(check["tone"] == "bad" for check in one["checks"])]
+    return render(
+        "student.html",
+        course=course,
+        student=student,
+        notebooks=notebooks,
+        next=next(iter(wrong or left), None),
+        earned=course.total(student),
+        out_of=sum(
+            course.out_of(name) for name in {n["result"].notebook for n in notebooks} - {""}
+        ),
+    )
+
+
+MISTAKES_SHOWN = 12
+# Parts of a syntax tree. Solutions of a line or two agree by chance.
+_SMALLEST = 70
+Texts = Mapping[tuple[str, str], Sequence[Cell]]
+
+
+def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[str, Any]:
+    reached = [earned(result, question.exercise) for result in graded]
+    given = [check for result in graded for check in checks_of(result, question.exercise)]
+    counts = Counter((check.grade_id, check.status) for check in given)
+    return {
+        "question": question,
+        "mean": statistics.fmean(reached or [0]),
+        "all": sum(points >= question.total for points in reached),
+        "none": reached.count(0),
+        "counts": {
+            check: [counts[check, status] for status in ("passed", "failed", "not written")]
+            for check in question.points
+        },
+    }
+
+
+def _notebook(course: Course, name: str) -> dict[str, Any]:
+    graded = course.graded(name)
+    reached = [result.earned for result in graded]
+    mistakes = course.mistakes(name)
+    return {
+        "name": name,
+        "graded": graded,
+        "mean": statistics.fmean(reached or [0]),
+        "median": statistics.median(reached or [0]),
+        "exercises": [_exercise(question, graded) for question in course.questions[name]],
+        "mistakes": mistakes[:MISTAKES_SHOWN],
+        "rarer": len(mistakes[MISTAKES_SHOWN:]),
+    }
+
+
+def _student(course: Course, student: str) -> dict[str, Any]:
+    own = {result.notebook: result for result in course.of_student(student)}
+    return {
+        "name": student,
+        "notebooks": [own.get(name) for name in course.questions],
+        "flags": sorted({flag.kind for r in own.values() for flag in flags_to_look_at(r)}),
+    }
+
+
+def _flags(course: Course, texts: Texts) -> dict[str, list[dict[str, Any]]]:
+    """Group the flags by kind: a row for each student and text, with the cells it is about."""
+    kinds: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for result in course.results:
+        for flag in flags_to_look_at(result):
+            row = {"student": result.student, "text": flag.text, "where": [], "cells": []}
+            row = kinds.setdefault(flag.kind, {}).setdefault((result.student, flag.text), row)
+            row["where"].append(flag.grade_id or result.notebook or result.path)
+            row["cells"] += cells_of(flag, result, texts)
+    return {kind: list(kinds[kind].values()) for kind in sorted(kinds)}
+
+
+def texts_of(submissions: Iterable[Submission]) -> Texts:
+    """Return the code cells of all files, by path and digest."""
+    return {
+        (one.path, one.digest): [cell for cell in one.cells if cell.kind == "code"]
+        for one in submissions
+    }
+
+
+def cells_of(flag: Flag, result: SubmissionResult, texts: Texts) -> list[str]:
+    """Return the cells that a flag speaks of: an exercise's, or those with the names in it."""
+    cells = texts.get((result.path, result.digest), ())
+    if flag.grade_id:
+        return [cell.source for cell in cells if cell.grade_id == flag.grade_id]
+    if not flag.text.startswith("Names "):
+        return []
+    names = re.findall(r"[\w.]*\w", flag.text.removeprefix("Names "))
+    words = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))
+    return [cell.source for cell in cells if not cell.grade_id and words.search(cell.source)]
+
+
+def equal_solutions(
+    results: Iterable[SubmissionResult], texts: Texts
+) -> list[tuple[str, list[str], str]]:
+    """Find solutions that several students handed in, but for comments and layout.
+
+    Returns:
+        exercise, students, and the text as the first of them wrote it; the longest come first.
+    """
+    same: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for result in results:
+        written = {c.exercise for c in result.checks if c.status not in ("not written", "missing")}
+        for cell in texts.get((result.path, result.digest), ()):
+            tree = parsed(cell.source) if cell.grade_id in written else None
+            if tree is not None and sum(1 for _ in ast.walk(tree)) >= _SMALLEST:
+                same[cell.grade_id, ast.dump(tree)].setdefault(result.student, cell.source)
+    found = [
+        (exercise, list(sources), next(iter(sources.values())))
+        for (exercise, _), sources in same.items()
+        if len(sources) > 1
+    ]
+    return sorted(found, key=lambda one: (-len(one[2]), one))
+
+
+def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:
+    """Make the overview of the class, as HTML; `pages` has the place of each student's page."""
+    everybody = [_student(course, student) for student in course.students]
+    asked = [question for questions in course.questions.values() for question in questions]
+    titles = {number_of(question.exercise): question.title for question in asked}
+    machine = [f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE]
+    return render(
+        "overview.html",
+        course=course,
+        pages=pages,
+        notebooks=[_notebook(course, name) for name in course.questions],
+        students=everybody,
+        refused=[result for result in course.results if result.status == "refused"],
+        flagged=sum(bool(student["flags"]) for student in everybody),
+        flags=_flags(course, texts),
+        equal=equal_solutions(course.results, texts),
+        title=lambda exercise: titles.get(number_of(exercise), exercise),
+        machine=sorted(set(machine)),
+    )
