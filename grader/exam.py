@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grader import left_out
+from grader.grade.submissions import read_solved
 from labsupport import paths
 from labsupport.course.editions import ReleaseError
 
@@ -215,13 +216,10 @@ def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
 
 def exercises_of(notebook: Path) -> Iterator[tuple[str, str]]:
     """Yield a name and the text of all imports of a notebook, then of each solution and check."""
-    import nbformat
-
-    cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
+    cells = [cell for cell in read_solved(notebook).cells if cell.kind == "code"]
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell.source))]
     imports = [ast.unparse(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     yield f"<{notebook.name}: imports>", "\n".join(imports)
     for cell in cells:
-        about = cell.metadata.get("nbgrader", {})
-        if about.get("solution") or about.get("grade"):
-            yield f"<{notebook.name}: {about.grade_id}>", cell.source
+        if cell.solution or cell.grade:
+            yield f"<{notebook.name}: {cell.grade_id}>", cell.source

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import filelock
 
-from grader.grade.notebooks import pristine_notebooks
 from grader.grade.plan import Check, Plan, flags_of, make_plan
 from grader.grade.results import (
     NAME,
@@ -30,13 +29,11 @@ from grader.grade.results import (
     write_result,
 )
 from grader.grade.sandbox import NotServing, Sandbox, confinement_missing, package_folder
-from grader.grade.submissions import Submission
+from grader.grade.submissions import Submission, pristine_notebooks
 from grader.remote.evaluate import evaluate_check
 from grader.remote.session import Session
 from labsupport.course.files import write_new
 
-_TIME_IS_OVER = "the time for the whole notebook was over before this check"
-_ENDED_OFTEN = "the program ended again and again before this check"
 # Runs of a notebook: the first, and others without the cell or the call that ended one.
 _RUNS = 6
 
@@ -63,16 +60,18 @@ def grade_one(
     run = _Run(plan, settings, alone)
     for _ in range(_RUNS):
         run.once()
+    why = "died", "the program ended again and again before this check"
+    if time.monotonic() >= run.end:
+        why = "timeout", "the time for the whole notebook was over before this check"
     for check in run.todo:
-        over = time.monotonic() >= run.end
-        run.record(check, "timeout" if over else "died", _TIME_IS_OVER if over else _ENDED_OFTEN)
+        run.record(check, *why)
     flags = [*submission.flags, *plan.flags, *flags_of(plan, notebook), *run.flags]
     return SubmissionResult(
-        submission.student, submission.notebook, submission.path, submission.digest,
+        *_key(submission),
         checks=tuple(run.results[check.grade_id] for check in plan.checks),
         flags=(*flags, *(Flag("", "not confined", text) for text in missing)),
         seconds=round(time.monotonic() - start, 2),
-    )  # fmt: skip
+    )
 
 
 def not_run(
@@ -85,8 +84,7 @@ def not_run(
             CheckResult(name, known.exercise_of(name), cell.points, "not run", why)
             for name, cell in known.graded.items()
         )
-    whose = one.student, one.notebook, one.path, one.digest
-    return SubmissionResult(*whose, status, one.refused, checks, (*one.flags, *flags))
+    return SubmissionResult(*_key(one), status, one.refused, checks, (*one.flags, *flags))
 
 
 class _Run:
@@ -136,9 +134,8 @@ class _Run:
             first = step.source.strip().split("\n")[0][:60]
             text = f"A cell was left out, because {problem}. It begins: {first}"
             self.flags.append(Flag("", "cell left out", text))
-        for check in self.todo:
-            if check.exercise == step.exercise:
-                self.record(check, problem.status, f"When its cell was run: {problem}.")
+        for check in (one for one in self.todo if one.exercise == step.exercise):
+            self.record(check, problem.status, f"When its cell was run: {problem}.")
 
     def _judge_all(self, session: Session, box: Sandbox) -> None:
         # Exercises that ended a session come late, lest their endless loops use up the others'
@@ -231,7 +228,11 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
     for jobs in (settings.jobs, 1):
         todo, left = left, []
         grade = functools.partial(grade_one, settings=settings, alone=jobs == 1)
-        with _pool(jobs) as pool:
+        # PyTorch reads it when it is imported, before any code of ours could set it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _begin_work, (os.getpid(),)
+        ) as pool:
             futures = {pool.submit(grade, one): one for one in todo}
             try:
                 for future in concurrent.futures.as_completed(futures):
@@ -243,19 +244,10 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list((pool._processes or {}).values()):
                     process.kill()
-    for one in left:
-        # No points and no blame: an instructor has to look.
-        why = "the process that graded it ended"
-        flag = Flag("", "not graded", f"Grade it by hand: {why}.")
-        yield not_run(one, settings, why, flag)
-
-
-def _pool(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
-    # PyTorch reads it when it is imported, before any code of ours could set it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return concurrent.futures.ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_begin_work, initargs=(os.getpid(),)
-    )
+    # No points and no blame: an instructor has to look.
+    why = "the process that graded it ended"
+    flag = Flag("", "not graded", f"Grade it by hand: {why}.")
+    yield from (not_run(one, settings, why, flag) for one in left)
 
 
 def _begin_work(parent: int) -> None:

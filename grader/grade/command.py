@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from grader.grade.notebooks import printable
 from grader.grade.results import Settings, SubmissionResult, read_results
+from grader.grade.submissions import printable
 from labsupport.interrupt import interrupted_status
 
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from grader.grade.notebooks import Cell, Pristine
 from grader.grade.results import Flag
-from grader.grade.submissions import Submission
+from grader.grade.submissions import Cell, Pristine, Submission
 from labsupport.course.editions import CODE_STUB
 
 # Exercises whose solutions may call fused attention: to use it is what they ask.
@@ -73,9 +72,12 @@ class Plan:
 def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     """Decide what of a submission runs."""
     checks = {
-        name: Check(name, pristine.exercise_of(name), cell.points, cell.source, _names_in(cell))
+        name: Check(
+            name, pristine.exercise_of(name), cell.points, cell.source,
+            tuple(sorted(names_of(cell.source)[0] - {"checks"})),
+        )
         for name, cell in pristine.graded.items()
-    }
+    }  # fmt: skip
     flags, absent = [], {}
     for name, solution in pristine.solutions.items():
         own = [cell for cell in submission.cells if cell.grade_id == name and cell.kind == "code"]
@@ -100,11 +102,6 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
         elif _normal(cell.source) not in unneeded:
             steps.append(Step(cell.source))
     return Plan(tuple(checks.values()), tuple(steps), absent, tuple(flags))
-
-
-def _names_in(check: Cell) -> tuple[str, ...]:
-    loaded, _ = names_of(check.source)
-    return tuple(sorted(loaded - {"checks"}))
 
 
 def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:

@@ -1,5 +1,6 @@
-"""Settings of grading, and its results: plain values, stored as JSON, one line for each submission."""
+"""Settings and results of grading: plain values; results are stored as lines of JSON."""
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -95,11 +96,9 @@ class SubmissionResult:
 
 def write_result(out: Path, result: SubmissionResult) -> None:
     """Add a line to OUT/results.jsonl; when this returns, it is on the disk."""
-    with (out / NAME).open("a+b") as file:
-        file.seek(max(0, file.tell() - 1))
+    with (out / NAME).open("ab") as file:
         # What an interruption cut off stays a line of its own, and harms none.
-        begin = b"" if file.read() in (b"", b"\n") else b"\n"
-        file.write(begin + json.dumps(asdict(result)).encode() + b"\n")
+        file.write(b"\n" + json.dumps(asdict(result)).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -111,11 +110,9 @@ def read_results(out: Path) -> list[SubmissionResult]:
     """
     found = []
     for line in (out / NAME).read_bytes().split(b"\n") if (out / NAME).exists() else ():
-        try:
+        with contextlib.suppress(ValueError):
             given: dict[str, Any] = json.loads(line.decode("ascii"))
-            given["checks"] = tuple(CheckResult(**check) for check in given["checks"])
-            given["flags"] = tuple(Flag(**flag) for flag in given["flags"])
-            found.append(SubmissionResult(**given))
-        except (ValueError, KeyError, TypeError):
-            continue
+            checks = tuple(CheckResult(**check) for check in given.pop("checks"))
+            flags = tuple(Flag(**flag) for flag in given.pop("flags"))
+            found.append(SubmissionResult(**given, checks=checks, flags=flags))
     return found

@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import psutil
 
@@ -41,7 +40,8 @@ _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
 _SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
 _PACKAGE = "LABSUPPORT_GRADING_PACKAGE"
 # The grader's own files that run in the student's process.
-_INSIDE = ("__init__", "kernel", "programs", "refuse", "values", "worker")
+_INSIDE = ("__init__", "programs", "refuse", "values", "worker")
+_PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv[1])"
 
 
 class NotServing(RuntimeError):
@@ -112,7 +112,7 @@ def confinement_missing(unconfined: bool) -> tuple[str, ...]:
         return tuple(filter(None, [*missing, unlimited]))
 
 
-class Sandbox:
+class Sandbox(contextlib.ExitStack):
     """A running submission; leaving the `with` block ends it, and everything that it started.
 
     The program says which `step` runs, and the `first_error` of a cell. The grader sees whether it
@@ -120,14 +120,10 @@ class Sandbox:
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         self.settings = settings
         self.step: int | None = None
         self.first_error, self.killed = "", False
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._limited, _ = self._stack.enter_context(limits(self.settings.memory_bytes))
-        return self
 
     def run(self, steps: list[Step], timeout_s: float) -> Session:
         """Run the cells of a submission, and return a session for calls of what they defined.
@@ -163,16 +159,17 @@ class Sandbox:
             "own_cells_s": self.settings.notebook_timeout_s / 3,
             "steps": [dataclasses.asdict(step) for step in steps],
         }
+        limited, _ = self.enter_context(limits(self.settings.memory_bytes))
         folder = tempfile.TemporaryDirectory(prefix="labsupport-run-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
-        self._stack.enter_context(folder)
-        self._stack.enter_context(ours)
+        self.enter_context(folder)
+        self.enter_context(ours)
         with theirs:
             package = package_folder()
             wall = [] if wall_missing() else _wall(str(package))
-            program = [sys.executable, "-P", "-m", "grader.remote.kernel", str(theirs.fileno())]
+            program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*self._limited, *wall, *program],
+                [*limited, *wall, *program],
                 cwd=folder.name,
                 env=_environment(package, "/tmp" if wall else folder.name),
                 stdin=subprocess.PIPE,
@@ -182,7 +179,7 @@ class Sandbox:
                 pass_fds=[theirs.fileno()],
                 text=True,
             )
-        self._stack.callback(self._end)
+        self.callback(self._end)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             json.dump(plan, stdin)
@@ -202,9 +199,6 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
 
 def _wall(*places: str) -> list[str]:
@@ -276,22 +270,18 @@ def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
         command += [part for option in options for part in ("-p", option)]
         yield [*command, "/bin/sh", "-c", f'{_EACH}; exec "$@"', "sh"], ""
         return
-    values = {
-        "memory": {"memory.max": memory_bytes, "memory.limit_in_bytes": memory_bytes}
-        | {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": memory_bytes},
-        "pids": {"pids.max": 256},
-        "cpu": {"cpu.max": "100000 100000", "cpu.cfs_quota_us": 100_000},
-    }
+    values = {"memory.max": memory_bytes, "memory.limit_in_bytes": memory_bytes}
+    values |= {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": memory_bytes, "pids.max": 256}
+    values |= {"cpu.max": "100000 100000", "cpu.cfs_quota_us": 100_000}
     folders: list[Path] = []
     why = "" if _parents() else "there is no control group to be in"
     try:
-        for parent, controllers in _parents():
+        for parent in _parents():
             folders.append(parent / f"labsupport-{os.getpid()}-{uuid.uuid4().hex[:12]}")
             folders[-1].mkdir()
-            for controller in controllers:
-                for name, value in values[controller].items():
-                    if (folders[-1] / name).exists():
-                        (folders[-1] / name).write_text(str(value))
+            for name, value in values.items():
+                if (folders[-1] / name).exists():
+                    (folders[-1] / name).write_text(str(value))
     except OSError as error:
         why = str(error)
     joins = "" if why else "".join(f"echo $$ > {one}/cgroup.procs && " for one in folders)
@@ -299,41 +289,31 @@ def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
         missing = f"memory and processes are not limited: {why}" if why else ""
         yield ["/bin/sh", "-c", f'{_EACH}; {joins}exec "$@"', "sh"], missing
     finally:
-        for folder in folders:
-            _remove(folder)
+        for folder in folders * 100:  # its processes may take a moment to end
+            with contextlib.suppress(OSError):
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), 9)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            if folder.exists():
+                time.sleep(0.02)
 
 
 @functools.cache
-def _parents() -> tuple[tuple[Path, tuple[str, ...]], ...]:
-    """Return our own control groups, and what they can limit."""
-    found, known = [], ("memory", "pids", "cpu")
+def _parents() -> tuple[Path, ...]:
+    """Return our own control groups that can limit something."""
+    found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         folder = _GROUPS / names / path.lstrip("/")
-        if names in known:
-            found.append((folder, (names,)))
-        elif not names and (allowed := folder / "cgroup.subtree_control").exists():
-            controllers = tuple(one for one in allowed.read_text().split() if one in known)
-            if "memory" in controllers:
-                found.append((folder, controllers))
+        allowed = folder / "cgroup.subtree_control"  # of version 2
+        if names in ("memory", "pids", "cpu") or (
+            not names and allowed.exists() and "memory" in allowed.read_text().split()
+        ):
+            found.append(folder)
     # Those of graders that were killed.
-    for folder in (one for parent, _ in found for one in parent.glob("labsupport-*-*")):
+    for folder in (one for parent in found for one in parent.glob("labsupport-*-*")):
         if not Path("/proc", folder.name.split("-")[1]).exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return tuple(found)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a group; its processes may take a moment to end."""
-    for _ in range(100):
-        with contextlib.suppress(OSError):
-            for pid in (folder / "cgroup.procs").read_text().split():
-                os.kill(int(pid), 9)
-        try:
-            folder.rmdir()
-            return
-        except FileNotFoundError:
-            return
-        except OSError:
-            time.sleep(0.02)

@@ -1,11 +1,12 @@
-"""Finding the notebooks that students handed in: whose they are, and which of the lab's.
+"""Notebooks: the instructor's, which decide what counts, and those that students handed in.
 
-They come in folders, or in zips as Moodle and Canvas make them.
+Students' come in folders, or in zips as Moodle and Canvas make them, and may hold anything.
 """
 
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import stat
@@ -16,19 +17,126 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from grader.grade.notebooks import (
-    JOINERS,
-    MAX_BYTES,
-    Cell,
-    Pristine,
-    UnreadableError,
-    parse,
-    printable,
-    pristine_notebooks,
-)
 from grader.grade.results import Flag
+from labsupport.course.editions import solved_notebooks
 from labsupport.course.files import lies_beside
+
+MAX_BYTES = 20 * 2**20
+MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
+# Cannot be seen, but Persian and Indic names are spelt with them.
+JOINERS = "\u200c\u200d"
+
+
+class UnreadableError(ValueError):
+    """A file that is no notebook, or is not allowed to be read; says why."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a notebook; of a student's, only the first three are ever used.
+
+    Its kind is "code", "markdown" or "raw"; `grade_id` is its name in nbgrader's metadata, or "".
+    """
+
+    kind: str
+    source: str
+    grade_id: str = ""
+    solution: bool = False
+    grade: bool = False
+    points: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """A solved notebook: its name, and all of its cells."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def solutions(self) -> dict[str, Cell]:
+        """The cells that students fill in, by grade_id."""
+        return {cell.grade_id: cell for cell in self.cells if cell.solution}
+
+    @property
+    def graded(self) -> dict[str, Cell]:
+        """The cells that give points, by grade_id, in their order."""
+        return {cell.grade_id: cell for cell in self.cells if cell.grade and not cell.solution}
+
+    def exercise_of(self, grade_id: str) -> str:
+        """Return the exercise of a check: the longest grade_id that it begins with."""
+        named = (one for one in self.solutions if f"{grade_id}-".startswith(f"{one}-"))
+        return max(named, key=len, default=grade_id)
+
+
+def pristine_notebooks(folder: Path | None = None) -> dict[str, Pristine]:
+    """Read the solved notebooks of a folder, by name; the lab's own if None.
+
+    Raises:
+        labsupport.course.editions.ReleaseError: there are none.
+    """
+    return {path.stem: read_solved(path) for path in solved_notebooks(folder)}
+
+
+def read_solved(path: Path) -> Pristine:
+    """Read a solved notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return Pristine(path.stem, tuple(_cell(cell, trusted=True) for cell in cells))
+
+
+def parse(data: bytes) -> tuple[Cell, ...]:
+    """Return the cells of a student's file, in bounded time and memory.
+
+    Raises:
+        UnreadableError: it is no notebook.
+    """
+    try:
+        content = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())[:120]
+        raise UnreadableError(f"it is not valid JSON: {said}") from error
+    version = content.get("nbformat") if isinstance(content, dict) else None
+    if version != 4:
+        raise UnreadableError(f"it says notebook format {str(version)[:20]}; the lab's is 4")
+    if not isinstance(cells := content.get("cells"), list):
+        raise UnreadableError("it has no list of cells")
+    if len(cells) > MAX_CELLS:
+        raise UnreadableError(f"it has {len(cells):,} cells, and {MAX_CELLS:,} are allowed")
+    kept = tuple(_cell(cell) for cell in cells if isinstance(cell, dict))
+    if sum(len(cell.source) for cell in kept) > MAX_SOURCES:
+        raise UnreadableError(f"its cells hold more than {MAX_SOURCES:,} characters")
+    return kept
+
+
+def _cell(cell: dict[str, Any], trusted: bool = False) -> Cell:
+    source = cell.get("source")
+    lines = source if isinstance(source, list) else [source]
+    source = "".join(line for line in lines if isinstance(line, str))
+    if len(source) > MAX_SOURCE:
+        raise UnreadableError(f"one of its cells has more than {MAX_SOURCE:,} characters")
+    # Halves of surrogate pairs are no text: they can't be written to a file.
+    source = source.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n")
+    kind = cell.get("cell_type")
+    kind = kind if kind in ("code", "markdown") else "raw"
+    match cell.get("metadata"):
+        case {"nbgrader": {"grade_id": str(name), **role}} if trusted:
+            roles = bool(role.get("solution")), bool(role.get("grade"))
+            return Cell(kind, source, name, *roles, float(role.get("points") or 0))
+        case {"nbgrader": {"grade_id": str(name)}} if len(name) <= 200:
+            return Cell(kind, source, name)
+    return Cell(kind, source)
+
+
+def printable(text: str) -> str:
+    """Return a text that a terminal only shows, and that can be written into a file.
+
+    Halves of surrogate pairs become `\\ud...` in letters, control characters question marks.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() or c in JOINERS else "?" for c in text)
+
 
 MAX_ZIP_BYTES = 100 * 2**20
 # A zip is opened for each file, so that none stays in memory.
@@ -63,14 +171,13 @@ def origin_of(path: str) -> Origin | None:
     return None
 
 
-def is_notebook(name: str) -> bool:
-    """Tell notebooks by their names; some browsers save them as text."""
-    return name.lower().endswith((".ipynb", ".ipynb.txt", ".ipynb.json"))
+def _may_be_one(path: str) -> bool:
+    # Some browsers save notebooks as text. Zips that can be read are opened before.
+    return path.lower().endswith((".ipynb", ".ipynb.txt", ".ipynb.json", ".zip"))
 
 
-def is_zip(name: str) -> bool:
-    """Tell zips by their names."""
-    return name.lower().endswith(".zip")
+def _is_zip(path: str) -> bool:
+    return path.lower().endswith(".zip")
 
 
 @dataclass(frozen=True)
@@ -89,7 +196,7 @@ def files_in(given: Path) -> Iterator[File]:
         ValueError: there is no such folder or file.
     """
     if not given.is_dir():
-        if not given.is_file() or not (is_notebook(given.name) or is_zip(given.name)):
+        if not given.is_file() or not _may_be_one(given.name):
             raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
         for file in _opened_if_zip(given, given.name, inner_zips=1):
             # In the download of a course, the names in it say whose the files are.
@@ -109,7 +216,7 @@ def files_in(given: Path) -> Iterator[File]:
 def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
     modified = datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
     file = File(name, partial(_bytes_of, path), modified)
-    if is_zip(name) and path.is_file() and not path.is_symlink():
+    if _is_zip(name) and path.is_file() and not path.is_symlink():
         yield from _unzipped(file, partial(zipfile.ZipFile, path), inner_zips)
     else:
         yield file
@@ -127,9 +234,9 @@ def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
             with contextlib.suppress(ValueError):  # some zips hold no time
                 modified = datetime(*member.date_time).astimezone()
             inner = File(f"{file.path}/{path}", partial(_member, opened, member), modified)
-            if is_zip(path) and inner_zips:
+            if _is_zip(path) and inner_zips:
                 yield from _unzipped(inner, partial(_inner_zip, opened, member), inner_zips - 1)
-            elif is_zip(path):
+            elif _is_zip(path):
                 yield replace(inner, read=partial(_fail, "it is a zip in a zip"))
             else:
                 yield inner
@@ -249,17 +356,12 @@ def find_submissions(
     return sorted(_newest(found), key=lambda one: (one.student, one.notebook, one.path))
 
 
-def _may_be_one(path: str) -> bool:
-    # Of zips, only those that cannot be read get here.
-    return is_notebook(path) or is_zip(path)
-
-
 def _student(owner: str, pristine: Mapping[str, Pristine], home: str) -> str:
     if origin := origin_of(owner):
         return origin.student
     if not _may_be_one(owner):
         return owner
-    stem = owner[: owner.lower().rindex(".zip" if is_zip(owner) else ".ipynb")]
+    stem = owner[: owner.lower().rindex(".zip" if _is_zip(owner) else ".ipynb")]
     if "--" in stem:
         return stem.split("--")[0]
     for name in pristine:
@@ -272,7 +374,7 @@ def _student(owner: str, pristine: Mapping[str, Pristine], home: str) -> str:
 
 def _trick(student: str, path: str) -> str:
     """Say what is wrong with a name: "" if nothing is."""
-    if not all(c.isprintable() or c in JOINERS for c in student + path):
+    if printable(student + path) != student + path:
         return "its name holds characters that cannot be seen"
     if "\\" in student + path or student.startswith("-"):
         return "its name could be taken for a path or an option"
@@ -330,7 +432,10 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
             yield from group
             continue
         works = [one for one in good if not lies_beside(one.path)] or good
-        newest = max(works, key=_age)
+        # Canvas counts files up; its zips give all of them the time of the download.
+        newest = max(
+            works, key=lambda o: (getattr(origin_of(o.path), "file", 0), str(o.modified), o.path)
+        )
         texts = []
         if older := [one.path for one in works if one is not newest]:
             names = ", ".join(older[:5])
@@ -343,9 +448,3 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
         ]
         flags = (Flag("", "duplicate", text) for text in texts[:5])
         yield replace(newest, flags=(*newest.flags, *flags))
-
-
-def _age(one: Submission) -> tuple[int, str, str]:
-    # Canvas counts files up; its zips give all of them the time of the download.
-    origin = origin_of(one.path)
-    return origin.file if origin else 0, str(one.modified), one.path

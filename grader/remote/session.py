@@ -52,7 +52,7 @@ class Session:
         self.deadline: float | None = None
         self.fused = False
         self._asked = 0
-        self._drop: list[int] = []
+        self.drop: list[int] = []  # calls whose backward pass is not wanted any more
         self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
@@ -68,14 +68,15 @@ class Session:
         found = self._ask("describe", (version, name), (), {})["value"]
         if not isinstance(found, dict):
             self._fail(SessionDied(_NO_ANSWER))
-        kind, same = found.get("kind"), found.get("same") is True
-        if kind == "missing":
-            return None, same
-        if kind == "function class":
-            return _function_class(self, (version, name)), same
-        if kind == "kernel":
-            return RemoteKernel(self, (version, name), found.get("stub") is True), same
-        return RemoteFunction(self, (version, name)), same
+        target, same = (version, name), found.get("same") is True
+        match found.get("kind"):
+            case "missing":
+                return None, same
+            case "function class":
+                return _function_class(self, target), same
+            case "kernel" | "stub" as kind:
+                return RemoteKernel(self, target, kind == "stub"), same
+        return RemoteFunction(self, target), same
 
     def library(self, module: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a function of a library over there."""
@@ -113,10 +114,6 @@ class Session:
             self._fail(SessionDied(_NO_ANSWER))
         return [one if isinstance(one, Tensor) else None for one in given]
 
-    def drop(self, graph: int) -> None:
-        """Say with the next request that a call's backward pass is not wanted any more."""
-        self._drop.append(graph)
-
     def _refer(self, value: Any) -> Any:
         target = getattr(value, "remote_target", None)
         if isinstance(target, tuple):
@@ -131,8 +128,8 @@ class Session:
             raise self.failure
         end = time.monotonic() + self.timeout_s
         end = end if self.deadline is None else min(end, self.deadline)
-        self._asked, self._streams, drop = self._asked + 1, [], self._drop
-        self._drop = []
+        self._asked, self._streams = self._asked + 1, []
+        drop, self.drop = self.drop, []
         modes = _get_current_dispatch_mode_stack()
         request = {
             "id": self._asked,
@@ -242,7 +239,7 @@ class _Graph:
         self.session, self.number = session, number
 
     def __del__(self) -> None:
-        self.session.drop(self.number)
+        self.session.drop.append(self.number)
 
 
 class _Backward(torch.autograd.Function):

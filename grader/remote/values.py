@@ -119,16 +119,14 @@ class _Packer:
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise FrameError("a value with too many parts")
-        if value is None or value is True or value is False:
-            return value
         if isinstance(value, np.generic | np.ndarray):
             array = np.array(value, order="C")  # a copy: PyTorch wants to be able to write
             if array.dtype.kind in "biuf":
                 return ["array", [self.store(torch.from_numpy(array.reshape(-1))), array.shape]]
-        elif isinstance(value, int):
-            return int(value)
-        elif isinstance(value, float):
-            return ["float", float(value).hex()]
+        elif value is None or isinstance(value, bool):
+            return value
+        elif isinstance(value, int | float):  # without what a class derived from it adds
+            return int(value) if isinstance(value, int) else float(value)
         elif isinstance(value, str):
             if len(value) > MAX_TEXT:
                 raise FrameError("a text that is too long")
@@ -203,14 +201,12 @@ class _Unpacker:
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise FrameError("a value with too many parts")
-        if node is None or isinstance(node, bool | int):
+        if node is None or isinstance(node, bool | int | float):
             return node
         if isinstance(node, str):
             return node.encode("utf-8", "replace").decode()
         kind, content = node
         match kind:
-            case "float":
-                return float.fromhex(content)
             case "list":
                 return [self.build(one, depth + 1) for one in content]
             case "tuple":

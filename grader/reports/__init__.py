@@ -7,9 +7,8 @@ from pathlib import Path
 from grader.grade.results import SubmissionResult
 from grader.grade.submissions import Submission
 from grader.grade.tables import ClassList, read_table
-from grader.reports.course import Course
 from grader.reports.grades import exports_of, grades_csv, points_csv
-from grader.reports.pages import overview_page, page_names, student_page, texts_of
+from grader.reports.pages import Course, overview_page, page_names, student_page, texts_of
 from labsupport.course import files
 
 OVERRIDES = "overrides.csv"

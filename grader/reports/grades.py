@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from grader.grade.results import SubmissionResult
 from grader.grade.submissions import origin_of
 from grader.grade.tables import number_of
-from grader.reports.course import Course, earned
-from grader.reports.pages import plain, points
+from grader.reports.pages import Course, earned, plain, points
 
 # A formula for spreadsheet programs: at the beginning of a value, and after what some of them take
 # for the end of one (a comma here is a semicolon in other countries' settings).

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from grader.grade.notebooks import Cell
 from grader.grade.results import Flag
-from grader.grade.submissions import Submission
+from grader.grade.submissions import Cell, Submission
 from grader.grade.tables import ClassList
 from grader.reports import rendering, write_reports
-from grader.reports.course import Course
 from grader.reports.pages import (
     MISTAKES_SHOWN,
+    Course,
     equal_solutions,
     overview_page,
     page_names,
