@@ -11,6 +11,7 @@ import contextlib
 import csv
 import io
 import linecache
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -36,10 +37,6 @@ class Answer:
     gone: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
-    def holds(self, path: str) -> bool:
-        """Tell whether a file of the package is this one, or in this folder."""
-        return path == self.path or path.startswith(f"{self.path}/")
-
 
 # Not in the table, because the package runs on them: masks (`attention/masks.py`, exercise 2-3),
 # and what Transformers calls (`models/integration/`, 2-2).
@@ -50,35 +47,8 @@ with Path(__file__).with_name("answers.csv").open(encoding="utf-8") as _table:
     )
 _KEPT_DECORATORS = ("staticmethod", "classmethod", "property", "dataclass", "triton.jit")
 
-_NO_BACKENDS = f'''
-
-# The exam edition has neither of the lab's own: they answer exercises 1-4, 1-5 and 4-3.
-import dataclasses as _dataclasses
-
-BACKENDS = tuple(
-    _dataclasses.replace(_entry, missing=lambda: "{left_out.NOT_HERE}")
-    if _entry.name in ("flash_triton", "flash_torch")
-    else _entry
-    for _entry in BACKENDS
-)
-'''
-
-_NATIVE_RING = """
-
-# The lab's own kernel is not here, so on a CPU PyTorch's serves the lessons.
-import dataclasses as _dataclasses
-
-KERNELS = tuple(
-    _dataclasses.replace(_kernel, in_auto=lambda device: True) if _kernel is NATIVE else _kernel
-    for _kernel in KERNELS
-)
-"""
-
 # What stands at the end of files that name what is left out.
-_ADDED = {
-    "attention/implementations.py": _NO_BACKENDS,
-    "distributed/ring/kernels.py": _NATIVE_RING,
-}
+_ADDED = tomllib.loads(Path(__file__).with_name("added.toml").read_text(encoding="utf-8"))
 
 
 class _Emptied(ast.NodeTransformer):
@@ -144,7 +114,7 @@ def empty(source: str, module: str, answer: Answer) -> str:
 def exam_package() -> Iterator[tuple[str, str]]:
     """Yield each file of the package without the answers: its path, and its text."""
     for path, source in package_files():
-        answer = next((one for one in ANSWERS if one.holds(path)), None)
+        answer = next((one for one in ANSWERS if f"{path}/".startswith(f"{one.path}/")), None)
         if answer is not None and not path.endswith("__init__.py"):
             source = empty(source, path.removesuffix(".py").replace("/", "."), answer)
         yield f"labsupport/{path}", source + _ADDED.get(path, "")
@@ -178,8 +148,7 @@ def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
 def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
     """Run the visible checks of solved notebooks, and write down what their references give.
 
-    Returns:
-        the results of each check's references and mistakes, in order, by the check's name.
+    They come in order, by the check's name.
 
     Raises:
         ReleaseError: a solution does not pass its check.

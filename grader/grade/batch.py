@@ -186,12 +186,8 @@ def run_batch(
 ) -> list[SubmissionResult]:
     """Grade all; each result is on disk (OUT/results.jsonl) before the next is begun.
 
-    Args:
-        submissions: from `find_submissions`.
-        out: the folder for the results; it is created if need be.
-        settings: limits.
-        resume: go on in an OUT that holds results, without grading the same file again.
-        tell: called with each new result, and how many are done.
+    To `resume` is to go on in an OUT that holds results, without grading the same file again.
+    `tell` is called with each new result, and how many are done.
 
     Returns:
         the results of these submissions in their order, also those of earlier runs.
@@ -201,7 +197,17 @@ def run_batch(
         RuntimeError: another grader works in OUT, or no submission can be run on this machine.
         OSError: OUT cannot be written to.
     """
-    with _alone(out):
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        # The system lifts the lock even if we are killed. A grader that was killed a moment ago may
+        # be still about to start a program, which holds the lock until it has started.
+        lock = filelock.FileLock(out / ".lock", timeout=_LOCK_S).acquire()
+    except filelock.Timeout:
+        raise RuntimeError(f"another grader is at work in {out}") from None
+    with lock:
+        if not (out / ".gitignore").exists():
+            # Points and names of students do not belong into a repository.
+            write_new(out / ".gitignore", "*\n")
         known = {_key(result): result for result in read_results(out)}
         if known and not resume:
             raise ValueError(
@@ -256,19 +262,3 @@ def _begin_work(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep a second grader out of OUT; the system lifts the lock even if we are killed."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        # A grader that was killed a moment ago may be still about to start a program, which holds
-        # the lock until it has started.
-        with filelock.FileLock(out / ".lock", timeout=_LOCK_S):
-            if not (out / ".gitignore").exists():
-                # Points and names of students do not belong into a repository.
-                write_new(out / ".gitignore", "*\n")
-            yield
-    except filelock.Timeout:
-        raise RuntimeError(f"another grader is at work in {out}") from None

@@ -46,15 +46,14 @@ def grade_command(
     from tqdm import tqdm
 
     from grader.grade.batch import run_batch
-    from grader.grade.submissions import find_submissions
-    from grader.grade.tables import read_class
+    from grader.grade.submissions import NO_CLASS, find_submissions, read_class
     from grader.reports import write_reports
 
     limits = Settings(cell_timeout, timeout, int(memory * 2**30), jobs, notebooks, unconfined)
     if out.resolve().is_relative_to(submissions.resolve()):
         raise ValueError(f"{out} lies in the folder of submissions; choose another with --out")
     found = find_submissions(submissions, notebooks=notebooks, due=due, only=notebook)
-    class_list = read_class(students) if students else None
+    class_list = read_class(students) if students else NO_CLASS
     # So that one student's folder is not taken for a class unnoticed.
     names = sorted({one.student for one in found})
     said = f"{len(names)} students in {submissions}: {', '.join(names[:5])}"

@@ -119,7 +119,6 @@ def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:
     return set(left)
 
 
-@lru_cache(maxsize=4096)
 def _is_light(source: str) -> bool:
     tree = parsed(source)
     return tree is not None and all(

@@ -12,11 +12,9 @@ from typing import Any
 class Settings:
     """An instructor's choices.
 
-    Attributes:
-        cell_timeout_s: for one cell of the student's, and for one check.
-        jobs: submissions graded at the same time, each on one core.
-        notebooks: the folder of the solved notebooks; the lab's own if None.
-        unconfined: grade even where nothing keeps submissions from our files and processes.
+    `cell_timeout_s` is also for one check; `jobs` are graded at the same time, each on one core;
+    `notebooks` is the folder of the solved notebooks, the lab's own if None. Where nothing keeps
+    submissions from our files and processes, only what is `unconfined` is graded.
     """
 
     cell_timeout_s: float = 60.0

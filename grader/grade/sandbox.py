@@ -87,11 +87,6 @@ def wall_missing() -> str:
 
 
 @functools.cache
-def _programs_forbidden() -> bool:
-    command = [sys.executable, "-I", "-S", str(programs.__file__)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 def confinement_missing(unconfined: bool) -> tuple[str, ...]:
     """Say what submissions are not kept from on this machine: a sentence each.
 
@@ -106,7 +101,8 @@ def confinement_missing(unconfined: bool) -> tuple[str, ...]:
                 "grade trusted submissions only, with --unconfined."
             )
         missing.append(f"for trusted submissions only: they run as you, because {why}")
-    if not _programs_forbidden():
+    command = [sys.executable, "-I", "-S", str(programs.__file__)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         missing.append("submissions can start programs: there is no seccomp filter here")
     with limits(2**30) as (_, unlimited):
         return tuple(filter(None, [*missing, unlimited]))
@@ -209,21 +205,18 @@ def _wall(*places: str) -> list[str]:
     # Read-only: what a process writes into /proc/self/clear_refs would hide its memory.
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/proc", "--remount-ro", "/dev"]
     command += ["--size", str(_SPACE), "--tmpfs", "/tmp"]
-    for path in [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *_python_folders(), *places]:
+    # The interpreter and its packages, also what symbolic links point to.
+    found = [sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()]
+    found += [str(Path(sys.executable).resolve().parent.parent)]
+    folders = sorted({path for path in found if os.path.isdir(path)})
+    inside = tuple(f"{path}/" for path in (*folders, *_SYSTEM))
+    python = [path for path in folders if not path.startswith(inside)]
+    for path in [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *python, *places]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             command += ["--ro-bind", path, path]
     return [*command, "--chdir", "/tmp", "--remount-ro", "/"]
-
-
-@functools.cache
-def _python_folders() -> tuple[str, ...]:
-    """Folders of the interpreter and its packages, also those that symbolic links point to."""
-    found = [sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()]
-    found += [str(Path(sys.executable).resolve().parent.parent)]
-    folders = sorted({path for path in found if os.path.isdir(path)})
-    return tuple(p for p in folders if not any(p.startswith(f"{q}/") for q in (*folders, *_SYSTEM)))
 
 
 def _environment(package: Path, home: str) -> dict[str, str]:
@@ -260,8 +253,7 @@ def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
     process is in (version 2 or 1).
 
     Yields:
-        what to put before the program's own command, and what is not limited here: a sentence, or
-        "" if nothing.
+        what to put before the program's command; and a sentence on what is not limited, or "".
     """
     if Path("/run/systemd/system").is_dir() and shutil.which("systemd-run"):
         options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", "TasksMax=256", "CPUQuota=100%"]

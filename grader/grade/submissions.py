@@ -1,9 +1,11 @@
 """Notebooks: the instructor's, which decide what counts, and those that students handed in.
 
 Students' come in folders, or in zips as Moodle and Canvas make them, and may hold anything.
+Instructors write tables: the class, repositories, overrides.
 """
 
 import contextlib
+import csv
 import hashlib
 import io
 import json
@@ -129,13 +131,14 @@ def _cell(cell: dict[str, Any], trusted: bool = False) -> Cell:
     return Cell(kind, source)
 
 
-def printable(text: str) -> str:
-    """Return a text that a terminal only shows, and that can be written into a file.
+def printable(text: str, also: str = "") -> str:
+    """Return a text that a terminal or a page only shows, and that can be written into a file.
 
-    Halves of surrogate pairs become `\\ud...` in letters, control characters question marks.
+    Halves of surrogate pairs become `\\ud...` in letters; control characters, but for those in
+    `also`, question marks. Some of them could make a name read like another one.
     """
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(c if c.isprintable() or c in JOINERS else "?" for c in text)
+    return "".join(c if c.isprintable() or c in JOINERS + also else "?" for c in text)
 
 
 MAX_ZIP_BYTES = 100 * 2**20
@@ -291,13 +294,10 @@ MAX_FILES, MAX_NAME = 40, 200
 
 @dataclass(frozen=True)
 class Submission:
-    """A file that was handed in.
+    """A file that was handed in for a notebook of the lab, "" if that is unknown.
 
-    Attributes:
-        notebook: the lab's notebook, such as "01-Setup_and_Comparison"; "" if unknown.
-        path: relative to the folder of submissions.
-        digest: SHA-256 of the file, so that a later version is graded anew.
-        refused: why it cannot be graded, or "". Then it has no points, and stops nothing.
+    Its digest is SHA-256, so that a later version is graded anew. `refused` says why it cannot be
+    graded, or "": then it has no points, and stops nothing.
     """
 
     student: str
@@ -311,11 +311,7 @@ class Submission:
 
 
 def find_submissions(
-    folder: Path,
-    *,
-    notebooks: Path | None = None,
-    due: datetime | None = None,
-    only: str = "",
+    folder: Path, *, notebooks: Path | None = None, due: datetime | None = None, only: str = ""
 ) -> list[Submission]:
     """Find all that was handed in, by student and notebook.
 
@@ -325,7 +321,7 @@ def find_submissions(
 
     Args:
         folder: of students' folders, or of notebooks; the zip of a course system; or one notebook.
-        notebooks: the solved ones; the lab's own if None.
+        notebooks: the folder of the solved ones.
         due: later files get a flag "late"; local time if it names no time zone. Moodle and Canvas
             put the time of the download into their zips, so their files get none.
         only: the beginning of a notebook's name, such as "01". Refused files of which nothing tells
@@ -448,3 +444,72 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
         ]
         flags = (Flag("", "duplicate", text) for text in texts[:5])
         yield replace(newest, flags=(*newest.flags, *flags))
+
+
+def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Read a CSV file with a header; commas or semicolons, as spreadsheet programs write it.
+
+    Raises:
+        ValueError: a column is missing, or it is no such file.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8: save it as CSV UTF-8") from None
+    header = text.split("\n", 1)[0]
+    separator = ";" if header.count(";") > header.count(",") else ","
+    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restval=""))
+    if missing := [name for name in columns if rows and name not in rows[0]]:
+        raise ValueError(f"{path} has no column {missing[0]!r}; its first line is {header.strip()}")
+    return [{str(k): v.strip() for k, v in row.items() if isinstance(v, str)} for row in rows]
+
+
+@dataclass(frozen=True)
+class ClassList:
+    """Rows of a file by student, as the lab calls them; the system is "Moodle", "Canvas" or ""."""
+
+    system: str = ""
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def find(self, student: str) -> str | None:
+        """Return the name in the list of a student who handed in; None if there is none."""
+        if not self.system:
+            return student if student in self.rows else None
+        number = number_of(student)
+        return next((one for one in self.rows if number and number_of(one) == number), None)
+
+
+NO_CLASS = ClassList()
+
+
+def number_of(student: str) -> str:
+    """Return the number by which Moodle or Canvas knows a student: 4711 of "Ada_4711"."""
+    found = re.search(r"_(\d+)$", student)
+    return found[1] if found else ""
+
+
+def read_class(path: Path) -> ClassList:
+    """Read a list of the class: Moodle's grading worksheet, Canvas's gradebook, or any table.
+
+    Raises:
+        ValueError: it has none of the columns "Identifier", "ID" and "student".
+        OSError: it cannot be read.
+    """
+    rows = read_table(path)
+    columns, students = rows[0] if rows else {}, {}
+    if "Identifier" in columns:
+        for row in rows:
+            if number := re.search(r"\d+$", row["Identifier"]):
+                name = row.get("Full name", "").replace("_", " ") or "Participant"
+                students[f"{name}_{number[0]}"] = row
+        return ClassList("Moodle", students)
+    if {"Student", "ID"} <= columns.keys():
+        for row in rows:
+            if row["ID"].isdigit():  # not the lines "Points Possible" and the like
+                name = re.sub(r"\W", "", row["Student"].lower())
+                students[f"{name}_{row['ID']}"] = row
+        return ClassList("Canvas", students)
+    if "student" in columns:
+        return ClassList("", {row["student"]: row for row in rows if row["student"]})
+    raise ValueError(f"{path}: no column 'student' (nor Moodle's 'Identifier', nor Canvas's 'ID')")

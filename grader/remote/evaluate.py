@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from grader.grade.submissions import printable
 from grader.remote.session import Session, SessionDied, SessionTimeout
 from labsupport import checks
 from labsupport.attention.flash_torch import flash_attention_forward
@@ -75,7 +76,7 @@ def _limit(
     used = 0
     for _ in range(LOOKS):
         ask = prepare()
-        session.library("grader.remote.worker", "tidy")
+        session.compute("library", ("grader.remote.worker", "tidy"), (), {})
         taken, touched = extra_memory(session.pid, ask)
         used = max(taken, touched)
         if taken > most or touched <= most:
@@ -274,7 +275,7 @@ class Outcome(NamedTuple):
     """The outcome of a check.
 
     The message holds the [ok] lines of a check that passed, else the diagnosis, or what happened.
-    At something `unexpected`, which no check foresees, a person should look.
+    At something `unexpected`, a person should look.
     """
 
     status: str
@@ -294,13 +295,12 @@ def evaluate_check(
     """Run a check cell on a student's functions; nothing that these do raises here.
 
     The last definition of a name in the notebook counts. Where the check does not pass with it, and
-    another one stood there when the notebook came to the check, that one counts too.
+    another one stood there when the notebook came to the check, as `version`, that one counts too.
+    If the session's `failure` is set afterwards, it is over.
 
     Args:
         source: of the solved notebook's check cell; it is executed in this process.
         names: the student's names that it uses.
-        session: to the sandbox. If its `failure` is set afterwards, it is over.
-        version: of the names as they stood at the check.
         seed: each `seed=` in the source becomes one that is drawn from it.
         limit_s: for all calls together.
     """
@@ -313,7 +313,7 @@ def evaluate_check(
     session.deadline = None
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
-    kept = "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:MAX_MESSAGE])
+    kept = printable(message[:MAX_MESSAGE], "\n")
     return Outcome(status, kept, message.startswith(_UNJUDGED))
 
 

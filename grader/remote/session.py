@@ -78,12 +78,8 @@ class Session:
                 return RemoteKernel(self, target, kind == "stub"), same
         return RemoteFunction(self, target), same
 
-    def library(self, module: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a library over there."""
-        return self.compute("library", (module, name), args, kwargs)
-
     def compute(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> Any:
-        """Call a function over there.
+        """Call ("call") a student's function over there, or one of a module there ("library").
 
         Raises:
             CheckFailed: the function changed an argument.
@@ -132,16 +128,10 @@ class Session:
         drop, self.drop = self.drop, []
         modes = _get_current_dispatch_mode_stack()
         request = {
-            "id": self._asked,
-            "do": do,
-            "target": target,
-            "args": args,
-            "kwargs": kwargs,
-            "grad": torch.is_grad_enabled(),
-            "drop": drop,
-            "fused": self.fused,
+            "id": self._asked, "do": do, "target": target, "args": args, "kwargs": kwargs,
+            "grad": torch.is_grad_enabled(), "drop": drop, "fused": self.fused,
             "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
-        }
+        }  # fmt: skip
         try:
             with torch.utils._python_dispatch._disable_current_modes():
                 reply = self._exchange(request, end, list(tensors_in((args, kwargs))))
@@ -218,7 +208,7 @@ class RemoteKernel:
 
     def run_update(self, *tensors: Tensor, **options: Any) -> Any:
         """Run the lab's kernel with this function as its update."""
-        return self.session.library(*RUN_UPDATE, self, *tensors, **options)
+        return self.session.compute("library", RUN_UPDATE, (self, *tensors), options)
 
 
 def _function_class(session: Session, target: tuple[str, str]) -> type[torch.autograd.Function]:

@@ -59,10 +59,8 @@ class CellTimeout(BaseException):
 def main(descriptor: str) -> None:
     """Run the cells of the plan on stdin, and serve.
 
-    Before each cell the grader is told its number; after the last, the first error of a cell.
-
-    Args:
-        descriptor: of the socket to the grader.
+    Before each cell the grader is told its number through the socket of this descriptor; after the
+    last, the first error of a cell.
     """
     with contextlib.suppress(OSError):  # the grader knows, and says so
         programs.forbid()

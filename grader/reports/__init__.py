@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grader.grade.results import SubmissionResult
-from grader.grade.submissions import Submission
-from grader.grade.tables import ClassList, read_table
+from grader.grade.submissions import NO_CLASS, ClassList, Submission, read_table
 from grader.reports.grades import exports_of, grades_csv, points_csv
 from grader.reports.pages import Course, overview_page, page_names, student_page, texts_of
 from labsupport.course import files
@@ -40,19 +39,13 @@ def write_reports(
     submissions: Iterable[Submission] = (),
     *,
     notebooks: Path | None = None,
-    class_list: ClassList | None = None,
+    class_list: ClassList = NO_CLASS,
 ) -> tuple[list[SubmissionResult], list[Path]]:
     """Write `overview.html`, `points.csv`, `grades.csv`, `students/*.html` and `return/*`.
 
-    Older reports in the folder are replaced. A student's page stands alone, to be sent.
-
-    Args:
-        results: of grading; of two for a student and notebook the later counts.
-        out: the folder; it is created if need be. Its `overrides.csv` (student, check, points,
-            remark) changes results, if it is there.
-        submissions: from `find_submissions`, for the texts of cells.
-        notebooks: the folder of the instructor's notebooks; the lab's own if None.
-        class_list: the class.
+    Older reports in the folder are replaced. A student's page stands alone, to be sent. Of two
+    results for a student and notebook the later counts. OUT's `overrides.csv` (student, check,
+    points, remark) changes them, if it is there. The submissions have the texts of cells.
 
     Returns:
         the results with the overrides, and the files, the overview first.

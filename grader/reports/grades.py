@@ -13,8 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 
 from grader.grade.results import SubmissionResult
-from grader.grade.submissions import origin_of
-from grader.grade.tables import number_of
+from grader.grade.submissions import number_of, origin_of
 from grader.reports.pages import Course, earned, plain, points
 
 # A formula for spreadsheet programs: at the beginning of a value, and after what some of them take
@@ -88,9 +87,8 @@ def points_csv(course: Course) -> str:
 def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
     """Make files for the course system, by name; none where nothing came from one."""
     files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
-    system = course.class_list.system if course.class_list else ""
     origins = filter(None, map(origin_of, files.values()))
-    system = system or next((origin.system for origin in origins), "")
+    system = course.class_list.system or next((origin.system for origin in origins), "")
     if system == "Moodle":
         grades = _moodle_grades(course)
         names = {one: f"{one}_assignsubmission_file_/feedback.html" for one in sorted(files)}
@@ -111,8 +109,6 @@ def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
 
 def _rows(course: Course) -> dict[str, tuple[dict[str, str], str]]:
     """Return the class list's row and the student's name in the results, for everybody."""
-    if course.class_list is None:
-        return {one: ({}, one) for one in course.students if number_of(one)}
     listed = {one: course.class_list.find(one) for one in course.students}
     known = {name: one for one, name in listed.items()}
     rows = {name: (row, known.get(name, "")) for name, row in course.class_list.rows.items()}

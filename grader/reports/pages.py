@@ -21,8 +21,15 @@ import jinja2
 
 from grader.grade.plan import parsed
 from grader.grade.results import CheckResult, Flag, SubmissionResult
-from grader.grade.submissions import Cell, Pristine, Submission, pristine_notebooks
-from grader.grade.tables import ClassList
+from grader.grade.submissions import (
+    NO_CLASS,
+    Cell,
+    ClassList,
+    Pristine,
+    Submission,
+    printable,
+    pristine_notebooks,
+)
 from labsupport import checks, paths
 
 # The message of these says what a student did; that of the others, that nothing was there.
@@ -117,21 +124,21 @@ class Course:
 
     results: tuple[SubmissionResult, ...]
     questions: Mapping[str, Sequence[Question]]
-    class_list: ClassList | None = None
+    class_list: ClassList = NO_CLASS
 
     @classmethod
     def of(
         cls,
         results: Sequence[SubmissionResult],
         notebooks: Path | None = None,
-        class_list: ClassList | None = None,
+        class_list: ClassList = NO_CLASS,
     ) -> Self:
         """Order results as `write_reports` takes them, and find out what was asked."""
         # A file that was refused may not tell which notebook it is: then each counts by itself.
         latest = {(r.student, r.notebook, "" if r.notebook else r.path): r for r in results}
         unknown = Flag("", "unknown student", "The class list does not hold this student.")
         for key, result in latest.items():
-            if class_list is not None and class_list.find(result.student) is None:
+            if class_list.rows and class_list.find(result.student) is None:
                 latest[key] = replace(result, flags=(unknown, *result.flags))
         ordered = sorted(latest.values(), key=lambda r: (*_by_name(r.student), r.notebook, r.path))
         asked = pristine_notebooks(notebooks)
@@ -146,8 +153,6 @@ class Course:
     @property
     def missing(self) -> list[str]:
         """Identifiers of those in the class who handed in nothing, sorted."""
-        if self.class_list is None:
-            return []
         there = {self.class_list.find(student) for student in self.students}
         return sorted(set(self.class_list.rows) - there, key=_by_name)
 
@@ -205,9 +210,6 @@ def earned(result: SubmissionResult, exercise: str) -> float:
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Control characters do not belong on a page. Those that turn the direction of writing could make
-# a name read like another one.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
 # Terminals' colours, which tracebacks are full of.
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # The text of an exception is the student's own.
@@ -216,13 +218,8 @@ LONGEST_MESSAGE = 3000
 
 
 def plain(text: str) -> str:
-    """Return a text that can be written as UTF-8 and shown: no colours, no control characters.
-
-    Lone surrogates, as names of files can hold them, become `\\udc..` in letters.
-    """
-    text = _ANSI.sub("", text.replace("\r\n", "\n"))
-    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """Return a text that can be written as UTF-8 and shown: no colours, no control characters."""
+    return printable(_ANSI.sub("", text.replace("\r\n", "\n")), "\n\t\xa0")
 
 
 def message(text: str) -> str:
@@ -242,27 +239,20 @@ def chapter(file: str) -> str:
     return f"chapter {found[1]}" if found else file
 
 
-@functools.cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Whatever a template prints passes through here.
-        finalize=lambda value: plain(value) if type(value) is str else value,
-    )
-    environment.filters |= {function.__name__: function for function in (message, points, chapter)}
-    return environment
-
-
-def render(template: str, **values: Any) -> str:
-    """Make a page from a file in `templates/`, and values for all that it names."""
-    style = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
-    # The policy allows this style and no other, so the two must agree byte for byte.
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return _environment().get_template(template).render(style=style, digest=digest, **values)
+_PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_TEMPLATES),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    # Whatever a template prints passes through here.
+    finalize=lambda value: plain(value) if type(value) is str else value,
+)
+_PAGES.filters |= {function.__name__: function for function in (message, points, chapter)}
+# The policy allows this style and no other, so the two must agree byte for byte.
+_STYLE = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
+_DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_PAGES.globals |= {"style": _STYLE, "digest": _DIGEST}
 
 
 # What a status is called on a page, and which of the three colours it has.
@@ -338,8 +328,7 @@ def student_page(course: Course, student: str) -> str:
         if exercise["earned"] < exercise["question"].total
     ]
     wrong = [one for one in left if any(check["tone"] == "bad" for check in one["checks"])]
-    return render(
-        "student.html",
+    return _PAGES.get_template("student.html").render(
         course=course,
         student=student,
         notebooks=notebooks,
@@ -373,7 +362,7 @@ def _exercise(question: Question, graded: Sequence[SubmissionResult]) -> dict[st
     }
 
 
-def _notebook(course: Course, name: str) -> dict[str, Any]:
+def _class_notebook(course: Course, name: str) -> dict[str, Any]:
     graded = course.graded(name)
     reached = [result.earned for result in graded]
     mistakes = course.mistakes(name)
@@ -385,15 +374,6 @@ def _notebook(course: Course, name: str) -> dict[str, Any]:
         "exercises": [_exercise(question, graded) for question in course.questions[name]],
         "mistakes": mistakes[:MISTAKES_SHOWN],
         "rarer": len(mistakes[MISTAKES_SHOWN:]),
-    }
-
-
-def _student(course: Course, student: str) -> dict[str, Any]:
-    own = {result.notebook: result for result in course.of_student(student)}
-    return {
-        "name": student,
-        "notebooks": [own.get(name) for name in course.questions],
-        "flags": sorted({flag.kind for r in own.values() for flag in flags_to_look_at(r)}),
     }
 
 
@@ -454,15 +434,19 @@ def equal_solutions(
 
 def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str:
     """Make the overview of the class, as HTML; `pages` has the place of each student's page."""
-    everybody = [_student(course, student) for student in course.students]
+    everybody = []
+    for student in course.students:
+        own = {result.notebook: result for result in course.of_student(student)}
+        flags = {flag.kind for result in own.values() for flag in flags_to_look_at(result)}
+        notebooks = [own.get(name) for name in course.questions]
+        everybody.append({"name": student, "notebooks": notebooks, "flags": sorted(flags)})
     asked = [question for questions in course.questions.values() for question in questions]
     titles = {number_of(question.exercise): question.title for question in asked}
     machine = [f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE]
-    return render(
-        "overview.html",
+    return _PAGES.get_template("overview.html").render(
         course=course,
         pages=pages,
-        notebooks=[_notebook(course, name) for name in course.questions],
+        notebooks=[_class_notebook(course, name) for name in course.questions],
         students=everybody,
         refused=[result for result in course.results if result.status == "refused"],
         flagged=sum(bool(student["flags"]) for student in everybody),

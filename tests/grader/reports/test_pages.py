@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from grader.grade.results import Flag
-from grader.grade.submissions import Cell, Submission
-from grader.grade.tables import ClassList
-from grader.reports import rendering, write_reports
+from grader.grade.submissions import Cell, ClassList, Submission
+from grader.reports import pages, write_reports
 from grader.reports.pages import (
     MISTAKES_SHOWN,
     Course,
@@ -326,7 +325,7 @@ def contrast(one, other):
 
 def test_text_stands_out_by_day_by_night_and_on_paper():
     """WCAG 2.2, level AA: 4.5 for text (criterion 1.4.3), 3 for parts of a chart (1.4.11)."""
-    style = (Path(rendering.__file__).parent / "templates" / "style.css").read_text()
+    style = (Path(pages.__file__).parent / "templates" / "style.css").read_text()
     palettes = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     assert len(palettes) == 3
     for palette in palettes:
