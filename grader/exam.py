@@ -1,9 +1,9 @@
 """The package without what answers the exercises, for exams and for grading.
 
 Functions that answer an exercise keep their names and signatures, and say that they are left out.
-In an exam the checks judge by stored cases (`labsupport.checks.cases`): the results of the
-reference solutions and of typical mistakes, written down here while the solved notebooks' checks
-run. Where a submission is graded there are no cases: the grader checks in a process of its own.
+In an exam the checks judge by stored cases (`labsupport.checks.cases`): results of the reference
+solutions and of typical mistakes, written down here while the solved notebooks' checks run. Where a
+submission is graded there are none: the grader checks in a process of its own.
 """
 
 import ast
@@ -129,13 +129,6 @@ def package_files() -> Iterator[tuple[str, str]]:
         # Not a copy that JupyterLab or an editor keeps, such as x-checkpoint.py.
         if all(part.isidentifier() for part in path.removesuffix(".py").split("/")):
             yield path, file.read_text(encoding="utf-8")
-
-
-def write_package(target: Path) -> None:
-    """Write the package on which a submission is graded, without the answers, into a new folder."""
-    write_files(target, exam_package())
-    # `paths.project_root()` then finds this folder, and nothing of the real one.
-    (target / "pyproject.toml").write_text("", encoding="utf-8")
 
 
 def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:

@@ -119,23 +119,23 @@ class _Run:
                 with contextlib.closing(box.run(self.steps, left)) as session:
                     self._judge_all(session, box)
             except NotServing as problem:
-                self._leave_out(problem, box.step)
+                self._leave_out(*problem.args, box.step)
         if box.killed and not self.alone:
             raise KilledError("the system ended its program")
 
-    def _leave_out(self, problem: NotServing, at: int | None) -> None:
+    def _leave_out(self, status: str, why: str, at: int | None) -> None:
         """Go on without the cell that ended the program; the exercise that it solves is lost."""
         if at is None or not 0 <= at < len(self.steps) or not self.steps[at].source:
             for check in self.todo:
-                self.record(check, problem.status, f"When the notebook was run: {problem}.")
+                self.record(check, status, f"When the notebook was run: {why}.")
             return
         step = self.steps.pop(at)
         if not step.exercise:
             first = step.source.strip().split("\n")[0][:60]
-            text = f"A cell was left out, because {problem}. It begins: {first}"
+            text = f"A cell was left out, because {why}. It begins: {first}"
             self.flags.append(Flag("", "cell left out", text))
         for check in (one for one in self.todo if one.exercise == step.exercise):
-            self.record(check, problem.status, f"When its cell was run: {problem}.")
+            self.record(check, status, f"When its cell was run: {why}.")
 
     def _judge_all(self, session: Session, box: Sandbox) -> None:
         # Exercises that ended a session come late, lest their endless loops use up the others'
@@ -195,7 +195,6 @@ def run_batch(
     Raises:
         ValueError: OUT holds results, and `resume` is False.
         RuntimeError: another grader works in OUT, or no submission can be run on this machine.
-        OSError: OUT cannot be written to.
     """
     out.mkdir(parents=True, exist_ok=True)
     try:

@@ -47,7 +47,7 @@ def grade_command(
 
     from grader.grade.batch import run_batch
     from grader.grade.submissions import NO_CLASS, find_submissions, read_class
-    from grader.reports import write_reports
+    from grader.reports.grades import write_reports
 
     limits = Settings(cell_timeout, timeout, int(memory * 2**30), jobs, notebooks, unconfined)
     if out.resolve().is_relative_to(submissions.resolve()):

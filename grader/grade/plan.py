@@ -59,8 +59,7 @@ class Step:
 class Plan:
     """Cells that run for a submission in the student's order, and what is known before.
 
-    `absent` has (status, message) by exercise whose solution cell is missing or as it was given:
-    for the case that nothing else defines its names.
+    `absent` has (status, message) by exercise whose solution cell is missing or as it was given.
     """
 
     checks: tuple[Check, ...]

@@ -30,13 +30,10 @@ NAME = "results.jsonl"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check cell, all or nothing.
+    """One check cell, all or nothing; its exercise is the solution cell's grade_id.
 
-    Attributes:
-        exercise: the solution cell's grade_id, such as "ex-1-3-online-softmax".
-        status: one of `reports.page.STATUS_WORDS`.
-        message: the diagnosis, or what happened; plain text.
-        given: points that an instructor gave instead, with a remark; or None.
+    The status is one of `reports.pages.STATUS_WORDS`, the message the diagnosis, or what happened.
+    An instructor may have `given` points instead, with a remark.
     """
 
     grade_id: str

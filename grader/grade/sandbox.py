@@ -1,8 +1,7 @@
 """A sandbox for one submission: bubblewrap around the program that runs its cells.
 
 Inside, there are Python and its packages, read-only, an empty folder in memory, and nothing else:
-no network, no other processes, no home, no /etc beyond what programs need to start. The program
-can start threads, but no other program.
+no network, no processes but threads, no home, no /etc beyond what programs need to start.
 """
 
 import atexit
@@ -45,11 +44,7 @@ _PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv
 
 
 class NotServing(RuntimeError):
-    """The sandbox ended, or took too long, before it was ready; `status` is "died" or "timeout"."""
-
-    def __init__(self, status: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """The sandbox ended, or took too long, before it was ready: "died" or "timeout", and why."""
 
 
 def package_folder() -> Path:
@@ -57,13 +52,15 @@ def package_folder() -> Path:
 
     It is made once, for this process and the workers that it starts, and removed at the end.
     """
-    from grader.exam import write_package
+    from grader.exam import exam_package, write_files
 
     if _PACKAGE not in os.environ:
         made = tempfile.TemporaryDirectory(prefix="labsupport-grade-")
         atexit.register(made.cleanup)
         folder, own = Path(made.name).resolve(), Path(grader.__file__).parent
-        write_package(folder)
+        write_files(folder, exam_package())
+        # `paths.project_root()` then finds this folder, and nothing of the real one.
+        (folder / "pyproject.toml").touch()
         (folder / "grader" / "remote").mkdir(parents=True)
         for path in ("__init__.py", *(f"remote/{name}.py" for name in _INSIDE)):
             shutil.copy(own / path, folder / "grader" / path)
@@ -165,16 +162,11 @@ class Sandbox(contextlib.ExitStack):
             wall = [] if wall_missing() else _wall(str(package))
             program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*limited, *wall, *program],
-                cwd=folder.name,
+                [*limited, *wall, *program], cwd=folder.name, text=True,
                 env=_environment(package, "/tmp" if wall else folder.name),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                text=True,
-            )
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
         self.callback(self._end)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
@@ -220,7 +212,7 @@ def _wall(*places: str) -> list[str]:
 
 
 def _environment(package: Path, home: str) -> dict[str, str]:
-    """Nothing of the instructor's own: tokens and passwords stand in environments."""
+    # Nothing of the instructor's own: tokens and passwords stand in environments.
     env = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
         "HOME": home,

@@ -102,10 +102,8 @@ def parse(data: bytes) -> tuple[Cell, ...]:
     version = content.get("nbformat") if isinstance(content, dict) else None
     if version != 4:
         raise UnreadableError(f"it says notebook format {str(version)[:20]}; the lab's is 4")
-    if not isinstance(cells := content.get("cells"), list):
-        raise UnreadableError("it has no list of cells")
-    if len(cells) > MAX_CELLS:
-        raise UnreadableError(f"it has {len(cells):,} cells, and {MAX_CELLS:,} are allowed")
+    if not isinstance(cells := content.get("cells"), list) or len(cells) > MAX_CELLS:
+        raise UnreadableError(f"it has no list of cells, or more than {MAX_CELLS:,}")
     kept = tuple(_cell(cell) for cell in cells if isinstance(cell, dict))
     if sum(len(cell.source) for cell in kept) > MAX_SOURCES:
         raise UnreadableError(f"its cells hold more than {MAX_SOURCES:,} characters")
@@ -390,7 +388,10 @@ def _read(
             data = file.read()
             digest = hashlib.sha256(data).hexdigest()
             cells = parse(data)
-            notebook = _which(cells, pristine) or notebook
+            # The lab's notebook with which it shares most exercises and checks.
+            given = {cell.grade_id for cell in cells} - {""}
+            shared = [(len(given & {c.grade_id for c in p.cells}), n) for n, p in pristine.items()]
+            notebook = max(shared)[1] if max(shared)[0] else notebook
             refused = "" if notebook else "it holds no exercise of the lab's notebooks"
         except UnreadableError as error:
             refused = str(error)
@@ -403,14 +404,6 @@ def _read(
         flags.append(Flag("", "late", f"The file is of {file.modified:%Y-%m-%d %H:%M}."))
     student, refused = printable(student), printable(refused)
     return Submission(student, notebook, path, digest, refused, cells, file.modified, tuple(flags))
-
-
-def _which(cells: tuple[Cell, ...], pristine: Mapping[str, Pristine]) -> str:
-    """Return the lab's notebook with which it shares most exercises and checks."""
-    given = {cell.grade_id for cell in cells if cell.grade_id}
-    shared = {name: len(given & {c.grade_id for c in one.cells}) for name, one in pristine.items()}
-    best = max(shared, key=lambda name: shared[name])
-    return best if shared[best] else ""
 
 
 def _newest(found: list[Submission]) -> Iterator[Submission]:
@@ -450,8 +443,7 @@ def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
     """Read a CSV file with a header; commas or semicolons, as spreadsheet programs write it.
 
     Raises:
-        ValueError: a column is missing, or it is no such file.
-        OSError: it cannot be read.
+        ValueError: a column is missing, or it is not UTF-8.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -494,7 +486,6 @@ def read_class(path: Path) -> ClassList:
 
     Raises:
         ValueError: it has none of the columns "Identifier", "ID" and "student".
-        OSError: it cannot be read.
     """
     rows = read_table(path)
     columns, students = rows[0] if rows else {}, {}

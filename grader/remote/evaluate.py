@@ -6,9 +6,9 @@ because what a process says of itself is no proof: at a length where what must n
 the operating system's figures for the student's process, which can start no other:
 
 - what it took: the highest resident set since it was reset (/proc/PID/clear_refs, 5);
-- what it touched: the pages referenced since they were marked (clear_refs, 1). This shows a buffer
-  that was there before the call. Now and then the system marks other pages, too: in 2 of about 30
-  calls the figure was 60 to 160 MiB too high. So it wants a second look.
+- what it touched: the pages referenced since they were marked (clear_refs, 1), so that a buffer
+  made before the call shows. In 2 of about 30 calls the figure was 60 to 160 MiB too high, because
+  the system marked other pages, too; so it wants a second look.
 """
 
 import ast
@@ -69,9 +69,6 @@ def _limit(
 
     The call refuses a wrong answer: little memory is no merit of it. Where only the bytes touched
     are too many, they are looked at again, with other inputs.
-
-    Raises:
-        CheckFailed: saying `what` was called, and how much memory it took.
     """
     used = 0
     for _ in range(LOOKS):
@@ -119,10 +116,8 @@ def _bytes(file: Path, name: str) -> int:
 
 
 def _running_streams(student: Any) -> Iterator[Look]:
-    """A whole row's exponentials take as much as the scores; one block's next to nothing.
-
-    There is one row, so that looking at row after row is no way around.
-    """
+    # A whole row's exponentials take as much as the scores; one block's next to nothing. There is
+    # one row, so that looking at row after row is no way around.
     call(student, torch.randn(2, 60), 10)
     n, block = 2**23, 2**15
 
@@ -136,10 +131,7 @@ def _running_streams(student: Any) -> Iterator[Look]:
 
 
 def _no_matrix(prepare: Callable[[int, bool], Callable[[], object]]) -> Iterator[Look]:
-    """8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64 MiB.
-
-    Q, K, V and O are 2 MiB together.
-    """
+    # 8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64; Q, K, V and O 2.
     prepare(600, True)()
     for n, is_causal in LENGTHS:
         what = f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
@@ -272,11 +264,7 @@ _UNJUDGED = "what came back cannot be judged"
 
 
 class Outcome(NamedTuple):
-    """The outcome of a check.
-
-    The message holds the [ok] lines of a check that passed, else the diagnosis, or what happened.
-    At something `unexpected`, a person should look.
-    """
+    """Status, and [ok] lines or diagnosis; at something `unexpected`, a person should look."""
 
     status: str
     message: str
@@ -296,13 +284,8 @@ def evaluate_check(
 
     The last definition of a name in the notebook counts. Where the check does not pass with it, and
     another one stood there when the notebook came to the check, as `version`, that one counts too.
-    If the session's `failure` is set afterwards, it is over.
-
-    Args:
-        source: of the solved notebook's check cell; it is executed in this process.
-        names: the student's names that it uses.
-        seed: each `seed=` in the source becomes one that is drawn from it.
-        limit_s: for all calls together.
+    If the session's `failure` is set afterwards, it is over. Each `seed=` in the solved notebook's
+    source becomes one that is drawn from `seed`; `limit_s` is for all calls together.
     """
     session.deadline = time.monotonic() + limit_s
     status, message = _run(source, names, session, "", seed)

@@ -3,7 +3,7 @@
 import builtins
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -37,13 +37,10 @@ class SessionTimeout(BaseException):
 
 
 class Session:
-    """A connection to a process that runs `worker.serve`.
+    """A connection to a process that runs `worker.serve`, until `failure` is set.
 
-    Attributes:
-        failure: the end of the session, or None.
-        deadline: by time.monotonic(), for all calls together; None for none.
-        fused: whether the student's functions may call fused attention. What was allowed once
-            stays allowed over there, so such exercises come last.
+    Calls share a `deadline` by time.monotonic(). Whether they may call `fused` attention is said
+    with each; what was allowed once stays allowed over there, so such exercises come last.
     """
 
     def __init__(self, connection: socket.socket, pid: int, timeout_s: float = 30.0) -> None:
@@ -72,8 +69,11 @@ class Session:
         match found.get("kind"):
             case "missing":
                 return None, same
-            case "function class":
-                return _function_class(self, target), same
+            case "function class":  # `apply` of a class like the student's runs over there
+                run = (version, f"{name}.apply")
+                apply = staticmethod(lambda *args: self.compute("call", run, args, {}))
+                members = {"apply": apply, "remote_target": target, "__module__": __name__}
+                return type(name, (torch.autograd.Function,), members), same
             case "kernel" | "stub" as kind:
                 return RemoteKernel(self, target, kind == "stub"), same
         return RemoteFunction(self, target), same
@@ -102,13 +102,6 @@ class Session:
                 tied = iter(_Backward.apply(_Graph(self, reply["id"]), outputs, *leaves))
             return _replaced(value, tied)
         return value
-
-    def backward(self, graph: int, gradients: Sequence[Tensor], wanted: int) -> list[Tensor | None]:
-        """Return the gradients of a call's arguments, given those of its results."""
-        given = self._ask("backward", ("", ""), (graph, *gradients), {})["value"]
-        if not isinstance(given, tuple) or len(given) != wanted:
-            self._fail(SessionDied(_NO_ANSWER))
-        return [one if isinstance(one, Tensor) else None for one in given]
 
     def _refer(self, value: Any) -> Any:
         target = getattr(value, "remote_target", None)
@@ -211,17 +204,6 @@ class RemoteKernel:
         return self.session.compute("library", RUN_UPDATE, (self, *tensors), options)
 
 
-def _function_class(session: Session, target: tuple[str, str]) -> type[torch.autograd.Function]:
-    """A class like the student's torch.autograd.Function: `apply` runs over there."""
-    version, name = target
-
-    def apply(*args: Any) -> Any:
-        return session.compute("call", (version, f"{name}.apply"), args, {})
-
-    members = {"apply": staticmethod(apply), "remote_target": target, "__module__": __name__}
-    return type(name, (torch.autograd.Function,), members)
-
-
 class _Graph:
     """A call's results over there, dropped when nobody can ask for their gradients any more."""
 
@@ -241,8 +223,11 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        given = ctx.graph.session.backward(ctx.graph.number, gradients, ctx.wanted)
-        return None, None, *given
+        session, number = ctx.graph.session, ctx.graph.number
+        given = session._ask("backward", ("", ""), (number, *gradients), {})["value"]
+        if not isinstance(given, tuple) or len(given) != ctx.wanted:
+            session._fail(SessionDied(_NO_ANSWER))
+        return None, None, *(one if isinstance(one, Tensor) else None for one in given)
 
 
 def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:

@@ -1,11 +1,9 @@
 """The program in the sandbox: runs a student's cells, then answers calls of what they defined.
 
 Nothing of this decides a point: the student's code runs in the same process and can change all of
-it. It keeps an endless loop in one cell from costing the others, and tells the student's own error
-where a name is missing.
-
-Gradients go through: a result that depends on an argument with requires_grad stays here, and the
-grader asks for its backward pass.
+it. It keeps an endless loop in one cell from costing the others, and tells the student's own error.
+A result that depends on an argument with requires_grad stays here, and the grader asks for its
+backward pass.
 """
 
 import contextlib
@@ -130,11 +128,10 @@ def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> Non
     others are what stood at a check.
     """
     worker = _Worker(versions, connection)
-    try:
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             worker.answer()
-    except (EOFError, ConnectionError):
-        worker.allow()
+    worker.allow()
 
 
 class _Worker:
@@ -194,14 +191,12 @@ class _Worker:
             kind, same = _kind_of(value), self.find("", name) is value
         return pack({"id": request["id"], "value": {"kind": kind, "same": same}})
 
-    def do_call(self, request: Any) -> Frame:
-        return self.compute(request, self.find(*request["target"]))
-
     def do_library(self, request: Any) -> Frame:
         module, name = request["target"]
-        return self.compute(request, getattr(importlib.import_module(module), name))
+        return self.do_call(request, getattr(importlib.import_module(module), name))
 
-    def compute(self, request: Any, function: Any) -> Frame:
+    def do_call(self, request: Any, function: Any = None) -> Frame:
+        function = function or self.find(*request["target"])
         args, kwargs, number = request["args"], request["kwargs"], request["id"]
         leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]

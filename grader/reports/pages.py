@@ -6,7 +6,6 @@ should one ever slip through, the page's own policy still keeps a browser from o
 
 import ast
 import base64
-import functools
 import hashlib
 import inspect
 import re
@@ -48,12 +47,10 @@ _EXERCISE = re.compile(r"^Exercise [\d-]+(, step \d| \([a-z, ]+\))?: ")
 class Question:
     """One exercise as it was set.
 
-    Attributes:
-        exercise: the grade_id of its first solution cell; an exercise in steps has several.
-        card: the line below its title: difficulty, minutes, points; "" if there is none.
-        chapter: the explanation in the theory, such as "02-online-softmax.md", or "".
-        points: each check cell's, by grade_id, in the notebook's order.
-        asks: the request of each check, by grade_id, in one line; "" where nothing says it.
+    It is named by the grade_id of its first solution cell; an exercise in steps has several. Its
+    card is the line below its title, with difficulty, minutes and points; the chapter of the theory
+    is such as "02-online-softmax.md". Either may be "". Points, and the request in one line, are
+    those of each check cell by grade_id, in the notebook's order.
     """
 
     exercise: str
@@ -76,18 +73,6 @@ def asked_by(source: str) -> str:
     return _EXERCISE.sub("", (inspect.getdoc(check) or "").split("\n")[0]) if check else ""
 
 
-@functools.cache
-def _chapters() -> dict[str, str]:
-    """The chapter that explains an exercise, such as "1-3", by the table of the three days."""
-    text = (paths.project_root() / "theory/three-days.md").read_text(encoding="utf-8")
-    return {
-        number: link[1]
-        for line in text.split("\n")
-        if (link := _CHAPTER.search(line))
-        for number in re.findall(r"\*\*(\d-\d)\*\*", line)
-    }
-
-
 def number_of(exercise: str) -> str:
     """Return what the steps of an exercise share: "ex-4-3" of "ex-4-3-add"."""
     found = re.match(r"ex-\d+-\d+(?=-)", exercise)
@@ -99,6 +84,14 @@ def questions_of(notebook: Pristine) -> list[Question]:
 
     The grader's rule says which exercise a check belongs to; an exercise has the card above it.
     """
+    # The table of the three days says which chapter explains an exercise, such as "1-3".
+    days = (paths.project_root() / "theory/three-days.md").read_text(encoding="utf-8")
+    chapters = {
+        number: link[1]
+        for line in days.split("\n")
+        if (link := _CHAPTER.search(line))
+        for number in re.findall(r"\*\*(\d-\d)\*\*", line)
+    }
     made: dict[str, Question] = {}
     title = card = ""
     for cell in notebook.cells:
@@ -109,7 +102,7 @@ def questions_of(notebook: Pristine) -> list[Question]:
         exercise = notebook.exercise_of(cell.grade_id)
         number = number_of(exercise)
         if number not in made:
-            chapter = _chapters().get(number.removeprefix("ex-"), "")
+            chapter = chapters.get(number.removeprefix("ex-"), "")
             made[number] = Question(exercise, title or exercise, card, chapter)
             title = card = ""
         if cell.grade:
@@ -276,12 +269,10 @@ def page_names(students: Iterable[str]) -> dict[str, str]:
     """
     names = {}
     for student in students:
-        name = student
-        if not _PLAIN.fullmatch(name):
-            digest = hashlib.sha256(student.encode("utf-8", "surrogatepass")).hexdigest()[:10]
-            # "+" never stands in a plain identifier, so no two students can meet here.
-            name = f"{re.sub(r'[^a-z0-9]+', '-', student.lower())[:40].strip('-')}+{digest}"
-        names[student] = f"students/{name}.html"
+        digest = hashlib.sha256(student.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+        # "+" never stands in a plain identifier, so no two students can meet here.
+        other = f"{re.sub(r'[^a-z0-9]+', '-', student.lower())[:40].strip('-')}+{digest}"
+        names[student] = f"students/{student if _PLAIN.fullmatch(student) else other}.html"
     return names
 
 
@@ -440,8 +431,7 @@ def overview_page(course: Course, pages: Mapping[str, str], texts: Texts) -> str
         flags = {flag.kind for result in own.values() for flag in flags_to_look_at(result)}
         notebooks = [own.get(name) for name in course.questions]
         everybody.append({"name": student, "notebooks": notebooks, "flags": sorted(flags)})
-    asked = [question for questions in course.questions.values() for question in questions]
-    titles = {number_of(question.exercise): question.title for question in asked}
+    titles = {number_of(q.exercise): q.title for asked in course.questions.values() for q in asked}
     machine = [f.text for r in course.results for f in r.flags if f.kind == OF_THE_MACHINE]
     return _PAGES.get_template("overview.html").render(
         course=course,

@@ -9,7 +9,8 @@ import pytest
 
 from grader.grade.results import Flag
 from grader.grade.submissions import Cell, ClassList, Submission
-from grader.reports import pages, write_reports
+from grader.reports import pages
+from grader.reports.grades import write_reports
 from grader.reports.pages import (
     MISTAKES_SHOWN,
     Course,
