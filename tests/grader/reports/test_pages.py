@@ -283,6 +283,7 @@ def test_who_is_missing_has_a_row_and_who_is_unknown_a_flag(notebooks, tmp_path)
     page = text(tree((out / "overview.html").read_text()))
     assert "zoe 0 – nothing handed in" in page
     assert "unknown student (1)" in page
+    assert "\neve,01-Squares,4,4,unknown student," in (out / "grades.csv").read_text()
     assert "\nzoe,,0,4,,\n" in (out / "points.csv").read_text()
     assert not (out / "return").exists()
 
