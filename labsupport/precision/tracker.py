@@ -67,7 +67,7 @@ def is_compute_leaf(module: nn.Module) -> bool:
     excludes containers, dropout, and modules that pass their input through.
     """
     if isinstance(module, _PASSED_OVER) or "Dropout" in type(module).__name__:
-        return False
+        return True
     own = next(module.parameters(recurse=False), None) is not None
     return own or next(module.children(), None) is None
 
