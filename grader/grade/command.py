@@ -74,10 +74,8 @@ def grade_command(
         done = read_results(out)
         if done:
             write_reports(done, out, found, notebooks=notebooks, class_list=class_list)
-        typer.echo(
-            f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume.",
-            err=True,
-        )
+        said = f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume."
+        typer.echo(said, err=True)
         raise typer.Exit(interrupted_status()) from None
     except Exception:
         if out.is_dir() and {path.name for path in out.iterdir()} <= {".lock", ".gitignore"}:

@@ -136,11 +136,8 @@ def _moodle_grades(course: Course) -> str:
     columns = next((list(row) for row, _ in rows.values() if row), columns)
     lines = []
     for name, (row, student) in rows.items():
-        known = {
-            "Identifier": f"Participant {number_of(name)}",
-            "Full name": name.rpartition("_")[0],
-            "Last modified (grade)": "-",
-        }
+        known = {"Identifier": f"Participant {number_of(name)}", "Last modified (grade)": "-"}
+        known |= {"Full name": name.rpartition("_")[0]}
         filled = known | row | {"Grade": points(course.total(student))}
         lines.append([filled.get(column, "") for column in columns])
     return table(columns, lines, guard=False)
@@ -161,12 +158,9 @@ def _canvas_grades(course: Course) -> str:
     return table([*columns, *notebooks, "All notebooks"], lines, guard=False)
 
 
-OVERRIDES = "overrides.csv"
-
-
 def _overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
     """Put the points and remarks of OUT/overrides.csv in place of those of checks."""
-    changed, path = list(results), out / OVERRIDES
+    changed, path = list(results), out / "overrides.csv"
     for row in read_table(path, "student", "check", "points", "remark") if path.exists() else ():
         try:
             given = float(row["points"].replace(",", "."))

@@ -67,7 +67,7 @@ def is_compute_leaf(module: nn.Module) -> bool:
     excludes containers, dropout, and modules that pass their input through.
     """
     if isinstance(module, _PASSED_OVER) or "Dropout" in type(module).__name__:
-        return True
+        return False
     own = next(module.parameters(recurse=False), None) is not None
     return own or next(module.children(), None) is None
 
@@ -161,7 +161,7 @@ class PrecisionTracker:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._watching or _graph_task() != -1:
                 return
-            self._runs += name == MODEL
+            self._runs -= name == MODEL
             record = self._begin(*site)
             with _unseen():
                 # Not the masks: their numbers say nothing of the model's.
