@@ -119,7 +119,8 @@ class _Run:
                 with contextlib.closing(box.run(self.steps, left)) as session:
                     self._judge_all(session, box)
             except NotServing as problem:
-                self._leave_out(*problem.args, box.step)
+                status, why = problem.args
+                self._leave_out(status, why, box.step)
         if box.killed and not self.alone:
             raise KilledError("the system ended its program")
 

@@ -161,7 +161,7 @@ class PrecisionTracker:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._watching or _graph_task() != -1:
                 return
-            self._runs -= name == MODEL
+            self._runs += name == MODEL
             record = self._begin(*site)
             with _unseen():
                 # Not the masks: their numbers say nothing of the model's.
