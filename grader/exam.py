@@ -1,9 +1,9 @@
 """The package without what answers the exercises, for exams and for grading.
 
 Functions that answer an exercise keep their names and signatures, and say that they are left out.
-In an exam the checks judge by stored cases (`labsupport.checks.cases`): the results of the
-reference solutions and of typical mistakes, written down here while the solved notebooks' checks
-run. Where a submission is graded there are no cases: the grader checks in a process of its own.
+In an exam the checks judge by stored cases (`labsupport.checks.cases`): results of the reference
+solutions and of typical mistakes, written down here while the solved notebooks' checks run. Where a
+submission is graded there are none: the grader checks in a process of its own.
 """
 
 import ast
@@ -11,6 +11,7 @@ import contextlib
 import csv
 import io
 import linecache
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grader import left_out
+from grader.grade.submissions import read_solved
 from labsupport import paths
 from labsupport.course.editions import ReleaseError
 
@@ -35,10 +37,6 @@ class Answer:
     gone: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
 
-    def holds(self, path: str) -> bool:
-        """Tell whether a file of the package is this one, or in this folder."""
-        return path == self.path or path.startswith(f"{self.path}/")
-
 
 # Not in the table, because the package runs on them: masks (`attention/masks.py`, exercise 2-3),
 # and what Transformers calls (`models/integration/`, 2-2).
@@ -49,35 +47,8 @@ with Path(__file__).with_name("answers.csv").open(encoding="utf-8") as _table:
     )
 _KEPT_DECORATORS = ("staticmethod", "classmethod", "property", "dataclass", "triton.jit")
 
-_NO_BACKENDS = f'''
-
-# The exam edition has neither of the lab's own: they answer exercises 1-4, 1-5 and 4-3.
-import dataclasses as _dataclasses
-
-BACKENDS = tuple(
-    _dataclasses.replace(_entry, missing=lambda: "{left_out.NOT_HERE}")
-    if _entry.name in ("flash_gluon", "flash_triton", "flash_torch")
-    else _entry
-    for _entry in BACKENDS
-)
-'''
-
-_NATIVE_RING = """
-
-# The lab's own kernel is not here, so on a CPU PyTorch's serves the lessons.
-import dataclasses as _dataclasses
-
-KERNELS = tuple(
-    _dataclasses.replace(_kernel, in_auto=lambda device: True) if _kernel is NATIVE else _kernel
-    for _kernel in KERNELS
-)
-"""
-
 # What stands at the end of files that name what is left out.
-_ADDED = {
-    "attention/implementations.py": _NO_BACKENDS,
-    "distributed/ring/kernels.py": _NATIVE_RING,
-}
+_ADDED = tomllib.loads(Path(__file__).with_name("added.toml").read_text(encoding="utf-8"))
 
 
 class _Emptied(ast.NodeTransformer):
@@ -143,7 +114,7 @@ def empty(source: str, module: str, answer: Answer) -> str:
 def exam_package() -> Iterator[tuple[str, str]]:
     """Yield each file of the package without the answers: its path, and its text."""
     for path, source in package_files():
-        answer = next((one for one in ANSWERS if one.holds(path)), None)
+        answer = next((one for one in ANSWERS if f"{path}/".startswith(f"{one.path}/")), None)
         if answer is not None and not path.endswith("__init__.py"):
             source = empty(source, path.removesuffix(".py").replace("/", "."), answer)
         yield f"labsupport/{path}", source + _ADDED.get(path, "")
@@ -160,13 +131,6 @@ def package_files() -> Iterator[tuple[str, str]]:
             yield path, file.read_text(encoding="utf-8")
 
 
-def write_package(target: Path) -> None:
-    """Write the package on which a submission is graded, without the answers, into a new folder."""
-    write_files(target, exam_package())
-    # `paths.project_root()` then finds this folder, and nothing of the real one.
-    (target / "pyproject.toml").write_text("", encoding="utf-8")
-
-
 def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
     """Write texts to their paths below `target`."""
     for path, text in files:
@@ -177,8 +141,7 @@ def write_files(target: Path, files: Iterable[tuple[str, str]]) -> None:
 def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
     """Run the visible checks of solved notebooks, and write down what their references give.
 
-    Returns:
-        the results of each check's references and mistakes, in order, by the check's name.
+    They come in order, by the check's name.
 
     Raises:
         ReleaseError: a solution does not pass its check.
@@ -215,13 +178,10 @@ def record_cases(notebooks: list[Path]) -> dict[str, list[Any]]:
 
 def exercises_of(notebook: Path) -> Iterator[tuple[str, str]]:
     """Yield a name and the text of all imports of a notebook, then of each solution and check."""
-    import nbformat
-
-    cells = [c for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"]
+    cells = [cell for cell in read_solved(notebook).cells if cell.kind == "code"]
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell.source))]
     imports = [ast.unparse(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     yield f"<{notebook.name}: imports>", "\n".join(imports)
     for cell in cells:
-        about = cell.metadata.get("nbgrader", {})
-        if about.get("solution") or about.get("grade"):
-            yield f"<{notebook.name}: {about.grade_id}>", cell.source
+        if cell.solution or cell.grade:
+            yield f"<{notebook.name}: {cell.grade_id}>", cell.source

@@ -1,4 +1,7 @@
-"""Grading many submissions, several at a time, so that nothing is lost when interrupted."""
+"""Grading: a submission's cells run in a sandbox, its functions are judged here.
+
+Several are graded at a time, and nothing is lost when grading is interrupted.
+"""
 
 import concurrent.futures
 import contextlib
@@ -6,19 +9,166 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import filelock
 
-from grader.grade.one import KilledError, grade_one, not_run
-from grader.grade.results import NAME, Flag, SubmissionResult, read_results, write_result
-from grader.grade.sandbox import confinement_missing, package_folder
-from grader.grade.settings import Settings
-from grader.grade.submissions import Submission
+from grader.grade.plan import Check, Plan, flags_of, make_plan
+from grader.grade.results import (
+    NAME,
+    CheckResult,
+    Flag,
+    Settings,
+    SubmissionResult,
+    read_results,
+    write_result,
+)
+from grader.grade.sandbox import NotServing, Sandbox, confinement_missing, package_folder
+from grader.grade.submissions import Submission, pristine_notebooks
+from grader.remote.evaluate import evaluate_check
+from grader.remote.session import Session
 from labsupport.course.files import write_new
+
+# Runs of a notebook: the first, and others without the cell or the call that ended one.
+_RUNS = 6
+
+
+class KilledError(RuntimeError):
+    """The system ended a submission's program; as a rule because the machine is out of memory."""
+
+
+def grade_one(
+    submission: Submission, settings: Settings, *, alone: bool = True
+) -> SubmissionResult:
+    """Grade one submission; whatever it does, there is a result, and no process of it is left.
+
+    Raises:
+        KilledError: the system ended its program, and it was not `alone`: that does not count.
+        RuntimeError: no submission can be run on this machine.
+    """
+    if submission.refused:
+        return not_run(submission, settings, submission.refused, status="refused")
+    start = time.monotonic()
+    notebook = pristine_notebooks(settings.notebooks)[submission.notebook]
+    plan = make_plan(notebook, submission)
+    missing = confinement_missing(settings.unconfined)
+    run = _Run(plan, settings, alone)
+    for _ in range(_RUNS):
+        run.once()
+    why = "died", "the program ended again and again before this check"
+    if time.monotonic() >= run.end:
+        why = "timeout", "the time for the whole notebook was over before this check"
+    for check in run.todo:
+        run.record(check, *why)
+    flags = [*submission.flags, *plan.flags, *flags_of(plan, notebook), *run.flags]
+    return SubmissionResult(
+        *_key(submission),
+        checks=tuple(run.results[check.grade_id] for check in plan.checks),
+        flags=(*flags, *(Flag("", "not confined", text) for text in missing)),
+        seconds=round(time.monotonic() - start, 2),
+    )
+
+
+def not_run(
+    one: Submission, settings: Settings, why: str, *flags: Flag, status: str = "graded"
+) -> SubmissionResult:
+    """Return the result of what could not be run: all its points to lose, and why."""
+    checks: tuple[CheckResult, ...] = ()
+    if known := pristine_notebooks(settings.notebooks).get(one.notebook):
+        checks = tuple(
+            CheckResult(name, known.exercise_of(name), cell.points, "not run", why)
+            for name, cell in known.graded.items()
+        )
+    return SubmissionResult(*_key(one), status, one.refused, checks, (*one.flags, *flags))
+
+
+class _Run:
+    """A submission while it is graded."""
+
+    def __init__(self, plan: Plan, settings: Settings, alone: bool) -> None:
+        self.plan, self.settings, self.alone = plan, settings, alone
+        self.seed = secrets.randbelow(2**31)
+        self.end = time.monotonic() + settings.notebook_timeout_s
+        self.steps = list(plan.steps)
+        self.results: dict[str, CheckResult] = {}
+        self.died: set[str] = set()  # checks
+        self.late: set[str] = set()  # exercises
+        self.flags: list[Flag] = []
+
+    @property
+    def todo(self) -> list[Check]:
+        return [check for check in self.plan.checks if check.grade_id not in self.results]
+
+    def record(self, check: Check, status: str, message: str) -> None:
+        self.results[check.grade_id] = CheckResult(
+            check.grade_id, check.exercise, check.points, status, message
+        )
+
+    def once(self) -> None:
+        """Run the cells in a sandbox, and judge checks until all are done or something breaks."""
+        left = self.end - time.monotonic()
+        if left <= 0 or not self.todo:
+            return
+        with Sandbox(self.settings) as box:
+            try:
+                with contextlib.closing(box.run(self.steps, left)) as session:
+                    self._judge_all(session, box)
+            except NotServing as problem:
+                status, why = problem.args
+                self._leave_out(status, why, box.step)
+        if box.killed and not self.alone:
+            raise KilledError("the system ended its program")
+
+    def _leave_out(self, status: str, why: str, at: int | None) -> None:
+        """Go on without the cell that ended the program; the exercise that it solves is lost."""
+        if at is None or not 0 <= at < len(self.steps) or not self.steps[at].source:
+            for check in self.todo:
+                self.record(check, status, f"When the notebook was run: {why}.")
+            return
+        step = self.steps.pop(at)
+        if not step.exercise:
+            first = step.source.strip().split("\n")[0][:60]
+            text = f"A cell was left out, because {why}. It begins: {first}"
+            self.flags.append(Flag("", "cell left out", text))
+        for check in (one for one in self.todo if one.exercise == step.exercise):
+            self.record(check, status, f"When its cell was run: {why}.")
+
+    def _judge_all(self, session: Session, box: Sandbox) -> None:
+        # Exercises that ended a session come late, lest their endless loops use up the others'
+        # time. Fused attention, once allowed, stays so until the end.
+        for check in sorted(self.todo, key=lambda c: (c.may_use_fused, c.exercise in self.late)):
+            if time.monotonic() >= self.end:
+                return
+            session.fused = check.may_use_fused
+            status, message, unexpected = evaluate_check(
+                check.source, check.names, session, version=check.grade_id, seed=self.seed,
+                limit_s=self.settings.cell_timeout_s,
+            )  # fmt: skip
+            if session.failure is not None:
+                self.late.add(check.exercise)
+                if status == "died":
+                    message = f"{message}: {box.why_died()}"
+                if status == "died" and check.grade_id not in self.died:
+                    # Another call may have done it: once more, after the others.
+                    self.died.add(check.grade_id)
+                else:
+                    self.record(check, status, message)
+                return
+            if status == "failed" and "is not defined" in message:
+                if check.exercise in self.plan.absent:
+                    status, message = self.plan.absent[check.exercise]
+                elif box.first_error:
+                    message += f" A cell ended with {box.first_error[:300]}"
+            self.record(check, status, message)
+            if unexpected:
+                text = "The check stumbled over what came back: was it the student's fault?"
+                self.flags.append(Flag(check.grade_id, "not judged", text))
+
 
 _PR_SET_PDEATHSIG, _LOCK_S = 1, 5.0
 
@@ -37,12 +187,8 @@ def run_batch(
 ) -> list[SubmissionResult]:
     """Grade all; each result is on disk (OUT/results.jsonl) before the next is begun.
 
-    Args:
-        submissions: from `find_submissions`.
-        out: the folder for the results; it is created if need be.
-        settings: limits.
-        resume: go on in an OUT that holds results, without grading the same file again.
-        tell: called with each new result, and how many are done.
+    To `resume` is to go on in an OUT that holds results, without grading the same file again.
+    `tell` is called with each new result, and how many are done.
 
     Returns:
         the results of these submissions in their order, also those of earlier runs.
@@ -50,9 +196,18 @@ def run_batch(
     Raises:
         ValueError: OUT holds results, and `resume` is False.
         RuntimeError: another grader works in OUT, or no submission can be run on this machine.
-        OSError: OUT cannot be written to.
     """
-    with _alone(out):
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        # The system lifts the lock even if we are killed. A grader that was killed a moment ago may
+        # be still about to start a program, which holds the lock until it has started.
+        lock = filelock.FileLock(out / ".lock", timeout=_LOCK_S).acquire()
+    except filelock.Timeout:
+        raise RuntimeError(f"another grader is at work in {out}") from None
+    with lock:
+        if not (out / ".gitignore").exists():
+            # Points and names of students do not belong into a repository.
+            write_new(out / ".gitignore", "*\n")
         known = {_key(result): result for result in read_results(out)}
         if known and not resume:
             raise ValueError(
@@ -79,7 +234,11 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
     for jobs in (settings.jobs, 1):
         todo, left = left, []
         grade = functools.partial(grade_one, settings=settings, alone=jobs == 1)
-        with _pool(jobs) as pool:
+        # PyTorch reads it when it is imported, before any code of ours could set it.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with concurrent.futures.ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn"), _begin_work, (os.getpid(),)
+        ) as pool:
             futures = {pool.submit(grade, one): one for one in todo}
             try:
                 for future in concurrent.futures.as_completed(futures):
@@ -91,19 +250,10 @@ def _graded(new: list[Submission], settings: Settings) -> Iterator[SubmissionRes
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list((pool._processes or {}).values()):
                     process.kill()
-    for one in left:
-        # No points and no blame: an instructor has to look.
-        why = "the process that graded it ended"
-        flag = Flag("", "not graded", f"Grade it by hand: {why}.")
-        yield not_run(one, settings, why, flag)
-
-
-def _pool(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
-    # PyTorch reads it when it is imported, before any code of ours could set it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return concurrent.futures.ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_begin_work, initargs=(os.getpid(),)
-    )
+    # No points and no blame: an instructor has to look.
+    why = "the process that graded it ended"
+    flag = Flag("", "not graded", f"Grade it by hand: {why}.")
+    yield from (not_run(one, settings, why, flag) for one in left)
 
 
 def _begin_work(parent: int) -> None:
@@ -112,19 +262,3 @@ def _begin_work(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Keep a second grader out of OUT; the system lifts the lock even if we are killed."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        # A grader that was killed a moment ago may be still about to start a program, which holds
-        # the lock until it has started.
-        with filelock.FileLock(out / ".lock", timeout=_LOCK_S):
-            if not (out / ".gitignore").exists():
-                # Points and names of students do not belong into a repository.
-                write_new(out / ".gitignore", "*\n")
-            yield
-    except filelock.Timeout:
-        raise RuntimeError(f"another grader is at work in {out}") from None

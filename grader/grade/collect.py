@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from grader.grade.tables import read_table
+from grader.grade.submissions import read_table
 
 _TIMEOUT_S = 300
 

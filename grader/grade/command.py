@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from grader.grade.notebooks import printable
-from grader.grade.results import SubmissionResult, read_results
-from grader.grade.settings import Settings
+from grader.grade.results import Settings, SubmissionResult, read_results
+from grader.grade.submissions import printable
 from labsupport.interrupt import interrupted_status
 
 
@@ -47,15 +46,14 @@ def grade_command(
     from tqdm import tqdm
 
     from grader.grade.batch import run_batch
-    from grader.grade.submissions import find_submissions
-    from grader.grade.tables import read_class
-    from grader.reports import write_reports
+    from grader.grade.submissions import NO_CLASS, find_submissions, read_class
+    from grader.reports.grades import write_reports
 
     limits = Settings(cell_timeout, timeout, int(memory * 2**30), jobs, notebooks, unconfined)
     if out.resolve().is_relative_to(submissions.resolve()):
         raise ValueError(f"{out} lies in the folder of submissions; choose another with --out")
     found = find_submissions(submissions, notebooks=notebooks, due=due, only=notebook)
-    class_list = read_class(students) if students else None
+    class_list = read_class(students) if students else NO_CLASS
     # So that one student's folder is not taken for a class unnoticed.
     names = sorted({one.student for one in found})
     said = f"{len(names)} students in {submissions}: {', '.join(names[:5])}"
@@ -76,10 +74,8 @@ def grade_command(
         done = read_results(out)
         if done:
             write_reports(done, out, found, notebooks=notebooks, class_list=class_list)
-        typer.echo(
-            f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume.",
-            err=True,
-        )
+        said = f"Interrupted; {len(done)} are done, with reports, in {out}. Go on with --resume."
+        typer.echo(said, err=True)
         raise typer.Exit(interrupted_status()) from None
     except Exception:
         if out.is_dir() and {path.name for path in out.iterdir()} <= {".lock", ".gitignore"}:

@@ -3,20 +3,22 @@
 Of the cells that the lab gave, those run that only import or define something, and those that bind
 a name which the student's code needs; what measures and draws stays out. At each check cell the
 names that it uses are noted as they stand there. Check cells themselves do not run here.
+Flags name what an instructor should look at in a solution's text; they take no points.
 """
 
 import ast
 import builtins
 import dis
 import re
+import tomllib
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
-from grader.grade.notebooks import Cell, Pristine
 from grader.grade.results import Flag
-from grader.grade.submissions import Submission
+from grader.grade.submissions import Cell, Pristine, Submission
 from labsupport.course.editions import CODE_STUB
 
 # Exercises whose solutions may call fused attention: to use it is what they ask.
@@ -57,8 +59,7 @@ class Step:
 class Plan:
     """Cells that run for a submission in the student's order, and what is known before.
 
-    `absent` has (status, message) by exercise whose solution cell is missing or as it was given:
-    for the case that nothing else defines its names.
+    `absent` has (status, message) by exercise whose solution cell is missing or as it was given.
     """
 
     checks: tuple[Check, ...]
@@ -70,9 +71,12 @@ class Plan:
 def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     """Decide what of a submission runs."""
     checks = {
-        name: Check(name, pristine.exercise_of(name), cell.points, cell.source, _names_in(cell))
+        name: Check(
+            name, pristine.exercise_of(name), cell.points, cell.source,
+            tuple(sorted(names_of(cell.source)[0] - {"checks"})),
+        )
         for name, cell in pristine.graded.items()
-    }
+    }  # fmt: skip
     flags, absent = [], {}
     for name, solution in pristine.solutions.items():
         own = [cell for cell in submission.cells if cell.grade_id == name and cell.kind == "code"]
@@ -99,11 +103,6 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
     return Plan(tuple(checks.values()), tuple(steps), absent, tuple(flags))
 
 
-def _names_in(check: Cell) -> tuple[str, ...]:
-    loaded, _ = names_of(check.source)
-    return tuple(sorted(loaded - {"checks"}))
-
-
 def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:
     """Return the given cells that do not run: they measure and draw, and nothing needs them."""
     given = {_as_given(c): c.source for c in pristine.cells if c.kind == "code" and not c.solution}
@@ -119,7 +118,6 @@ def _unneeded_cells(pristine: Pristine, cells: Sequence[Cell]) -> set[str]:
     return set(left)
 
 
-@lru_cache(maxsize=4096)
 def _is_light(source: str) -> bool:
     tree = parsed(source)
     return tree is not None and all(
@@ -170,3 +168,48 @@ def _as_given(cell: Cell) -> str:
 
 def _normal(text: str) -> str:
     return "\n".join(line.strip() for line in text.split("\n") if line.strip())
+
+
+_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_PRIVATE = "a private attribute"
+_LAB = ("labsupport.attention", "labsupport.checks", "labsupport.distributed", _PRIVATE)
+_MANY_NUMBERS = 40
+
+
+def flags_of(plan: Plan, pristine: Pristine) -> Iterator[Flag]:
+    """Yield what a person should look at: names in the texts that ran, by exercise."""
+    known = {name for cell in pristine.cells for name in _named(parsed(cell.source))}
+    ready_made, odd = set(_NAMES["ready_made"]), set(_NAMES["odd"])
+    for step in plan.steps:
+        tree = parsed(step.source) if step.source else None
+        if tree is None:
+            continue
+        named = set(_named(tree)) - (known - {_PRIVATE})
+        if not step.exercise.startswith(MAY_USE_FUSED) and (hits := named & ready_made):
+            yield Flag(step.exercise, "library call", f"Names {', '.join(sorted(hits))}.")
+        if hits := {name for name in named if name in odd or name.startswith(_LAB)}:
+            yield Flag(step.exercise, "odd name", f"Names {', '.join(sorted(hits))}.")
+        constants = [one.value for one in ast.walk(tree) if isinstance(one, ast.Constant)]
+        numbers = sum(isinstance(value, int | float) for value in constants)
+        if step.exercise and numbers > _MANY_NUMBERS:
+            text = f"Holds {numbers} numbers: are answers written in?"
+            yield Flag(step.exercise, "many numbers", text)
+
+
+def _named(tree: ast.Module | None) -> Iterator[str]:
+    for node in ast.walk(tree) if tree else ():
+        match node:
+            case ast.Name(id=name):
+                yield name
+            case ast.Attribute(value=value, attr=name):
+                yield name
+                own = getattr(value, "id", "") in ("self", "cls") or name.endswith("__")
+                if name.startswith("_") and not own:
+                    yield _PRIVATE
+            case ast.alias(name=name):
+                yield from (name, *name.split("."))
+            case ast.ImportFrom(module=str(name), names=names):
+                yield from (name, *name.split("."), *(f"{name}.{one.name}" for one in names))
+            case ast.Constant(value=str(text)) if len(text) < 99:
+                # Names in texts: getattr(F, "scaled_dot_product_attention").
+                yield from text.replace(".", " ").split()

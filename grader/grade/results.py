@@ -1,23 +1,39 @@
-"""The results of grading: plain values, kept as JSON, one line for each submission."""
+"""Settings and results of grading: plain values; results are stored as lines of JSON."""
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+
+@dataclass(frozen=True)
+class Settings:
+    """An instructor's choices.
+
+    `cell_timeout_s` is also for one check; `jobs` are graded at the same time, each on one core;
+    `notebooks` is the folder of the solved notebooks, the lab's own if None. Where nothing keeps
+    submissions from our files and processes, only what is `unconfined` is graded.
+    """
+
+    cell_timeout_s: float = 60.0
+    notebook_timeout_s: float = 300.0
+    memory_bytes: int = 4 * 2**30
+    jobs: int = max(1, (os.cpu_count() or 1) // 2)
+    notebooks: Path | None = None
+    unconfined: bool = False
+
+
 NAME = "results.jsonl"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check cell, all or nothing.
+    """One check cell, all or nothing; its exercise is the solution cell's grade_id.
 
-    Attributes:
-        exercise: the solution cell's grade_id, such as "ex-1-3-online-softmax".
-        status: one of `reports.page.STATUS_WORDS`.
-        message: the diagnosis, or what happened; plain text.
-        given: points that an instructor gave instead, with a remark; or None.
+    The status is one of `reports.pages.STATUS_WORDS`, the message the diagnosis, or what happened.
+    An instructor may have `given` points instead, with a remark.
     """
 
     grade_id: str
@@ -75,11 +91,9 @@ class SubmissionResult:
 
 def write_result(out: Path, result: SubmissionResult) -> None:
     """Add a line to OUT/results.jsonl; when this returns, it is on the disk."""
-    with (out / NAME).open("a+b") as file:
-        file.seek(max(0, file.tell() - 1))
+    with (out / NAME).open("ab") as file:
         # What an interruption cut off stays a line of its own, and harms none.
-        begin = b"" if file.read() in (b"", b"\n") else b"\n"
-        file.write(begin + json.dumps(asdict(result)).encode() + b"\n")
+        file.write(b"\n" + json.dumps(asdict(result)).encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -91,11 +105,9 @@ def read_results(out: Path) -> list[SubmissionResult]:
     """
     found = []
     for line in (out / NAME).read_bytes().split(b"\n") if (out / NAME).exists() else ():
-        try:
+        with contextlib.suppress(ValueError):
             given: dict[str, Any] = json.loads(line.decode("ascii"))
-            given["checks"] = tuple(CheckResult(**check) for check in given["checks"])
-            given["flags"] = tuple(Flag(**flag) for flag in given["flags"])
-            found.append(SubmissionResult(**given))
-        except (ValueError, KeyError, TypeError):
-            continue
+            checks = tuple(CheckResult(**check) for check in given.pop("checks"))
+            flags = tuple(Flag(**flag) for flag in given.pop("flags"))
+            found.append(SubmissionResult(**given, checks=checks, flags=flags))
     return found

@@ -1,8 +1,7 @@
 """A sandbox for one submission: bubblewrap around the program that runs its cells.
 
 Inside, there are Python and its packages, read-only, an empty folder in memory, and nothing else:
-no network, no other processes, no home, no /etc beyond what programs need to start. The program
-can start threads, but no other program.
+no network, no processes but threads, no home, no /etc beyond what programs need to start.
 """
 
 import atexit
@@ -21,15 +20,15 @@ import sys
 import sysconfig
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import psutil
 
 import grader
-from grader.grade.limits import limits
 from grader.grade.plan import Step
-from grader.grade.settings import Settings
+from grader.grade.results import Settings
 from grader.remote import programs
 from grader.remote.session import Session
 from grader.remote.values import FrameError, receive, unpack
@@ -40,15 +39,12 @@ _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/alternatives")
 _SPACE = 40 * 2**20  # of the folder in memory; a matrix that is looked for doesn't fit
 _PACKAGE = "LABSUPPORT_GRADING_PACKAGE"
 # The grader's own files that run in the student's process.
-_INSIDE = ("__init__", "kernel", "programs", "refuse", "values", "worker")
+_INSIDE = ("__init__", "programs", "refuse", "values", "worker")
+_PROGRAM = "import sys, grader.remote.worker; grader.remote.worker.main(sys.argv[1])"
 
 
 class NotServing(RuntimeError):
-    """The sandbox ended, or took too long, before it was ready; `status` is "died" or "timeout"."""
-
-    def __init__(self, status: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """The sandbox ended, or took too long, before it was ready: "died" or "timeout", and why."""
 
 
 def package_folder() -> Path:
@@ -56,13 +52,15 @@ def package_folder() -> Path:
 
     It is made once, for this process and the workers that it starts, and removed at the end.
     """
-    from grader.exam import write_package
+    from grader.exam import exam_package, write_files
 
     if _PACKAGE not in os.environ:
         made = tempfile.TemporaryDirectory(prefix="labsupport-grade-")
         atexit.register(made.cleanup)
         folder, own = Path(made.name).resolve(), Path(grader.__file__).parent
-        write_package(folder)
+        write_files(folder, exam_package())
+        # `paths.project_root()` then finds this folder, and nothing of the real one.
+        (folder / "pyproject.toml").touch()
         (folder / "grader" / "remote").mkdir(parents=True)
         for path in ("__init__.py", *(f"remote/{name}.py" for name in _INSIDE)):
             shutil.copy(own / path, folder / "grader" / path)
@@ -86,11 +84,6 @@ def wall_missing() -> str:
 
 
 @functools.cache
-def _programs_forbidden() -> bool:
-    command = [sys.executable, "-I", "-S", str(programs.__file__)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 def confinement_missing(unconfined: bool) -> tuple[str, ...]:
     """Say what submissions are not kept from on this machine: a sentence each.
 
@@ -105,13 +98,14 @@ def confinement_missing(unconfined: bool) -> tuple[str, ...]:
                 "grade trusted submissions only, with --unconfined."
             )
         missing.append(f"for trusted submissions only: they run as you, because {why}")
-    if not _programs_forbidden():
+    command = [sys.executable, "-I", "-S", str(programs.__file__)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         missing.append("submissions can start programs: there is no seccomp filter here")
     with limits(2**30) as (_, unlimited):
         return tuple(filter(None, [*missing, unlimited]))
 
 
-class Sandbox:
+class Sandbox(contextlib.ExitStack):
     """A running submission; leaving the `with` block ends it, and everything that it started.
 
     The program says which `step` runs, and the `first_error` of a cell. The grader sees whether it
@@ -119,14 +113,10 @@ class Sandbox:
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         self.settings = settings
         self.step: int | None = None
         self.first_error, self.killed = "", False
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        self._limited, _ = self._stack.enter_context(limits(self.settings.memory_bytes))
-        return self
 
     def run(self, steps: list[Step], timeout_s: float) -> Session:
         """Run the cells of a submission, and return a session for calls of what they defined.
@@ -162,26 +152,22 @@ class Sandbox:
             "own_cells_s": self.settings.notebook_timeout_s / 3,
             "steps": [dataclasses.asdict(step) for step in steps],
         }
+        limited, _ = self.enter_context(limits(self.settings.memory_bytes))
         folder = tempfile.TemporaryDirectory(prefix="labsupport-run-", ignore_cleanup_errors=True)
         ours, theirs = socket.socketpair()
-        self._stack.enter_context(folder)
-        self._stack.enter_context(ours)
+        self.enter_context(folder)
+        self.enter_context(ours)
         with theirs:
             package = package_folder()
             wall = [] if wall_missing() else _wall(str(package))
-            program = [sys.executable, "-P", "-m", "grader.remote.kernel", str(theirs.fileno())]
+            program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*self._limited, *wall, *program],
-                cwd=folder.name,
+                [*limited, *wall, *program], cwd=folder.name, text=True,
                 env=_environment(package, "/tmp" if wall else folder.name),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                text=True,
-            )
-        self._stack.callback(self._end)
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self.callback(self._end)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             json.dump(plan, stdin)
@@ -202,9 +188,6 @@ class Sandbox:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
 
 def _wall(*places: str) -> list[str]:
     """Return bubblewrap and its options; `places` can be read, too."""
@@ -214,7 +197,13 @@ def _wall(*places: str) -> list[str]:
     # Read-only: what a process writes into /proc/self/clear_refs would hide its memory.
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/proc", "--remount-ro", "/dev"]
     command += ["--size", str(_SPACE), "--tmpfs", "/tmp"]
-    for path in [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *_python_folders(), *places]:
+    # The interpreter and its packages, also what symbolic links point to.
+    found = [sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()]
+    found += [str(Path(sys.executable).resolve().parent.parent)]
+    folders = sorted({path for path in found if os.path.isdir(path)})
+    inside = tuple(f"{path}/" for path in (*folders, *_SYSTEM))
+    python = [path for path in folders if not path.startswith(inside)]
+    for path in [*_SYSTEM, *_ETC, "/sys/devices/system/cpu", *python, *places]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
@@ -222,17 +211,8 @@ def _wall(*places: str) -> list[str]:
     return [*command, "--chdir", "/tmp", "--remount-ro", "/"]
 
 
-@functools.cache
-def _python_folders() -> tuple[str, ...]:
-    """Folders of the interpreter and its packages, also those that symbolic links point to."""
-    found = [sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()]
-    found += [str(Path(sys.executable).resolve().parent.parent)]
-    folders = sorted({path for path in found if os.path.isdir(path)})
-    return tuple(p for p in folders if not any(p.startswith(f"{q}/") for q in (*folders, *_SYSTEM)))
-
-
 def _environment(package: Path, home: str) -> dict[str, str]:
-    """Nothing of the instructor's own: tokens and passwords stand in environments."""
+    # Nothing of the instructor's own: tokens and passwords stand in environments.
     env = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
         "HOME": home,
@@ -249,3 +229,75 @@ def _environment(package: Path, home: str) -> dict[str, str]:
     }
     kept = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
     return env | {name: os.environ[name] for name in kept if name in os.environ}
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+# For each process: open files, size of a file in blocks of 512 bytes, no dumps; where the whole
+# machine is short of memory, the system ends a submission before anything else.
+_EACH = "ulimit -n 256; ulimit -f 65536; ulimit -c 0; echo 1000 > /proc/self/oom_score_adj"
+
+
+@contextlib.contextmanager
+def limits(memory_bytes: int) -> Iterator[tuple[list[str], str]]:
+    """Limit memory, tasks (threads) and cores (one) of a submission's processes together.
+
+    systemd makes the group where it runs the machine; otherwise we do, in the groups that this
+    process is in (version 2 or 1).
+
+    Yields:
+        what to put before the program's command; and a sentence on what is not limited, or "".
+    """
+    if Path("/run/systemd/system").is_dir() and shutil.which("systemd-run"):
+        options = [f"MemoryMax={memory_bytes}", "MemorySwapMax=0", "TasksMax=256", "CPUQuota=100%"]
+        command = ["systemd-run", "--scope", "--quiet", "--collect"]
+        command += [] if os.geteuid() == 0 else ["--user"]
+        command += [part for option in options for part in ("-p", option)]
+        yield [*command, "/bin/sh", "-c", f'{_EACH}; exec "$@"', "sh"], ""
+        return
+    values = {"memory.max": memory_bytes, "memory.limit_in_bytes": memory_bytes}
+    values |= {"memory.swap.max": 0, "memory.memsw.limit_in_bytes": memory_bytes, "pids.max": 256}
+    values |= {"cpu.max": "100000 100000", "cpu.cfs_quota_us": 100_000}
+    folders: list[Path] = []
+    why = "" if _parents() else "there is no control group to be in"
+    try:
+        for parent in _parents():
+            folders.append(parent / f"labsupport-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+            folders[-1].mkdir()
+            for name, value in values.items():
+                if (folders[-1] / name).exists():
+                    (folders[-1] / name).write_text(str(value))
+    except OSError as error:
+        why = str(error)
+    joins = "" if why else "".join(f"echo $$ > {one}/cgroup.procs && " for one in folders)
+    try:
+        missing = f"memory and processes are not limited: {why}" if why else ""
+        yield ["/bin/sh", "-c", f'{_EACH}; {joins}exec "$@"', "sh"], missing
+    finally:
+        for folder in folders * 100:  # its processes may take a moment to end
+            with contextlib.suppress(OSError):
+                for pid in (folder / "cgroup.procs").read_text().split():
+                    os.kill(int(pid), 9)
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            if folder.exists():
+                time.sleep(0.02)
+
+
+@functools.cache
+def _parents() -> tuple[Path, ...]:
+    """Return our own control groups that can limit something."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        folder = _GROUPS / names / path.lstrip("/")
+        allowed = folder / "cgroup.subtree_control"  # of version 2
+        if names in ("memory", "pids", "cpu") or (
+            not names and allowed.exists() and "memory" in allowed.read_text().split()
+        ):
+            found.append(folder)
+    # Those of graders that were killed.
+    for folder in (one for parent in found for one in parent.glob("labsupport-*-*")):
+        if not Path("/proc", folder.name.split("-")[1]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return tuple(found)

@@ -1,37 +1,301 @@
-"""Finding the notebooks that students handed in: whose they are, and which of the lab's."""
+"""Notebooks: the instructor's, which decide what counts, and those that students handed in.
 
+Students' come in folders, or in zips as Moodle and Canvas make them, and may hold anything.
+Instructors write tables: the class, repositories, overrides.
+"""
+
+import contextlib
+import csv
 import hashlib
+import io
+import json
+import os
+import re
+import stat
+import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from grader.grade.files import File, files_in, is_notebook, is_zip, nothing, origin_of
-from grader.grade.notebooks import (
-    JOINERS,
-    Cell,
-    Pristine,
-    UnreadableError,
-    parse,
-    printable,
-    pristine_notebooks,
-)
 from grader.grade.results import Flag
+from labsupport.course.editions import solved_notebooks
 from labsupport.course.files import lies_beside
+
+MAX_BYTES = 20 * 2**20
+MAX_CELLS, MAX_SOURCE, MAX_SOURCES = 5_000, 200_000, 2_000_000
+# Cannot be seen, but Persian and Indic names are spelt with them.
+JOINERS = "\u200c\u200d"
+
+
+class UnreadableError(ValueError):
+    """A file that is no notebook, or is not allowed to be read; says why."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a notebook; of a student's, only the first three are ever used.
+
+    Its kind is "code", "markdown" or "raw"; `grade_id` is its name in nbgrader's metadata, or "".
+    """
+
+    kind: str
+    source: str
+    grade_id: str = ""
+    solution: bool = False
+    grade: bool = False
+    points: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """A solved notebook: its name, and all of its cells."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def solutions(self) -> dict[str, Cell]:
+        """The cells that students fill in, by grade_id."""
+        return {cell.grade_id: cell for cell in self.cells if cell.solution}
+
+    @property
+    def graded(self) -> dict[str, Cell]:
+        """The cells that give points, by grade_id, in their order."""
+        return {cell.grade_id: cell for cell in self.cells if cell.grade and not cell.solution}
+
+    def exercise_of(self, grade_id: str) -> str:
+        """Return the exercise of a check: the longest grade_id that it begins with."""
+        named = (one for one in self.solutions if f"{grade_id}-".startswith(f"{one}-"))
+        return max(named, key=len, default=grade_id)
+
+
+def pristine_notebooks(folder: Path | None = None) -> dict[str, Pristine]:
+    """Read the solved notebooks of a folder, by name; the lab's own if None.
+
+    Raises:
+        labsupport.course.editions.ReleaseError: there are none.
+    """
+    return {path.stem: read_solved(path) for path in solved_notebooks(folder)}
+
+
+def read_solved(path: Path) -> Pristine:
+    """Read a solved notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return Pristine(path.stem, tuple(_cell(cell, trusted=True) for cell in cells))
+
+
+def parse(data: bytes) -> tuple[Cell, ...]:
+    """Return the cells of a student's file, in bounded time and memory.
+
+    Raises:
+        UnreadableError: it is no notebook.
+    """
+    try:
+        content = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())[:120]
+        raise UnreadableError(f"it is not valid JSON: {said}") from error
+    version = content.get("nbformat") if isinstance(content, dict) else None
+    if version != 4:
+        raise UnreadableError(f"it says notebook format {str(version)[:20]}; the lab's is 4")
+    if not isinstance(cells := content.get("cells"), list) or len(cells) > MAX_CELLS:
+        raise UnreadableError(f"it has no list of cells, or more than {MAX_CELLS:,}")
+    kept = tuple(_cell(cell) for cell in cells if isinstance(cell, dict))
+    if sum(len(cell.source) for cell in kept) > MAX_SOURCES:
+        raise UnreadableError(f"its cells hold more than {MAX_SOURCES:,} characters")
+    return kept
+
+
+def _cell(cell: dict[str, Any], trusted: bool = False) -> Cell:
+    source = cell.get("source")
+    lines = source if isinstance(source, list) else [source]
+    source = "".join(line for line in lines if isinstance(line, str))
+    if len(source) > MAX_SOURCE:
+        raise UnreadableError(f"one of its cells has more than {MAX_SOURCE:,} characters")
+    # Halves of surrogate pairs are no text: they can't be written to a file.
+    source = source.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n")
+    kind = cell.get("cell_type")
+    kind = kind if kind in ("code", "markdown") else "raw"
+    match cell.get("metadata"):
+        case {"nbgrader": {"grade_id": str(name), **role}} if trusted:
+            roles = bool(role.get("solution")), bool(role.get("grade"))
+            return Cell(kind, source, name, *roles, float(role.get("points") or 0))
+        case {"nbgrader": {"grade_id": str(name)}} if len(name) <= 200:
+            return Cell(kind, source, name)
+    return Cell(kind, source)
+
+
+def printable(text: str, also: str = "") -> str:
+    """Return a text that a terminal or a page only shows, and that can be written into a file.
+
+    Halves of surrogate pairs become `\\ud...` in letters; control characters, but for those in
+    `also`, question marks. Some of them could make a name read like another one.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(c if c.isprintable() or c in JOINERS + also else "?" for c in text)
+
+
+MAX_ZIP_BYTES = 100 * 2**20
+# A zip is opened for each file, so that none stays in memory.
+_Opened = Callable[[], zipfile.ZipFile]
+# "Ada Lovelace_4711_assignsubmission_file/01.ipynb", or one file "…_file_01.ipynb".
+_MOODLE = re.compile(r"(?P<student>.+?_\d+)_assignsubmission_[a-z]+(?:_|$)")
+# "lovelaceada_LATE_123_9001_01.ipynb": the name without signs, Canvas's numbers of the student and
+# of the file, the file's own name. "anon_x5Ab1_9001_01.ipynb" where grading is anonymous.
+_CANVAS = re.compile(
+    r"(?P<name>\w+?_)??(?P<late>LATE_)?(?P<id>anon_[0-9A-Za-z]+|(?<=_)\d+)_(?P<file>\d+)_."
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A name that Moodle or Canvas gave; Canvas numbers files, newer ones higher."""
+
+    system: str
+    student: str
+    file: int = 0
+    late: bool = False
+
+
+def origin_of(path: str) -> Origin | None:
+    """Return what Moodle or Canvas say with a file's path; None if it is not one of theirs."""
+    name = path.split("/")[0]
+    if found := _MOODLE.match(name):
+        return Origin("Moodle", found["student"])
+    if found := _CANVAS.match(name):
+        student = (found["name"] or "") + found["id"]
+        return Origin("Canvas", student, int(found["file"]), bool(found["late"]))
+    return None
+
+
+def _may_be_one(path: str) -> bool:
+    # Some browsers save notebooks as text. Zips that can be read are opened before.
+    return path.lower().endswith((".ipynb", ".ipynb.txt", ".ipynb.json", ".zip"))
+
+
+def _is_zip(path: str) -> bool:
+    return path.lower().endswith(".zip")
+
+
+@dataclass(frozen=True)
+class File:
+    """Something handed in; in its path, a zip counts as a folder."""
+
+    path: str
+    read: Callable[[], bytes]
+    modified: datetime | None = None
+
+
+def files_in(given: Path) -> Iterator[File]:
+    """Find everything in a folder, a zip or a single notebook; hidden files are left out.
+
+    Raises:
+        ValueError: there is no such folder or file.
+    """
+    if not given.is_dir():
+        if not given.is_file() or not _may_be_one(given.name):
+            raise ValueError(f"{given} is no folder of submissions, no zip and no notebook")
+        for file in _opened_if_zip(given, given.name, inner_zips=1):
+            # In the download of a course, the names in it say whose the files are.
+            yield replace(file, path=file.path.removeprefix(f"{given.name}/"))
+        return
+    for here, folders, names in os.walk(given):
+        folders[:] = sorted(name for name in folders if not _hidden(name))
+        if Path(here) == given:
+            # Whoever has nothing else in their folder.
+            yield from (File(f"{name}/", nothing) for name in folders)
+        for name in sorted(names):
+            path = Path(here, name)
+            if not _hidden(name):
+                yield from _opened_if_zip(path, path.relative_to(given).as_posix())
+
+
+def _opened_if_zip(path: Path, name: str, inner_zips: int = 0) -> Iterator[File]:
+    modified = datetime.fromtimestamp(path.lstat().st_mtime).astimezone()
+    file = File(name, partial(_bytes_of, path), modified)
+    if _is_zip(name) and path.is_file() and not path.is_symlink():
+        yield from _unzipped(file, partial(zipfile.ZipFile, path), inner_zips)
+    else:
+        yield file
+
+
+def _unzipped(file: File, opened: _Opened, inner_zips: int) -> Iterator[File]:
+    """Find the files in a zip; where that fails, reading the zip says why."""
+    try:
+        for member in opened().infolist():
+            # Some programs on Windows write their own separators.
+            path = member.filename.replace("\\", "/")
+            if member.is_dir() or any(map(_hidden, path.split("/"))):
+                continue
+            modified = None
+            with contextlib.suppress(ValueError):  # some zips hold no time
+                modified = datetime(*member.date_time).astimezone()
+            inner = File(f"{file.path}/{path}", partial(_member, opened, member), modified)
+            if _is_zip(path) and inner_zips:
+                yield from _unzipped(inner, partial(_inner_zip, opened, member), inner_zips - 1)
+            elif _is_zip(path):
+                yield replace(inner, read=partial(_fail, "it is a zip in a zip"))
+            else:
+                yield inner
+    except (UnreadableError, zipfile.BadZipFile, OSError, ValueError) as error:
+        yield replace(file, read=partial(_fail, f"the zip cannot be read: {error}"))
+
+
+def _inner_zip(opened: _Opened, member: zipfile.ZipInfo) -> zipfile.ZipFile:
+    return zipfile.ZipFile(io.BytesIO(_member(opened, member, MAX_ZIP_BYTES)))
+
+
+def _member(opened: _Opened, member: zipfile.ZipInfo, most: int = MAX_BYTES) -> bytes:
+    _check_size(member.file_size, most)
+    try:
+        return opened().read(member)
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError, OSError) as error:
+        raise UnreadableError(f"the zip cannot be read: {error}") from error
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Read a plain file; never through a symbolic link, never from a pipe."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise UnreadableError("it is a symbolic link")
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableError("it is not a plain file")
+    _check_size(status.st_size)
+    return path.read_bytes()
+
+
+def _check_size(size: int, most: int = MAX_BYTES) -> None:
+    if size > most:
+        raise UnreadableError(
+            f"it has {size / 2**20:.0f} MiB, and {most // 2**20} are allowed: "
+            "clear the outputs and hand it in again"
+        )
+
+
+def _fail(reason: str) -> bytes:
+    raise UnreadableError(reason)
+
+
+nothing = partial(_fail, "there is no notebook")
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
 
 MAX_FILES, MAX_NAME = 40, 200
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A file that was handed in.
+    """A file that was handed in for a notebook of the lab, "" if that is unknown.
 
-    Attributes:
-        notebook: the lab's notebook, such as "01-Setup_and_Comparison"; "" if unknown.
-        path: relative to the folder of submissions.
-        digest: SHA-256 of the file, so that a later version is graded anew.
-        refused: why it cannot be graded, or "". Then it has no points, and stops nothing.
+    Its digest is SHA-256, so that a later version is graded anew. `refused` says why it cannot be
+    graded, or "": then it has no points, and stops nothing.
     """
 
     student: str
@@ -45,11 +309,7 @@ class Submission:
 
 
 def find_submissions(
-    folder: Path,
-    *,
-    notebooks: Path | None = None,
-    due: datetime | None = None,
-    only: str = "",
+    folder: Path, *, notebooks: Path | None = None, due: datetime | None = None, only: str = ""
 ) -> list[Submission]:
     """Find all that was handed in, by student and notebook.
 
@@ -59,7 +319,7 @@ def find_submissions(
 
     Args:
         folder: of students' folders, or of notebooks; the zip of a course system; or one notebook.
-        notebooks: the solved ones; the lab's own if None.
+        notebooks: the folder of the solved ones.
         due: later files get a flag "late"; local time if it names no time zone. Moodle and Canvas
             put the time of the download into their zips, so their files get none.
         only: the beginning of a notebook's name, such as "01". Refused files of which nothing tells
@@ -90,17 +350,12 @@ def find_submissions(
     return sorted(_newest(found), key=lambda one: (one.student, one.notebook, one.path))
 
 
-def _may_be_one(path: str) -> bool:
-    # Of zips, only those that cannot be read get here.
-    return is_notebook(path) or is_zip(path)
-
-
 def _student(owner: str, pristine: Mapping[str, Pristine], home: str) -> str:
     if origin := origin_of(owner):
         return origin.student
     if not _may_be_one(owner):
         return owner
-    stem = owner[: owner.lower().rindex(".zip" if is_zip(owner) else ".ipynb")]
+    stem = owner[: owner.lower().rindex(".zip" if _is_zip(owner) else ".ipynb")]
     if "--" in stem:
         return stem.split("--")[0]
     for name in pristine:
@@ -113,7 +368,7 @@ def _student(owner: str, pristine: Mapping[str, Pristine], home: str) -> str:
 
 def _trick(student: str, path: str) -> str:
     """Say what is wrong with a name: "" if nothing is."""
-    if not all(c.isprintable() or c in JOINERS for c in student + path):
+    if printable(student + path) != student + path:
         return "its name holds characters that cannot be seen"
     if "\\" in student + path or student.startswith("-"):
         return "its name could be taken for a path or an option"
@@ -133,7 +388,10 @@ def _read(
             data = file.read()
             digest = hashlib.sha256(data).hexdigest()
             cells = parse(data)
-            notebook = _which(cells, pristine) or notebook
+            # The lab's notebook with which it shares most exercises and checks.
+            given = {cell.grade_id for cell in cells} - {""}
+            shared = [(len(given & {c.grade_id for c in p.cells}), n) for n, p in pristine.items()]
+            notebook = max(shared)[1] if max(shared)[0] else notebook
             refused = "" if notebook else "it holds no exercise of the lab's notebooks"
         except UnreadableError as error:
             refused = str(error)
@@ -146,14 +404,6 @@ def _read(
         flags.append(Flag("", "late", f"The file is of {file.modified:%Y-%m-%d %H:%M}."))
     student, refused = printable(student), printable(refused)
     return Submission(student, notebook, path, digest, refused, cells, file.modified, tuple(flags))
-
-
-def _which(cells: tuple[Cell, ...], pristine: Mapping[str, Pristine]) -> str:
-    """Return the lab's notebook with which it shares most exercises and checks."""
-    given = {cell.grade_id for cell in cells if cell.grade_id}
-    shared = {name: len(given & {c.grade_id for c in one.cells}) for name, one in pristine.items()}
-    best = max(shared, key=lambda name: shared[name])
-    return best if shared[best] else ""
 
 
 def _newest(found: list[Submission]) -> Iterator[Submission]:
@@ -171,7 +421,10 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
             yield from group
             continue
         works = [one for one in good if not lies_beside(one.path)] or good
-        newest = max(works, key=_age)
+        # Canvas counts files up; its zips give all of them the time of the download.
+        newest = max(
+            works, key=lambda o: (getattr(origin_of(o.path), "file", 0), str(o.modified), o.path)
+        )
         texts = []
         if older := [one.path for one in works if one is not newest]:
             names = ", ".join(older[:5])
@@ -186,7 +439,68 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
         yield replace(newest, flags=(*newest.flags, *flags))
 
 
-def _age(one: Submission) -> tuple[int, str, str]:
-    # Canvas counts files up; its zips give all of them the time of the download.
-    origin = origin_of(one.path)
-    return origin.file if origin else 0, str(one.modified), one.path
+def read_table(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Read a CSV file with a header; commas or semicolons, as spreadsheet programs write it.
+
+    Raises:
+        ValueError: a column is missing, or it is not UTF-8.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8: save it as CSV UTF-8") from None
+    header = text.split("\n", 1)[0]
+    separator = ";" if header.count(";") > header.count(",") else ","
+    rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, restval=""))
+    if missing := [name for name in columns if rows and name not in rows[0]]:
+        raise ValueError(f"{path} has no column {missing[0]!r}; its first line is {header.strip()}")
+    return [{str(k): v.strip() for k, v in row.items() if isinstance(v, str)} for row in rows]
+
+
+@dataclass(frozen=True)
+class ClassList:
+    """Rows of a file by student, as the lab calls them; the system is "Moodle", "Canvas" or ""."""
+
+    system: str = ""
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def find(self, student: str) -> str | None:
+        """Return the name in the list of a student who handed in; None if there is none."""
+        if not self.system:
+            return student if student in self.rows else None
+        number = number_of(student)
+        return next((one for one in self.rows if number and number_of(one) == number), None)
+
+
+NO_CLASS = ClassList()
+
+
+def number_of(student: str) -> str:
+    """Return the number by which Moodle or Canvas knows a student: 4711 of "Ada_4711"."""
+    found = re.search(r"_(\d+)$", student)
+    return found[1] if found else ""
+
+
+def read_class(path: Path) -> ClassList:
+    """Read a list of the class: Moodle's grading worksheet, Canvas's gradebook, or any table.
+
+    Raises:
+        ValueError: it has none of the columns "Identifier", "ID" and "student".
+    """
+    rows = read_table(path)
+    columns, students = rows[0] if rows else {}, {}
+    if "Identifier" in columns:
+        for row in rows:
+            if number := re.search(r"\d+$", row["Identifier"]):
+                name = row.get("Full name", "").replace("_", " ") or "Participant"
+                students[f"{name}_{number[0]}"] = row
+        return ClassList("Moodle", students)
+    if {"Student", "ID"} <= columns.keys():
+        for row in rows:
+            if row["ID"].isdigit():  # not the lines "Points Possible" and the like
+                name = re.sub(r"\W", "", row["Student"].lower())
+                students[f"{name}_{row['ID']}"] = row
+        return ClassList("Canvas", students)
+    if "student" in columns:
+        return ClassList("", {row["student"]: row for row in rows if row["student"]})
+    raise ValueError(f"{path}: no column 'student' (nor Moodle's 'Identifier', nor Canvas's 'ID')")

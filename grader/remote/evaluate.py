@@ -1,7 +1,14 @@
 """One check cell of the instructor's notebook, run in the grader on a student's functions.
 
 The cell is the instructor's, visible and hidden lines; only the student's names in it stand for
-functions that are computed in the sandbox. Checks of memory are joined by a look from outside.
+functions that are computed in the sandbox. Checks of memory are joined by a look from outside,
+because what a process says of itself is no proof: at a length where what must not exist shows in
+the operating system's figures for the student's process, which can start no other:
+
+- what it took: the highest resident set since it was reset (/proc/PID/clear_refs, 5);
+- what it touched: the pages referenced since they were marked (clear_refs, 1), so that a buffer
+  made before the call shows. In 2 of about 30 calls the figure was 60 to 160 MiB too high, because
+  the system marked other pages, too; so it wants a second look.
 """
 
 import ast
@@ -9,12 +16,246 @@ import contextlib
 import io
 import random
 import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from grader.remote import memory
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grader.grade.submissions import printable
 from grader.remote.session import Session, SessionDied, SessionTimeout
 from labsupport import checks
+from labsupport.attention.flash_torch import flash_attention_forward
+from labsupport.checks.chunked_loss import require_gradients
+from labsupport.checks.flash import BACKWARD_NAMES, FORWARD_NAMES
+from labsupport.checks.softmax import require_maximum
+from labsupport.checks.verdict import CheckFailed, call, judge, passed, unpack
+from labsupport.profiling.units import format_bytes
+
+MIB = 2**20
+LOOKS = 3
+LIBRARIES = 64 * MIB  # code and small objects that any call touches
+BLOCK, LENGTHS = 512, ((4096, False), (8192, True))
+TILES = 48 * MIB  # more than any number of 512 x 512 tiles that a solution has names for
+# What was called, for the message; most bytes; draws inputs, and returns the call.
+Look = tuple[str, int, Callable[[], Callable[[], object]]]
+
+
+class NotWatchedError(Exception):
+    """The sandbox's memory cannot be watched; says why."""
+
+
+def judges(session: Session) -> dict[str, Callable[..., None]]:
+    """Return the checks that are judged from outside: name -> what to call in the check's place."""
+
+    def check(name: str, student: Any, **options: Any) -> None:
+        getattr(checks, name)(student, **options)
+        looks, seen = JUDGES[name]
+        for look in looks(student):
+            _limit(session, *look)
+        passed(f"{seen}, seen from outside")
+
+    return {name: partial(check, name) for name in JUDGES}
+
+
+def _limit(
+    session: Session, what: str, most: int, prepare: Callable[[], Callable[[], object]]
+) -> None:
+    """Refuse a call during which the sandbox takes or touches more than `most` bytes.
+
+    The call refuses a wrong answer: little memory is no merit of it. Where only the bytes touched
+    are too many, they are looked at again, with other inputs.
+    """
+    used = 0
+    for _ in range(LOOKS):
+        ask = prepare()
+        session.compute("library", ("grader.remote.worker", "tidy"), (), {})
+        taken, touched = extra_memory(session.pid, ask)
+        used = max(taken, touched)
+        if taken > most or touched <= most:
+            break
+    if used > most:
+        raise CheckFailed(
+            f"{what} the process took {format_bytes(used)} more than before, seen from outside; "
+            f"{format_bytes(most)} are plenty without it."
+        )
+
+
+def extra_memory(pid: int, ask: Callable[[], object]) -> tuple[int, int]:
+    """Return the bytes that a process takes during `ask()`, and those it touches.
+
+    Raises:
+        NotWatchedError: /proc does not show it. What `ask` raises passes through.
+    """
+    files = Path(f"/proc/{pid}")
+    try:
+        before = _bytes(files / "status", "VmRSS")
+        for what in "15":
+            (files / "clear_refs").write_text(what)
+        untouched = _bytes(files / "smaps_rollup", "Referenced")
+        ask()
+        touched = _bytes(files / "smaps_rollup", "Referenced") - untouched
+        most, after = _bytes(files / "status", "VmHWM"), _bytes(files / "status", "VmRSS")
+    except OSError as error:
+        raise NotWatchedError(
+            f"the memory of the student's process cannot be watched ({error}): the grader needs to "
+            "be root, or the same user, on Linux"
+        ) from error
+    # What gave back memory that was there before had room that was not measured.
+    return max(most - before, before - after, 0), max(touched - LIBRARIES, 0)
+
+
+def _bytes(file: Path, name: str) -> int:
+    """Read an entry such as "VmHWM:  12 kB"."""
+    lines = file.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def _running_streams(student: Any) -> Iterator[Look]:
+    # A whole row's exponentials take as much as the scores; one block's next to nothing. There is
+    # one row, so that looking at row after row is no way around.
+    call(student, torch.randn(2, 60), 10)
+    n, block = 2**23, 2**15
+
+    def stream(scores: Tensor) -> None:
+        require_maximum(call(student, scores, block), scores)
+
+    what = f"with a row of {n:,} scores ({format_bytes(4 * n)}) and blocks of {block:,}"
+    # What arrives takes as much once, and the allocator half of it now and then; a whole row's
+    # exponentials make it twice at least.
+    yield what, int(1.8 * 4 * n), lambda: partial(stream, torch.randn(1, n))
+
+
+def _no_matrix(prepare: Callable[[int, bool], Callable[[], object]]) -> Iterator[Look]:
+    # 8192 x 8192 scores are 256 MiB, a mask of them 64; 4096 x 4096 scores are 64; Q, K, V and O 2.
+    prepare(600, True)()
+    for n, is_causal in LENGTHS:
+        what = f"for seqlen {n:,}, head_dim 16, is_causal={is_causal}, blocks of {BLOCK}"
+        yield what, TILES, partial(prepare, n, is_causal)
+
+
+def _forward_memory(student: Any) -> Iterator[Look]:
+    def forward(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+        out, _ = unpack(call(student, q, k, v, is_causal, BLOCK, BLOCK), FORWARD_NAMES)
+        if not is_causal:
+            rows = torch.randint(q.shape[-2], (8,))
+            weights = (q[:, rows] @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+            judge("out (some rows)", _like(out, q)[:, rows], weights @ v, allowed=1e-3)
+
+    return _no_matrix(lambda n, is_causal: partial(forward, is_causal, *torch.randn(3, 1, n, 16)))
+
+
+def _backward_memory(student: Any) -> Iterator[Look]:
+    def backward(is_causal: bool, *given: Tensor) -> None:
+        result = call(student, *given, is_causal, BLOCK, BLOCK)
+        _, _, dv = unpack(result, BACKWARD_NAMES)
+        if not is_causal:
+            dout, q, k, _, _, lse = given
+            rows = torch.randint(k.shape[-2], (8,))
+            columns = (q @ k[:, rows].mT / q.shape[-1] ** 0.5 - lse[..., None]).exp()
+            judge("dv (some rows)", _like(dv, k)[:, rows], columns.mT @ dout, allowed=1e-3)
+
+    def prepare(n: int, is_causal: bool) -> Callable[[], None]:
+        # Copies: a process that says it changed its arguments must not reach the next student's.
+        given = [one.clone() for one in _forward_results(n, is_causal)]
+        return partial(backward, is_causal, torch.randn_like(given[0]), *given)
+
+    return _no_matrix(prepare)
+
+
+@lru_cache(maxsize=4)
+def _forward_results(n: int, is_causal: bool) -> tuple[Tensor, ...]:
+    """Compute q, k, v, out, lse."""
+    q, k, v = torch.randn(3, 1, n, 16, generator=torch.Generator().manual_seed(n))
+    return q, k, v, *flash_attention_forward(q, k, v, is_causal, block_q=512, block_k=512)
+
+
+def _loss_memory(student: Any) -> Iterator[Look]:
+    """All the logits are 128 MiB, a chunk's 2 MiB."""
+    tokens, vocab, chunk = 4096, 8192, 64
+
+    def step(count: int) -> None:
+        leaves = [torch.randn(n, 16, requires_grad=True) for n in (count, vocab)]
+        loss = call(student.apply, *leaves, torch.randint(vocab, (count,)), chunk)
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
+            raise CheckFailed("the loss does not know that it depends on hidden and weight.")
+        loss.backward()
+        require_gradients([leaf.grad for leaf in leaves])
+
+    step(chunk)
+    what = f"for {tokens:,} tokens, a vocabulary of {vocab:,} and chunk {chunk}"
+    yield what, tokens * vocab * 4 // 2, lambda: partial(step, tokens)
+
+
+def _registered_memory(student: Any) -> Iterator[Look]:
+    """Scores of 8 heads of 2048 x 2048 are 128 MiB; keys and values for 4 heads 64 MiB."""
+
+    def registered(is_causal: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+        layer: Any = nn.Module().eval()
+        layer.is_causal, layer.layer_idx = is_causal, 0
+        result = call(student, layer, q, k, v, None)
+        out = result[0] if isinstance(result, tuple | list) and result else result
+        if not isinstance(out, Tensor):
+            raise CheckFailed("the first value that came back is no tensor.")
+        if not is_causal:
+            rows = torch.randint(q.shape[-2], (4,))
+            right = F.scaled_dot_product_attention(q[..., rows, :], k, v, enable_gqa=True)
+            given = _like(out, q.transpose(1, 2))[:, rows]
+            judge("out (some rows)", given, right.transpose(1, 2), allowed=1e-3)
+
+    def prepare(n_q: int, n_k: int, kv_heads: int, is_causal: bool) -> Callable[[], None]:
+        sizes = (n_q, 4), (n_k, kv_heads), (n_k, kv_heads)
+        return partial(
+            registered, is_causal, *(torch.randn(2, n, h, 16).transpose(1, 2) for n, h in sizes)
+        )
+
+    for n_q, n_k, kv_heads, is_causal, most in (
+        (2048, 2048, 4, True, 64 * MIB),
+        (2048, 2048, 4, False, 64 * MIB),
+        (4, 2**16, 1, False, 48 * MIB),
+    ):
+        prepare(4, 64, kv_heads, is_causal)()
+        what = f"for {n_q:,} queries in 4 heads, {n_k:,} keys in {kv_heads}, is_causal={is_causal}"
+        yield what, most, partial(prepare, n_q, n_k, kv_heads, is_causal)
+
+
+def _merge_all(student: Any) -> Iterator[Look]:
+    """A stream of 160 MiB, which arrives over there part by part."""
+    count, rows = 40, 2**15
+
+    def coming(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        part = torch.randn(rows, 32)
+        for _ in range(count):
+            yield part, torch.randn(rows)
+
+    call(student, coming(8))
+    each = rows * 33 * 4
+    what = f"while {count} parts of {format_bytes(each)} came one at a time"
+    yield what, count * each // 2, lambda: lambda: call(student, coming(rows))
+
+
+def _like(result: Tensor, right: Tensor) -> Tensor:
+    """Return a result whose rows can be taken; refuse a wrong shape."""
+    if result.shape != right.shape:
+        raise CheckFailed(f"{tuple(right.shape)} was expected, not {tuple(result.shape)}.")
+    return result
+
+
+_SCORES = "no matrix of scores: little memory"
+# By a check's name: what to look at after it, and what it says when all is well.
+JUDGES: dict[str, tuple[Callable[[Any], Iterator[Look]], str]] = {
+    "check_running_streams": (_running_streams, "no exponentials of whole rows"),
+    "check_forward_memory": (_forward_memory, _SCORES),
+    "check_backward_memory": (_backward_memory, _SCORES),
+    "check_loss_memory": (_loss_memory, "never all the logits"),
+    "check_registered_memory": (_registered_memory, "no matrix of scores, and no repeated keys"),
+    "check_merge_all": (_merge_all, "never all the parts"),
+}
+
 
 MAX_MESSAGE = 4000
 SEEDS = range(100, 1000)  # small: checks count positions and lengths with them
@@ -23,11 +264,7 @@ _UNJUDGED = "what came back cannot be judged"
 
 
 class Outcome(NamedTuple):
-    """The outcome of a check.
-
-    The message holds the [ok] lines of a check that passed, else the diagnosis, or what happened.
-    At something `unexpected`, which no check foresees, a person should look.
-    """
+    """Status, and [ok] lines or diagnosis; at something `unexpected`, a person should look."""
 
     status: str
     message: str
@@ -46,15 +283,9 @@ def evaluate_check(
     """Run a check cell on a student's functions; nothing that these do raises here.
 
     The last definition of a name in the notebook counts. Where the check does not pass with it, and
-    another one stood there when the notebook came to the check, that one counts too.
-
-    Args:
-        source: of the solved notebook's check cell; it is executed in this process.
-        names: the student's names that it uses.
-        session: to the sandbox. If its `failure` is set afterwards, it is over.
-        version: of the names as they stood at the check.
-        seed: each `seed=` in the source becomes one that is drawn from it.
-        limit_s: for all calls together.
+    another one stood there when the notebook came to the check, as `version`, that one counts too.
+    If the session's `failure` is set afterwards, it is over. Each `seed=` in the solved notebook's
+    source becomes one that is drawn from `seed`; `limit_s` is for all calls together.
     """
     session.deadline = time.monotonic() + limit_s
     status, message = _run(source, names, session, "", seed)
@@ -65,7 +296,7 @@ def evaluate_check(
     session.deadline = None
     if session.failure is not None and status == "passed":
         status, message = "died", str(session.failure)
-    kept = "".join(c if c.isprintable() or c == "\n" else "?" for c in message[:MAX_MESSAGE])
+    kept = printable(message[:MAX_MESSAGE], "\n")
     return Outcome(status, kept, message.startswith(_UNJUDGED))
 
 
@@ -98,7 +329,7 @@ def _run(
         missing = [name for name, value in namespace.items() if value is None]
         if missing:
             return "failed", f"{missing[0]} is not defined: did its cell run to its end?"
-        namespace["checks"] = SimpleNamespace(**{**vars(checks), **memory.judges(session)})
+        namespace["checks"] = SimpleNamespace(**{**vars(checks), **judges(session)})
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             exec(code, namespace)
     except checks.CheckFailed as failure:
@@ -107,7 +338,7 @@ def _run(
         return "timeout", str(failure)
     except SessionDied as failure:
         return "died", str(failure)
-    except memory.NotWatchedError as problem:
+    except NotWatchedError as problem:
         return "not run", str(problem)
     except Exception as error:
         # A value that no check expects: of another kind, shape or size than an honest mistake's.

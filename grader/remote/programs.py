@@ -1,7 +1,6 @@
 """No other program: a seccomp filter for the sandbox's process, which may start threads only.
 
-With it nobody works where attention is not refused and memory is not watched, and nothing is left
-running. It cannot be undone.
+So nobody works where attention is not refused and memory is not watched. It cannot be undone.
 """
 
 import ctypes

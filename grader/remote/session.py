@@ -3,7 +3,7 @@
 import builtins
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -37,13 +37,10 @@ class SessionTimeout(BaseException):
 
 
 class Session:
-    """A connection to a process that runs `worker.serve`.
+    """A connection to a process that runs `worker.serve`, until `failure` is set.
 
-    Attributes:
-        failure: the end of the session, or None.
-        deadline: by time.monotonic(), for all calls together; None for none.
-        fused: whether the student's functions may call fused attention. What was allowed once
-            stays allowed over there, so such exercises come last.
+    Calls share a `deadline` by time.monotonic(). Whether they may call `fused` attention is said
+    with each; what was allowed once stays allowed over there, so such exercises come last.
     """
 
     def __init__(self, connection: socket.socket, pid: int, timeout_s: float = 30.0) -> None:
@@ -52,7 +49,7 @@ class Session:
         self.deadline: float | None = None
         self.fused = False
         self._asked = 0
-        self._drop: list[int] = []
+        self.drop: list[int] = []  # calls whose backward pass is not wanted any more
         self._streams: list[Iterator[Any]] = []
 
     def close(self) -> None:
@@ -68,21 +65,21 @@ class Session:
         found = self._ask("describe", (version, name), (), {})["value"]
         if not isinstance(found, dict):
             self._fail(SessionDied(_NO_ANSWER))
-        kind, same = found.get("kind"), found.get("same") is True
-        if kind == "missing":
-            return None, same
-        if kind == "function class":
-            return _function_class(self, (version, name)), same
-        if kind == "kernel":
-            return RemoteKernel(self, (version, name), found.get("stub") is True), same
-        return RemoteFunction(self, (version, name)), same
-
-    def library(self, module: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of a library over there."""
-        return self.compute("library", (module, name), args, kwargs)
+        target, same = (version, name), found.get("same") is True
+        match found.get("kind"):
+            case "missing":
+                return None, same
+            case "function class":  # `apply` of a class like the student's runs over there
+                run = (version, f"{name}.apply")
+                apply = staticmethod(lambda *args: self.compute("call", run, args, {}))
+                members = {"apply": apply, "remote_target": target, "__module__": __name__}
+                return type(name, (torch.autograd.Function,), members), same
+            case "kernel" | "stub" as kind:
+                return RemoteKernel(self, target, kind == "stub"), same
+        return RemoteFunction(self, target), same
 
     def compute(self, do: str, target: tuple[str, str], args: Any, kwargs: Any) -> Any:
-        """Call a function over there.
+        """Call ("call") a student's function over there, or one of a module there ("library").
 
         Raises:
             CheckFailed: the function changed an argument.
@@ -106,17 +103,6 @@ class Session:
             return _replaced(value, tied)
         return value
 
-    def backward(self, graph: int, gradients: Sequence[Tensor], wanted: int) -> list[Tensor | None]:
-        """Return the gradients of a call's arguments, given those of its results."""
-        given = self._ask("backward", ("", ""), (graph, *gradients), {})["value"]
-        if not isinstance(given, tuple) or len(given) != wanted:
-            self._fail(SessionDied(_NO_ANSWER))
-        return [one if isinstance(one, Tensor) else None for one in given]
-
-    def drop(self, graph: int) -> None:
-        """Say with the next request that a call's backward pass is not wanted any more."""
-        self._drop.append(graph)
-
     def _refer(self, value: Any) -> Any:
         target = getattr(value, "remote_target", None)
         if isinstance(target, tuple):
@@ -131,20 +117,14 @@ class Session:
             raise self.failure
         end = time.monotonic() + self.timeout_s
         end = end if self.deadline is None else min(end, self.deadline)
-        self._asked, self._streams, drop = self._asked + 1, [], self._drop
-        self._drop = []
+        self._asked, self._streams = self._asked + 1, []
+        drop, self.drop = self.drop, []
         modes = _get_current_dispatch_mode_stack()
         request = {
-            "id": self._asked,
-            "do": do,
-            "target": target,
-            "args": args,
-            "kwargs": kwargs,
-            "grad": torch.is_grad_enabled(),
-            "drop": drop,
-            "fused": self.fused,
+            "id": self._asked, "do": do, "target": target, "args": args, "kwargs": kwargs,
+            "grad": torch.is_grad_enabled(), "drop": drop, "fused": self.fused,
             "modes": [[type(m).__module__, type(m).__qualname__] for m in modes],
-        }
+        }  # fmt: skip
         try:
             with torch.utils._python_dispatch._disable_current_modes():
                 reply = self._exchange(request, end, list(tensors_in((args, kwargs))))
@@ -221,18 +201,7 @@ class RemoteKernel:
 
     def run_update(self, *tensors: Tensor, **options: Any) -> Any:
         """Run the lab's kernel with this function as its update."""
-        return self.session.library(*RUN_UPDATE, self, *tensors, **options)
-
-
-def _function_class(session: Session, target: tuple[str, str]) -> type[torch.autograd.Function]:
-    """A class like the student's torch.autograd.Function: `apply` runs over there."""
-    version, name = target
-
-    def apply(*args: Any) -> Any:
-        return session.compute("call", (version, f"{name}.apply"), args, {})
-
-    members = {"apply": staticmethod(apply), "remote_target": target, "__module__": __name__}
-    return type(name, (torch.autograd.Function,), members)
+        return self.session.compute("library", RUN_UPDATE, (self, *tensors), options)
 
 
 class _Graph:
@@ -242,7 +211,7 @@ class _Graph:
         self.session, self.number = session, number
 
     def __del__(self) -> None:
-        self.session.drop(self.number)
+        self.session.drop.append(self.number)
 
 
 class _Backward(torch.autograd.Function):
@@ -254,8 +223,11 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        given = ctx.graph.session.backward(ctx.graph.number, gradients, ctx.wanted)
-        return None, None, *given
+        session, number = ctx.graph.session, ctx.graph.number
+        given = session._ask("backward", ("", ""), (number, *gradients), {})["value"]
+        if not isinstance(given, tuple) or len(given) != ctx.wanted:
+            session._fail(SessionDied(_NO_ANSWER))
+        return None, None, *(one if isinstance(one, Tensor) else None for one in given)
 
 
 def _replaced(value: Any, tied: Iterator[Tensor]) -> Any:

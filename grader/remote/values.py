@@ -2,8 +2,7 @@
 
 A frame is a header in JSON and the raw numbers of tensors, as in the safetensors format. That
 library copies them twice, which would show in the checks of memory; here they arrive in place.
-Nothing in a frame names code: it is built from a short list of kinds, each checked before it is
-built. A value of another kind arrives as a `Foreign`, which only knows the name of its type.
+Nothing in a frame names code: each value is of one of few kinds, and checked before it is built.
 """
 
 import json
@@ -24,14 +23,8 @@ MAX_REPLY = 72 * 2**20  # of a frame from the sandbox
 MAX_HEADER = 4 * 2**20
 ALIGN = 64
 MAX_DEPTH, MAX_NODES, MAX_TEXT = 24, 20_000, 1_000_000
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8),
-        *(torch.int64, torch.int32, torch.int16, torch.int8),
-    )
-}
+_NAMES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8"
+DTYPES = {name: getattr(torch, name) for name in [*_NAMES.split(), "bool"]}
 Refer = Callable[[Any], Any]
 Frame = tuple[bytes, list[Any]]  # header; buffers
 
@@ -50,13 +43,10 @@ class Foreign:
 def pack(value: Any, refer: Refer | None = None, limit: int = MAX_BYTES) -> Frame:
     """Return the frame of a value.
 
-    Args:
-        value: None, bool, int, float, str, tuple, list, dict with str keys, Tensor, NumPy array or
-            number, torch.dtype, DataFrame, an attention layer (its plain attributes), a
-            FlashAttentionConfig. Anything else arrives as a `Foreign`.
-        refer: asked first of tensors and of values without a kind; returns a node [kind, content]
-            that stands for the value, or None.
-        limit: of the frame, in bytes.
+    It may hold None, bool, int, float, str, tuple, list, dict with str keys, Tensor, NumPy array or
+    number, torch.dtype, DataFrame, an attention layer (its plain attributes), FlashAttentionConfig;
+    anything else arrives as a `Foreign`. Of tensors and of values without a kind, `refer` is asked
+    first, for a node [kind, content] that stands for the value, or None.
 
     Raises:
         FrameError: the value is too large, or has too many parts.
@@ -119,16 +109,14 @@ class _Packer:
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise FrameError("a value with too many parts")
-        if value is None or value is True or value is False:
-            return value
         if isinstance(value, np.generic | np.ndarray):
             array = np.array(value, order="C")  # a copy: PyTorch wants to be able to write
             if array.dtype.kind in "biuf":
                 return ["array", [self.store(torch.from_numpy(array.reshape(-1))), array.shape]]
-        elif isinstance(value, int):
-            return int(value)
-        elif isinstance(value, float):
-            return ["float", float(value).hex()]
+        elif value is None or isinstance(value, bool):
+            return value
+        elif isinstance(value, int | float):  # without what a class derived from it adds
+            return int(value) if isinstance(value, int) else float(value)
         elif isinstance(value, str):
             if len(value) > MAX_TEXT:
                 raise FrameError("a text that is too long")
@@ -140,9 +128,6 @@ class _Packer:
             return ["dict", [[key, self.node(one, depth + 1)] for key, one in value.items()]]
         elif self.refer is not None and (made := self.refer(value)) is not None:
             return made
-        return self.rarer(value, depth)
-
-    def rarer(self, value: Any, depth: int) -> Any:
         name, dtype = type(value).__name__, str(getattr(value, "dtype", "")).removeprefix("torch.")
         if isinstance(value, Tensor) and dtype in DTYPES:
             if value.layout == torch.strided and value.device.type != "meta":
@@ -203,14 +188,12 @@ class _Unpacker:
         self.nodes += 1
         if depth > MAX_DEPTH or self.nodes > MAX_NODES:
             raise FrameError("a value with too many parts")
-        if node is None or isinstance(node, bool | int):
+        if node is None or isinstance(node, bool | int | float):
             return node
         if isinstance(node, str):
             return node.encode("utf-8", "replace").decode()
         kind, content = node
         match kind:
-            case "float":
-                return float.fromhex(content)
             case "list":
                 return [self.build(one, depth + 1) for one in content]
             case "tuple":
@@ -297,9 +280,7 @@ def receive(
     """Return one whole frame, of at most `limit` bytes of tensors; None as deadline waits for ever.
 
     Raises:
-        FrameError: it is larger.
-        EOFError: the other end is gone.
-        TimeoutError: it did not arrive in time.
+        FrameError, EOFError, TimeoutError: it is larger, the other end is gone, it is late.
     """
     sizes = bytearray(16)
     _fill(connection, memoryview(sizes), deadline)

@@ -1,8 +1,9 @@
-"""The sandbox's side: answers the grader's calls of a student's functions.
+"""The program in the sandbox: runs a student's cells, then answers calls of what they defined.
 
-Gradients go through: a result that depends on an argument with requires_grad stays here, and the
-grader asks for its backward pass. The grader trusts nothing of what is said here, because the
-student's code runs in the same process and can change all of it.
+Nothing of this decides a point: the student's code runs in the same process and can change all of
+it. It keeps an endless loop in one cell from costing the others, and tells the student's own error.
+A result that depends on an argument with requires_grad stays here, and the grader asks for its
+backward pass.
 """
 
 import contextlib
@@ -13,14 +14,24 @@ import hashlib
 import importlib
 import inspect
 import io
+import json
+import os
+import signal
 import socket
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
 from torch import Tensor
+from traitlets.config import Config
 
-from grader.remote.refuse import refuse
+from grader.remote import programs
+from grader.remote.refuse import hide_kernels, refuse
 from grader.remote.values import (
     MAX_BYTES,
     MAX_REPLY,
@@ -39,6 +50,77 @@ _REDIRECT = contextlib.redirect_stdout, contextlib.redirect_stderr
 MAX_MESSAGE, CAUSES = 300, 5  # letters of an exception's message; exceptions in a chain
 
 
+class CellTimeout(BaseException):
+    """The cell took too long; no Exception, which a loop around the work would catch."""
+
+
+def main(descriptor: str) -> None:
+    """Run the cells of the plan on stdin, and serve.
+
+    Before each cell the grader is told its number through the socket of this descriptor; after the
+    last, the first error of a cell.
+    """
+    with contextlib.suppress(OSError):  # the grader knows, and says so
+        programs.forbid()
+    hide_kernels()
+    tempfile.gettempdir()  # looked for and remembered, before cells may fill it
+    plan = json.load(sys.stdin)
+    connection = socket.socket(fileno=int(descriptor))
+    plain = {"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}}
+    shell = InteractiveShell.instance(config=Config(plain))
+    # Nothing is installed and no program is started by a line of the notebook's.
+    nothing: Any = lambda *args, **kwargs: None  # noqa: E731
+    shell.system = shell.getoutput = shell.enable_gui = nothing
+    magic: Any = shell.run_line_magic
+
+    def forgiving(name: str, line: str, _stack_depth: int = 1) -> Any:
+        # What Jupyter knows and this shell does not: `%config InlineBackend...`, extensions.
+        with contextlib.suppress(UsageError, NotImplementedError, ImportError):
+            return magic(name, line, _stack_depth=_stack_depth + 1)
+
+    shell.run_line_magic = forgiving  # type: ignore[method-assign]
+    versions: dict[str, dict[str, Any]] = {}
+    first_error = ""
+    left = plan["own_cells_s"]
+    signal.signal(signal.SIGALRM, _too_long)
+    with open(os.devnull, "w") as sink, _REDIRECT[0](sink), _REDIRECT[1](sink):
+        for number, step in enumerate(plan["steps"]):
+            send(connection, pack({"step": number}))
+            if step["check"]:
+                names = shell.user_ns
+                versions[step["check"]] = {n: names[n] for n in step["names"] if n in names}
+                continue
+            limit, start = plan["cell_timeout_s"], time.monotonic()
+            if not step["exercise"]:
+                limit = max(1.0, min(limit, left))
+            error = _run(shell, step["source"], limit)
+            first_error = first_error or error
+            if not step["exercise"]:
+                left -= time.monotonic() - start
+    versions[""] = shell.user_ns
+    send(connection, pack({"first_error": first_error}))
+    serve(versions, connection)
+
+
+def _run(shell: InteractiveShell, source: str, limit_s: float) -> str:
+    """Run a cell; return its error, or ""."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        result = shell.run_cell(source, store_history=False)
+        error = result.error_before_exec or result.error_in_exec
+    except CellTimeout as problem:
+        error = problem
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if error is None:
+        return ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise CellTimeout("the cell took longer than its limit")
+
+
 def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> None:
     """Answer the grader's requests until it closes the connection.
 
@@ -46,11 +128,10 @@ def serve(versions: dict[str, dict[str, Any]], connection: socket.socket) -> Non
     others are what stood at a check.
     """
     worker = _Worker(versions, connection)
-    try:
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             worker.answer()
-    except (EOFError, ConnectionError):
-        worker.allow()
+    worker.allow()
 
 
 class _Worker:
@@ -104,21 +185,18 @@ class _Worker:
 
     def do_describe(self, request: Any) -> Frame:
         version, name = request["target"]
-        try:
-            found = describe(self.find(version, name))
-            found["same"] = self.find("", name) is self.find(version, name)
-        except (NameError, AttributeError):
-            found = {"kind": "missing", "same": False}
-        return pack({"id": request["id"], "value": found})
-
-    def do_call(self, request: Any) -> Frame:
-        return self.compute(request, self.find(*request["target"]))
+        kind, same = "missing", False
+        with contextlib.suppress(NameError, AttributeError):
+            value = self.find(version, name)
+            kind, same = _kind_of(value), self.find("", name) is value
+        return pack({"id": request["id"], "value": {"kind": kind, "same": same}})
 
     def do_library(self, request: Any) -> Frame:
         module, name = request["target"]
-        return self.compute(request, getattr(importlib.import_module(module), name))
+        return self.do_call(request, getattr(importlib.import_module(module), name))
 
-    def compute(self, request: Any, function: Any) -> Frame:
+    def do_call(self, request: Any, function: Any = None) -> Frame:
+        function = function or self.find(*request["target"])
         args, kwargs, number = request["args"], request["kwargs"], request["id"]
         leaves, given = list(tensors_in((args, kwargs))), [*args, *kwargs.values()]
         before = [_digest(one) for one in given]
@@ -160,18 +238,16 @@ def tidy() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def describe(value: Any) -> dict[str, Any]:
-    """Say what a student's name stands for, and of a kernel whether it is still a stub."""
+def _kind_of(value: Any) -> str:
+    """What a student's name stands for; a kernel may still be a stub."""
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-        return {"kind": "function class"}
-    kernel = getattr(value, "fn", None)
-    if not inspect.isroutine(kernel):
-        return {"kind": "function"}
-    try:
-        stub = "raise NotImplementedError" in inspect.getsource(kernel)
-    except (OSError, TypeError):
-        stub = False
-    return {"kind": "kernel", "stub": stub}
+        return "function class"
+    if not inspect.isroutine(kernel := getattr(value, "fn", None)):
+        return "function"
+    with contextlib.suppress(OSError, TypeError):
+        if "raise NotImplementedError" in inspect.getsource(kernel):
+            return "stub"
+    return "kernel"
 
 
 @contextlib.contextmanager

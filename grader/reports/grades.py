@@ -1,4 +1,4 @@
-"""Points as CSV files, and points and pages in the forms in which Moodle and Canvas take them back.
+"""All reports of a run of grading: points as CSV, pages, and both as Moodle and Canvas want them.
 
 Moodle reads a grading worksheet by its columns Identifier, Grade and "Last modified (grade)", and a
 zip of feedback files by folders such as "Ada Lovelace_4711_assignsubmission_file_". Canvas reads a
@@ -11,12 +11,29 @@ import io
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from grader.grade.files import origin_of
 from grader.grade.results import SubmissionResult
-from grader.grade.tables import number_of
-from grader.reports.course import Course, earned
-from grader.reports.rendering import plain, points
+from grader.grade.submissions import (
+    NO_CLASS,
+    ClassList,
+    Submission,
+    number_of,
+    origin_of,
+    read_table,
+)
+from grader.reports.pages import (
+    Course,
+    earned,
+    overview_page,
+    page_names,
+    plain,
+    points,
+    student_page,
+    texts_of,
+)
+from labsupport.course import files
 
 # A formula for spreadsheet programs: at the beginning of a value, and after what some of them take
 # for the end of one (a comma here is a semicolon in other countries' settings).
@@ -24,6 +41,10 @@ _FORMULA = re.compile(r"(^|[;,\t\r\n])(?=[\s\"]*[=+\-@＝＋－＠])")
 _OF_STUDENT = (
     *("Student", "LastName", "FirstName", "ID", "SIS User ID", "SIS Login ID"),
     *("Integration ID", "Root Account", "Section"),
+)
+_GRADES = (
+    *("student", "notebook", "points", "out_of", "flags"),
+    *("status", "reason", "seconds", "file"),
 )
 
 
@@ -47,22 +68,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, guard: bool =
 
 def grades_csv(course: Course) -> str:
     """Write a row for each student and notebook. A refused submission has 0 points."""
-
-    def row(result: SubmissionResult) -> dict[str, str]:
-        return {
-            "student": result.student,
-            "notebook": result.notebook,
-            "points": points(result.earned),
-            "out_of": points(course.out_of(result.notebook)) if result.notebook else "0",
-            "flags": "; ".join(dict.fromkeys(flag.kind for flag in result.flags)),
-            "status": result.status,
-            "reason": result.reason,
-            "seconds": f"{result.seconds:.1f}",
-            "file": result.path,
-        }
-
-    header = row(SubmissionResult("", "", "", ""))
-    return table(list(header), [list(row(result).values()) for result in course.results])
+    rows = []
+    for r in course.results:
+        kinds = "; ".join(dict.fromkeys(flag.kind for flag in r.flags))
+        out_of = points(course.out_of(r.notebook)) if r.notebook else "0"
+        rows.append([r.student, r.notebook, points(r.earned), out_of, kinds, r.status, r.reason])
+        rows[-1] += [f"{r.seconds:.1f}", r.path]
+    return table(_GRADES, rows)
 
 
 def points_csv(course: Course) -> str:
@@ -89,9 +101,8 @@ def points_csv(course: Course) -> str:
 def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
     """Make files for the course system, by name; none where nothing came from one."""
     files = {one.student: one.path.split("/")[0] for one in course.results if origin_of(one.path)}
-    system = course.class_list.system if course.class_list else ""
     origins = filter(None, map(origin_of, files.values()))
-    system = system or next((origin.system for origin in origins), "")
+    system = course.class_list.system or next((origin.system for origin in origins), "")
     if system == "Moodle":
         grades = _moodle_grades(course)
         names = {one: f"{one}_assignsubmission_file_/feedback.html" for one in sorted(files)}
@@ -112,8 +123,6 @@ def exports_of(course: Course, pages: Mapping[str, str]) -> dict[str, bytes]:
 
 def _rows(course: Course) -> dict[str, tuple[dict[str, str], str]]:
     """Return the class list's row and the student's name in the results, for everybody."""
-    if course.class_list is None:
-        return {one: ({}, one) for one in course.students if number_of(one)}
     listed = {one: course.class_list.find(one) for one in course.students}
     known = {name: one for one, name in listed.items()}
     rows = {name: (row, known.get(name, "")) for name, row in course.class_list.rows.items()}
@@ -127,11 +136,8 @@ def _moodle_grades(course: Course) -> str:
     columns = next((list(row) for row, _ in rows.values() if row), columns)
     lines = []
     for name, (row, student) in rows.items():
-        known = {
-            "Identifier": f"Participant {number_of(name)}",
-            "Full name": name.rpartition("_")[0],
-            "Last modified (grade)": "-",
-        }
+        known = {"Identifier": f"Participant {number_of(name)}", "Last modified (grade)": "-"}
+        known |= {"Full name": name.rpartition("_")[0]}
         filled = known | row | {"Grade": points(course.total(student))}
         lines.append([filled.get(column, "") for column in columns])
     return table(columns, lines, guard=False)
@@ -150,3 +156,64 @@ def _canvas_grades(course: Course) -> str:
         total = points(course.total(student))
         lines.append([*(filled.get(column, "") for column in columns), *reached, total])
     return table([*columns, *notebooks, "All notebooks"], lines, guard=False)
+
+
+def _overruled(results: Sequence[SubmissionResult], out: Path) -> list[SubmissionResult]:
+    """Put the points and remarks of OUT/overrides.csv in place of those of checks."""
+    changed, path = list(results), out / "overrides.csv"
+    for row in read_table(path, "student", "check", "points", "remark") if path.exists() else ():
+        try:
+            given = float(row["points"].replace(",", "."))
+        except ValueError:
+            raise ValueError(f"{path}: no points for {row['student']}: {row['points']!r}") from None
+        for index, result in enumerate(changed):
+            named = [check for check in result.checks if check.grade_id == row["check"]]
+            if result.student == row["student"] and named:
+                new = replace(named[0], given=given, remark=row["remark"])
+                checks = tuple(new if check is named[0] else check for check in result.checks)
+                changed[index] = replace(result, checks=checks)
+                break
+        else:
+            raise ValueError(f"{path}: {row['student']!r} has no result of {row['check']!r}")
+    return changed
+
+
+def write_reports(
+    results: Sequence[SubmissionResult],
+    out: Path,
+    submissions: Iterable[Submission] = (),
+    *,
+    notebooks: Path | None = None,
+    class_list: ClassList = NO_CLASS,
+) -> tuple[list[SubmissionResult], list[Path]]:
+    """Write `overview.html`, `points.csv`, `grades.csv`, `students/*.html` and `return/*`.
+
+    Older reports in the folder are replaced. A student's page stands alone, to be sent. Of two
+    results for a student and notebook the later counts. OUT's `overrides.csv` (student, check,
+    points, remark) changes them, if it is there. The submissions have the texts of cells.
+
+    Returns:
+        the results with the overrides, and the files, the overview first.
+
+    Raises:
+        ValueError: a line of the overrides names no check of a student's, or has no points.
+    """
+    results = _overruled(results, out)
+    course = Course.of(results, notebooks, class_list)
+    names = page_names(course.students)
+    pages = {student: student_page(course, student) for student in course.students}
+    texts = {
+        out / "overview.html": overview_page(course, names, texts_of(submissions)),
+        # Spreadsheet programs take a CSV file for UTF-8 only if it begins with this mark.
+        out / "grades.csv": "\ufeff" + grades_csv(course),
+        out / "points.csv": "\ufeff" + points_csv(course),
+        **{out / names[student]: page for student, page in pages.items()},
+    }
+    (out / "students").mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        files.replace(path, text)
+    exports = {out / "return" / name: data for name, data in exports_of(course, pages).items()}
+    for path, data in exports.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    return results, [*texts, *exports]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labsupport.analysis.predictor.split import case_of
 from labsupport.profiling.cases import NO_WINDOW, Case, passes_of
@@ -88,18 +88,15 @@ def roofline(
         listed = list(cases)
         table = pd.DataFrame([asdict(case) for case in listed])
     columns = ["flops", "bytes", "intensity", "bound_ms", "bound_by"]
-    judged = [_judge(case, roof, window_size) for case in listed]
+    judged = []
+    for case in listed:
+        parts, rate = passes_of(case, window_size), roof.peak(case.dtype)
+        times = [(part.flops / rate / 1e9, part.bytes / roof.gb_s / 1e6) for part in parts]  # ms
+        limited = sum(a for a, m in times if a >= m) >= sum(m for a, m in times if m > a)
+        flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
+        by = "arithmetic" if limited else "memory"
+        judged.append((flops, moved, flops / moved, sum(map(max, times)), by))
     table[columns] = pd.DataFrame(judged, columns=columns, index=table.index)
     table["of_bound"] = table["bound_ms"] / table.get("median_ms", math.nan)
     table.attrs = {**getattr(cases, "attrs", {}), "roof": asdict(roof)}
     return table
-
-
-def _judge(case: Case, roof: Roof, window_size: tuple[int, int]) -> tuple[Any, ...]:
-    parts = passes_of(case, window_size)
-    rate = roof.peak(case.dtype)
-    times = [(part.flops / rate / 1e9, part.bytes / roof.gb_s / 1e6) for part in parts]  # ms
-    limited = sum(a for a, m in times if a >= m) >= sum(m for a, m in times if m > a)
-    flops, moved = sum(part.flops for part in parts), sum(part.bytes for part in parts)
-    by = "arithmetic" if limited else "memory"
-    return flops, moved, flops / moved, sum(map(max, times)), by

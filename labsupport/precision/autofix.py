@@ -406,7 +406,7 @@ def _sample(call: AttentionCall) -> Iterator[AttentionCall]:
         yield replace(call, q=call.q[:, torch.cat([spread, longest[:half]])])
     elif call.causal:
         spread = torch.linspace(0, seqlen - BLOCK, half // BLOCK).int().tolist()
-        holding = [min(i // BLOCK * BLOCK, seqlen - BLOCK) for i in longest[:SAMPLE].tolist()]
+        holding = [i // BLOCK * BLOCK for i in longest[:SAMPLE].tolist()]
         for start in dict.fromkeys([*spread, *list(dict.fromkeys(holding))[: half // BLOCK]]):
             end = start + BLOCK + call.band.offset
             block = call.q[:, start : start + BLOCK]

@@ -347,8 +347,18 @@ def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Viol
     remedy = f"Scale the loss (torch.amp.GradScaler{here}), or use bfloat16"
     alive = False  # a gradient nearer to the loss is not all zeros
     for record, held in measured:
+        where = f"the gradient of the output of {record.where}"
+        if not held.finite and not bad:
+            message = (
+                f"it ({record.output}) holds {held.nonfinite}, and the forward pass was finite"
+            )
+            if before is not None:
+                message += f"; that of {before.where}, computed before it, was finite"
+            why = "Look for a root or a norm at 0, or for a mask after the function that it guards"
+            if torch.float16 in record.output.dtypes:
+                why = f"{_END}: a smaller loss scale (GradScaler lowers it), or bfloat16"
+            bad = [Violation(_kind(held), where, message, why)]
         if not held.finite:
-            bad = bad or [_bad_gradient(record, held, before)]
             continue
         before = record
         if torch.float16 in record.output.dtypes and underflowed(held, alive):
@@ -356,7 +366,6 @@ def _gradient_findings(records: list[Record], forward_finite: bool) -> list[Viol
                 f"{held.zero / held.entries:.1%} of its entries are 0 in float16, and {held.bottom}"
                 f" more keep 1 to 3 bits; the largest is {held.largest:.2g}"
             )
-            where = f"the gradient of the output of {record.where}"
             underflows.append(Violation("underflow", where, message, remedy))
         alive = alive or held.largest > 0
     return bad * forward_finite + underflows
@@ -371,14 +380,3 @@ def underflowed(held: Range, alive: bool = True) -> bool:
     """
     lost = held.zero + held.bottom
     return held.largest < UNDERFLOW and 2 * lost >= held.entries and (held.largest > 0 or alive)
-
-
-def _bad_gradient(record: Record, held: Range, before: Record | None) -> Violation:
-    message = f"it ({record.output}) holds {held.nonfinite}, and the forward pass was finite"
-    if before is not None:
-        message += f"; that of {before.where}, computed before it, was finite"
-    remedy = "Look for a root or a norm at 0, or for a mask after the function that it guards"
-    if torch.float16 in record.output.dtypes:
-        remedy = f"{_END}: a smaller loss scale (GradScaler lowers it), or bfloat16"
-    where = f"the gradient of the output of {record.where}"
-    return Violation(_kind(held), where, message, remedy)

@@ -199,7 +199,12 @@ class _Part(NamedTuple):
 def _recognise(model: nn.Module) -> list[_Part]:
     """Return every module of a model, once, in the order of `named_modules`."""
     found: dict[str, str | None] = {}
-    heads, parts = _heads(model), []
+    # Output heads: by their weight, or by the model's word.
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(m) for m in model.modules() if id(getattr(m, "weight", None)) in tables}
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    heads |= {id(output_embeddings())} if callable(output_embeddings) else set()
+    parts = []
     for name, module in model.named_modules():
         parent = found.get(name.rpartition(".")[0]) if name else None
         inherited = parent if parent in ("attention", "mlp") else None
@@ -227,14 +232,6 @@ def _component(name: str, module: nn.Module, inherited: str | None, heads: set[i
     if inherited is not None:
         return inherited
     return "other" if any(p.is_floating_point() for p in module.parameters(recurse=False)) else None
-
-
-def _heads(model: nn.Module) -> set[int]:
-    """Return the ids of modules that are output heads by their weight, or by the model's word."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    heads = {id(m) for m in model.modules() if id(getattr(m, "weight", None)) in tables}
-    output_embeddings = getattr(model, "get_output_embeddings", None)
-    return heads | ({id(output_embeddings())} if callable(output_embeddings) else set())
 
 
 # --- changes --------------------------------------------------------------------------------------

@@ -186,6 +186,9 @@ def test_a_refusal_lists_every_reason_at_once():
     assert len(caught.value.reasons["xformers"]) >= 4
     assert last_call() is None  # no report of an older call
     assert "gradients on a CPU" in " ".join(available_backends(*inputs)["flex"].reasons)
+    for name in ("standard", "sdpa_math"):  # flash_attention never falls back to the textbook
+        with pytest.raises(BackendUnavailableError, match="not FlashAttention"):
+            flash_attention(*inputs, backend=name)
 
 
 def test_auto_goes_on_to_the_next_backend_that_takes_the_options_without_a_large_mask():
@@ -206,12 +209,6 @@ def test_auto_goes_on_to_the_next_backend_that_takes_the_options_without_a_large
     # Queries without keys do not make a call look quadratic.
     attention(*make_model_qkv(1, 9, 4, 2, 2, 16), causal=True, backend="sdpa_flash")
     assert last_call().io_aware
-
-
-@pytest.mark.parametrize("name", ["standard", "sdpa_math"])
-def test_flash_attention_never_falls_back_to_the_textbook(name):
-    with pytest.raises(BackendUnavailableError, match="not FlashAttention"):
-        flash_attention(*make_model_qkv(1, 8, 8, 2, 2, 16), backend=name)
 
 
 def test_each_thread_has_its_own_last_call_and_the_table_prints():

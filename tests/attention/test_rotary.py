@@ -40,10 +40,6 @@ def assert_same(a, b):
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def scores(q, k):
-    return torch.einsum("bqhd,bkhd->bhqk", q, k)
-
-
 @both_conventions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_each_pair_is_turned_by_position_times_frequency(interleaved, dtype):
@@ -85,7 +81,7 @@ def test_permuted_weights_give_the_same_scores_in_the_other_convention():
     def scores_with(wq, wk, interleaved):
         q, k = ((x @ w.T).unflatten(-1, (-1, HEAD_DIM)) for w in (wq, wk))
         q, k = (apply_rotary_emb(each, *angles, interleaved=interleaved) for each in (q, k))
-        return scores(q, k.expand(-1, -1, HEADS, -1))
+        return torch.einsum("bqhd,bkhd->bhqk", q, k.expand(-1, -1, HEADS, -1))
 
     right = scores_with(wq, wk, False)
     assert (scores_with(wq, wk, True) - right).abs().max() > 1

@@ -10,9 +10,8 @@ import pytest
 import typer
 
 from grader.grade.results import SubmissionResult
-from grader.reports.course import Course
 from grader.reports.grades import grades_csv, points_csv
-from grader.reports.page import STATUS_WORDS
+from grader.reports.pages import STATUS_WORDS, Course
 from labsupport.cli import app
 
 PROGRAM = ".venv/bin/labsupport "

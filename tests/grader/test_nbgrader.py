@@ -12,8 +12,8 @@ import nbformat
 import pytest
 
 from grader.exam import exercises_of
-from grader.grade.one import grade_one
-from grader.grade.settings import Settings
+from grader.grade.batch import grade_one
+from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 from labsupport import paths
 from labsupport.course.editions import make_edition

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from grader.grade.batch import run_batch
-from grader.grade.settings import Settings
+from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 from labsupport.paths import notebooks_dir
 

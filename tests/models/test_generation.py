@@ -3,11 +3,11 @@
 import math
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from labsupport.models.generation import compare, cuda_graph
 from labsupport.models.generation.compare import compare_attention, oracle_logits, prompt_logits
@@ -17,7 +17,7 @@ from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import batch_of, encode
 from labsupport.models.generation.steps import LlamaStep
 from labsupport.models.integration import register_attention, set_attention
-from tests.models.tiny import ROWS, TEXTS, lively, tiny, words
+from tests.models.tiny import ROWS, TEXTS, lively, own, tiny, words
 
 
 @pytest.fixture(scope="module")
@@ -256,18 +256,6 @@ def compared(model, backends, tokens=2):
     return compare_attention(model, tokenizer, TEXTS[0], **options)
 
 
-def faulty(by):
-    """An attention function whose output is wrong by the factor 1 + `by`."""
-
-    def function(module, query, key, value, attention_mask, scaling, is_causal, **kwargs):
-        mask = causal_lower_right(query.shape[2], key.shape[2]) if is_causal else attention_mask
-        options = {"attn_mask": mask, "scale": scaling, "enable_gqa": True}
-        out = F.scaled_dot_product_attention(query, key, value, **options)
-        return (1 + by) * out.transpose(1, 2)
-
-    return function
-
-
 @pytest.mark.parametrize(("family", "backend"), [("gpt2", "flash"), ("llama", "flash_torch")])
 def test_flash_and_standard_attention_agree(family, backend):
     found = compared(lively(family), ("standard", backend), 12)
@@ -284,11 +272,13 @@ def test_flash_and_standard_attention_agree(family, backend):
 
 def test_texts_that_part_are_judged_by_the_gap_of_the_two_logits():
     model = lively("llama")
-    slightly = compared(model, ("standard", register_attention("slightly_wrong", faulty(1e-3))))
+    slightly = compared(
+        model, ("standard", register_attention("slightly_wrong", partial(own, by=1e-3)))
+    )
     assert not slightly.agree
     assert not slightly.logits_agree
     assert "OUTSIDE" in str(slightly)
-    backends = ("standard", register_attention("quite_wrong", faulty(0.5)))
+    backends = ("standard", register_attention("quite_wrong", partial(own, by=0.5)))
     found = compared(model, backends, 20)
     standard, other = (found.generations[b].token_ids[0] for b in backends)
     index = found.parted_at

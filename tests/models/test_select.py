@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from transformers import (
     AttentionMaskInterface,
     BloomConfig,
@@ -32,7 +31,7 @@ from labsupport.models.integration import (
 from labsupport.models.integration.masks import MaskDescription
 from labsupport.models.integration.select import VARIABLE, choices, registered_name
 from labsupport.profiling import largest_tensor
-from tests.models.tiny import padding, tiny, tokens
+from tests.models.tiny import own, padding, tiny, tokens
 
 
 def test_every_backend_is_registered_under_a_legal_name_with_a_mask_function():
@@ -110,16 +109,6 @@ def test_a_layer_that_asks_for_what_is_not_certain_or_not_computed_is_refused():
 
 
 # --- your own function ----------------------------------------------------------------------------
-
-
-def own(module, query, key, value, attention_mask, scaling, is_causal, **kwargs):
-    mask = attention_mask
-    if mask is None and is_causal:
-        mask = causal_lower_right(query.shape[2], key.shape[2])
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.attention.bias import causal_lower_right
 from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 61
@@ -54,6 +56,16 @@ def tokens(batch: int, length: int, *, seed: int = 0) -> torch.Tensor:
     """(batch, length) token ids, none of them the padding token 0."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
+
+
+def own(module, query, key, value, attention_mask, scaling, is_causal, by=0.0, **kwargs):
+    """An attention function of one's own, whose output is wrong by the factor 1 + `by`."""
+    mask = attention_mask
+    if mask is None and is_causal:
+        mask = causal_lower_right(query.shape[2], key.shape[2])
+    options = {"attn_mask": mask, "scale": scaling, "enable_gqa": True}
+    out = F.scaled_dot_product_attention(query, key, value, **options)
+    return (1 + by) * out.transpose(1, 2)
 
 
 def padding(batch: int, length: int, side: str) -> torch.Tensor | None:

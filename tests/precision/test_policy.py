@@ -56,14 +56,16 @@ def test_a_policy_takes_dtypes_by_name_and_knows_where_losses_are_scaled():
 @pytest.mark.parametrize(("make", "config"), CASES.values(), ids=CASES)
 def test_a_policy_reaches_kernels_and_stream_rounds_only_and_is_idempotent(make, config):
     right = make()(tokens()).logits
-    model, stream = make(), []
+    model, stream, normed = make(), [], []
     notes = apply_precision_policy(model, config)
     for block in model.transformer.h if make is gpt2 else model.model.layers:
         block.register_forward_hook(lambda _, args, out: stream.extend((args[0].dtype, out.dtype)))
+        norm = block.ln_1 if make is gpt2 else block.input_layernorm
+        norm.register_forward_hook(lambda _, args, out: normed.append(out.dtype))
     with SeenByKernels() as seen:
         logits = model(tokens()).logits
     assert (seen.dtypes, stream) == ([(config.attention,) * 3] * 2, [config.residual] * 4)
-    assert logits.dtype == config.head
+    assert (normed, logits.dtype) == ([config.residual] * 2, config.head)
     # Independent errors add up as the root of their number.
     u = max(unit_roundoff(dtype) for dtype in vars(config).values())
     assert 0 < relative_error(logits, right) <= math.sqrt(ROUNDINGS) * u

@@ -133,9 +133,11 @@ def test_nothing_is_changed_and_every_attention_call_is_recorded_under_its_modul
     assert torch.equal(loss, watched_loss)
     assert same_gradients(plain, watched)
     assert tracker.violations == []
-    assert "All is well" in tracker.report()
+    subject = f"Precision of {type(plain).__name__}, 1 forward pass, with gradients\nAll is well"
+    assert tracker.report().startswith(subject)
     frame = tracker.to_dataframe()
     assert set(frame["pass"]) == {"forward", "backward"}
+    assert "Dropout" not in set(frame["class"])
     unmeasured = frame["largest"].isna().all(), "Ranges were not recorded" in tracker.report()
     assert unmeasured == (not ranges, not ranges)
     calls = rows(tracker).query("kind == 'attention call'")
@@ -195,6 +197,7 @@ def test_the_front_door_is_one_call():
         attention(q=q, k=k, v=v, backend="standard", return_lse=True)
     frame = tracker.to_dataframe()[["class", "entries"]].values.tolist()
     assert frame == [["attention", q.numel()]] * 2  # not the log-sum-exp's
+    assert tracker.report().startswith("Precision of attention calls\n")
 
 
 def test_autocast_shows_as_implicit_casts():

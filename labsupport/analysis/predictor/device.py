@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from labsupport.profiling.hardware import find_spec, read_specs
 from labsupport.profiling.runs import list_runs, load_run, runs_dir
@@ -51,7 +50,11 @@ def device_of_run(run: str) -> Device:
     about = load_run(run).attrs["provenance"]
     name, spec = about["device"], find_spec(about["device"])
     units = about.get("units", spec.sms if spec else None)
-    measured = [about] if "matmul_tflops" in about else _runs_with_ceilings(name)
+    measured = [about]
+    if "matmul_tflops" not in about:
+        paths = (runs_dir() / run / "provenance.json" for run in list_runs())
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        measured = [run for run in runs if run.get("device") == name and "matmul_tflops" in run]
     if units is None or not measured:
         raise ValueError(f"no recorded run says what {name} reaches at most (measured_ceilings)")
     rates: dict[str, float] = {}
@@ -68,12 +71,6 @@ def device_of_run(run: str) -> Device:
         cache_mib=spec.l2_mib if spec else about.get("cache_mib", CPU_CACHE_MIB),
         compute_capability=_capability(about.get("compute_capability") or "0.0"),
     )
-
-
-def _runs_with_ceilings(device: str) -> list[dict[str, Any]]:
-    paths = (runs_dir() / run / "provenance.json" for run in list_runs())
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    return [each for each in records if each.get("device") == device and "matmul_tflops" in each]
 
 
 def device_from_specification(name: str, like: Device) -> Device:

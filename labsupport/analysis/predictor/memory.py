@@ -65,7 +65,9 @@ def peak_memory(case: Case, units: int = 1) -> int | None:
     """
     sizes = _Sizes(case)
     if case.backend == "standard":
-        return _standard(sizes)
+        tensors = 4 * sizes.squares if sizes.both else 2 * sizes.squares
+        outs = (2 if sizes.both else 1) * (2 if sizes.copies else 1)
+        return tensors + outs * sizes.out + sizes.hidden
     if case.backend == "sdpa_math":
         return _math(sizes)
     if case.backend == "flash_torch":
@@ -136,12 +138,6 @@ def flash_splits(case: Case, units: int) -> int:
             waves = programs * splits / slots
             busy[splits] = waves / math.ceil(waves)
     return min(splits for splits, share in busy.items() if share >= 0.85 * max(busy.values()))
-
-
-def _standard(sizes: _Sizes) -> int:
-    if sizes.both:
-        return 4 * sizes.squares + (4 if sizes.copies else 2) * sizes.out + sizes.hidden
-    return 2 * sizes.squares + (2 if sizes.copies else 1) * sizes.out + sizes.hidden
 
 
 def _math(sizes: _Sizes) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from labsupport.analysis.predictor.calibration import Fit, Model
+from labsupport.analysis.predictor.calibration import Model
 from labsupport.analysis.predictor.device import Device, device_from_specification
 from labsupport.analysis.predictor.memory import peak_memory
 from labsupport.analysis.predictor.work import features
@@ -91,7 +91,11 @@ def predict(case: Case, model: Model) -> Prediction:
     factor = math.exp(NINETY_PERCENT * model.spread)
     memory = peak_memory(case, model.device.units) if model.device.kind == "cuda" else None
     rests = "by specification alone" if model.device.specified else f"{fit.cases} cases calibrated"
-    because = f"{_shares(fit, parts, ms)} ({rests})"
+    shares = {name: weight * parts[name] / ms for name, weight in fit.weights.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])
+    text = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
+    at_once = ", partly at once" if sum(shares.values()) > 1.02 else ""
+    because = f"{text}{at_once} ({rests})"
     return Prediction(ms, ms / factor, ms * factor, memory, because, model.device.specified)
 
 
@@ -144,10 +148,3 @@ _WORDS = {
     "mask": "masking",
     "edge": "the causal edge",
 }
-
-
-def _shares(fit: Fit, parts: dict[str, float], ms: float) -> str:
-    shares = {name: weight * parts[name] / ms for name, weight in fit.weights.items()}
-    largest = sorted(shares, key=lambda name: -shares[name])
-    text = ", ".join(f"{shares[n]:.0%} {_WORDS[n]}" for n in largest if shares[n] >= 0.005)
-    return f"{text}, partly at once" if sum(shares.values()) > 1.02 else text

@@ -130,27 +130,6 @@ def error_by_length(*, device: torch.device | str | None = None) -> pd.DataFrame
     return _table("dtype, seqlen, standard, flash, ratio, relative", rows)
 
 
-def error_by_scale(*, device: torch.device | str | None = None) -> pd.DataFrame:
-    """Show that larger inputs make larger scores, which amplify the rounding of the inputs.
-
-    Unit normal q, k and v of 512 tokens, times each scale, in half precision by FlashAttention.
-
-    Returns:
-        scale, float16 and bfloat16 (maximum error against float64 attention of the float32 inputs,
-        over the largest output), largest score.
-    """
-    unit = [_normal(1, 512, 4, 64, seed=i).to(resolve_device(device)) for i in range(3)]
-    rows = []
-    for scale in (0.1, 1.0, 10.0, 100.0):
-        q, k, v = (x * scale for x in unit)
-        exact = _oracle(q, k, v)
-        largest = exact.abs().max().item()
-        errors = [max_error(_flash(q, k, v, dtype), exact) / largest for dtype in (F16, BF16)]
-        scores = q.transpose(1, 2) @ k.transpose(1, 2).mT / math.sqrt(q.shape[-1])
-        rows.append((scale, *errors, scores.abs().max().item()))
-    return _table("scale, float16, bfloat16, largest score", rows)
-
-
 def tf32_surprise(*, device: torch.device | str | None = None) -> pd.DataFrame:
     """Show a "float32" product that is not: TF32 has 11 of float32's 24 significant bits.
 

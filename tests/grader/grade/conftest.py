@@ -3,7 +3,7 @@
 import nbformat
 import pytest
 
-from grader.grade.settings import Settings
+from grader.grade.results import Settings
 from grader.grade.submissions import find_submissions
 
 V4 = nbformat.v4

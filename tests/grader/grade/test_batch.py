@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grader.grade import batch, sandbox
-from grader.grade.one import grade_one
+from grader.grade.batch import grade_one
 from grader.grade.results import NAME, CheckResult, SubmissionResult, read_results, write_result
 from grader.grade.submissions import find_submissions
 from labsupport.cli import app
@@ -87,7 +87,8 @@ def test_results_do_not_go_into_the_folder_of_submissions(grade_command, course)
 
 
 def test_where_nothing_may_be_run_nothing_is_written(run_batch, tmp_path, settings, monkeypatch):
-    sandbox.wall_missing.cache_clear()
+    for cached in (sandbox.wall_missing, sandbox.confinement_missing):
+        cached.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))  # there is no bubblewrap
     with pytest.raises(RuntimeError, match=r"not installed.*trusted submissions only"):
         run_batch(settings=replace(settings, unconfined=False))

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from grader.grade.collect import collect_command
-from grader.grade.tables import read_class, read_table
+from grader.grade.submissions import read_class, read_table
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import nbformat
 import pytest
 
-from grader.grade.notebooks import pristine_notebooks
 from grader.grade.plan import make_plan, names_of
+from grader.grade.submissions import pristine_notebooks
 
 STUB = (
     'def square(x):\n    """Return x times x."""\n'

@@ -1,8 +1,7 @@
 import pytest
 
-from grader.grade.notebooks import pristine_notebooks
-from grader.grade.plan import make_plan
-from grader.grade.rules import flags_of
+from grader.grade.plan import flags_of, make_plan
+from grader.grade.submissions import pristine_notebooks
 
 
 @pytest.fixture

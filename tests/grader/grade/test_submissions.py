@@ -6,8 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from grader.grade.notebooks import MAX_BYTES
-from grader.grade.submissions import find_submissions
+from grader.grade.submissions import MAX_BYTES, find_submissions
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from grader.remote.memory import extra_memory
+from grader.remote.evaluate import extra_memory
 
 MIB = 2**20
 PROGRAM = """

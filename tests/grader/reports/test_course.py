@@ -2,7 +2,7 @@
 
 import pytest
 
-from grader.reports.course import Course
+from grader.reports.pages import Course
 from tests.grader.reports.small_course import SQUARE, check, perfect, result
 
 

@@ -6,9 +6,8 @@ import io
 import pandas as pd
 import pytest
 
-from grader.reports import write_reports
-from grader.reports.course import Course
-from grader.reports.grades import grades_csv, guarded, points_csv
+from grader.reports.grades import grades_csv, guarded, points_csv, write_reports
+from grader.reports.pages import Course
 from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
 
 

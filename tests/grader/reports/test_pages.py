@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from grader.grade.notebooks import Cell
 from grader.grade.results import Flag
-from grader.grade.submissions import Submission
-from grader.grade.tables import ClassList
-from grader.reports import rendering, write_reports
-from grader.reports.course import Course
-from grader.reports.overview import MISTAKES_SHOWN, equal_solutions, overview_page, texts_of
-from grader.reports.page import page_names, student_page
+from grader.grade.submissions import Cell, ClassList, Submission
+from grader.reports import pages
+from grader.reports.grades import write_reports
+from grader.reports.pages import (
+    MISTAKES_SHOWN,
+    Course,
+    equal_solutions,
+    overview_page,
+    page_names,
+    student_page,
+    texts_of,
+)
 from tests.grader.reports.small_course import ROOT, SQUARE, check, flag, perfect, result
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&{{ 7 * 7 }}\x1b[31m\x00\u202e"
@@ -278,6 +283,7 @@ def test_who_is_missing_has_a_row_and_who_is_unknown_a_flag(notebooks, tmp_path)
     page = text(tree((out / "overview.html").read_text()))
     assert "zoe 0 – nothing handed in" in page
     assert "unknown student (1)" in page
+    assert "\neve,01-Squares,4,4,unknown student," in (out / "grades.csv").read_text()
     assert "\nzoe,,0,4,,\n" in (out / "points.csv").read_text()
     assert not (out / "return").exists()
 
@@ -321,7 +327,7 @@ def contrast(one, other):
 
 def test_text_stands_out_by_day_by_night_and_on_paper():
     """WCAG 2.2, level AA: 4.5 for text (criterion 1.4.3), 3 for parts of a chart (1.4.11)."""
-    style = (Path(rendering.__file__).parent / "templates" / "style.css").read_text()
+    style = (Path(pages.__file__).parent / "templates" / "style.css").read_text()
     palettes = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     assert len(palettes) == 3
     for palette in palettes:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from grader.grade.notebooks import pristine_notebooks
-from grader.reports.course import asked_by, questions_of
+from grader.grade.submissions import pristine_notebooks
+from grader.reports.pages import asked_by, questions_of
 from tests.grader.reports.small_course import ROOT, SQUARE
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from grader.grade.batch import run_batch
-from grader.grade.results import SubmissionResult
-from grader.grade.settings import Settings
+from grader.grade.results import Settings, SubmissionResult
 from grader.grade.submissions import find_submissions
 from tests.grader.variants.course import EXERCISES, Copy, Variant, write_course
 
