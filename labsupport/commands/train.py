@@ -14,9 +14,10 @@ from labsupport.commands.train_options import (
     out_of_memory,
     plan,
     prepare,
+    stopped_early,
     summary,
 )
-from labsupport.interrupt import interrupted_status
+from labsupport.interrupt import interrupted_status, sigterm_noted
 
 if TYPE_CHECKING:
     from labsupport.training import StepRow
@@ -77,7 +78,9 @@ def train_command(
     memory_limit: Annotated[str | None, Option(help="16GiB: a device without more.")] = None,
     folder: Annotated[
         Path | None,
-        Option(help="For checkpoints, history.csv and loss.png. A run in it goes on."),
+        Option(
+            help="For checkpoints, history.csv and loss.png. A run in it goes on. SIGTERM saves one."
+        ),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,
     checkpoint_every: Annotated[
@@ -136,7 +139,10 @@ def train_command(
     typer.echo(plan(run, chosen))
     taken: list[StepRow] = []
     try:
-        with nullcontext() if memory_limit is None else limited(memory_limit, chosen):
+        with (
+            nullcontext() if memory_limit is None else limited(memory_limit, chosen),
+            nullcontext() if folder is None else sigterm_noted() as stop,
+        ):
             torch.manual_seed(seed)
             history = train(
                 Decoder(run.config, run.savings).to(chosen),
@@ -148,6 +154,7 @@ def train_command(
                 fresh=fresh,
                 run_config=run.run_config,
                 on_step=taken.append,
+                stop=stop,
                 progress=not quiet,
             )
     except TrainingDivergedError as error:
@@ -165,3 +172,4 @@ def train_command(
     typer.echo(summary(history, last_call() if taken else None))
     if folder is not None:
         keep_curves(history, folder)
+        stopped_early(history, run.settings.steps)

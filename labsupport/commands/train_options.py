@@ -164,6 +164,13 @@ def keep_curves(history: History, folder: Path) -> None:
     typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
 
 
+def stopped_early(history: History, steps: int) -> None:
+    """Say on stderr that SIGTERM ended the run before its last step, if it did."""
+    if len(history) < steps:
+        done = f"stopped by SIGTERM after {len(history):,} of {steps:,} steps, with a checkpoint"
+        typer.echo(f"{done}; the same command goes on", err=True)
+
+
 # --- messages -------------------------------------------------------------------------------------
 
 
