@@ -78,9 +78,7 @@ def train_command(
     memory_limit: Annotated[str | None, Option(help="16GiB: a device without more.")] = None,
     folder: Annotated[
         Path | None,
-        Option(
-            help="For checkpoints, history.csv and loss.png. A run in it goes on. SIGTERM saves one."
-        ),
+        Option(help="For checkpoints (SIGTERM saves one), history.csv, loss.png. A run goes on."),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,
     checkpoint_every: Annotated[
