@@ -41,7 +41,11 @@ def train_command(
     heads: Annotated[int | None, Option(help="In place of the preset's.")] = None,
     kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: one a head.")] = None,
     data: Annotated[
-        str, Option(help="topics, source (Python's own texts); records, dialogue (facts to find).")
+        str,
+        Option(
+            help="topics, source (Python's own texts); records, dialogue (facts to find); or your "
+            "text files and folders, with commas."
+        ),
     ] = "topics",
     tokens: Annotated[str, Option(help="bytes or gpt2; they give the vocabulary.")] = "bytes",
     length: Annotated[str, Option(help="Tokens in a sequence: 8192, 128K, 1M.")] = "1024",
@@ -106,6 +110,7 @@ def train_command(
 
     \b
     labsupport train --length 8192 --steps 20
+    labsupport train --data my-texts/,notes.md --folder runs/own
     labsupport train --preset gpt2-small --tokens gpt2 --length 128K --checkpoint-layers \\
         --mlp-chunk 8192 --loss-chunk 1024 --memory-limit 16GiB --folder runs/long
     labsupport train --parallel ddp --processes 2 --accumulation 4 --device cpu

@@ -14,7 +14,14 @@ tasks/           applications of longer contexts, each with a score
 from labsupport.training.checkpoint import CheckpointError, Checkpoints, ResumeError
 from labsupport.training.config import PRESETS, DecoderConfig, MemoryOptions, TrainConfig
 from labsupport.training.convert import from_transformers
-from labsupport.training.data import batches, help_documents, pack, source_documents, tensors
+from labsupport.training.data import (
+    batches,
+    documents_from,
+    help_documents,
+    pack,
+    source_documents,
+    tensors,
+)
 from labsupport.training.decoder import Decoder
 from labsupport.training.facts import dialogue, records
 from labsupport.training.history import History, StepRow
@@ -39,6 +46,7 @@ __all__ = [
     "batches",
     "chunked_cross_entropy",
     "dialogue",
+    "documents_from",
     "from_transformers",
     "gpt2_tokenizer",
     "help_documents",

@@ -82,6 +82,15 @@ def test_a_run_in_a_folder_goes_on_where_it_stopped_and_another_is_refused(tmp_p
     program(*other, "--fresh")
 
 
+def test_it_trains_on_own_texts_and_refuses_to_go_on_with_changed_ones(tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("abc " * 100, encoding="utf-8")
+    run = ["--data", own, "--folder", tmp_path / "run", "--steps", 20, "--learning-rate", 1e-2]
+    assert final_loss(program(*run)) < 3
+    own.write_text("abd " * 100, encoding="utf-8")
+    assert "data was '1 files with SHA-256 " in str(program(*run, ok=False).exception)
+
+
 def test_ways_to_save_memory_do_not_change_the_course():
     run = ["--steps", 3, "--learning-rate", 3e-3]
     frugal = ["--checkpoint-layers", "--mlp-chunk", 64, "--loss-chunk", 100]
@@ -136,7 +145,7 @@ def test_what_makes_no_sense_is_refused_by_name():
     for wrong, told in (
         (["--preset", "huge"], "no preset 'huge'"),
         (["--family", "bert"], "unknown family 'bert'"),
-        (["--data", "novels"], "unknown data 'novels'"),
+        (["--data", "novels"], "unknown data 'novels': give one of topics, "),
         (["--tokens", "letters"], "unknown tokens 'letters'"),
         (["--length", "1 mile"], "no length"),
         (["--dtype", "int8"], "--dtype 'int8'"),
