@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
+from labsupport.models.sources.build import fetch
 from tests.models.tiny import TEXTS, lively, words
 
 
@@ -69,7 +70,10 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
     short = ["--max-new-tokens", 4]
     greedy = program(TEXTS[0], *short).stdout.splitlines()[0]
     for cache in ("static", "graphed"):
-        assert program(TEXTS[0], *short, "--cache", cache).stdout.splitlines()[0] == greedy
+        done = program(TEXTS[0], *short, "--cache", cache)
+        assert done.stdout.splitlines()[0] == greedy
+        assert f"\ncache    {cache}\n" in done.stdout
+        assert ("hint: --cache dynamic is faster here" in done.stderr) == (cache == "static")
     sampling = [TEXTS[0], *short, "--temperature", 2, "--batch", 2, "--seed"]
     one, same, other = (program(*sampling, seed).stdout.splitlines()[:2] for seed in (1, 1, 2))
     assert one == same != other
@@ -81,6 +85,33 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
     done = program("--prompt-file", tmp_path / "prompt.txt", *short, "--warm-up")
     assert done.stdout.splitlines()[0] == greedy
     assert "attention  standard attention (standard: " in done.stdout
+
+
+def test_a_document_comes_before_the_question(program, tmp_path):
+    document = tmp_path / "document.txt"
+    document.write_text(f"{TEXTS[0]}\n", encoding="utf-8")
+    asked = [TEXTS[1], "--document", document, "--json", tmp_path / "asked.json"]
+    program(*asked, "--max-new-tokens", 2)
+    program("--document", document, "--max-new-tokens", 2, "--json", tmp_path / "summary.json")
+    prompts = [strict(tmp_path / f"{name}.json")["prompt"] for name in ("asked", "summary")]
+    assert prompts == [
+        f"{TEXTS[0]}\n\n{TEXTS[1]}",
+        f"{TEXTS[0]}\n\nSummarise the text above in three sentences.",
+    ]
+
+
+def test_a_tokenizer_from_elsewhere_serves_a_checkpoint_without_one(program, tmp_path):
+    (stories,) = fetch(["stories15m"])
+    bare = tmp_path / "bare.bin"
+    bare.symlink_to(stories / "stories15M.bin")
+    story = ["Once upon a time", "--max-new-tokens", 4, "--model", bare]
+    assert "--tokenizer FILE" in str(program(*story, ok=False).exception)
+    texts = {
+        program(*story, "--tokenizer", of).stdout.splitlines()[0]
+        for of in ("stories15m", stories / "tokenizer.bin", stories)
+    }
+    assert len(texts) == 1
+    assert "there" in texts.pop()
 
 
 def test_wrong_options_are_errors_before_the_model_is_loaded(program, tmp_path, monkeypatch):
