@@ -1,7 +1,11 @@
 """`labsupport train`, run as the program runs it."""
 
+import os
 import re
+import signal
 import sys
+import time
+from threading import Thread
 
 import pandas as pd
 import pytest
@@ -80,6 +84,27 @@ def test_a_run_in_a_folder_goes_on_where_it_stopped_and_another_is_refused(tmp_p
                  "model.kv_heads was None and is 1", "--fresh"):  # fmt: skip
         assert told in str(done.exception)
     program(*other, "--fresh")
+
+
+def test_sigterm_saves_a_checkpoint_and_ends_the_run_which_goes_on_to_the_same_weights(tmp_path):
+    run = ["--decay-steps", 10**6, "--steps"]
+
+    def send_when_it_trains():
+        while not (tmp_path / "run" / ".lock").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    Thread(target=send_when_it_trains).start()
+    done = program(*run, 10**6, "--folder", tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) == before
+    steps = int(re.search(r"stopped by SIGTERM after (\d+) of 1,000,000 steps", done.stderr)[1])
+    folders = tmp_path / "run", tmp_path / "whole"
+    for folder in folders:
+        program(*run, steps + 2, "--folder", folder)
+    resumed, whole = (pd.read_csv(folder / "history.csv").loss.tolist() for folder in folders)
+    assert resumed == whole
+    assert len(whole) == steps + 2
 
 
 def test_it_trains_on_own_texts_and_refuses_to_go_on_with_changed_ones(tmp_path):
