@@ -112,7 +112,7 @@ def test_it_trains_on_own_texts_and_refuses_to_go_on_with_changed_ones(tmp_path)
     own.write_text("abc " * 100, encoding="utf-8")
     run = ["--data", own, "--folder", tmp_path / "run", "--steps", 20, "--learning-rate", 1e-2]
     assert final_loss(program(*run)) < 3
-    own.write_text("abd " * 100, encoding="utf-8")
+    own.write_text("abx " * 100, encoding="utf-8")
     assert "data was '1 files with SHA-256 " in str(program(*run, ok=False).exception)
 
 
