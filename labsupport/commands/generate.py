@@ -159,8 +159,8 @@ def generate_command(
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")
         fastest = fastest_cache(loaded.model, temperature=temperature, steps=verbose > 1)
-        if done.cache == "static" or (done.cache == "dynamic" and fastest == "graphed"):
-            typer.echo(f"hint: --cache {fastest} is faster here", err=True)
+        if fastest == "graphed" != done.cache:
+            typer.echo("hint: --cache graphed has the fastest steps here", err=True)
         result |= _as_dict(done)
     if json_file:
         result["provenance"] = provenance(loaded.model.device)

@@ -73,7 +73,7 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
         done = program(TEXTS[0], *short, "--cache", cache)
         assert done.stdout.splitlines()[0] == greedy
         assert f"\ncache    {cache}\n" in done.stdout
-        assert ("hint: --cache dynamic is faster here" in done.stderr) == (cache == "static")
+        assert "hint: " not in done.stderr  # on a CPU
     sampling = [TEXTS[0], *short, "--temperature", 2, "--batch", 2, "--seed"]
     one, same, other = (program(*sampling, seed).stdout.splitlines()[:2] for seed in (1, 1, 2))
     assert one == same != other
