@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from labsupport.cli import app
-from labsupport.models.sources.build import fetch
 from tests.models.tiny import TEXTS, lively, words
 
 
@@ -100,18 +99,15 @@ def test_a_document_comes_before_the_question(program, tmp_path):
     ]
 
 
-def test_a_tokenizer_from_elsewhere_serves_a_checkpoint_without_one(program, tmp_path):
-    (stories,) = fetch(["stories15m"])
-    bare = tmp_path / "bare.bin"
-    bare.symlink_to(stories / "stories15M.bin")
-    story = ["Once upon a time", "--max-new-tokens", 4, "--model", bare]
-    assert "--tokenizer FILE" in str(program(*story, ok=False).exception)
-    texts = {
-        program(*story, "--tokenizer", of).stdout.splitlines()[0]
-        for of in ("stories15m", stories / "tokenizer.bin", stories)
-    }
-    assert len(texts) == 1
-    assert "there" in texts.pop()
+def test_a_tokenizer_from_elsewhere_serves_a_model_without_one(program, folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    short = [TEXTS[0], "--max-new-tokens", 4]
+    bare = [*short, "--model", tmp_path]
+    assert "--tokenizer FILE" in str(program(*bare, ok=False).exception)
+    greedy = program(*short).stdout.splitlines()[0]
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        assert program(*bare, "--tokenizer", tokenizer).stdout.splitlines()[0] == greedy
 
 
 def test_wrong_options_are_errors_before_the_model_is_loaded(program, tmp_path, monkeypatch):
