@@ -19,6 +19,7 @@ from benchmarks.runner import lengths, some_of
 from labsupport.models.sources.load import load_model
 from labsupport.models.sources.text import python_topics, source_text, tokens_of
 from labsupport.profiling.provenance import provenance
+from labsupport.training.data import Document, data_origin, documents_from
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 
 # Texts: modules of the standard library, and topics of Python's help.
@@ -39,6 +40,7 @@ def add_options(parser: ArgumentParser) -> None:
     add("--model", default="smollm2", help="as for load_model; one with a chat template")
     add("--windows", type=lengths, default="256,512,1K,2K,4K", help="tokens, separated by commas")
     add("--tasks", type=some_of(KEYS), default=list(KEYS), help="separated by commas")
+    add("--documents", nargs="+", help="text files or folders, for the tasks document and summary")
 
 
 def measure(options: Namespace) -> pd.DataFrame:
@@ -48,8 +50,9 @@ def measure(options: Namespace) -> pd.DataFrame:
         "summary": measure_summaries,
     }  # fmt: skip
     tables = {}
+    own = documents_from(options.documents) if options.documents else []
     for name in options.tasks:
-        parts = measures[name](loaded.model, loaded.tokenizer, options.windows)
+        parts = measures[name](loaded.model, loaded.tokenizer, options.windows, own)
         tables[name] = pd.concat(list(parts), ignore_index=True)
     summaries = [text for text in tables["summary"].said if text] if "summary" in tables else []
     for name, score in (("document", score_answers), ("code", score_calls)):
@@ -57,7 +60,8 @@ def measure(options: Namespace) -> pd.DataFrame:
             tables[name] = score(tables[name])
     scores = pd.concat([long_form(name, tables[name]) for name in tables], ignore_index=True)
     scores = scores[["task", *scores.columns.drop("task")]]
-    texts = {"document": DOCUMENT, "code": FILE, "repeat": [AROUND, PASSAGE]}
+    document = data_origin(options.documents) if own else DOCUMENT
+    texts = {"document": document, "code": FILE, "repeat": [AROUND, PASSAGE]}
     about = provenance(loaded.model.device, weights=loaded.source, attention="flash", texts=texts)
     scores.attrs |= {"provenance": about, "summaries": summaries}
     return scores
@@ -71,7 +75,9 @@ def show(table: pd.DataFrame, options: Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
+def measure_windows(
+    model: Any, tokenizer: Any, windows: Sequence[int], _: object
+) -> Iterator[pd.DataFrame]:
     """`nll_by_window` of a passage that returns, and of the ends of plain files.
 
     Yields:
@@ -89,23 +95,34 @@ def measure_windows(model: Any, tokenizer: Any, windows: Sequence[int]) -> Itera
         yield nll_by_window(model, ids, target, windows).assign(text=module)
 
 
-def measure_document(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
-    """`answer_by_window` of a real document, as long as the largest window, with planted facts."""
+def measure_document(
+    model: Any, tokenizer: Any, windows: Sequence[int], own: Sequence[Document]
+) -> Iterator[pd.DataFrame]:
+    """`answer_by_window` of a real document, as long as the largest window, with planted facts.
+
+    Own documents are taken together, as one.
+    """
+    text = "\n\n".join(document.text for document in own) or python_topics()[DOCUMENT]
     for seed in (0, 1):
-        document = plant(tokenizer, python_topics()[DOCUMENT], length=max(windows), seed=seed)
+        document = plant(tokenizer, text, length=max(windows), seed=seed)
         yield answer_by_window(model, tokenizer, document, windows).assign(seed=seed)
 
 
-def measure_code(model: Any, tokenizer: Any, windows: Sequence[int]) -> Iterator[pd.DataFrame]:
+def measure_code(
+    model: Any, tokenizer: Any, windows: Sequence[int], _: object
+) -> Iterator[pd.DataFrame]:
     """`predict_calls` of a whole file."""
     for window in windows:
         yield predict_calls(model, tokenizer, source_text(FILE), window)
 
 
-def measure_summaries(model: Any, tokenizer: Any, _: Sequence[int]) -> Iterator[pd.DataFrame]:
-    """`summarise` of some chapters, with the summaries' texts."""
-    for name in CHAPTERS:
-        said, judged = summarise(model, tokenizer, chapter(python_topics()[name]))
+def measure_summaries(
+    model: Any, tokenizer: Any, _: object, own: Sequence[Document]
+) -> Iterator[pd.DataFrame]:
+    """`summarise` of own documents, or of some chapters, with the summaries' texts."""
+    texts = {document.name: document.text for document in own}
+    for name, text in (texts or {name: python_topics()[name] for name in CHAPTERS}).items():
+        said, judged = summarise(model, tokenizer, chapter(text))
         rows = [
             {"summary": who, "said": said if who == "model" else "", **scores}
             for who, scores in judged.items()

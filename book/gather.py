@@ -58,6 +58,8 @@ def _pages(project: Path) -> Iterator[tuple[Path, bytes]]:
     for path in sorted((project / "notebooks").glob("*.ipynb")):
         made = page(json.loads(path.read_text(encoding="utf-8")))
         yield path.relative_to(project), json.dumps(made, indent=1).encode()
+    for path in sorted((project / "docs").glob("*.md")):
+        yield path.relative_to(project), path.read_bytes()
     for path in sorted(PAGES.rglob("*.md")):
         yield path.relative_to(PAGES), path.read_bytes()
     yield Path(PICTURE), (project / PICTURE).read_bytes()

@@ -1,4 +1,10 @@
-"""The exit status of a program that Control-C ended and that has tidied up."""
+"""Signals: the exit status after Control-C, and SIGTERM as a request to stop soon."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 STATUS = 130
 """The exit status of a program that SIGINT ended: 128 and the signal's number."""
@@ -14,3 +20,17 @@ def interrupted_status() -> int:
     """
     exec("")
     return STATUS
+
+
+@contextmanager
+def sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """Record SIGTERM instead of dying from it; yield a function that tells if it has come.
+
+    For the main thread. Schedulers send SIGTERM some time before they take a machine away.
+    """
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -17,9 +17,10 @@ import re
 from typing import Any, NamedTuple
 
 from benchmarks.long_texts.documents import sentences_of
+from labsupport.commands.generate import SUMMARY
 from labsupport.models import generate
 
-INSTRUCTION = "\n\nSummarise the text above in three sentences."
+INSTRUCTION = f"\n\n{SUMMARY}"
 LENGTH = 1024  # tokens of the document that the model gets
 _HEADING = re.compile(r"^(\S.*)\n([=*\-~^])\2{3,}$", re.MULTILINE)
 # Words of fewer than four letters are mostly grammar; so are these.

@@ -15,6 +15,7 @@ def compare_command(
     no_grad: options.NoGrad = False,
     kv_heads: options.KvHeads = None,
     preset: options.Preset = None,
+    repeats: options.Repeats = None,
     max_seconds: options.MaxSeconds = 1.0,
     device: options.Device = None,
     to_json: options.Json = None,
@@ -49,7 +50,7 @@ def compare_command(
     )
     ceilings = measured_ceilings(str(where))
     cases = [replace(case, backend=name) for name in measurable_backends(where)]
-    table = run_grid(cases, device=where, max_seconds=max_seconds)
+    table = run_grid(cases, device=where, max_seconds=max_seconds, repeats=repeats)
     sms = None
     if where.type == "cuda":
         sms = torch.cuda.get_device_properties(where).multi_processor_count

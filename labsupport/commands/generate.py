@@ -16,15 +16,24 @@ if TYPE_CHECKING:
     from labsupport.models.generation.generate import Generation
 
 Option = typer.Option
+SUMMARY = "Summarise the text above in three sentences."
 
 
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[Path | None, Option(help="Read the prompt from a file.")] = None,
+    document: Annotated[
+        Path | None,
+        Option(help="A text file, or a folder, to ask about. Default prompt: for a summary of it."),
+    ] = None,
     model: Annotated[
         str,
         Option(help="A known name (smollm2, stories15m, gpt2), a folder, a .bin file, a hub id."),
     ] = "smollm2",
+    tokenizer: Annotated[
+        str | None,
+        Option(help="A file (tokenizer.bin, .model, tokenizer.json), a folder or a known name."),
+    ] = None,
     attention: Annotated[
         str | None,
         Option(
@@ -33,9 +42,13 @@ def generate_command(
         ),
     ] = None,
     max_new_tokens: Annotated[int, Option(help="0 runs the prefill alone.")] = 64,
-    cache: Annotated[str, Option(help="dynamic, static, or graphed (the lab's fast loop).")] = (
-        "dynamic"
-    ),
+    cache: Annotated[
+        str,
+        Option(
+            help="dynamic, static, graphed (the lab's fast loop, compiled first), or auto: the "
+            "fastest one here."
+        ),
+    ] = "auto",
     batch: Annotated[int, Option(min=1, help="Run this many copies of the prompt together.")] = 1,
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, Option(help="Sample among this many likeliest tokens.")] = None,
@@ -74,11 +87,19 @@ def generate_command(
     \b
     labsupport generate "What is attention?" -v
     labsupport generate --prompt-file long.txt --attention flash --compare
+    labsupport generate "Who wrote this, and when?" --document letter.txt
     """
+    if document is not None and prompt is None and prompt_file is None:
+        prompt = SUMMARY
     if (prompt is None) == (prompt_file is None):
         raise ValueError("give a prompt, or --prompt-file FILE (one of them)")
     text = prompt_file.read_text(encoding="utf-8") if prompt_file else str(prompt)
-    if compare and (temperature or batch > 1 or cache != "dynamic"):
+    if document is not None:
+        from labsupport.training.data import documents_from
+
+        texts = [read.text.strip() for read in documents_from([document])]
+        text = "\n\n".join([*texts, text])
+    if compare and (temperature or batch > 1 or cache not in ("auto", "dynamic")):
         raise ValueError(
             "--compare takes one greedy text with the dynamic cache: "
             "leave out --temperature, --batch and --cache"
@@ -97,12 +118,14 @@ def generate_command(
     import torch
 
     from labsupport.models import compare_attention, generate, load_model
+    from labsupport.models.generation.generate import fastest_cache
     from labsupport.models.integration import chosen_attention
     from labsupport.profiling.provenance import provenance
 
     chosen = chosen_attention(attention)
     loaded = load_model(
         model,
+        tokenizer=tokenizer,
         attention=chosen,
         dtype=getattr(torch, dtype) if dtype else None,
         device=device,
@@ -135,6 +158,9 @@ def generate_command(
         for index, answer in enumerate(done.texts if temperature else done.texts[:1], 1):
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")
+        fastest = fastest_cache(loaded.model, temperature=temperature, steps=verbose > 1)
+        if fastest == "graphed" != done.cache:
+            typer.echo("hint: --cache graphed has the fastest steps here", err=True)
         result |= _as_dict(done)
     if json_file:
         result["provenance"] = provenance(loaded.model.device)

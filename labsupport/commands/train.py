@@ -14,9 +14,10 @@ from labsupport.commands.train_options import (
     out_of_memory,
     plan,
     prepare,
+    stopped_early,
     summary,
 )
-from labsupport.interrupt import interrupted_status
+from labsupport.interrupt import interrupted_status, sigterm_noted
 
 if TYPE_CHECKING:
     from labsupport.training import StepRow
@@ -40,7 +41,11 @@ def train_command(
     heads: Annotated[int | None, Option(help="In place of the preset's.")] = None,
     kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: one a head.")] = None,
     data: Annotated[
-        str, Option(help="topics, source (Python's own texts); records, dialogue (facts to find).")
+        str,
+        Option(
+            help="topics, source (Python's own texts); records, dialogue (facts to find); or your "
+            "text files and folders, with commas."
+        ),
     ] = "topics",
     tokens: Annotated[str, Option(help="bytes or gpt2; they give the vocabulary.")] = "bytes",
     length: Annotated[str, Option(help="Tokens in a sequence: 8192, 128K, 1M.")] = "1024",
@@ -77,7 +82,7 @@ def train_command(
     memory_limit: Annotated[str | None, Option(help="16GiB: a device without more.")] = None,
     folder: Annotated[
         Path | None,
-        Option(help="For checkpoints, history.csv and loss.png. A run in it goes on."),
+        Option(help="For checkpoints (SIGTERM saves one), history.csv, loss.png. A run goes on."),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,
     checkpoint_every: Annotated[
@@ -105,6 +110,7 @@ def train_command(
 
     \b
     labsupport train --length 8192 --steps 20
+    labsupport train --data my-texts/,notes.md --folder runs/own
     labsupport train --preset gpt2-small --tokens gpt2 --length 128K --checkpoint-layers \\
         --mlp-chunk 8192 --loss-chunk 1024 --memory-limit 16GiB --folder runs/long
     labsupport train --parallel ddp --processes 2 --accumulation 4 --device cpu
@@ -136,7 +142,10 @@ def train_command(
     typer.echo(plan(run, chosen))
     taken: list[StepRow] = []
     try:
-        with nullcontext() if memory_limit is None else limited(memory_limit, chosen):
+        with (
+            nullcontext() if memory_limit is None else limited(memory_limit, chosen),
+            nullcontext() if folder is None else sigterm_noted() as stop,
+        ):
             torch.manual_seed(seed)
             history = train(
                 Decoder(run.config, run.savings).to(chosen),
@@ -148,6 +157,7 @@ def train_command(
                 fresh=fresh,
                 run_config=run.run_config,
                 on_step=taken.append,
+                stop=stop,
                 progress=not quiet,
             )
     except TrainingDivergedError as error:
@@ -165,3 +175,4 @@ def train_command(
     typer.echo(summary(history, last_call() if taken else None))
     if folder is not None:
         keep_curves(history, folder)
+        stopped_early(history, run.settings.steps)

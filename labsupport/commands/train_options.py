@@ -34,7 +34,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             "with --parallel there is neither --policy nor float16, whose masters and loss scale "
             "are for one device: take --dtype bfloat16, or float32"
         )
-    packed = options["data"] in ("topics", "source") and not options["join_documents"]
+    packed = options["data"] not in ("records", "dialogue") and not options["join_documents"]
     if parallel == "ring" and packed:
         raise ValueError(
             f"--data {options['data']} packs several documents into a sequence, and the ring knows "
@@ -103,7 +103,7 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
         seed=options["seed"],
         checkpoint_every=options["checkpoint_every"],
     )
-    data, join = options["data"], options["join_documents"]
+    data, join = data_named(options["data"]), options["join_documents"]
     run_config = {"data": data_origin(data), "tokens": options["tokens"], "length": size}
 
     def open_batches(split: Any) -> Callable[[int], list[Any]]:
@@ -120,6 +120,25 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
 
     run_config |= {"joined": True} if join else {}
     return Prepared(config, savings, settings, size, run_config, open_batches, sample)
+
+
+def data_named(value: str) -> str | list[str]:
+    """Return the name of the lab's texts, or the paths of the reader's own.
+
+    Raises:
+        ValueError: no such texts, and no such file or folder.
+    """
+    from labsupport.training.data import DATA
+
+    if value in DATA:
+        return value
+    paths = value.split(",")
+    for path in paths:
+        if not Path(path).exists():
+            raise ValueError(
+                f"unknown data {path!r}: give one of {', '.join(DATA)}, or text files and folders"
+            )
+    return paths
 
 
 def shape(preset: str, family: str | None, vocab_size: int, **sizes: Any) -> DecoderConfig:
@@ -162,6 +181,13 @@ def keep_curves(history: History, folder: Path) -> None:
     history.frame().to_csv(folder / "history.csv", index=False)
     history.chart().savefig(folder / "loss.png")
     typer.echo(f"in {folder}: checkpoints, history.csv, loss.png")
+
+
+def stopped_early(history: History, steps: int) -> None:
+    """Say on stderr that SIGTERM ended the run before its last step, if it did."""
+    if len(history) < steps:
+        done = f"stopped by SIGTERM after {len(history):,} of {steps:,} steps, with a checkpoint"
+        typer.echo(f"{done}; the same command goes on", err=True)
 
 
 # --- messages -------------------------------------------------------------------------------------

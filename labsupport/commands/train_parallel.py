@@ -12,18 +12,26 @@ PyTorch is imported when a run begins, not with this file: the program `labsuppo
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from labsupport.commands.train_options import keep_curves, out_of_memory, plan, prepare, summary
+from labsupport.commands.train_options import (
+    keep_curves,
+    out_of_memory,
+    plan,
+    prepare,
+    stopped_early,
+    summary,
+)
 from labsupport.distributed.failures import explains_itself, is_lost, short
-from labsupport.interrupt import interrupted_status
+from labsupport.interrupt import interrupted_status, sigterm_noted
 
 if TYPE_CHECKING:
     from labsupport.commands.train_options import Prepared
@@ -69,7 +77,9 @@ def train_in_parallel(options: dict[str, Any]) -> None:
     prepare(options, torch.device("cpu"))  # refuses here, once, what each rank would refuse
     _check_share(options, processes)
     try:
-        launch(train_as_rank, (options,), processes=processes, device=device, timeout=TIMEOUT_S)
+        forward = [] if options["folder"] is None else [signal.SIGTERM]
+        settings = {"processes": processes, "device": device, "timeout": TIMEOUT_S}
+        launch(train_as_rank, (options,), forward=forward, **settings)
     except LaunchError as error:
         typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
@@ -104,9 +114,12 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
         typer.echo(f"{plan(run, place.device)}\n{_division(options, run, place)}")
     limit, taken = options["memory_limit"], list[StepRow]()
     try:
-        with nullcontext() if limit is None else memory_limit(limit, place.device):
+        with (
+            nullcontext() if limit is None else memory_limit(limit, place.device),
+            nullcontext() if folder is None else sigterm_noted() as stop,
+        ):
             torch.manual_seed(options["seed"])
-            done = _train(options, run, batches, place, taken)
+            done = _train(options, run, batches, place, taken, stop)
     except TrainingDivergedError as error:
         if folder is not None and len(error.history) and place.rank == 0:
             keep_curves(error.history, folder)
@@ -132,11 +145,17 @@ def train_as_rank(options: Mapping[str, Any]) -> None:
             )
         if folder is not None:
             keep_curves(done.history, folder)
+            stopped_early(done.history, run.settings.steps)
     cleanup_ddp()
 
 
 def _train(
-    options: Mapping[str, Any], run: Prepared, batches: Any, place: RankInfo, taken: list[Any]
+    options: Mapping[str, Any],
+    run: Prepared,
+    batches: Any,
+    place: RankInfo,
+    taken: list[Any],
+    stop: Callable[[], bool] | None,
 ) -> Any:
     """Return the `ParallelRun`; its new steps are appended to `taken`."""
     from labsupport.distributed.data_parallel import share_of, train_with_ddp, train_with_fsdp
@@ -150,6 +169,7 @@ def _train(
         # With other ranks a step keeps its sequences, so micro-batches are not compared.
         "run_config": run.run_config | {"sequences": options["accumulation"]},
         "on_step": taken.append,
+        "stop": stop,
         "progress": not options["quiet"],
     }
     if options["parallel"] == "ring":

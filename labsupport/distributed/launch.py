@@ -67,6 +67,7 @@ def launch(
     processes: int = 2,
     device: str | None = None,
     timeout: float = 20.0,
+    forward: Sequence[signal.Signals] = (),
 ) -> list[Any]:
     """Run a function in several processes of this machine, and wait for them.
 
@@ -79,6 +80,8 @@ def launch(
             are as many GPUs as processes.
         timeout: seconds that a rank waits for the others in a collective. If one rank does
             something long while others wait (it saves a large model), it needs more.
+        forward: signals to this process that are sent on to the ranks, while they run; only in the
+            main thread.
 
     Returns:
         What the function returned on each rank, by rank.
@@ -118,12 +121,20 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder, workers = Path(name), list[_Worker]()
         (folder / "job").write_bytes(job)
+
+        def send_on(number: int, _: object) -> None:
+            for worker in workers:
+                worker.process.send_signal(number)
+
+        before = {number: signal.signal(number, send_on) for number in forward}
         try:
             for rank in range(processes):
                 workers.append(_Worker(rank, folder, environment))
             return _results(workers)
         finally:
             _end(workers)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 # --- the processes, from outside ------------------------------------------------------------------
@@ -221,8 +232,8 @@ def _error(failures: Mapping[int, _Failure], workers: Sequence[_Worker]) -> Laun
 
 
 def _end(workers: Sequence[_Worker]) -> None:
-    """End all processes and what they started: politely, then for good."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """End all processes and what they started, after each rank has written its stack."""
+    for number in (signal.SIGUSR1, signal.SIGKILL):
         for worker in workers:
             with suppress(ProcessLookupError, PermissionError):  # nobody is left
                 os.killpg(worker.process.pid, number)
@@ -257,7 +268,8 @@ def _work(name: str) -> None:
     """Run the folder's job as this rank; leave result-RANK or error-RANK there."""
     folder, rank = Path(name), os.environ["RANK"]
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)  # show its stack, end
+    # Show its stack, and end. SIGTERM is left to the job, which may save a checkpoint then.
+    faulthandler.register(signal.SIGUSR1, all_threads=False, chain=True)
     try:
         function, args, kwargs, timeout = pickle.loads((folder / "job").read_bytes())
         # For process groups that are made without a timeout: not half an hour.

@@ -71,7 +71,7 @@ def run_grid(
             the error columns are empty.
         max_seconds: time limit for the repeats of one case (at least three are made).
         repeats: exactly so many, however long they take, in place of the time limit.
-        progress: show a tqdm bar.
+        progress: show a tqdm bar, which names the backend at work.
 
     Returns:
         `COLUMNS`; tflops are at the median, peak_memory_bytes as `measure_peak_memory` says, and
@@ -96,7 +96,9 @@ def run_grid(
     rows: list[dict[str, Any]] = []
     with warn_if_busy(lambda: _recorded(rows) if where.type == "cpu" else ""):
         try:
-            for case in tqdm(cases, disable=not progress, unit="case", leave=False):
+            bar = tqdm(cases, disable=not progress, unit="case", leave=False)
+            for case in bar:
+                bar.set_postfix_str(f"{case.backend}, {case.seqlen:,} tokens")
                 rows.append(run_case(case, where, **options))
         except KeyboardInterrupt:
             record["interrupted"] = True

@@ -14,7 +14,14 @@ tasks/           applications of longer contexts, each with a score
 from labsupport.training.checkpoint import CheckpointError, Checkpoints, ResumeError
 from labsupport.training.config import PRESETS, DecoderConfig, MemoryOptions, TrainConfig
 from labsupport.training.convert import from_transformers
-from labsupport.training.data import batches, help_documents, pack, source_documents, tensors
+from labsupport.training.data import (
+    batches,
+    documents_from,
+    help_documents,
+    pack,
+    source_documents,
+    tensors,
+)
 from labsupport.training.decoder import Decoder
 from labsupport.training.facts import dialogue, records
 from labsupport.training.history import History, StepRow
@@ -22,3 +29,34 @@ from labsupport.training.memory import chunked_cross_entropy, memory_limit
 from labsupport.training.planner import measure_step, plan_memory, what_fits
 from labsupport.training.tokens import ByteTokenizer, gpt2_tokenizer
 from labsupport.training.train import TrainingDivergedError, train
+
+__all__ = [
+    "PRESETS",
+    "ByteTokenizer",
+    "CheckpointError",
+    "Checkpoints",
+    "Decoder",
+    "DecoderConfig",
+    "History",
+    "MemoryOptions",
+    "ResumeError",
+    "StepRow",
+    "TrainConfig",
+    "TrainingDivergedError",
+    "batches",
+    "chunked_cross_entropy",
+    "dialogue",
+    "documents_from",
+    "from_transformers",
+    "gpt2_tokenizer",
+    "help_documents",
+    "measure_step",
+    "memory_limit",
+    "pack",
+    "plan_memory",
+    "records",
+    "source_documents",
+    "tensors",
+    "train",
+    "what_fits",
+]

@@ -14,9 +14,11 @@ Its first token there (the last B above) is still a label: of the last token bef
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -219,7 +221,7 @@ def named_tokenizer(name: str) -> Tokenizer:
 
 
 def named_batches(
-    data: str,
+    data: str | Sequence[str | Path],
     tokenizer: Tokenizer,
     length: int,
     *,
@@ -233,22 +235,32 @@ def named_batches(
         data: "topics" or "source": Python's help texts or its library's source files, again and
             again, in another order each time; every token is a label. "records" or "dialogue":
             made for each step, none twice; labels are the answers to questions about facts in the
-            text before them.
+            text before them. Or paths for `documents_from`; every token is a label.
         tokenizer: as from `named_tokenizer`.
         length: of each sequence, in tokens.
         accumulation: sequences in a step.
         seed: of the order, or of the texts that are made.
-        split: "validation" has texts that "training" never shows: every tenth document.
+        split: "validation" has texts that "training" never shows: every tenth document, or the last
+            tenth of each document of one's own.
 
     Raises:
-        ValueError: an unknown name; a length that is too short for a text with facts.
+        ValueError: an unknown name; a length that is too short for a text with facts. OSError,
+            ValueError: as `documents_from`.
     """
     end = tokenizer.end_token
-    if data in ("topics", "source"):
-        texts = help_documents() if data == "topics" else source_documents()
-        if split != "all":
-            texts = [t for i, t in enumerate(texts) if (i % 10 == 9) == (split == "validation")]
-        tokens = [tokenizer.encode(document.text) for document in texts]
+    if not isinstance(data, str) or data in ("topics", "source"):
+        if isinstance(data, str):
+            documents = help_documents() if data == "topics" else source_documents()
+            texts = [document.text for document in documents]
+            if split != "all":
+                texts = [t for i, t in enumerate(texts) if (i % 10 == 9) == (split == "validation")]
+        else:
+            texts = [document.text for document in documents_from(data)]
+            if split != "all":
+                cuts = [len(text) * 9 // 10 for text in texts]
+                parts = [slice(cut) if split == "training" else slice(cut, None) for cut in cuts]
+                texts = [text[part] for text, part in zip(texts, parts, strict=True)]
+        tokens = [tokenizer.encode(text) for text in texts]
         return batches(tokens, length, end_token=end, seed=seed, accumulation=accumulation)
     if data not in DATA:
         raise ValueError(f"unknown data {data!r}; known: {', '.join(DATA)}")
@@ -272,12 +284,12 @@ def named_batches(
     return generated(make, length, end_token=end, accumulation=accumulation, first_seed=first)
 
 
-# --- real documents: texts that every Python has, different in each version -----------------------
+# --- real documents: one's own, or texts that every Python has, different in each version ---------
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and its name with the version of Python that it comes from."""
+    """A text, and its name: a path, or that of a text of Python's with the version."""
 
     name: str
     text: str
@@ -301,6 +313,42 @@ def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
     return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in modules]
 
 
-def data_origin(data: str) -> str:
-    """Return the data's name and, where its texts come from Python, the version."""
-    return f"{data} of {ORIGIN}" if data in ("topics", "source") else data
+def documents_from(paths: Iterable[str | Path]) -> list[Document]:
+    """Read text files as documents; of a folder, all text files in it and below, sorted by path.
+
+    Text is UTF-8 without NUL. In a folder other files are left out, and so is what is hidden.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: a file that is given by name is not text; no text in all the paths.
+
+    >>> [document.name for document in documents_from(["README.md"])]
+    ['README.md']
+    """
+    documents = []
+    for path in map(Path, paths):
+        files = [path]
+        if path.is_dir():
+            below = sorted(file for file in path.rglob("*") if file.is_file())
+            files = [f for f in below if not any(p[0] == "." for p in f.relative_to(path).parts)]
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                text = "\0"
+            if "\0" not in text:
+                documents += [Document(str(file), text)] if text.strip() else []
+            elif file == path:
+                raise ValueError(f"{file} is not a text file in UTF-8")
+    if not documents:
+        raise ValueError(f"no text in {', '.join(map(str, paths))}: give text files or folders")
+    return documents
+
+
+def data_origin(data: str | Sequence[str | Path]) -> str:
+    """Return what identifies the texts: a name, the version of Python, or a checksum of files."""
+    if isinstance(data, str):
+        return f"{data} of {ORIGIN}" if data in ("topics", "source") else data
+    texts = [document.text for document in documents_from(data)]
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return f"{len(texts)} files with SHA-256 {digest[:16]}"

@@ -60,6 +60,7 @@ def train(
     fresh: bool = False,
     run_config: Mapping[str, Any] | None = None,
     on_step: Callable[[StepRow], None] | None = None,
+    stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> History:
     """Train a model with AdamW; with a folder, go on where a run in it ended.
@@ -79,6 +80,7 @@ def train(
             is saved, and must be equal when the run is resumed, as must the settings and the
             model's `config`, if that is a dataclass.
         on_step: called with each step's row, before its checkpoint.
+        stop: called after each step; if it returns True, save a checkpoint and return.
         progress: show a bar, on stderr.
 
     Returns:
@@ -185,11 +187,14 @@ def train(
             bar.update()
             if on_step is not None:
                 on_step(row)
-            if checkpoints is not None and settings.saves_after(step):
+            stopping = stop is not None and stop()
+            if checkpoints is not None and (stopping or settings.saves_after(step)):
                 state: dict[str, Any] = {"step": step + 1, "run_config": everything}
                 state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 state["history"] = history.state()
                 checkpoints.save(step + 1, state)
+            if stopping:
+                break
         bar.close()
     return history
 

@@ -57,9 +57,12 @@ def test_sweep_measures_each_case_and_draws_a_chart(tmp_path):
 def test_compare_names_the_fastest_and_the_leanest(monkeypatch):
     names = ["standard", "sdpa_flash", "flash_torch"]  # flex takes a C++ compiler long
     monkeypatch.setattr("labsupport.profiling.bench.measurable_backends", lambda device: names)
-    said = program("compare", "--seqlen", 32, *SMALL, "--max-seconds", 0.01).stdout
+    done = program("compare", "--seqlen", 32, *SMALL, "--repeats", 4, "--json", "-")
     for name in (*names, "fastest", "leanest", "of ceiling"):
-        assert name in said
+        assert name in done.stderr
+    assert [row["repeats"] for row in json.loads(done.stdout)["results"]] == [4, 4, 4]
+    for name in names:  # the progress bar names the backend at work
+        assert f"case, {name}, 32 tokens]" in done.stderr.replace("s/case", "case")
 
 
 def test_the_bound_is_the_slower_of_arithmetic_and_memory():

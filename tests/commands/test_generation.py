@@ -69,7 +69,10 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
     short = ["--max-new-tokens", 4]
     greedy = program(TEXTS[0], *short).stdout.splitlines()[0]
     for cache in ("static", "graphed"):
-        assert program(TEXTS[0], *short, "--cache", cache).stdout.splitlines()[0] == greedy
+        done = program(TEXTS[0], *short, "--cache", cache)
+        assert done.stdout.splitlines()[0] == greedy
+        assert f"\ncache    {cache}\n" in done.stdout
+        assert "hint: " not in done.stderr  # on a CPU
     sampling = [TEXTS[0], *short, "--temperature", 2, "--batch", 2, "--seed"]
     one, same, other = (program(*sampling, seed).stdout.splitlines()[:2] for seed in (1, 1, 2))
     assert one == same != other
@@ -81,6 +84,30 @@ def test_options_reach_the_generation(program, tmp_path, monkeypatch):
     done = program("--prompt-file", tmp_path / "prompt.txt", *short, "--warm-up")
     assert done.stdout.splitlines()[0] == greedy
     assert "attention  standard attention (standard: " in done.stdout
+
+
+def test_a_document_comes_before_the_question(program, tmp_path):
+    document = tmp_path / "document.txt"
+    document.write_text(f"{TEXTS[0]}\n", encoding="utf-8")
+    asked = [TEXTS[1], "--document", document, "--json", tmp_path / "asked.json"]
+    program(*asked, "--max-new-tokens", 2)
+    program("--document", document, "--max-new-tokens", 2, "--json", tmp_path / "summary.json")
+    prompts = [strict(tmp_path / f"{name}.json")["prompt"] for name in ("asked", "summary")]
+    assert prompts == [
+        f"{TEXTS[0]}\n\n{TEXTS[1]}",
+        f"{TEXTS[0]}\n\nSummarise the text above in three sentences.",
+    ]
+
+
+def test_a_tokenizer_from_elsewhere_serves_a_model_without_one(program, folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    short = [TEXTS[0], "--max-new-tokens", 4]
+    bare = [*short, "--model", tmp_path]
+    assert "--tokenizer FILE" in str(program(*bare, ok=False).exception)
+    greedy = program(*short).stdout.splitlines()[0]
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        assert program(*bare, "--tokenizer", tokenizer).stdout.splitlines()[0] == greedy
 
 
 def test_wrong_options_are_errors_before_the_model_is_loaded(program, tmp_path, monkeypatch):

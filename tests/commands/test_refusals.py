@@ -27,7 +27,7 @@ REFUSED = {
     "ring bench --save ring-h200": "there is a run ring-h200",
     f"{TRAIN} --preset huge": "no preset 'huge'",
     f"{TRAIN} --family bert": "unknown family 'bert'",
-    f"{TRAIN} --data novels": "unknown data 'novels'",
+    f"{TRAIN} --data novels": "unknown data 'novels': give one of topics, ",
     f"{TRAIN} --tokens letters": "unknown tokens 'letters'",
     f"{TRAIN} --length '1 mile'": "no length",
     f"{TRAIN} --dtype int8": "--dtype 'int8'",

@@ -1,8 +1,12 @@
 """`labsupport train`, run as the program runs it."""
 
+import os
 import re
+import signal
 import sys
+import time
 from functools import partial
+from threading import Thread
 
 import pandas as pd
 import pytest
@@ -12,6 +16,7 @@ from typer.main import get_command
 from labsupport.cli import app
 from labsupport.commands.train_options import out_of_memory, plan, prepare, shape
 from labsupport.training import Checkpoints
+from labsupport.training.checkpoint import step_of
 from labsupport.training.config import PRESETS
 from tests.commands.program import program
 
@@ -24,6 +29,10 @@ train = partial(program, "train", *SMALL, "--device", "cpu", "--quiet")
 def prepared(**options):
     defaults = {p.name: p.default for p in get_command(app).commands["train"].params}
     return prepare(defaults | options, torch.device("cpu"))
+
+
+def final_loss(done):
+    return float(re.search(r"([\d.]+) at step \d+\n", done.stdout)[1])
 
 
 def test_it_prints_the_plan_and_the_result():
@@ -76,6 +85,30 @@ def test_a_run_in_a_folder_goes_on_where_it_stopped_and_another_is_refused(tmp_p
                  "model.kv_heads was None and is 1", "--fresh"):  # fmt: skip
         assert told in str(done.exception)
     train(*other, "--fresh")
+
+
+def test_sigterm_ends_the_run_with_a_checkpoint_and_status_0(tmp_path):
+    def send_when_it_trains():
+        while not (tmp_path / ".lock").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    Thread(target=send_when_it_trains).start()
+    done = train("--steps", 10**6, "--folder", tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+    steps = int(re.search(r"stopped by SIGTERM after (\d+) of 1,000,000 steps", done.stderr)[1])
+    assert len(pd.read_csv(tmp_path / "history.csv")) == steps
+    assert step_of(Checkpoints(tmp_path).paths()[0]) == steps
+
+
+def test_it_trains_on_own_texts_and_refuses_to_go_on_with_changed_ones(tmp_path):
+    own = tmp_path / "own.txt"
+    own.write_text("abc " * 100, encoding="utf-8")
+    run = ["--data", own, "--folder", tmp_path / "run", "--steps", 20, "--learning-rate", 1e-2]
+    assert final_loss(train(*run)) < 3
+    own.write_text("abx " * 100, encoding="utf-8")
+    assert "data was '1 files with SHA-256 " in str(train(*run, ok=False).exception)
 
 
 @pytest.mark.slow

@@ -309,6 +309,22 @@ def test_a_killed_rank_ends_the_run_which_goes_on_from_the_checkpoint(pool, how,
     assert sorted(path.name for path in tmp_path.glob("*-*")) == ["step-000002", "step-000003"]
 
 
+def stopped_by_rank_1(folder):
+    """What a run has done when rank 1 alone is asked to stop, in its second step."""
+    place, calls = setup_ddp(), []
+    stop = lambda: bool(calls.append(1)) or (place.rank == 1 and len(calls) == 2)  # noqa: E731
+    return len(trained(train_with_ddp, folder=folder, stop=stop)[0].history)
+
+
+def test_all_ranks_stop_with_a_checkpoint_when_one_is_asked_to(pool, tmp_path):
+    ranks = pool(2, joined=False)
+    assert ranks.run(stopped_by_rank_1, tmp_path) == [2, 2]
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
+    for steps, got in ranks.run(train_on_rank, "ddp", tmp_path):
+        assert steps == [2]
+        assert_same_run(got, alone(), bound=1e-11)
+
+
 def test_what_cannot_go_well_is_refused_on_all_ranks(two):
     for said in (rank["refused"] for rank in two):
         assert len(said) == 8

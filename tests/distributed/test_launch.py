@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -223,6 +224,26 @@ def test_two_nodes_take_the_steps_of_one_process(python):
     alone = python(*program, check=True).stdout
     assert losses(printed) == pytest.approx(losses(alone), abs=1.5e-3)  # three digits are printed
     assert losses(alone)[0] - losses(alone)[1] > 0.01
+
+
+@pytest.mark.slow
+def test_sigterm_saves_a_checkpoint_on_two_processes_and_the_run_goes_on(python, tmp_path):
+    run = ["-m", "labsupport.cli", *TRAIN, "--parallel", "ddp", "--processes", 2]
+    run += ["--decay-steps", 10**6, "--warmup-steps", 2, "--steps"]
+    started = python.start(*run, 10**6, "--folder", tmp_path / "run")
+    while not (tmp_path / "run" / ".lock").exists():
+        time.sleep(0.01)
+    started.send_signal(signal.SIGTERM)
+    done = started.finish(200)
+    assert done.returncode == 0, done
+    steps = int(re.search(r"stopped by SIGTERM after (\d+) of", done.stdout)[1])
+    assert (tmp_path / "run" / f"step-{steps:06}").is_dir()
+    curves = []
+    for folder in (tmp_path / "run", tmp_path / "whole"):
+        python(*run, steps + 3, "--folder", folder, check=True, timeout=200)
+        curves.append(pd.read_csv(folder / "history.csv").loss.tolist())
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == steps + 3
 
 
 @pytest.mark.parametrize(

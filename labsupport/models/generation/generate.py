@@ -30,6 +30,7 @@ from labsupport.models.generation.prompts import (
     cut,
     encode,
 )
+from labsupport.models.generation.steps import LlamaStep
 from labsupport.models.integration.trace import Used, UsedTable, attention_used
 from labsupport.profiling.timing import now
 from labsupport.profiling.units import format_bytes
@@ -113,6 +114,7 @@ class Generation:
             )
         if self.step_s:
             lines[-1] += f", {1e3 * statistics.median(self.step_s):.2f} ms a step (median)"
+        lines.append(f"cache    {self.cache}")
         lines.append(
             f"memory   {format_bytes(self.peak_bytes)} at the peak, "
             f"{format_bytes(self.mean_bytes)} on average, beyond the start ({self.memory})"
@@ -132,7 +134,7 @@ def generate(
     prompts: str | Sequence[str],
     *,
     max_new_tokens: int = 64,
-    cache: Kind | type = "dynamic",
+    cache: Kind | Literal["auto"] | type = "dynamic",
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,
@@ -148,7 +150,8 @@ def generate(
         max_new_tokens: the largest number of new tokens; 0 runs the prefill alone.
         cache: "dynamic" grows by one column a token; "static" has its full size from the start; or
             a class like exercise 2-6's, whose `append(k, v)` returns all keys and values so far;
-            "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama).
+            "graphed" is the lab's fast loop (`GraphedDecoder`; greedy, Llama); "auto" is
+            `fastest_cache`.
         temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
         top_k: sample among this many likeliest tokens.
         seed: of the sampling; the same seed gives the same text on the same device.
@@ -163,6 +166,8 @@ def generate(
     check_model(model)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if cache == "auto":
+        cache = fastest_cache(model, temperature=temperature, steps=on_step is not None)
     if cache not in KINDS and not isinstance(cache, type):
         raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {cache!r}")
     if not 0 <= temperature < float("inf"):
@@ -274,6 +279,16 @@ def prefill_and_decode(
         if on_step:
             on_step(step, token, step_s[-1])
     return Decoded(cut(tokens, batch, ends), prefill_s, sum(step_s), tuple(step_s))
+
+
+def fastest_cache(model: PreTrainedModel, *, temperature: float = 0.0, steps: bool = False) -> Kind:
+    """Return the cache with the fastest decode steps that the device and these options allow.
+
+    `steps` means that each step is to be watched. On a GPU "graphed" wins, once it is compiled; it
+    is greedy and knows Llamas only.
+    """
+    graphed = model.device.type == "cuda" and not temperature and not steps
+    return "graphed" if graphed and LlamaStep.fits(model) else "dynamic"
 
 
 def _own_cache(make: type) -> Any:

@@ -100,7 +100,8 @@ def encode(
     """
     if tokenizer is None:
         raise ValueError(
-            "this model came without a tokenizer: pass one, or use prefill_and_decode with tokens"
+            "this model came without a tokenizer: pass one (--tokenizer FILE), or use "
+            "prefill_and_decode with tokens"
         )
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if chat and not tokenizer.chat_template:

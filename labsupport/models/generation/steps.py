@@ -41,9 +41,7 @@ class LlamaStep:
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         config: Any = model.config
         body: Any = model.get_decoder()
-        known = type(model).__name__ == "LlamaForCausalLM" and config.hidden_act == "silu"
-        known = known and not config.attention_bias and not config.mlp_bias
-        if not known or config.rope_parameters["rope_type"] not in ("default", "linear", "llama3"):
+        if not self.fits(model):
             raise ValueError(
                 f"there is no decode step for this {type(model).__name__}, only for a Llama with "
                 "SwiGLU, without biases, and with rotary positions that do not change with the "
@@ -62,6 +60,14 @@ class LlamaStep:
         positions = torch.arange(length, device=model.device)[None]
         cos, sin = body.rotary_emb(self.embedding[:1], positions)
         self.cos, self.sin = cos[0].detach(), sin[0].detach()  # (length, head_dim)
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        """Return whether this step computes what the model computes."""
+        config: Any = model.config
+        known = type(model).__name__ == "LlamaForCausalLM" and config.hidden_act == "silu"
+        known = known and not config.attention_bias and not config.mlp_bias
+        return known and config.rope_parameters["rope_type"] in ("default", "linear", "llama3")
 
     def __call__(self, token: Tensor, position: Tensor, attend: Attend) -> Tensor:
         """(batch,), (batch,) -> logits (batch, vocabulary)."""

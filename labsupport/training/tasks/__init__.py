@@ -4,5 +4,6 @@ windows        how well a passage is predicted, by how much of the text before i
 recall         a small model that has learned to find facts in records and dialogues
 recall_scores  how well it answers, by window, and where it looks
 
-Questions about a real document, calls in a real file, summaries: python -m benchmarks tasks
+Questions about a real document, calls in a real file, summaries: python -m benchmarks tasks, with
+--documents on documents of your own.
 """
