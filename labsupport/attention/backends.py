@@ -85,7 +85,7 @@ def attention(
             i + seqlen_k - seqlen_q.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         window_size: (left, right) neighbours a query may see; -1 means no limit.
-        alibi_slopes: (heads,) or (batch, heads); adds -slope * |i + seqlen_k - seqlen_q - j|.
+        alibi_slopes: (heads,) or (batch, heads); adds `-slope * |i + seqlen_k - seqlen_q - j|`.
         backend: a name from `available_backends()`, or "auto".
         return_lse: also return the log-sum-exp (not differentiable itself).
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and

@@ -41,7 +41,9 @@ _SPARE = ("#661100", "#6699CC", "#AA4466")
 class Reference:
     """A line to judge the measurements by: a physical limit, or what a formula predicts.
 
-    y: a number, or a function of x (the sequence length, say); in the unit of the chart's y axis.
+    Attributes:
+        y: a number, or a function of x (the sequence length, say); in the unit of the chart's y
+            axis.
     """
 
     label: str
