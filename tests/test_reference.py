@@ -11,7 +11,15 @@ import torch
 import typer
 
 import labsupport
-from book.reference import ROOMS, VALUES, command_page, public_names, reference_pages, room_page
+from book.reference import (
+    FOLDER,
+    ROOMS,
+    VALUES,
+    command_page,
+    public_names,
+    reference_pages,
+    room_page,
+)
 from labsupport.cli import app
 
 # Names that courses already teach; see CONTRIBUTING.md.
@@ -59,3 +67,38 @@ def test_every_public_name_has_an_entry_and_a_description(room):
     assert {*re.findall(r"^\.\. (?:auto|py:)\w+:: (\w+)$", page, re.MULTILINE)} == {*names}
     module = getattr(labsupport, room)
     assert [n for n in names if not (VALUES.get(n) or inspect.getdoc(getattr(module, n)))] == []
+
+
+def test_what_readme_notebooks_and_courses_use_has_an_example(project):
+    texts = [project / "README.md", *(project / "notebooks").glob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(t.read_text(encoding="utf-8") for t in texts)))
+    wanted = {*TAUGHT, *(n for room in ROOMS for n in public_names(room) if n in words)} - {*VALUES}
+    # A check's example is its exercise.
+    shown = {name for room in ROOMS for name, tests in examples(room).items() if tests}
+    assert sorted(n for n in wanted - shown if not n.startswith("check_")) == []
+
+
+def test_every_command_has_an_entry_with_all_of_its_options():
+    page = command_page()
+
+    def check(command, name):
+        if command.hidden:
+            return
+        section = page.partition(f"`{name}`\n")[2].partition("\n#")[0]
+        assert section or name == "labsupport", name
+        for option in command.params if section else ():
+            spelled = option.opts[0] if option.opts[0].startswith("-") else option.name
+            assert spelled in section, (name, spelled)
+        for own, sub in getattr(command, "commands", {}).items():
+            check(sub, f"{name} {own}")
+
+    check(typer.main.get_command(app), "labsupport")
+
+
+def test_the_index_leads_to_every_name_and_command():
+    index = dict(reference_pages())[FOLDER / "index.rst"]
+    for room in ROOMS:
+        for name in public_names(room):
+            assert f"<labsupport.{room}.{name}>`: " in index
+    for command in ("doctor", "bench", "ring check", "train"):
+        assert f":ref:`labsupport {command} <" in index

@@ -44,6 +44,10 @@ class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
         statistics: dtype of mean, variance and normalised values.
 
     Shapes: `(..., *normalized_shape)` to the same, in the input's dtype.
+
+    >>> norm = MixedPrecisionLayerNorm(8, dtype=torch.float32)
+    >>> norm(torch.randn(2, 8, dtype=torch.bfloat16)).dtype
+    torch.bfloat16
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -74,6 +78,10 @@ class MixedPrecisionRMSNorm(_Norm, nn.RMSNorm):
             256 overflow.
 
     Shapes: `(..., *normalized_shape)` to the same, in the input's dtype.
+
+    >>> norm = MixedPrecisionRMSNorm(8, dtype=torch.float32)
+    >>> norm(torch.randn(2, 8, dtype=torch.bfloat16)).dtype
+    torch.bfloat16
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,6 +110,10 @@ class MixedPrecisionEmbedding(nn.Embedding):
         output_dtype: dtype of the output; None means the table's.
 
     Shapes: integers (...) to (..., embedding_dim).
+
+    >>> table = MixedPrecisionEmbedding(10, 4, dtype=torch.float32, output_dtype=torch.bfloat16)
+    >>> table(torch.tensor([1, 2])).dtype
+    torch.bfloat16
     """
 
     output_dtype: torch.dtype | None

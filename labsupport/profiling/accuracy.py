@@ -30,6 +30,9 @@ def errors_by_dtype(
     Returns:
         columns dtype, backend, max error, relative error, allowed (twice the textbook's maximum
         error in that dtype, plus 1e-5), ok; the errors as text with two digits.
+
+    >>> errors_by_dtype(["sdpa_flash"], ["float32"], seqlen=64, device="cpu").ok.tolist()
+    [True]
     """
     import pandas as pd
 

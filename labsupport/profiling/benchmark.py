@@ -80,6 +80,10 @@ def run_grid(
 
     Raises:
         ValueError: a backend that does not exist.
+
+    >>> table = run_grid(grid(["standard", "sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> table.status.tolist()
+    ['ok', 'ok']
     """
     import pandas as pd
     from tqdm.auto import tqdm

@@ -188,11 +188,12 @@ class LargestTensor(TorchDispatchMode):
         shape: its shape when it was created.
         op: the operation that created it, for example 'aten.bmm.default'.
 
-    Example:
-        >>> with LargestTensor() as largest:
-        ...     standard_attention(q, k, v)  # q, k, v: (4, 1024, 64)
-        >>> largest.shape
-        (4, 1024, 1024)
+    >>> from labsupport.attention import standard_attention
+    >>> q = k = v = torch.randn(4, 64, 8)
+    >>> with LargestTensor() as largest:
+    ...     out, weights = standard_attention(q, k, v)
+    >>> largest.shape
+    (4, 64, 64)
     """
 
     supports_higher_order_operators = True
@@ -227,7 +228,11 @@ class LargestTensor(TorchDispatchMode):
 
 
 def largest_tensor(fn: Callable[[], Any]) -> LargestTensor:
-    """Call `fn()` and return the `LargestTensor` that it created (its backward included)."""
+    """Call `fn()` and return the `LargestTensor` that it created (its backward included).
+
+    >>> largest_tensor(lambda: torch.ones(10) @ torch.ones(10, 3)).shape
+    (10, 3)
+    """
     with LargestTensor() as largest:
         fn()
     return largest

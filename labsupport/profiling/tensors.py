@@ -73,9 +73,9 @@ class TensorTrace(LargestTensor):
 def trace_tensors(fn: Callable[[], Any]) -> TensorTrace:
     """Call `fn()` and return what its operators created, read and wrote.
 
-    Example:
-        >>> trace = trace_tensors(lambda: standard_attention(q, k, v))
-        >>> trace.shape, trace.total_bytes
+    >>> trace = trace_tensors(lambda: torch.ones(4, 8) @ torch.ones(8, 2))
+    >>> trace.operators["mm"]  # calls, bytes read, bytes written
+    [1, 192, 32]
     """
     with TensorTrace() as trace:
         fn()

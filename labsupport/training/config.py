@@ -155,6 +155,9 @@ class MemoryOptions:
         loss_chunk: tokens at a time through the classifier; None makes all the logits.
         residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
             the embedding returns it: in its weights' dtype, or a precision policy's.
+
+    >>> savings = MemoryOptions(checkpoint=True, loss_chunk=512)
+    >>> model = Decoder(DecoderConfig.preset("tiny"), savings)
     """
 
     attention: str = "auto"
@@ -200,6 +203,9 @@ class TrainConfig:
 
     Raises:
         ValueError: a count below 1, more warm-up than steps, both autocast and policy.
+
+    >>> TrainConfig(steps=100, warmup_steps=10, learning_rate=1e-3).steps
+    100
     """
 
     steps: int
