@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +50,7 @@ VALUES = {
     "PRESETS": "Shapes of known models, for `DecoderConfig.preset`.",
     "STYLES": "Colour and marker of each implementation, in all charts.",
 }
+_TOP = "see the top of this file"  # where the exercise is specified
 _COMMAND = re.compile(r"^#+ `(labsupport [\w ]+)`\n\n(.*?)(?=\n\n)", re.MULTILINE | re.DOTALL)
 _LISTED = re.compile(r"^\* `(\w+)`: .*$", re.MULTILINE)
 
@@ -120,7 +122,10 @@ def _directive(room: str, name: str) -> str:
     if name in VALUES:
         return f".. py:data:: {name}\n\n   {VALUES[name]}"
     if not isinstance(value, type):
-        return f".. autofunction:: {name}"
+        top = inspect.getmodule(value).__doc__ if _TOP in inspect.getdoc(value) else ""
+        return f".. autofunction:: {name}" + indent(
+            f"\n\n::\n\n{indent(top, '   ')}" * bool(top), "   "
+        )
     kind = "exception" if issubclass(value, Exception) else "class"
     # Every matplotlib figure has its own `set`.
     return f".. auto{kind}:: {name}\n   :members:\n   :exclude-members: set"

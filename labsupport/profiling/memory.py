@@ -182,11 +182,13 @@ class LargestTensor(TorchDispatchMode):
     neither do tensors that existed before.  Space that a kernel takes internally is not seen; ask
     `measure_peak_memory` for it.
 
-    Attributes (all zero or empty when nothing was created):
+    Attributes:
         numel: elements that its storage holds.
         nbytes: bytes of its storage.
         shape: its shape when it was created.
         op: the operation that created it, for example 'aten.bmm.default'.
+
+    All are zero or empty when nothing was created.
 
     >>> from labsupport.attention import standard_attention
     >>> q = k = v = torch.randn(4, 64, 8)

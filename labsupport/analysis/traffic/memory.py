@@ -50,7 +50,7 @@ class FastMemory(TorchDispatchMode):
         read, written: elements, by the name of the tensor in slow memory.
         used, peak: elements in fast memory, now and at most.
 
-    Raises (while it is active):
+    Raises:
         OutOfFastMemoryError: a load or a result does not fit beside what is there.
         RuntimeError: an operator takes a tensor that was never loaded.
 
