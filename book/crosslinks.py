@@ -22,6 +22,7 @@ from book.reading_order import Reading, readings
 from book.reference import ROOMS, public_names
 
 _NUMBERED = re.compile(r"^(?:(\d+)\.(\d+)|(Exercise) (\d+)-(\d+)) · (.*)$")
+_LINES = re.compile(r"<dl>\s*(<dd><em class=\"sig-param\">.*?</dd>)\s*</dl>", re.DOTALL)
 OPEN = """<div class="open-notebook"><p><strong>Work in it.</strong> This page shows the notebook
 as it was run. Your own copy runs in JupyterLab: type <code>make lab</code> in the lab's folder,
 then <a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual
@@ -186,10 +187,26 @@ def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             link += code
 
 
+def divide_signatures(
+    app: Sphinx, pagename: str, templatename: str, context: dict, doctree: nodes.document | None
+) -> None:
+    """Turn the parameter list of a long signature, which has no terms, into divisions."""
+    if pagename.startswith("reference/"):
+        context["body"] = _LINES.sub(
+            lambda found: (
+                '<div class="parameters">'
+                + found[1].replace("<dd>", "<div>").replace("</dd>", "</div>")
+                + "</div>"
+            ),
+            context["body"],
+        )
+
+
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect to Sphinx."""
     app.connect("builder-inited", lambda app: setattr(app.env, "book_places", {}))
     app.connect("doctree-read", anchor_headings)
     app.connect("doctree-resolved", add_boxes)
     app.connect("doctree-resolved", link_names)
+    app.connect("html-page-context", divide_signatures)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
