@@ -12,6 +12,7 @@ project = "The FlashAttention lab"
 author = "the lab's contributors"
 version = release = __version__
 language = "en"
+smartquotes_action = "qe"  # `--` is no dash: options begin with it
 
 extensions = [
     "myst_nb",
