@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
-from types import ModuleType
 from typing import Any
 
 import typer
@@ -57,8 +56,7 @@ _LISTED = re.compile(r"^\* `(\w+)`: .*$", re.MULTILINE)
 
 def public_names(room: str) -> list[str]:
     """Return the names that a room, such as "attention", offers."""
-    module: ModuleType = getattr(labsupport, room)
-    return sorted(module.__all__, key=str.lower)
+    return sorted(getattr(labsupport, room).__all__, key=str.lower)
 
 
 def reference_pages() -> Iterator[tuple[Path, str]]:
@@ -102,9 +100,13 @@ def command_page() -> str:
     )
 
 
+def _doc(value: Any) -> str:
+    return inspect.getdoc(value) or ""
+
+
 def _room_head(room: str, underline: str) -> str:
     title = f"labsupport.{room}"
-    purpose = inspect.getdoc(getattr(labsupport, room)).partition("\n\n")[0]
+    purpose = _doc(getattr(labsupport, room)).partition("\n\n")[0]
     return f"{title}\n{underline * len(title)}\n\n{purpose}\n"
 
 
@@ -112,7 +114,7 @@ def _summary(room: str) -> str:
     lines = []
     for name in public_names(room):
         value = getattr(getattr(labsupport, room), name)
-        first = VALUES.get(name) or inspect.getdoc(value).partition("\n\n")[0]
+        first = VALUES.get(name) or _doc(value).partition("\n\n")[0]
         lines.append(f"* :py:obj:`{name} <labsupport.{room}.{name}>`: {' '.join(first.split())}")
     return "\n".join(lines)
 
@@ -122,7 +124,7 @@ def _directive(room: str, name: str) -> str:
     if name in VALUES:
         return f".. py:data:: {name}\n\n   {VALUES[name]}"
     if not isinstance(value, type):
-        top = inspect.getmodule(value).__doc__ if _TOP in inspect.getdoc(value) else ""
+        top = _doc(inspect.getmodule(value)) if _TOP in _doc(value) else ""
         return f".. autofunction:: {name}" + indent(
             f"\n\n::\n\n{indent(top, '   ')}" * bool(top), "   "
         )
