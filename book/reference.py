@@ -51,6 +51,7 @@ VALUES = {
 }
 _TOP = "see the top of this file"  # where the exercise is specified
 _COMMAND = re.compile(r"^#+ `(labsupport [\w ]+)`\n\n(.*?)(?=\n\n)", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^#+ `(labsupport[\w ]*)`\n.*?(?=^#|\Z)", re.MULTILINE | re.DOTALL)
 _LISTED = re.compile(r"^\* `(\w+)`: .*$", re.MULTILINE)
 
 
@@ -87,11 +88,15 @@ def command_page() -> str:
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="labsupport")
     first = dict(_COMMAND.findall(text))
 
-    def listed(found: re.Match[str]) -> str:  # Typer cuts the sentences of its lists
-        name = next(name for name in first if name.split()[-1] == found[1])
-        return f"* [`{found[1]}`](#{name.replace(' ', '-')}): {' '.join(first[name].split())}"
+    def linked(section: re.Match[str]) -> str:  # Typer cuts the sentences of its lists
+        def entry(found: re.Match[str]) -> str:
+            name = f"{section[1]} {found[1]}"
+            link = f"[`{found[1]}`](#{name.replace(' ', '-')})"
+            return f"* {link}: {' '.join(first[name].split())}" if name in first else found[0]
 
-    text = _LISTED.sub(listed, text)
+        return _LISTED.sub(entry, section[0])
+
+    text = _SECTION.sub(linked, text)
     return re.sub(
         r"^(#+ `(labsupport [\w ]+)`)$",
         lambda found: f"({found[2].replace(' ', '-')})=\n{found[1]}",

@@ -94,6 +94,8 @@ def test_every_command_has_an_entry_with_all_of_its_options():
             check(sub, f"{name} {own}")
 
     check(typer.main.get_command(app), "labsupport")
+    assert "* [`bench`](#labsupport-bench): Measure one" in page
+    assert "* [`bench`](#labsupport-ring-bench): Time" in page
 
 
 def test_the_index_leads_to_every_name_and_command():
