@@ -7,6 +7,7 @@ tables         the same for the tables of chapters
 reading_order  which chapter belongs to which section, read from theory/README.md
 crosslinks     boxes with those links, on both sides; the way into JupyterLab
 glossary       terms that lead to the glossary, and show their meaning
+reference      functions from docstrings, commands from the program; code on other pages leads there
 figures        two figures to play with
 assets         MathJax, fetched once; nothing else comes from outside, and nothing when it is read
 conf           Sphinx's settings

@@ -13,6 +13,7 @@ from sphinx.cmd.build import main as sphinx
 
 from book.assets import MATHJAX, fetch_file
 from book.gather import PROJECT, gather
+from book.reference import reference_pages
 from labsupport.models.sources.packages import DownloadError
 
 BUILD = PROJECT / "build"
@@ -22,6 +23,9 @@ def main(options: list[str]) -> int:
     """Gather the sources, and let Sphinx make of them what the options say; returns its status."""
     sources, static = BUILD / "book-sources", BUILD / "book-static"
     gather(sources)
+    for place, text in reference_pages():
+        (sources / place).parent.mkdir(exist_ok=True)
+        (sources / place).write_text(text, encoding="utf-8")
     try:
         file = fetch_file(MATHJAX)
     except DownloadError as error:

@@ -12,10 +12,14 @@ project = "The FlashAttention lab"
 author = "the lab's contributors"
 version = release = __version__
 language = "en"
+smartquotes_action = "qe"  # `--` is no dash: options begin with it
 
 extensions = [
     "myst_nb",
+    "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "book.tables",
     "book.crosslinks",
     "book.glossary",
@@ -30,6 +34,16 @@ nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4  # as GitHub gives them
 myst_dmath_double_inline = True
+
+# The reference; see book/reference.py. `name` in a docstring leads to that name.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_custom_sections = [("Columns", "params_style")]
+napoleon_use_ivar = True
+add_module_names = False
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
 
 # One local file; see book/assets.py.
 mathjax_path = "tex-svg.js"

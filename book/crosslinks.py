@@ -2,7 +2,7 @@
 
 Which belongs to which is what the table "Reading order" of theory/README.md says. Sections and
 exercises of notebooks are known by the numbers in their headings, and get lasting anchors from
-them: `#section-1-4`, `#exercise-1-3`.
+them: `#section-1-4`, `#exercise-1-3`. Code that is a public name leads to the reference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from sphinx.application import Sphinx
 
 from book.gather import PROJECT
 from book.reading_order import Reading, readings
+from book.reference import ROOMS, public_names
 
 _NUMBERED = re.compile(r"^(?:(\d+)\.(\d+)|(Exercise) (\d+)-(\d+)) · (.*)$")
+_LINES = re.compile(r"<dl>\s*(<dd><em class=\"sig-param\">.*?</dd>)\s*</dl>", re.DOTALL)
 OPEN = """<div class="open-notebook"><p><strong>Work in it.</strong> This page shows the notebook
 as it was run. Your own copy runs in JupyterLab: type <code>make lab</code> in the lab's folder,
 then <a href="http://localhost:8888/lab/tree/{file}">open {file} in JupyterLab</a> (at its usual
@@ -163,9 +165,48 @@ def _raw(html: str) -> nodes.raw:
     return nodes.raw("", html, format="html", classes=["no-search"])
 
 
+def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Link code that is a public name to its entry: `labsupport.ROOM.name`, or unmistakable names.
+
+    Names that are plain words, such as `train`, stay as they are unless they are written in full.
+    """
+    entries = {
+        spelled: f"{app.builder.get_relative_uri(docname, f'reference/{room}')}#{full}"
+        for room in ROOMS
+        for name in public_names(room)
+        for full in [f"labsupport.{room}.{name}"]
+        for spelled in [full, *[name] * bool(re.search("_|[a-z][A-Z]", name))]
+    }
+    if docname.startswith("reference/"):
+        return
+    for code in list(doctree.findall(nodes.literal)):
+        target = entries.get(re.sub(r"\(.*\)$", "", code.astext()))
+        if target and not isinstance(code.parent, nodes.reference | nodes.title):
+            link = nodes.reference("", "", refuri=target, internal=True)
+            code.replace_self(link)
+            link += code
+
+
+def divide_signatures(
+    app: Sphinx, pagename: str, templatename: str, context: dict, doctree: nodes.document | None
+) -> None:
+    """Turn the parameter list of a long signature, which has no terms, into divisions."""
+    if pagename.startswith("reference/"):
+        context["body"] = _LINES.sub(
+            lambda found: (
+                '<div class="parameters">'
+                + found[1].replace("<dd>", "<div>").replace("</dd>", "</div>")
+                + "</div>"
+            ),
+            context["body"],
+        )
+
+
 def setup(app: Sphinx) -> dict[str, object]:
     """Connect to Sphinx."""
     app.connect("builder-inited", lambda app: setattr(app.env, "book_places", {}))
     app.connect("doctree-read", anchor_headings)
     app.connect("doctree-resolved", add_boxes)
+    app.connect("doctree-resolved", link_names)
+    app.connect("html-page-context", divide_signatures)
     return {"parallel_read_safe": False, "parallel_write_safe": True}

@@ -18,6 +18,7 @@ from book.notebook import page
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGES = Path(__file__).resolve().parent / "pages"
+COMING_FROM = "docs/coming-from.md"
 PICTURE = "docs/memory-h200.png"
 CHAPTERS = """
 ```{toctree}
@@ -62,7 +63,8 @@ def _pages(project: Path) -> Iterator[tuple[Path, bytes]]:
         yield path.relative_to(project), path.read_bytes()
     for path in sorted(PAGES.rglob("*.md")):
         yield path.relative_to(PAGES), path.read_bytes()
-    yield Path(PICTURE), (project / PICTURE).read_bytes()
+    for name in (COMING_FROM, PICTURE):
+        yield Path(name), (project / name).read_bytes()
 
 
 def _take_along(place: Path, content: bytes, sources: dict[Path, bytes], project: Path) -> None:

@@ -46,6 +46,8 @@ def tile_explorer(seqlen: int = 4096, head_dim: int = 64) -> ipywidgets.VBox:
     Raises:
         ModuleNotFoundError: ipywidgets is not installed.
         ValueError: as `tile_choices`.
+
+    >>> controls = tile_explorer(seqlen=1024)  # as the last line of a cell
     """
     import ipywidgets as widgets
 

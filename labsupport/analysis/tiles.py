@@ -62,6 +62,10 @@ def tile_choices(
 
     Raises:
         ValueError: a length that 16 does not divide.
+
+    >>> table = tile_choices(512, 64, fast_bytes=128 * 1024)
+    >>> table[table.fits].traffic_bytes.min() < table.traffic_bytes.max()
+    np.True_
     """
     import pandas as pd
 

@@ -54,6 +54,11 @@ def compare_with_oracle(
 
     Raises:
         ValueError: the shapes differ.
+
+    >>> q, k, v = torch.randn(3, 4, 16, 8)
+    >>> textbook, exact = standard_attention(q, k, v)[0], oracle_attention(q, k, v)[0]
+    >>> compare_with_oracle(flash_attention_forward(q, k, v)[0], textbook, exact).ok
+    True
     """
     if not result.shape == textbook.shape == oracle.shape:
         raise ValueError(

@@ -85,7 +85,7 @@ def attention(
             i + seqlen_k - seqlen_q.
         softmax_scale: factor on the scores; 1 / sqrt(head_dim) unless given.
         window_size: (left, right) neighbours a query may see; -1 means no limit.
-        alibi_slopes: (heads,) or (batch, heads); adds -slope * |i + seqlen_k - seqlen_q - j|.
+        alibi_slopes: (heads,) or (batch, heads); adds `-slope * |i + seqlen_k - seqlen_q - j|`.
         backend: a name from `available_backends()`, or "auto".
         return_lse: also return the log-sum-exp (not differentiable itself).
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
@@ -122,6 +122,10 @@ def flash_attention(
 
     Args, returns and errors as in `attention`; a backend that stores the score matrix (`standard`,
     `sdpa_math`) is refused by name.
+
+    >>> q = k = v = torch.randn(1, 16, 4, 8)
+    >>> torch.equal(flash_attention(q, k, v, causal=True), attention(q, k, v, causal=True))
+    True
     """
     if backend != "auto" and not by_name(backend).io_aware:
         raise BackendUnavailableError(
@@ -155,6 +159,11 @@ def attention_varlen(
         out (total_q, heads, head_dim); with `return_lse` also lse (heads, total_q).
 
     Raises: as `attention`.
+
+    >>> q = k = v = torch.randn(7, 4, 8)
+    >>> ends = torch.tensor([0, 3, 7], dtype=torch.int32)  # sequences of 3 and 4 tokens
+    >>> attention_varlen(q, k, v, ends, ends, causal=True).shape
+    torch.Size([7, 4, 8])
     """
     call = AttentionCall(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options)
     return _attend(call, backend)
@@ -328,7 +337,13 @@ class CallReport:
 
 
 def last_call() -> CallReport | None:
-    """Return the report of this thread's last call of one of the three functions."""
+    """Return the report of this thread's last call of one of the three functions.
+
+    >>> q = k = v = torch.randn(1, 16, 4, 8)
+    >>> out = attention(q, k, v, backend="flash_torch")
+    >>> last_call().backend
+    'flash_torch'
+    """
     return getattr(_reports, "last", None)
 
 
@@ -388,6 +403,9 @@ def available_backends(
             in this device's usual dtype (bfloat16 or float16 on a GPU, float32 on a CPU).
         device: where, if no tensors are given; a GPU if there is one.
         check_layout, options: causal, window_size, ..., as in `attention`.
+
+    >>> available_backends(device="cpu")["sdpa_flash"].runs
+    True
     """
     if q is None or k is None or v is None:
         if any(x is not None for x in (q, k, v)):

@@ -44,6 +44,10 @@ def flash_attn_func(
 
     Raises:
         AttentionInputError: dropout or soft-capping is asked for; otherwise as `attention`.
+
+    >>> q = k = v = torch.randn(1, 16, 4, 8)
+    >>> torch.equal(flash_attn_func(q, k, v, causal=True), attention(q, k, v, causal=True))
+    True
     """
     return _attend(
         attention, q, k, v, dropout_p=dropout_p, softcap=softcap, causal=causal,
@@ -53,13 +57,21 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
-    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim); other arguments follow."""
+    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim); other arguments follow.
+
+    >>> flash_attn_qkvpacked_func(torch.randn(1, 16, 3, 4, 8), causal=True).shape
+    torch.Size([1, 16, 4, 8])
+    """
     q, k, v = qkv.unbind(dim=2)
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
-    """`flash_attn_func` of kv (batch, seqlen_k, 2, kv_heads, head_dim); other arguments follow."""
+    """`flash_attn_func` of kv (batch, seqlen_k, 2, kv_heads, head_dim); other arguments follow.
+
+    >>> flash_attn_kvpacked_func(torch.randn(1, 16, 4, 8), torch.randn(1, 20, 2, 2, 8)).shape
+    torch.Size([1, 16, 4, 8])
+    """
     k, v = kv.unbind(dim=2)
     return flash_attn_func(q, k, v, *args, **options)
 
@@ -86,6 +98,11 @@ def flash_attn_varlen_func(
 
     The longest lengths are not needed here. Returns and raises as `flash_attn_func`, with lse
     (heads, total_q); a block table is refused, too.
+
+    >>> q = k = v = torch.randn(7, 4, 8)
+    >>> ends = torch.tensor([0, 3, 7], dtype=torch.int32)  # sequences of 3 and 4 tokens
+    >>> flash_attn_varlen_func(q, k, v, ends, ends, 4, 4, causal=True).shape
+    torch.Size([7, 4, 8])
     """
     _refuse(block_table=block_table)
     return _attend(
@@ -99,7 +116,12 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
-    """`flash_attn_varlen_func` of qkv (total, 3, heads, head_dim) with one set of offsets."""
+    """`flash_attn_varlen_func` of qkv (total, 3, heads, head_dim) with one set of offsets.
+
+    >>> ends = torch.tensor([0, 3, 7], dtype=torch.int32)  # sequences of 3 and 4 tokens
+    >>> flash_attn_varlen_qkvpacked_func(torch.randn(7, 3, 4, 8), ends, 4).shape
+    torch.Size([7, 4, 8])
+    """
     q, k, v = qkv.unbind(dim=1)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(q, k, v, *lengths, *args, **options)
@@ -147,6 +169,11 @@ def flash_attn_with_kvcache(
     Raises:
         AttentionInputError: soft-capping or left padding is asked for; no room for the new keys;
             otherwise as `attention`.
+
+    >>> k_cache, v_cache = torch.randn(2, 1, 32, 2, 8)  # room for 32 tokens, 5 of them there
+    >>> q, k, v = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=5).shape
+    torch.Size([1, 1, 4, 8])
     """
     _refuse(softcap=softcap, cache_leftpad=cache_leftpad)
     batch, seqlen_q = q.shape[:2]

@@ -98,6 +98,11 @@ def flash_attention_forward(
         AttentionInputError: the tensors or the window do not fit together.
 
     Source: FlashAttention-2, algorithm 1.
+
+    >>> q, k, v = torch.randn(3, 4, 100, 8)
+    >>> out, lse = flash_attention_forward(q, k, v, is_causal=True, block_q=16, block_k=32)
+    >>> out.shape, lse.shape
+    (torch.Size([4, 100, 8]), torch.Size([4, 100]))
     """
     check_math_layout(q, k, v)
     band = AttentionMask.of(q.shape[-2], k.shape[-2], causal=is_causal, window_size=window_size)

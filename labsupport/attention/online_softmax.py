@@ -98,6 +98,12 @@ def merge_attention(
 
     Raises:
         ValueError: the shapes do not fit together.
+
+    >>> q, k, v = torch.randn(3, 16, 8)
+    >>> parts = [flash_attention_forward(q, k[i : i + 8], v[i : i + 8]) for i in (0, 8)]
+    >>> out, lse = merge_attention(*parts[0], *parts[1])
+    >>> torch.allclose(out, flash_attention_forward(q, k, v)[0], atol=1e-6)
+    True
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or out_a.shape[:-1] != lse_a.shape:
         raise ValueError(

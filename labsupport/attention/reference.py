@@ -93,6 +93,10 @@ def oracle_attention(
     Returns:
         output (..., seqlen_q, head_dim) in float64, and the natural-log log-sum-exp of each row of
         scaled, masked scores, lse (..., seqlen_q) in float64: -inf for a row without any key.
+
+    >>> q = k = v = torch.zeros(3, 8)
+    >>> oracle_attention(q, k, v)[1]  # ln 3
+    tensor([1.0986, 1.0986, 1.0986], dtype=torch.float64)
     """
     check_math_layout(q, k, v)
     check_mask(mask)

@@ -51,6 +51,10 @@ def rotary_angles(
     Raises:
         AttentionInputError: no integer positions of that shape, an odd head_dim, or a base or
             scaling that is not positive.
+
+    >>> cos, sin = rotary_angles(torch.arange(16), head_dim=8)
+    >>> cos.shape
+    torch.Size([16, 4])
     """
     dtype, shape = getattr(positions, "dtype", None), tuple(getattr(positions, "shape", ()))
     if dtype not in _INTEGERS or len(shape) not in (1, 2):
@@ -91,6 +95,11 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
     Raises:
         AttentionInputError: shapes, dtypes or devices do not fit together, or cosines want
             gradients (they are constants here).
+
+    >>> x = torch.randn(1, 16, 4, 8)
+    >>> turned = apply_rotary_emb(x, *rotary_angles(torch.arange(16), head_dim=8))
+    >>> torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
+    True
     """
     _check_rotation(x, cos, sin)
     return _Rotation.apply(x, cos, sin, interleaved, False)

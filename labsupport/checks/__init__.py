@@ -132,4 +132,6 @@ from labsupport.checks.zigzag_order import (
     check_zigzag_positions,
 )
 
+__all__ = [name for name, value in globals().items() if callable(value) and name[0] != "_"]
+
 yours_or_ours = solution_or_reference  # its name in older copies of the notebooks

@@ -20,6 +20,9 @@ def overall_speedup(share: float, speedup: float) -> float:
         speedup: how many times as fast that part becomes.
 
     Source: G. Amdahl, "Validity of the single processor approach" (AFIPS 1967).
+
+    >>> overall_speedup(share=0.5, speedup=4)
+    1.6
     """
     return 1 / (1 - share + share / speedup)
 
@@ -54,6 +57,9 @@ def flop_share(
     """Return attention's share of the FLOPs of a Llama over `seqlen` tokens, all logits counted.
 
     With `causal`, half of the pairs of query and key are hidden.
+
+    >>> round(flop_share(2048, 576, 30, 1536, 49_152, 9, 3, 64), 2)  # SmolLM2
+    0.21
     """
     projections = hidden * (2 * heads + 2 * kv_heads) * head_dim
     mlp = 3 * hidden * intermediate

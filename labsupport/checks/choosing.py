@@ -47,7 +47,15 @@ Workload = tuple[list[Row], int, str]  # rows, memory_bytes, dtype
 
 
 def choose(table: pd.DataFrame, *, memory_bytes: int, dtype: str) -> str | None:
-    """Return the fastest backend that runs and fits; see the top of this file."""
+    """Return the fastest backend that runs and fits; see the top of this file.
+
+    >>> import pandas as pd
+    >>> row = {"dtype": "bfloat16", "source": "measured", "status": "ok"}
+    >>> fast = row | {"backend": "standard", "ms": 1.0, "peak_memory_bytes": 4000}
+    >>> lean = row | {"backend": "sdpa_flash", "ms": 1.5, "peak_memory_bytes": 100}
+    >>> choose(pd.DataFrame([fast, lean]), memory_bytes=1000, dtype="bfloat16")
+    'sdpa_flash'
+    """
     rows = [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
     return choice(rows, memory_bytes, dtype)
 

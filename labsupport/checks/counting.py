@@ -30,7 +30,11 @@ NAMES = ("read", "written")
 
 
 def textbook_traffic(seqlen: int, head_dim: int, block_q: int) -> tuple[int, int]:
-    """Return the elements read and written by textbook attention; see the top of this file."""
+    """Return the elements read and written by textbook attention; see the top of this file.
+
+    >>> textbook_traffic(256, 32, block_q=64)
+    (204800, 139264)
+    """
     square, matrix, passes = seqlen**2, seqlen * head_dim, seqlen // block_q
     read = (matrix + passes * matrix) + square + (square + passes * matrix)
     written = square + square + matrix
@@ -58,7 +62,11 @@ The two values are swapped: return read, written.
 def tiled_traffic(
     seqlen: int, head_dim: int, block_q: int, block_k: int, *, outside: str, causal: bool = False
 ) -> tuple[int, int]:
-    """Return the elements read and written by a tiled loop; see the top of this file."""
+    """Return the elements read and written by a tiled loop; see the top of this file.
+
+    >>> tiled_traffic(256, 32, 64, 64, outside="queries")
+    (73728, 8448)
+    """
     tiles = (seqlen // block_q) * (seqlen // block_k)
     if causal:
         tiles = sum(math.ceil(end / block_k) for end in range(block_q, seqlen + 1, block_q))

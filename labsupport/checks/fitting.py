@@ -47,7 +47,13 @@ CLOSE = 1e-3  # fits by iteration end near the minimum, not at it
 
 
 def fit_time(flops: np.ndarray, ms: np.ndarray) -> tuple[float, float]:
-    """Return start_ms and tflops with the least relative errors; see the top of this file."""
+    """Return start_ms and tflops with the least relative errors; see the top of this file.
+
+    >>> import numpy as np
+    >>> start_ms, tflops = fit_time(np.array([1e9, 2e9, 4e9]), np.array([1.5, 2.5, 4.5]))
+    >>> round(start_ms, 6), round(tflops, 6)
+    (0.5, 1.0)
+    """
     work = flops / 1e9
     slope, start_ms = np.polyfit(work, ms, 1, w=1 / ms)
     return float(start_ms), float(1 / slope)
@@ -75,7 +81,11 @@ That is the slope, the ms of 1e9 FLOPs. The rate is its inverse, 1 / slope.
 
 
 def predict_time(flops: Any, start_ms: float, tflops: float) -> Any:
-    """Return milliseconds; see the top of this file."""
+    """Return milliseconds; see the top of this file.
+
+    >>> predict_time(2e9, start_ms=0.5, tflops=1.0)
+    2.5
+    """
     return start_ms + flops / tflops / 1e9
 
 
@@ -90,7 +100,14 @@ Divide by the rate.
 
 
 def held_out_error(table: pd.DataFrame) -> tuple[float, float, float]:
-    """Return start_ms, tflops, and the mean relative error on held-out rows."""
+    """Return start_ms, tflops, and the mean relative error on held-out rows.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"flops": [1e9, 2e9, 4e9], "median_ms": [1.5, 2.5, 4.5]})
+    >>> table = table.assign(status="ok", held_out=[False, False, True])
+    >>> held_out_error(table)[2] < 1e-9
+    True
+    """
     ran = table[table.status == "ok"]
     seen, unseen = ran[~ran.held_out], ran[ran.held_out]
     start, rate = fit_time(seen.flops.to_numpy(), seen.median_ms.to_numpy())

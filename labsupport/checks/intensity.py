@@ -53,7 +53,13 @@ def attention_cost(
     causal: bool,
     backward: bool,
 ) -> tuple[int, int]:
-    """Return FLOPs and compulsory bytes of one pass; see the top of this file."""
+    """Return FLOPs and compulsory bytes of one pass; see the top of this file.
+
+    >>> sizes = {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads": 2, "kv_heads": 2}
+    >>> options = {"head_dim": 64, "dtype": torch.float16, "causal": False, "backward": False}
+    >>> attention_cost(**sizes, **options)
+    (8388608, 132096)
+    """
     pairs = seqlen_q * seqlen_k
     if causal:
         pairs -= seqlen_q * (seqlen_q - 1) // 2
@@ -116,7 +122,11 @@ With backward=True the backward pass alone is meant: the forward is not in it.
 
 
 def roof(flops: float, moved: float, tflops: float, gb_s: float) -> tuple[float, float, str]:
-    """Return intensity, least time in ms, and what bounds it; see the top of this file."""
+    """Return intensity, least time in ms, and what bounds it; see the top of this file.
+
+    >>> roof(flops=2e12, moved=1e9, tflops=100, gb_s=1000)
+    (2000.0, 20.0, 'arithmetic')
+    """
     arithmetic, memory = flops / tflops / 1e9, moved / gb_s / 1e6
     by = ARITHMETIC if arithmetic >= memory else MEMORY
     return flops / moved, max(arithmetic, memory), by

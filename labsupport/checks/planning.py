@@ -40,6 +40,12 @@ def held_bytes(
         checkpoint: only each block's input is kept.
         loss_chunk: tokens at a time in the loss; None for all.
         itemsize: bytes of a number.
+
+    >>> shape = {"width": 128, "layers": 4, "heads": 4, "mlp_width": 512, "vocab": 257}
+    >>> plain = held_bytes(1024, **shape, stores_scores=True, checkpoint=False, loss_chunk=None)
+    >>> lean = held_bytes(1024, **shape, stores_scores=False, checkpoint=True, loss_chunk=256)
+    >>> plain > 10 * lean
+    True
     """
     scores = heads * seqlen**2 if stores_scores else 0
     mlp = 2 * seqlen * mlp_width

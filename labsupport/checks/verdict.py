@@ -63,7 +63,14 @@ class _Shown:
 
 
 class CheckFailed(_Shown, AssertionError):
-    """A check found a mistake; the message names it where possible."""
+    """A check found a mistake; the message names it where possible.
+
+    >>> try:
+    ...     check_textbook_values(lambda q, k, v, mask=None: (v, None))
+    ... except CheckFailed:
+    ...     print("a mistake")
+    a mistake
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__("\n".join(filter(None, (message, _outside()))))

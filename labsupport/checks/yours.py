@@ -23,6 +23,14 @@ def solution_or_reference(
     With it a notebook goes on after an unsolved exercise, and measures the student's own code as
     soon as it is right. In an exam edition, which lacks most of the lab's functions, say which
     exercise the next cells wait for.
+
+    >>> from labsupport.attention import standard_attention
+    >>> def textbook_attention(q, k, v, mask=None):
+    ...     return v, None
+    >>> used = solution_or_reference(
+    ...     textbook_attention, standard_attention, check_textbook_values
+    ... )
+    Using the lab's implementation: textbook_attention does not pass its checks yet.
     """
     name = getattr(yours, "__name__", "your function")
     try:
@@ -58,6 +66,9 @@ def compare_prediction(
         measured: the measurement, in the same unit.
         unit: e.g. "MiB" or "times".
         possible: least and largest value that can be, (0, 1) for a share; beyond them is noise.
+
+    >>> compare_prediction("memory", 100, 128.0, "MiB")
+    memory: you predicted 100 MiB, it is 128 MiB (within a third).
     """
     unit = f" {unit}" if unit else ""
     if isinstance(predicted, str):  # with its unit, perhaps

@@ -51,6 +51,12 @@ class LaunchError(RuntimeError):
     Attributes:
         rank: the one that failed first, or that the others waited for.
         traceback: that of the first exception, as text; "" if there was none.
+
+    >>> try:
+    ...     raise LaunchError("rank 1 stopped", rank=1)
+    ... except LaunchError as error:
+    ...     error.rank
+    1
     """
 
     def __init__(self, message: str, rank: int, traceback: str = "") -> None:

@@ -71,8 +71,10 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
         ValueError: an unknown backend; fewer GPUs than processes on this machine, which NCCL does
             not accept.
 
-    >>> info = setup_ddp()
-    >>> model = Decoder(config).to(info.device)
+    >>> info = setup_ddp()  # under torchrun one of many
+    >>> info.rank, info.world
+    (0, 1)
+    >>> cleanup_ddp()
     """
     if dist.is_initialized():
         raise RuntimeError("the process group exists already: cleanup_ddp() closes it")
@@ -99,6 +101,10 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
 
 
 def cleanup_ddp() -> None:
-    """Leave the process group; do nothing if there is none."""
+    """Leave the process group; do nothing if there is none.
+
+    >>> info = setup_ddp()
+    >>> cleanup_ddp()
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

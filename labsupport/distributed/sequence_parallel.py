@@ -173,10 +173,14 @@ def shard_model(
     Raises:
         RuntimeError: no process group. ValueError: another kind of model, or one that is sharded.
 
-    >>> with shard_model(Decoder(config).to(info.device)) as sharded:
+    >>> from labsupport.training import Decoder, DecoderConfig, batches
+    >>> info = setup_ddp()
+    >>> (batch,) = batches([list(range(200))], 64, end_token=256)(0)
+    >>> with shard_model(Decoder(DecoderConfig.preset("tiny")).to(info.device)) as sharded:
     ...     part = sharded(sharded.shard(batch))  # of this rank; the sum over ranks is the loss
     ...     part.backward()
     ...     sharded.sum_gradients()
+    >>> cleanup_ddp()
     """
     if not isinstance(model, Decoder):
         raise ValueError(
@@ -298,8 +302,13 @@ def train_with_ring(
         ValueError: what `shard_model`, `shard_batch` and `train_with_ddp` refuse; ranks that were
             given different micro-batches. Others as `run_steps`.
 
-    >>> info = setup_ddp()
-    >>> run = train_with_ring(model, stream, TrainConfig(steps=100))  # not share_of(stream)
+    >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
+    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
+    >>> stream = batches([list(range(200))], 64, end_token=256)  # whole: not share_of(stream)
+    >>> run = train_with_ring(model, stream, TrainConfig(steps=2), progress=False)
+    >>> len(run.history)
+    2
+    >>> cleanup_ddp()
     """
     info = RankInfo.current()
     check_settings(model, settings)

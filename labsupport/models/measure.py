@@ -88,6 +88,12 @@ def measure_model(
 
     Raises:
         ValueError: `ids` is shorter than the longest length.
+
+    >>> story = load_model("stories15m", device="cpu")
+    >>> ids = torch.arange(2, 66)[None]
+    >>> table = measure_model(story.model, ids, lengths=(32,), max_seconds=0.1, progress=False)
+    >>> table.status.tolist()
+    ['ok', 'ok']
     """
     import pandas as pd
     from tqdm.auto import tqdm

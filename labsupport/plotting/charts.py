@@ -46,6 +46,11 @@ def plot_time(table: pd.DataFrame, *, title: str, references: Sequence[Reference
 
     Raises:
         ValueError: the table mixes shapes, dtypes or masks, or lacks a column.
+
+    >>> from labsupport.profiling import load_run
+    >>> run = load_run("attention-h200")
+    >>> run = run[run.causal & (run.direction == "forward")]
+    >>> chart = plot_time(run, title="On an H200", references=[Reference("1 ms", 1.0)])
     """
     return _plot(table, "median_ms", "time (ms)", title, references, band=True)
 
@@ -60,6 +65,10 @@ def plot_memory(
     """Plot the peak extra memory in MiB against sequence length.
 
     Arguments and errors as `plot_time`; `label` says what is counted, if it is not extra memory.
+
+    >>> from labsupport.profiling import load_run
+    >>> run = load_run("attention-h200")
+    >>> chart = plot_memory(run[run.causal & (run.direction == "forward")], title="On an H200")
     """
     return _plot(table, "peak_memory_bytes", label, title, references, scale=2**-20)
 
@@ -204,7 +213,11 @@ def _small_print(run: pd.DataFrame) -> str:
 
 
 def plot_share(shares: pd.Series, *, title: str) -> Chart:
-    """Plot attention's share of the FLOPs, 0 to 1, against the number of tokens (the index)."""
+    """Plot attention's share of the FLOPs, 0 to 1, against the number of tokens (the index).
+
+    >>> import pandas as pd
+    >>> chart = plot_share(pd.Series({512: 0.1, 4096: 0.5}), title="Attention takes over")
+    """
     figure = Chart(figsize=(7.2, 3.4))
     axes = figure.subplots()
     axes.plot(shares.index, shares, color=BLUE, marker="o", label="attention's share")
@@ -224,6 +237,10 @@ def plot_predictions(table: pd.DataFrame, *, title: str, small_print: str = "") 
             time by the specification) may be there, NaN where there is none.
         title: the finding, as a sentence.
         small_print: the case, and what the predictions rest on.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame([{"device": "H200", "ms": 1.0, "low_ms": 0.8, "high_ms": 1.3}])
+    >>> chart = plot_predictions(table, title="About a millisecond")
     """
     figure = Chart(figsize=(8.8, 1.9 + 0.36 * len(table)))
     axes, rows = figure.subplots(), range(len(table))
@@ -258,7 +275,11 @@ def _prediction(row: dict[Any, Any]) -> str:
 
 @dataclass(frozen=True)
 class RoofLine:
-    """One roof to draw: its name, TFLOP/s and GB/s."""
+    """One roof to draw: its name, TFLOP/s and GB/s.
+
+    >>> RoofLine("H200", tflops=989, gb_s=4800).ridge
+    206.04...
+    """
 
     label: str
     tflops: float
@@ -280,6 +301,10 @@ def plot_roofline(
         roofs: at least one; the first is drawn solid (the specified one, say), others dashed.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame([{"backend": "sdpa_flash", "intensity": 500.0, "tflops": 300.0}])
+    >>> chart = plot_roofline(table, [RoofLine("H200", 989, 4800)], title="Below the roof")
     """
     figure = Chart(figsize=(8.6, 5.2))
     axes = figure.subplots()

@@ -39,6 +39,11 @@ def plot_timeline(table: pd.DataFrame, *, title: str, small_print: str = "") -> 
         table: columns layout, rank, what ("compute" or "message"), start_ms, end_ms.
         title: the finding, as a sentence.
         small_print: device, sizes, and what a message's beginning and end are.
+
+    >>> import pandas as pd
+    >>> rows = [("zigzag", 0, "compute", 0.0, 2.0), ("zigzag", 0, "message", 0.0, 1.0)]
+    >>> table = pd.DataFrame(rows, columns=["layout", "rank", "what", "start_ms", "end_ms"])
+    >>> chart = plot_timeline(table, title="The message hides behind the compute")
     """
     layouts, ranks = list(dict.fromkeys(table["layout"])), sorted(set(table["rank"]))
     figure = Chart(figsize=(8.6, 1.3 + len(layouts) * (0.45 + 0.55 * len(ranks))))
@@ -99,6 +104,10 @@ def plot_scaling(
 
     Raises:
         ValueError: two rows are the same point.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"world": [1, 2, 4], "series": "native", "efficiency": [1, 0.9, 0.8]})
+    >>> chart = plot_scaling(table, column="efficiency", title="It scales", ylabel="efficiency")
     """
     keys = [series, *([panel] if panel else []), "world"]
     if table.duplicated(keys).any():

@@ -42,7 +42,14 @@ _SPARE = ("#661100", "#6699CC", "#AA4466")
 class Reference:
     """A line to judge the measurements by: a physical limit, or what a formula predicts.
 
-    y: a number, or a function of x (the sequence length, say); in the unit of the chart's y axis.
+    Attributes:
+        y: a number, or a function of x (the sequence length, say); in the unit of the chart's y
+            axis.
+
+    >>> Reference("memory of the GPU", 80 * 1024).y
+    81920
+    >>> Reference("S and P", lambda n: 2 * n**2 * 4 / 2**20).y(1024)
+    8.0
     """
 
     label: str
@@ -50,7 +57,11 @@ class Reference:
 
 
 def style(backend: str) -> tuple[str, str]:
-    """Return (colour, marker) of an implementation, the same everywhere."""
+    """Return (colour, marker) of an implementation, the same everywhere.
+
+    >>> style("sdpa_flash")
+    ('#0072B2', '^')
+    """
     known = STYLES | IN_MODELS
     if backend in known:
         return known[backend]

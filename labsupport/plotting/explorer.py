@@ -34,6 +34,8 @@ def plot_tiles(
         seqlen_q, seqlen_k: rows and columns of the score matrix.
         block_q, block_k: rows and columns of a tile; the last ones may be smaller.
         causal: hide the future, aligned bottom-right.
+
+    >>> chart = plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
     """
     figure = Chart(figsize=(7.2, 4.6))
     axes = figure.subplots()
@@ -77,6 +79,8 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
 
     Args:
         weights: matrices (queries, keys) of numbers from 0 to 1, by the panels' titles.
+
+    >>> chart = plot_weights({"causal": torch.tril(torch.ones(4, 4))})
     """
     figure = Chart(figsize=(2.9 * len(weights), 3.1))
     panels = figure.subplots(1, len(weights), squeeze=False)[0]
@@ -96,6 +100,9 @@ def plot_tile_choices(table: pd.DataFrame, *, chosen: tuple[int, int] | None = N
     Args:
         table: from `tile_choices`, with its `.attrs["case"]`.
         chosen: (B_r, B_c) to mark; by default the pair that fits and moves least.
+
+    >>> from labsupport.analysis import tile_choices
+    >>> chart = plot_tile_choices(tile_choices(512, 64, fast_bytes=128 * 1024))
     """
     case = table.attrs["case"]
     fitting = table[table["fits"]].sort_values(["traffic_bytes", "needed_bytes"])

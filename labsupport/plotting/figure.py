@@ -20,6 +20,11 @@ class Chart(Figure):
 
     Attributes:
         description: what the figure shows, in words; if empty, `alt_text` puts it together.
+
+    >>> chart = Chart(figsize=(4, 3))
+    >>> chart.say("Time grows with the length", "a CPU", ["From 1 ms to 4 ms."])
+    >>> chart.description
+    'Time grows with the length. From 1 ms to 4 ms.'
     """
 
     description = ""
@@ -48,7 +53,11 @@ class Chart(Figure):
 
 
 def alt_text(figure: Chart) -> str:
-    """Describe a chart for readers who cannot see it: title, axes, and each line's ends."""
+    """Describe a chart for readers who cannot see it: title, axes, and each line's ends.
+
+    >>> chart = plot_weights({"causal": torch.tril(torch.ones(4, 4))})
+    >>> words = alt_text(chart)
+    """
     if getattr(figure, "description", ""):
         return figure.description
     parts = [figure.get_suptitle().replace("\n", " ").rstrip(".") + "."]

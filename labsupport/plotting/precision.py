@@ -54,6 +54,12 @@ def plot_dtype_flow(frame: pd.DataFrame, *, title: str) -> Chart:
 
     Raises:
         ValueError: the frame holds no forward call.
+
+    >>> from labsupport.precision import PrecisionTracker
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> with PrecisionTracker(model) as tracker:
+    ...     out = model(torch.randn(2, 4))
+    >>> chart = plot_dtype_flow(tracker.to_dataframe(), title="float32 throughout")
     """
     shown = frame[(frame["pass"] == "forward") & (frame["kind"] != "block") & (frame["call"] == 0)]
     if shown.empty:

@@ -50,6 +50,11 @@ def plot_memory_parts(
         measured: bytes by case, a diamond on its bar.
         limit: what may be used at most: its name, and bytes; a line.
         small_print: device, date, sizes.
+
+    >>> import pandas as pd
+    >>> rows = [("textbook", "scores", 8e9), ("textbook", "rest", 1e9), ("flash", "rest", 1e9)]
+    >>> table = pd.DataFrame(rows, columns=["case", "part", "bytes"])
+    >>> chart = plot_memory_parts(table, title="The scores fill the memory")
     """
     cases = list(dict.fromkeys(table["case"]))
     wide = table.pivot_table(index="case", columns="part", values="bytes", aggfunc="sum").fillna(0)
@@ -96,6 +101,10 @@ def plot_training(table: pd.DataFrame, *, title: str | None = None, small_print:
 
     Raises:
         ValueError: there is no step to draw.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"step": [0, 1], "loss": [5.5, 5.1], "grad_norm": [2.0, 1.8]})
+    >>> chart = plot_training(table)
     """
     if table.empty:
         raise ValueError("there is no step to draw")
@@ -125,6 +134,11 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
         table: columns backend, seed, step, loss, grad_norm. The first run is compared with.
         title: the finding, as a sentence.
         small_print: device, date, sizes.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"step": [0, 1], "loss": [5.5, 5.1], "grad_norm": [2.0, 1.8]})
+    >>> runs = [table.assign(backend=name, seed=0) for name in ("standard", "sdpa_flash")]
+    >>> chart = plot_runs(pd.concat(runs, ignore_index=True), title="The same losses")
     """
     runs = list(dict.fromkeys(zip(table["backend"], table["seed"], strict=True)))
     figure = Chart(figsize=(8.6, 7.0))
@@ -187,6 +201,10 @@ def plot_by_window(
         unit: of the windows.
         references: lines to judge by; y a number, or a function of the window.
         small_print: model, texts, source.
+
+    >>> import pandas as pd
+    >>> table = pd.DataFrame({"window": [512, 1024, 2048], "score": [0.2, 0.5, 0.9]})
+    >>> chart = plot_by_window(table, {"score": "recall"}, title="More is better", ylabel="share")
     """
     table = table.sort_values("window")
     windows = list(table["window"])

@@ -123,6 +123,10 @@ def safe_flash_attention(
     Raises:
         AttentionInputError, BackendUnavailableError: as there; also if the result does not fit into
             the range of q's dtype.
+
+    >>> q, k, v = torch.randn(3, 1, 16, 4, 8)
+    >>> safe_flash_attention(q.half(), k, v.bfloat16(), causal=True).dtype
+    torch.float16
     """
     call = _checked(q, k, v, options)
     report = _plan(call, backend, dtypes, float64, return_report)
@@ -156,7 +160,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Attent
 
 
 class PrecisionWarning(UserWarning):
-    """Casts of inputs, or numbers that deserve a second look."""
+    """Casts of inputs, or numbers that deserve a second look.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore", PrecisionWarning)  # or "error"
+    """
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,11 @@ class PrecisionReport:
         cautions: other properties of the inputs' numbers that need attention.
         error_bound: the maximum error of the output against exact arithmetic on the inputs as
             given, estimated from a sample of the queries; None if no report was asked for.
+
+    >>> q, k, v = torch.randn(3, 1, 16, 4, 8)
+    >>> out, report = safe_flash_attention(q, k.half(), v, return_report=True)
+    >>> report.casts
+    ('k float16 -> float32',)
     """
 
     backend: str

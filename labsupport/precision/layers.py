@@ -43,11 +43,15 @@ class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
         normalized_shape, options: as in `nn.LayerNorm`; `dtype` is the weights'.
         statistics: dtype of mean, variance and normalised values.
 
-    Shapes: (..., *normalized_shape) to the same, in the input's dtype.
+    Shapes: `(..., *normalized_shape)` to the same, in the input's dtype.
+
+    >>> norm = MixedPrecisionLayerNorm(8, dtype=torch.float32)
+    >>> norm(torch.randn(2, 8, dtype=torch.bfloat16)).dtype
+    torch.bfloat16
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (..., *normalized_shape); return the input's dtype."""
+        """Normalise `(..., *normalized_shape)`; return the input's dtype."""
         weight, bias, high = self.weight, self.bias, self.statistics
         same = all(w is None or w.dtype == input.dtype for w in (weight, bias))
         if same and high == torch.float32 and input.dtype in _HALF and input.device.type != "cpu":
@@ -73,11 +77,15 @@ class MixedPrecisionRMSNorm(_Norm, nn.RMSNorm):
         statistics: dtype of the mean square and of the normalised values. In float16, entries from
             256 overflow.
 
-    Shapes: (..., *normalized_shape) to the same, in the input's dtype.
+    Shapes: `(..., *normalized_shape)` to the same, in the input's dtype.
+
+    >>> norm = MixedPrecisionRMSNorm(8, dtype=torch.float32)
+    >>> norm(torch.randn(2, 8, dtype=torch.bfloat16)).dtype
+    torch.bfloat16
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise (..., *normalized_shape); return the input's dtype."""
+        """Normalise `(..., *normalized_shape)`; return the input's dtype."""
         eps = torch.finfo(self.statistics).eps if self.eps is None else self.eps
         high, weight = x.to(self.statistics), _to(self.weight, self.statistics)
         if self.statistics in _HALF:
@@ -102,6 +110,10 @@ class MixedPrecisionEmbedding(nn.Embedding):
         output_dtype: dtype of the output; None means the table's.
 
     Shapes: integers (...) to (..., embedding_dim).
+
+    >>> table = MixedPrecisionEmbedding(10, 4, dtype=torch.float32, output_dtype=torch.bfloat16)
+    >>> table(torch.tensor([1, 2])).dtype
+    torch.bfloat16
     """
 
     output_dtype: torch.dtype | None

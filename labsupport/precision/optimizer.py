@@ -43,9 +43,13 @@ class MixedPrecisionOptimizer:
         ValueError: no parameter to train, one that is not the model's or comes twice, or float16
             parameters without wider masters.
 
-    >>> optimizer = MixedPrecisionOptimizer(model, config, lr=1e-3)
-    >>> optimizer.backward(compute_loss(model(x), labels))
-    >>> optimizer.step(), optimizer.zero_grad()
+    >>> model = torch.nn.Linear(8, 10).bfloat16()  # or under a policy
+    >>> optimizer = MixedPrecisionOptimizer(model, FlashAttentionConfig(), lr=1e-3)
+    >>> logits = model(torch.randn(4, 8, dtype=torch.bfloat16))
+    >>> optimizer.backward(compute_loss(logits, torch.arange(4)))
+    >>> optimizer.step()
+    True
+    >>> optimizer.zero_grad()
     """
 
     def __init__(

@@ -73,6 +73,11 @@ class FlashAttentionConfig:
 
     Warns:
         UserWarning: norm_statistics, loss or optimizer in 16 bits. Allowed, to see the failure.
+
+    >>> FlashAttentionConfig(embedding="float32").embedding
+    torch.float32
+    >>> FlashAttentionConfig.float16().needs_loss_scaling
+    True
     """
 
     attention: torch.dtype = torch.bfloat16
@@ -142,6 +147,11 @@ def apply_precision_policy(
 
     Under gradient checkpointing, checkpoint whole modules: the dtype of attention kernels is set by
     the module around them, and a bare function that is recomputed has none around it.
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.LayerNorm(8))
+    >>> notes = apply_precision_policy(model, FlashAttentionConfig(norm_weights="float32"))
+    >>> model[0].weight.dtype, model[1].weight.dtype
+    (torch.bfloat16, torch.float32)
     """
     config = FlashAttentionConfig() if config is None else config
     parts = _recognise(model)

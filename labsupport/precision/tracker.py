@@ -92,6 +92,12 @@ class PrecisionTracker:
             calls outside of modules.
         ranges: also measure largest and smallest magnitude, and count NaN, infinite and zero
             entries. The numbers stay on the device until they are read.
+
+    >>> model = torch.nn.Linear(4, 4).half()
+    >>> with PrecisionTracker(model) as tracker:
+    ...     out = model(1e6 * torch.ones(2, 4).half())  # 1e6 is inf in float16
+    >>> tracker.violations[0].kind
+    'overflow'
     """
 
     def __init__(self, model: nn.Module | None = None, *, ranges: bool = True) -> None:

@@ -42,8 +42,7 @@ class EnvironmentCard:
 def environment_card(device: str | None = None) -> EnvironmentCard:
     """The card for a device; by default the current GPU if there is one, else the CPU.
 
-    Example:
-        >>> environment_card()          # in a notebook: a table; print() gives plain text
+    >>> card = environment_card("cpu")  # at the end of a cell a table; print() gives plain text
     """
     import psutil
     import torch

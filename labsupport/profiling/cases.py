@@ -38,6 +38,9 @@ class Case:
 
     Raises:
         ValueError: a size that is not positive, or an unknown dtype or direction.
+
+    >>> Case("sdpa_flash", 4096, heads=8, causal=True).flops()
+    17184063488
     """
 
     backend: str

@@ -112,7 +112,11 @@ def read_specs(path: Path | None = None) -> tuple[HardwareSpec, ...]:
 
 
 def hardware_table() -> pd.DataFrame:
-    """The table of specifications as a DataFrame, one row per GPU, missing figures as NaN."""
+    """The table of specifications as a DataFrame, one row per GPU, missing figures as NaN.
+
+    >>> hardware_table().set_index("name").bandwidth_gb_s["H200"]
+    np.float64(4800.0)
+    """
     import pandas as pd
 
     table = pd.DataFrame([vars(spec) for spec in read_specs()])
@@ -130,7 +134,11 @@ def find_spec(driver_name: str) -> HardwareSpec | None:
 
 
 def detect_device(device: torch.device | str | None = None) -> DeviceInfo:
-    """Describe the device, with its row of the table if there is one."""
+    """Describe the device, with its row of the table if there is one.
+
+    >>> detect_device("cpu").kind
+    'cpu'
+    """
     where = resolve_device(device)
     if where.type != "cuda":
         found = None
@@ -161,6 +169,9 @@ def measured_ceilings(device: torch.device | str | None = None) -> Ceilings:
 
     Results are kept for the life of the process, and raised where a later measurement beats them
     (`raise_beaten`): a ceiling that is beaten judges nothing.
+
+    >>> measured_ceilings("cpu").copy_gb_s > 1
+    True
     """
     where = str(resolve_device(device))
     if where not in _known:

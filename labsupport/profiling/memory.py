@@ -183,17 +183,20 @@ class LargestTensor(TorchDispatchMode):
     neither do tensors that existed before.  Space that a kernel takes internally is not seen; ask
     `measure_peak_memory` for it.
 
-    Attributes (all zero or empty when nothing was created):
+    Attributes:
         numel: elements that its storage holds.
         nbytes: bytes of its storage.
         shape: its shape when it was created.
         op: the operation that created it, for example 'aten.bmm.default'.
 
-    Example:
-        >>> with LargestTensor() as largest:
-        ...     standard_attention(q, k, v)  # q, k, v: (4, 1024, 64)
-        >>> largest.shape
-        (4, 1024, 1024)
+    All are zero or empty when nothing was created.
+
+    >>> from labsupport.attention import standard_attention
+    >>> q = k = v = torch.randn(4, 64, 8)
+    >>> with LargestTensor() as largest:
+    ...     out, weights = standard_attention(q, k, v)
+    >>> largest.shape
+    (4, 64, 64)
     """
 
     supports_higher_order_operators = True
@@ -228,7 +231,11 @@ class LargestTensor(TorchDispatchMode):
 
 
 def largest_tensor(fn: Callable[[], Any]) -> LargestTensor:
-    """Call `fn()` and return the `LargestTensor` that it created (its backward included)."""
+    """Call `fn()` and return the `LargestTensor` that it created (its backward included).
+
+    >>> largest_tensor(lambda: torch.ones(10) @ torch.ones(10, 3)).shape
+    (10, 3)
+    """
     with LargestTensor() as largest:
         fn()
     return largest
@@ -299,9 +306,9 @@ class TensorTrace(LargestTensor):
 def trace_tensors(fn: Callable[[], Any]) -> TensorTrace:
     """Call `fn()` and return what its operators created, read and wrote.
 
-    Example:
-        >>> trace = trace_tensors(lambda: standard_attention(q, k, v))
-        >>> trace.shape, trace.total_bytes
+    >>> trace = trace_tensors(lambda: torch.ones(4, 8) @ torch.ones(8, 2))
+    >>> trace.operators["mm"]  # calls, bytes read, bytes written
+    [1, 192, 32]
     """
     with TensorTrace() as trace:
         fn()

@@ -62,10 +62,10 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
     Raises:
         ValueError: the interval is too short.
 
-    Example:
-        >>> with monitor(interval=0.05) as watch:
-        ...     train()
-        >>> watch.peak_bytes, watch.mean_bytes
+    >>> with monitor(interval=0.01) as watch:
+    ...     ones = torch.ones(1_000_000)
+    >>> watch.peak_bytes >= watch.mean_bytes
+    True
     """
 
     def __init__(

@@ -32,6 +32,13 @@ def save_run(
     Raises:
         ValueError: a bad name, or a table without provenance.
         FileExistsError: the run exists and `overwrite` is False.
+
+    >>> import pathlib, tempfile
+    >>> table = run_grid(grid(["sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> saved = save_run(table, "mine", folder=folder)
+    >>> len(load_run("mine", folder=folder))
+    1
     """
     check_run_name(name)
     record = table.attrs.get("provenance")
@@ -55,6 +62,9 @@ def load_run(name: str, *, folder: Path | None = None) -> pd.DataFrame:
 
     Raises:
         FileNotFoundError: no such run; the message lists those that exist.
+
+    >>> load_run("attention-h200").attrs["provenance"]["device"]
+    'NVIDIA H200'
     """
     import pandas as pd
 

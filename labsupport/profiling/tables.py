@@ -25,6 +25,10 @@ def speedup(table: pd.DataFrame, over: str = "standard") -> pd.DataFrame:
 
     Raises:
         ValueError: `over` is not a backend of the table, or has two rows for one shape.
+
+    >>> table = run_grid(grid(["standard", "sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> speedup(table).speedup[0]
+    np.float64(1.0)
     """
     if over not in set(table["backend"]):
         raise ValueError(
@@ -55,7 +59,12 @@ READABLE = {
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The columns that a reader looks at, with units in their names; errors as text."""
+    """The columns that a reader looks at, with units in their names; errors as text.
+
+    >>> table = run_grid(grid(["sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> "time, ms" in readable(table).columns
+    True
+    """
     shown = table[[name for name in READABLE if name in table]].copy()
     shown["peak_memory_bytes"] = (shown["peak_memory_bytes"] / 2**20).round(1)
     for name in ("max_error", "relative_error"):
@@ -174,13 +183,22 @@ def arithmetic_bound_ms(table: pd.DataFrame, tflops: float) -> Callable[[float],
     """The least time, in ms, of a table's cases by length: their FLOPs at a rate in TFLOP/s.
 
     For `plotting.Reference`. The table holds one shape and one direction.
+
+    >>> table = run_grid(grid(["sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> arithmetic_bound_ms(table, tflops=10)(8192)  # 10 TFLOP/s
+    6.871947...
     """
     first = _one_shape(table)
     return lambda seqlen: replace(first, seqlen=int(seqlen), kv_seqlen=0).flops() / tflops / 1e9
 
 
 def score_mib(table: pd.DataFrame) -> Callable[[float], float]:
-    """The memory, in MiB, of S and P of a table's cases by length, in their dtype."""
+    """The memory, in MiB, of S and P of a table's cases by length, in their dtype.
+
+    >>> table = run_grid(grid(["sdpa_flash"], [64]), repeats=3, progress=False)
+    >>> score_mib(table)(1024)  # 4 heads, float32
+    32.0
+    """
     first = _one_shape(table)
     entry = 2 * first.batch * first.heads * getattr(torch, first.dtype).itemsize
     return lambda seqlen: entry * seqlen**2 / 2**20

@@ -46,9 +46,11 @@ class Checkpoints:
         folder: made when first needed.
         keep: number of checkpoints that `save` leaves, the newest ones.
 
-    >>> checkpoints = Checkpoints("runs/first")
-    >>> checkpoints.save(200, {"model": model.state_dict()})
-    >>> state = checkpoints.load_newest()
+    >>> import tempfile
+    >>> checkpoints = Checkpoints(tempfile.mkdtemp())
+    >>> file = checkpoints.save(200, {"weight": torch.ones(3)})
+    >>> checkpoints.load_newest()["weight"]
+    tensor([1., 1., 1.])
     """
 
     def __init__(self, folder: Path | str, *, keep: int = 2) -> None:

@@ -20,19 +20,21 @@ Mlp = Literal["gelu", "swiglu"]
 class DecoderConfig:
     """Shape of a decoder: by default GPT-2's, but with rotary positions, which have no end.
 
-    vocab_size: rows of the embedding.
-    width: numbers of a token between blocks; `heads` times an even head_dim (even: if rotary).
-    kv_heads: key/value heads, of which `heads` is a multiple; None means as many as heads.
-    mlp_width: numbers of a token inside the MLP; None means 4 · width, for gelu only.
-    positions: "rotary", or "learned": a table of `max_positions` rows, and no token beyond them.
-    max_positions: rows of that table; with rotary positions without effect.
-    rope_base, rope_scaling, rope_interleaved: see `labsupport.attention.rotary`.
-    norm: "layer" (mean and variance) or "rms" (mean square only, and no bias).
-    mlp: "gelu" (tanh approximation, as GPT-2), or "swiglu" (a gate, as Llama; Shazeer, arXiv
-        2002.05202).
-    bias: in all projections and layer norms; the classifier has none.
-    tied: the classifier is the embedding again (Press and Wolf, arXiv 1608.05859).
-    norm_eps: added to variances and mean squares.
+    Attributes:
+        vocab_size: rows of the embedding.
+        width: numbers of a token between blocks; `heads` times an even head_dim (even: if rotary).
+        kv_heads: key/value heads, of which `heads` is a multiple; None means as many as heads.
+        mlp_width: numbers of a token inside the MLP; None means 4 · width, for gelu only.
+        positions: "rotary", or "learned": a table of `max_positions` rows, and no token beyond
+            them.
+        max_positions: rows of that table; with rotary positions without effect.
+        rope_base, rope_scaling, rope_interleaved: see `labsupport.attention.rotary`.
+        norm: "layer" (mean and variance) or "rms" (mean square only, and no bias).
+        mlp: "gelu" (tanh approximation, as GPT-2), or "swiglu" (a gate, as Llama; Shazeer, arXiv
+            2002.05202).
+        bias: in all projections and layer norms; the classifier has none.
+        tied: the classifier is the embedding again (Press and Wolf, arXiv 1608.05859).
+        norm_eps: added to variances and mean squares.
 
     Raises:
         ValueError: sizes or names that do not fit together.
@@ -145,13 +147,17 @@ PRESETS: dict[str, DecoderConfig] = {
 class MemoryOptions:
     """Options that lower a decoder's memory and change no result beyond rounding.
 
-    attention: a backend's name, as for `labsupport.attention.attention`.
-    checkpoint: keep only each block's input, and compute the block again in the backward pass
-        (Chen et al., arXiv 1604.06174).
-    mlp_chunk: tokens at a time through the norm and the MLP; None means all of them.
-    loss_chunk: tokens at a time through the classifier; None makes all the logits.
-    residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
-        the embedding returns it: in its weights' dtype, or a precision policy's.
+    Attributes:
+        attention: a backend's name, as for `labsupport.attention.attention`.
+        checkpoint: keep only each block's input, and compute the block again in the backward pass
+            (Chen et al., arXiv 1604.06174).
+        mlp_chunk: tokens at a time through the norm and the MLP; None means all of them.
+        loss_chunk: tokens at a time through the classifier; None makes all the logits.
+        residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
+            the embedding returns it: in its weights' dtype, or a precision policy's.
+
+    >>> savings = MemoryOptions(checkpoint=True, loss_chunk=512)
+    >>> model = Decoder(DecoderConfig.preset("tiny"), savings)
     """
 
     attention: str = "auto"
@@ -197,6 +203,9 @@ class TrainConfig:
 
     Raises:
         ValueError: a count below 1, more warm-up than steps, both autocast and policy.
+
+    >>> TrainConfig(steps=100, warmup_steps=10, learning_rate=1e-3).steps
+    100
     """
 
     steps: int

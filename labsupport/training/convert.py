@@ -57,6 +57,12 @@ def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
 
     Raises:
         ValueError: the model is of another family, or computes what a Decoder cannot.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4)).eval()
+    >>> tokens = torch.arange(8)[None]
+    >>> torch.allclose(from_transformers(model)(tokens), model(tokens).logits, atol=1e-5)
+    True
     """
     config, family = _our_config(model), model.config.model_type
     layers = {

@@ -127,6 +127,10 @@ def tensors(batch: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: neither a mapping nor a dataclass with tensors `tokens` and `labels`.
+
+    >>> (packed,) = pack([[1, 2, 3], [4, 5, 6]], 8, end_token=0)
+    >>> sorted(tensors(packed))
+    ['cu_seqlens', 'labels', 'positions', 'tokens']
     """
     if is_dataclass(batch):
         # Beside its tensors it may know numbers, such as the size of its padding.
@@ -300,6 +304,9 @@ def help_documents() -> list[Document]:
 
     Raises:
         ModuleNotFoundError: this Python was packed without them; `source_documents` stays.
+
+    >>> help_documents()[0].name
+    "help('...'), CPython ..."
     """
     return [Document(f"help({n!r}), {ORIGIN}", text) for n, text in python_topics().items()]
 
@@ -309,6 +316,9 @@ def source_documents(modules: Iterable[str] = MODULES) -> list[Document]:
 
     Raises:
         ValueError: a name that is no module with a Python source.
+
+    >>> source_documents(["argparse"])[0].name
+    "argparse's source, CPython ..."
     """
     return [Document(f"{name}'s source, {ORIGIN}", source_text(name)) for name in modules]
 

@@ -40,6 +40,10 @@ class Decoder(nn.Module):
     projections that end in the residual stream divided by sqrt(2 · layers). Seed before you build.
     For mixed precision call it under `torch.autocast`. `savings` may be exchanged at any time. A
     subclass may bring its own `turn` and `chunked_loss`.
+
+    >>> model = Decoder(DecoderConfig.preset("tiny"))
+    >>> model(torch.arange(16)[None]).shape
+    torch.Size([1, 16, 257])
     """
 
     def __init__(self, config: DecoderConfig, savings: MemoryOptions | None = None) -> None:

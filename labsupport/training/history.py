@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 class StepRow:
     """One optimizer step.
 
-    step: counted from 0.
-    loss: the mean over all labels of the step's micro-batches, before the step.
-    grad_norm: the total norm of the gradients, before clipping.
-    learning_rate: this step's.
-    seconds: from asking for the batch to the end of the step, without evaluation and checkpoints.
-    tokens: that went through the model, padding included.
-    peak_bytes: on a GPU the most that PyTorch's tensors took during the step; on a CPU the peak of
-        the whole program's resident memory, from its start to now.
-    skipped: float16 gradients overflowed, the weights stayed as they were.
-    validation_loss: the mean over all labels of the validation batches, after the step.
-    sample: text that the model wrote after the step.
+    Attributes:
+        step: counted from 0.
+        loss: the mean over all labels of the step's micro-batches, before the step.
+        grad_norm: the total norm of the gradients, before clipping.
+        learning_rate: this step's.
+        seconds: from asking for the batch to the end of the step, without evaluation and
+            checkpoints.
+        tokens: that went through the model, padding included.
+        peak_bytes: on a GPU the most that PyTorch's tensors took during the step; on a CPU the peak
+            of the whole program's resident memory, from its start to now.
+        skipped: float16 gradients overflowed, the weights stayed as they were.
+        validation_loss: the mean over all labels of the validation batches, after the step.
+        sample: text that the model wrote after the step.
     """
 
     step: int

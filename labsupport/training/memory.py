@@ -235,10 +235,8 @@ def memory_limit(limit: str | int, device: torch.device | str | None = None) -> 
         RuntimeError: this system cannot limit a process (macOS, Windows).
         ValueError: the process uses more already; the GPU has less.
 
-    >>> with memory_limit("4GiB", "cpu"):  # doctest: +SKIP
-    ...     torch.zeros(2**30)
-    Traceback (most recent call last):
-    OutOfMemoryError: ...
+    >>> with memory_limit("4GiB", "cpu"):
+    ...     ones = torch.ones(1000)
     """
     count, chosen = parse_bytes(limit), resolve_device(device)
     gpu = chosen.type == "cuda"

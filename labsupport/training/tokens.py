@@ -69,6 +69,9 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     """Return GPT-2's tokenizer: 50,257 tokens; 50256 ends a document.
 
     Raises: as `load_tokenizer` of `labsupport.models.sources`.
+
+    >>> gpt2_tokenizer().decode(gpt2_tokenizer().encode("attention"))
+    'attention'
     """
     from labsupport.models.sources.load import load_tokenizer
 

@@ -99,9 +99,11 @@ def train(
         TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and
             labels; a value of `run_config` that is not plain.
 
-    >>> settings = TrainConfig(steps=100, autocast=torch.bfloat16, checkpoint_every=20)
-    >>> history = train(model, batches, settings, folder="runs/first")
-    >>> history.chart()
+    >>> stream = batches([list(range(200))], 64, end_token=256)
+    >>> settings = TrainConfig(steps=2, checkpoint_every=1)
+    >>> history = train(Decoder(DecoderConfig.preset("tiny")), stream, settings, progress=False)
+    >>> len(history.losses)
+    2
     """
     check_weights(model, settings.policy)
     everything = settings.run_config() | model_run_config(model) | dict(run_config or {})

@@ -33,6 +33,7 @@ def project(tmp_path):
     for folder in ("theory/figures", "notebooks", "docs", "code"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "docs" / "memory-h200.png").write_bytes(b"picture")
+    (tmp_path / "docs" / "coming-from.md").write_text("# Coming from")
     (tmp_path / "theory" / "figures" / "a.png").write_bytes(b"figure")
     (tmp_path / "theory" / "README.md").write_text("# Theory\n")
     (tmp_path / "theory" / "01-a.md").write_text(

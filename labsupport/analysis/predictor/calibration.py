@@ -113,7 +113,12 @@ def calibrate(
 
 
 def calibrate_run(run: str) -> tuple[Model, pd.DataFrame]:
-    """The model from a run's (see `SPLITS`) calibration shapes, and the rows that are held out."""
+    """The model from a run's (see `SPLITS`) calibration shapes, and the rows that are held out.
+
+    >>> model, held_out = calibrate_run("attention-h200")
+    >>> "sdpa_flash" in model.backends("bfloat16", "forward")
+    True
+    """
     seen, held_out = divide(run)
     device = device_of_run(run.split(":")[0])
     return calibrate(seen.case, seen.ms, device, spreads=seen.spread), held_out

@@ -64,10 +64,12 @@ def predict(case: Case, model: Model) -> Prediction:
             sequence more than four times as long as the longest that was, or as short as the
             shortest.
 
-    Example:
-        >>> model, _ = calibrate_run("attention-h200")
-        >>> case = Case("sdpa_cudnn", 4096, batch=4, heads=16, dtype="bfloat16")
-        >>> print(predict(case, model))
+    >>> from labsupport.profiling import Case
+    >>> model, _ = calibrate_run("attention-h200")
+    >>> case = Case("sdpa_cudnn", 4096, batch=4, heads=16, dtype="bfloat16")
+    >>> soon = predict(case, model)
+    >>> soon.low_ms < soon.ms < soon.high_ms
+    True
     """
     key = (case.backend, case.dtype, case.direction)
     fit, name = model.fits.get(key), model.device.name
@@ -106,6 +108,10 @@ def transfer(model: Model, gpu: str) -> Model:
 
     Raises:
         ValueError: a GPU that is not in the table, or a model of a CPU.
+
+    >>> model, _ = calibrate_run("attention-h200")
+    >>> transfer(model, "A100 SXM 80 GB").device.name
+    'A100 SXM 80 GB'
     """
     source, target = model.device, device_from_specification(gpu, model.device)
     refusals = {key: _refusal(key, target) for key in model.fits}

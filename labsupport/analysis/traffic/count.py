@@ -81,6 +81,11 @@ def count(
     Raises:
         OutOfFastMemoryError: the blocks do not fit.
         ValueError: an unknown algorithm, or neither blocks nor a capacity.
+
+    >>> q, k, v = torch.randn(3, 64, 8)
+    >>> textbook, tiled = (count(one, q, k, v, capacity=1024) for one in ("standard", "version2"))
+    >>> textbook.total > 4 * tiled.total
+    True
     """
     direction = "forward" if dout is None else "backward"
     known = FORWARD if dout is None else BACKWARD
@@ -128,6 +133,10 @@ def traffic_table(
     Returns:
         A row a run: algorithm, direction, causal, seqlen, head_dim, capacity, block_q, block_k,
         peak, read, written, total, formula, theorem (N^2 d^2 / M), of_theorem (total / theorem).
+
+    >>> table = traffic_table(["version1", "version2"], seqlens=(64,), head_dims=(8,))
+    >>> (table.total == table.formula).tolist()
+    [True, True]
     """
     import pandas as pd
 
@@ -161,6 +170,10 @@ def exponent(table: pd.DataFrame, along: str, column: str = "total") -> float:
 
     Raises:
         ValueError: fewer than two values along that axis, or another one varies as well.
+
+    >>> table = traffic_table(["standard"], seqlens=(64, 128, 256), head_dims=(8,))
+    >>> round(exponent(table, "seqlen"), 1)
+    1.9
     """
     others = {"algorithm", "direction", "causal", "seqlen", "head_dim", "capacity"} - {along}
     mixed = sorted(name for name in others if name in table and table[name].nunique() > 1)

@@ -39,6 +39,10 @@ def closed_form(
 
     Raises:
         ValueError: blocks that do not divide the lengths, or no such algorithm.
+
+    >>> from labsupport.analysis.traffic import Sizes
+    >>> closed_form("version2", "forward", Sizes(64, 64, 8, block_q=32, block_k=8))
+    (2560, 576)
     """
     if not sizes.divisible:
         raise ValueError("the closed forms hold for blocks that divide the lengths")
@@ -83,6 +87,10 @@ def theorem(sizes: Sizes, capacity: int) -> float:
     """N_q N_k d^2 / M: what FlashAttention's count is proportional to (d <= M <= N d).
 
     Source: "FlashAttention" (2022), theorem 2.
+
+    >>> from labsupport.analysis.traffic import Sizes
+    >>> theorem(Sizes(1024, 1024, 64, block_q=64, block_k=64), capacity=65_536)
+    65536.0
     """
     return sizes.seqlen_q * sizes.seqlen_k * sizes.head_dim**2 / capacity
 
@@ -119,6 +127,9 @@ def fitting_blocks(
 
     Raises:
         ValueError: not even one row fits.
+
+    >>> fitting_blocks("version2", "forward", capacity=4096, head_dim=16)
+    (67, 16)
     """
     keys_stay = algorithm == "version1" or (algorithm, direction) == ("version2", "backward")
 

@@ -50,16 +50,16 @@ class FastMemory(TorchDispatchMode):
         read, written: elements, by the name of the tensor in slow memory.
         used, peak: elements in fast memory, now and at most.
 
-    Raises (while it is active):
+    Raises:
         OutOfFastMemoryError: a load or a result does not fit beside what is there.
         RuntimeError: an operator takes a tensor that was never loaded.
 
-    Example:
-        >>> q = Slow("Q", torch.ones(8, 4))
-        >>> with FastMemory(40) as chip:
-        ...     block = chip.load(q[:4])
-        >>> chip.read["Q"], chip.peak
-        (16, 16)
+    >>> from labsupport.analysis.traffic import Slow
+    >>> q = Slow("Q", torch.ones(8, 4))
+    >>> with FastMemory(40) as chip:
+    ...     block = chip.load(q[:4])
+    >>> chip.read["Q"], chip.peak
+    (16, 16)
     """
 
     def __init__(self, capacity: int | None = None) -> None:

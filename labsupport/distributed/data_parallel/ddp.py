@@ -95,8 +95,14 @@ def train_with_ddp(
         RuntimeError: no process group.
         ValueError: settings with a policy or float16. Others as `run_steps`.
 
-    >>> info = setup_ddp()
-    >>> run = train_with_ddp(model, share_of(stream, info), TrainConfig(steps=100))
+    >>> from labsupport.training import Decoder, DecoderConfig, TrainConfig, batches
+    >>> from labsupport.distributed.data_parallel import share_of
+    >>> info, model = setup_ddp(), Decoder(DecoderConfig.preset("tiny"))
+    >>> stream = share_of(batches([list(range(200))], 64, end_token=256), info)
+    >>> run = train_with_ddp(model, stream, TrainConfig(steps=2), progress=False)
+    >>> len(run.history)
+    2
+    >>> cleanup_ddp()
     """
     info = RankInfo.current()
     check_settings(model, settings)

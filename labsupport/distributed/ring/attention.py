@@ -122,7 +122,11 @@ def ring_attention(
         AttentionInputError: the inputs do not fit together or differ among the ranks; dropout.
         BackendUnavailableError: the kernel cannot compute this call; says every reason.
 
-    >>> out = ring_attention(q, k, v, causal=True, layout="zigzag")  # doctest: +SKIP
+    >>> info = setup_ddp()
+    >>> q = k = v = torch.randn(1, 16, 4, 8)
+    >>> ring_attention(q, k, v, causal=True, layout="zigzag").shape
+    torch.Size([1, 16, 4, 8])
+    >>> cleanup_ddp()
     """
     global _last
     chosen = RingOptions(**options)
@@ -140,18 +144,40 @@ def ring_attention(
 
 
 def ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards, its default."""
+    """`ring_attention` of contiguous shards, its default.
+
+    >>> info = setup_ddp()
+    >>> q = k = v = torch.randn(1, 16, 4, 8)  # this rank's shard
+    >>> ring_flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([1, 16, 4, 8])
+    >>> cleanup_ddp()
+    """
     return ring_attention(q, k, v, **options)
 
 
 def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of contiguous shards by the lab's own Triton kernels."""
+    """`ring_attention` of contiguous shards by the lab's own Triton kernels.
+
+    >>> info = setup_ddp()
+    >>> q = k = v = torch.randn(1, 16, 2, 16)  # this rank's shard
+    >>> triton_ring_flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([1, 16, 2, 16])
+    >>> cleanup_ddp()
+    """
     options.setdefault("kernel", "flash_triton")
     return ring_attention(q, k, v, **options)
 
 
 def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of zigzag shards, causal unless told otherwise."""
+    """`ring_attention` of zigzag shards, causal unless told otherwise.
+
+    >>> info = setup_ddp()
+    >>> whole = torch.randn(1, 16, 4, 8)
+    >>> q = k = v = shard_sequence(whole, info.rank, info.world, zigzag=True)
+    >>> zigzag_ring_flash_attn_func(q, k, v).shape
+    torch.Size([1, 16, 4, 8])
+    >>> cleanup_ddp()
+    """
     options = {"layout": "zigzag", "causal": True, **options}
     return ring_attention(q, k, v, **options)
 

@@ -99,7 +99,13 @@ def unshard_sequence(shards: list[Tensor], *, zigzag: bool = False, dim: int = 1
 def gather_sequence(
     x: Tensor, *, zigzag: bool = False, dim: int = 1, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the whole sequence on every rank, from this rank's shard. Not differentiable."""
+    """Return the whole sequence on every rank, from this rank's shard. Not differentiable.
+
+    >>> info = setup_ddp()
+    >>> gather_sequence(torch.arange(4), dim=0)
+    tensor([0, 1, 2, 3])
+    >>> cleanup_ddp()
+    """
     shards = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, x.detach().contiguous(), group=group)
     return unshard_sequence(shards, zigzag=zigzag, dim=dim)

@@ -132,6 +132,13 @@ def compare_attention(
 
     Raises:
         ValueError: not two different backends; otherwise as `generate` and `set_attention`.
+
+    >>> story = load_model("stories15m", device="cpu")
+    >>> both = compare_attention(
+    ...     story.model, story.tokenizer, "Once upon a time", max_new_tokens=4, repeats=1
+    ... )
+    >>> both.same_text
+    True
     """
     import pandas as pd
 

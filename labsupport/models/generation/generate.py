@@ -162,6 +162,10 @@ def generate(
     Raises:
         ValueError: options that make no sense; a prompt, or a tokenizer, that does not fit; a model
             in training mode, or one that does not continue texts.
+
+    >>> story = load_model("stories15m", device="cpu")
+    >>> generate(story.model, story.tokenizer, "Once upon a time", max_new_tokens=8).texts
+    [', there was a little girl named L']
     """
     check_model(model)
     if max_new_tokens < 0:

