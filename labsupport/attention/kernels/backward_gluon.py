@@ -1,0 +1,427 @@
+"""FlashAttention's backward pass for Hopper GPUs, in Gluon: five products in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from labsupport.attention.kernels.backward import launch_preprocess
+from labsupport.attention.kernels.forward_gluon import DTYPES, LOG2_E, why_unsupported
+
+KEYS = gl.constexpr(128)  # keys of a program: 64 for each group of four consumer warps
+
+
+@builtin
+def _reduce_add(desc, at, tile, _semantic=None):
+    """Ask the copy engine to add a tile in shared memory to the tensor; Gluon lacks the name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, desc.handle, at, tile.handle)
+
+
+@gluon.jit
+def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """The block of keys of this program, and the queries that see any of it."""
+    heads, group, seqlen_q, seqlen_k, left, right, blocks = sizes
+    LEFT: gl.constexpr = mask[0]
+    RIGHT: gl.constexpr = mask[1]
+    PACKED: gl.constexpr = mask[2]
+    kv_heads = heads // group
+    program = gl.program_id(0)
+    col = program % blocks * KEYS  # causal: the block that most queries see is the first
+    head = program // blocks % kv_heads
+    batch = program // blocks // kv_heads
+    q_row = 0
+    k_row = 0
+    if PACKED:
+        q_row = gl.load(cu_q + batch)
+        k_row = gl.load(cu_k + batch)
+        seqlen_q = gl.load(cu_q + batch + 1) - q_row
+        seqlen_k = gl.load(cu_k + batch + 1) - k_row
+        batch = 0
+    offset = seqlen_k - seqlen_q
+    start = 0
+    stop = seqlen_q
+    if RIGHT:
+        start = gl.maximum(col - offset - right, 0) // BLOCK_Q * BLOCK_Q
+    if LEFT:
+        stop = gl.minimum(stop, gl.minimum(col + KEYS, seqlen_k) - offset + left)
+    if PACKED:
+        # The engine copies rows of numbers from multiples of 16 bytes only.
+        start -= q_row % 4
+        stop = gl.where(col < seqlen_k, stop, start)
+    tiles = gl.maximum(gl.cdiv(stop - start, BLOCK_Q), 0)
+    return batch, head, q_row, k_row, seqlen_q, seqlen_k, col, start, tiles
+
+
+@gluon.jit
+def _produce(work, inputs, mask: gl.constexpr):
+    """Ask for K and V, then for the tiles of queries as soon as there is room."""
+    buffers, barriers, sizes, cu_q, cu_k = work
+    q_desc, do_desc, k_desc, v_desc, rows_desc = inputs
+    k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, _, _ = buffers
+    k_ready, q_ready, do_ready, empty = barriers
+    BLOCK_Q: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, start, tiles = _work(
+        sizes, cu_q, cu_k, mask, BLOCK_Q
+    )
+    group = sizes[1]
+    mbarrier.expect(k_ready, 2 * k_desc.block_type.nbytes)
+    at = [batch, kv_head, k_row + col, 0]
+    tma.async_copy_global_to_shared(k_desc, at, k_ready, k_buffer)
+    tma.async_copy_global_to_shared(v_desc, at, k_ready, v_buffer)
+    t = 0
+    for g in range(group):
+        head = kv_head * group + g
+        row = q_row + start
+        for _i in range(tiles):
+            stage = t % STAGES
+            mbarrier.wait(empty.index(stage), t // STAGES & 1 ^ 1)
+            mbarrier.expect(q_ready.index(stage), q_desc.block_type.nbytes)
+            at = [batch, head, row, 0]
+            tma.async_copy_global_to_shared(
+                q_desc, at, q_ready.index(stage), q_buffers.index(stage)
+            )
+            ready = do_ready.index(stage)
+            mbarrier.expect(ready, do_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_desc, at, ready, do_buffers.index(stage))
+            for i in gl.static_range(2):
+                tma.async_copy_global_to_shared(
+                    rows_desc, [i, batch, head, row], ready, row_buffers.index(2 * stage + i)
+                )
+            row += BLOCK_Q
+            t += 1
+
+
+@gluon.jit
+def _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask: gl.constexpr):
+    """Set scores to -inf where a query may not see a key; s is S^T, (keys, queries)."""
+    LEFT: gl.constexpr = mask[0]
+    RIGHT: gl.constexpr = mask[1]
+    PACKED: gl.constexpr = mask[2]
+    BLOCK_Q: gl.constexpr = s.shape[1]
+    diagonal = row + seqlen_k - seqlen_q - col  # of the block, the key that the first query ends at
+    crosses = col + KEYS > seqlen_k
+    if PACKED:
+        crosses |= (row < 0) | (row + BLOCK_Q > seqlen_q)
+    if RIGHT:
+        crosses |= KEYS - 1 > diagonal + right
+    if LEFT:
+        crosses |= diagonal + BLOCK_Q - 1 - left > 0
+    if crosses:
+        # Key j is seen by the queries from .. to - 1.
+        j = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s.type.layout))
+        i = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, s.type.layout))
+        to = gl.where(j < seqlen_k - col, gl.minimum(seqlen_q - row, BLOCK_Q), 0)
+        if LEFT:
+            to = gl.minimum(to, j - diagonal + left + 1)
+        s = gl.where(i[None, :] < to[:, None], s, -float("inf"))
+        if RIGHT:
+            s = gl.where(i[None, :] >= (j - diagonal - right)[:, None], s, -float("inf"))
+        if PACKED:
+            s = gl.where((i >= -row)[None, :], s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def _store(X, x, buffer, batch, head, row, count, heads, seqlen):
+    """Store a block of dK or dV, by way of a buffer in shared memory that is no longer needed."""
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    tile = buffer.reshape([KEYS, D])
+    tile.store(x.to(buffer.dtype))
+    x = tile.load(layout)
+    j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = ((batch * seqlen + row).to(gl.int64) * heads + head) * D
+    gl.store(X + at + (j[:, None] * (heads * D) + c[None, :]), x, mask=(j < count)[:, None])
+
+
+@gluon.jit
+def _add_dq(dq, dq_desc, DQ, buffer, batch, head, row, total_q, heads, ATOMIC: gl.constexpr):
+    """Add a tile to dQ in memory."""
+    BLOCK_Q: gl.constexpr = dq.shape[0]
+    D: gl.constexpr = dq.shape[1]
+    if ATOMIC:
+        i = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, dq.type.layout)) + row
+        c = gl.arange(0, D, gl.SliceLayout(0, dq.type.layout))
+        at = (batch * total_q).to(gl.int64) * heads * D + head * D
+        to = DQ + at + (i[:, None] * (heads * D) + c[None, :])
+        gl.atomic_add(to, dq, mask=((i >= 0) & (i < total_q))[:, None], sem="relaxed")
+    else:
+        buffer.reshape([BLOCK_Q, D]).store(dq)
+        fence_async_shared()
+        _reduce_add(dq_desc, [batch, head, row, 0], buffer)
+
+
+@gluon.jit
+def _consume(
+    work, outputs, mask: gl.constexpr, DEFER: gl.constexpr, INIT: gl.constexpr,
+    ATOMIC: gl.constexpr,
+):
+    """All products."""
+    buffers, barriers, sizes, cu_q, cu_k = work
+    dq_desc, DQ, dK, dV, scale = outputs
+    k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, ds_buffer, dq_buffer = buffers
+    k_ready, q_ready, do_ready, empty = barriers
+    heads, group, total_q, total_k, left, right, _ = sizes
+    BLOCK_Q: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    D: gl.constexpr = q_buffers.shape[4]
+    dtype: gl.constexpr = q_buffers.dtype
+    # Layouts say which thread holds which elements; these are the tensor cores'.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    ROW_GROUPS: gl.constexpr = BLOCK_Q // 64
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4 * ROW_GROUPS, 2 // ROW_GROUPS], [16, D * ROW_GROUPS // 2, 16]
+    )
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+
+    batch, kv_head, q_row, k_row, seqlen_q, seqlen_k, col, start, tiles = _work(
+        sizes, cu_q, cu_k, mask, BLOCK_Q
+    )
+    k = k_buffer.reshape([KEYS, D])
+    v = v_buffer.reshape([KEYS, D])
+    ds_tile = ds_buffer.permute((1, 0))
+    zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
+    no_dq = gl.zeros([BLOCK_Q, D], gl.float32, dq_layout)
+    dk = gl.zeros([KEYS, D], gl.float32, dk_layout)
+    dv = gl.zeros([KEYS, D], gl.float32, dk_layout)
+    dq = no_dq
+    head = kv_head * group
+    row = start
+    old_head = head
+    old_row = row
+    last = start + (tiles - 1) * BLOCK_Q
+    total = tiles * group
+    mbarrier.wait(k_ready, 0)
+    for t in range(total):
+        stage = t % STAGES
+        phase = t // STAGES & 1
+        q = q_buffers.index(stage).reshape([BLOCK_Q, D])
+        do = do_buffers.index(stage).reshape([BLOCK_Q, D])
+        shift_row = row_buffers.index(2 * stage).reshape([BLOCK_Q])
+        delta_row = row_buffers.index(2 * stage + 1).reshape([BLOCK_Q])
+        mbarrier.wait(q_ready.index(stage), phase)
+        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if DEFER:
+            if t > 0:
+                _add_dq(
+                    dq, dq_desc, DQ, dq_buffer, batch, old_head, q_row + old_row, total_q, heads,
+                    ATOMIC,
+                )
+        mbarrier.wait(do_ready.index(stage), phase)
+        if INIT:
+            dp = zero - delta_row.load(row_layout)[None, :]
+            dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        else:
+            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        s = _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask)
+        shift = shift_row.load(row_layout)
+        p = gl.exp2(s * scale - shift[None, :])
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        if INIT:
+            ds = (p * dp).to(dtype)
+        else:
+            ds = (p * (dp - delta_row.load(row_layout)[None, :])).to(dtype)
+        if DEFER:
+            dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        tma.store_wait(0)  # until the copy engine has read the last tile of dQ
+        ds_buffer.store(ds)
+        fence_async_shared()
+        dq = warpgroup_mma(ds_tile, k, no_dq, use_acc=False, is_async=True)
+        if DEFER:
+            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        else:
+            dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+            _add_dq(
+                dq, dq_desc, DQ, dq_buffer, batch, head, q_row + row, total_q, heads, ATOMIC
+            )
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(empty.index(stage), count=1)
+        old_head = head
+        old_row = row
+        head = gl.where(row == last, head + 1, head)
+        row = gl.where(row == last, start, row + BLOCK_Q)
+    if DEFER:
+        if total > 0:
+            _add_dq(
+                dq, dq_desc, DQ, dq_buffer, batch, old_head, q_row + old_row, total_q, heads,
+                ATOMIC,
+            )
+    count = seqlen_k - col
+    k_row += col
+    kv_heads = heads // group
+    softmax_scale = scale * 0.6931471805599453  # ln 2: from log2 to log
+    _store(dK, dk * softmax_scale, k_buffer, batch, kv_head, k_row, count, kv_heads, total_k)
+    _store(dV, dv, v_buffer, batch, kv_head, k_row, count, kv_heads, total_k)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks")
+)
+def _attn_bwd(
+    q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, DQ, dK, dV, cu_q, cu_k, scale,
+    heads, group, seqlen_q, seqlen_k, left, right, blocks,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr, INIT: gl.constexpr,
+    ATOMIC: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and dQ added to dq_desc. Grid: blocks of keys x key/value heads x batch."""
+    mask: gl.constexpr = (LEFT, RIGHT, PACKED)
+    dtype: gl.constexpr = q_desc.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_Q], dtype)
+    k_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
+    row_buffers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout
+    )
+    ds_buffer = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_Q], ds_layout)
+    dq_buffer = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_Q, D], dq_desc.layout)
+    buffers = (k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, ds_buffer, dq_buffer)
+
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    barriers = (k_ready, q_ready, do_ready, empty)
+    mbarrier.init(k_ready, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+
+    sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks)
+    work = (buffers, barriers, sizes, cu_q, cu_k)
+    inputs = (q_desc, do_desc, k_desc, v_desc, rows_desc)
+    outputs = (dq_desc, DQ, dK, dV, scale)
+    gl.warp_specialize(
+        [(_consume, (work, outputs, mask, DEFER, INIT, ATOMIC)), (_produce, (work, inputs, mask))],
+        [1],
+        [24],
+    )
+
+
+def flash_gluon_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    **config: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of attention with the kernel of this file."""
+    reason = why_unsupported(q, k, v)
+    if reason:
+        raise ValueError(f"flash_gluon: {reason}")
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if why_unsupported(dout, dout, dout):  # the copy engine takes other strides than autograd gives
+        dout = dout.contiguous()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    with torch.cuda.device_of(q):
+        rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[
+            ..., : lse.shape[-1]
+        ]
+        launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
+        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        grid, arguments = launch_arguments(
+            dout, q, k, v, rows, dq32, dk, dv, causal=causal, scale=scale, window_size=window_size,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
+            **config,
+        )  # fmt: skip
+        _attn_bwd[grid](**arguments)
+        dq = torch.mul(dq32, scale, out=q.new_empty(q.shape))
+    return dq, dk, dv
+
+
+def launch_arguments(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window_size: tuple[int, int],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_k: int | None,
+    **config: int,
+) -> tuple[tuple[int], dict[str, object]]:
+    """Return the grid and the kernel's arguments."""
+    packed = cu_seqlens_q is not None
+    if packed:
+        dout, q, k, v, dq, rows = dout[None], q[None], k[None], v[None], dq[None], rows[:, None]
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    left, right = (min(side, seqlen_q + seqlen_k) for side in window_size)
+    if causal:
+        right = 0
+    sequences, longest = batch, seqlen_k
+    if packed:
+        sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
+    config = {
+        "BLOCK_Q": 64 if head_dim == 128 else 128, "STAGES": 2, "DEFER": True, "INIT": head_dim == 64,
+        "ATOMIC": False,
+    } | config
+    blocks = triton.cdiv(longest, KEYS.value)
+    block_q = config["BLOCK_Q"]
+    arguments = dict(
+        q_desc=_describe(q.transpose(1, 2), block_q), do_desc=_describe(dout.transpose(1, 2), block_q),
+        k_desc=_describe(k.transpose(1, 2), KEYS.value), v_desc=_describe(v.transpose(1, 2), KEYS.value),
+        rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), block_q),
+        DQ=dq, dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
+        scale=scale * LOG2_E, heads=heads, group=heads // kv_heads, seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k, left=left, right=right, blocks=blocks, LEFT=left >= 0, RIGHT=right >= 0,
+        PACKED=packed, D=head_dim, num_warps=8, maxnreg=168, **config,
+    )  # fmt: skip
+    return (blocks * kv_heads * sequences,), arguments
+
+
+def _describe(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Describe a 4-dimensional tensor to the copy engine, in tiles of rows x columns."""
+    tile = [1, 1, rows, columns or x.shape[-1]]
+    # The stride of a dimension of size 1 is arbitrary, but the engine wants a multiple of 16 bytes.
+    strides = [s if n > 1 else 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    dtype = DTYPES.get(x.dtype, gl.float32)
+    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
