@@ -73,7 +73,8 @@ def test_packed_sequences_may_be_empty_and_lse_has_a_gradient():
     exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
     exact = attention_varlen(*exact_inputs, **packed, backend="standard", return_lse=True)
     seen = exact[1] > -torch.inf  # no gradient to a query without keys
-    loss = [(out * out).sum() + lse[seen].sum() for out, lse in (got, exact)]
+    dout, dlse = torch.randn_like(exact[0]), torch.randn_like(exact[1][seen])
+    loss = [(out * dout).sum() + (lse[seen] * dlse).sum() for out, lse in (got, exact)]
     for x, grad in zip(exact_inputs, torch.autograd.grad(loss[1], exact_inputs), strict=True):
         x.grad = grad
     for x, grad in zip(exact_inputs, torch.autograd.grad(loss[0], inputs), strict=True):

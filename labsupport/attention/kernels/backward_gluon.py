@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -21,7 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from labsupport.attention.kernels.backward import launch_preprocess
 from labsupport.attention.kernels.forward_gluon import DTYPES, LOG2_E, why_unsupported
 
-KEYS = gl.constexpr(128)  # keys of a program: 64 for each group of four consumer warps
+ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
+KEYS = gl.constexpr(128)  # keys of a program: of two consumers
 
 
 @builtin
@@ -39,6 +41,7 @@ def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
     LEFT: gl.constexpr = mask[0]
     RIGHT: gl.constexpr = mask[1]
     PACKED: gl.constexpr = mask[2]
+    ROTATE: gl.constexpr = mask[3]
     kv_heads = heads // group
     program = gl.program_id(0)
     col = program % blocks * KEYS  # causal: the block that most queries see is the first
@@ -64,7 +67,20 @@ def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
         start -= q_row % 4
         stop = gl.where(col < seqlen_k, stop, start)
     tiles = gl.maximum(gl.cdiv(stop - start, BLOCK_Q), 0)
-    return batch, head, q_row, k_row, seqlen_q, seqlen_k, col, start, tiles
+    last = start + (tiles - 1) * BLOCK_Q
+    first = start
+    if ROTATE:
+        # Otherwise all programs of a head would add to the same tile of dQ at the same time.
+        first += program % blocks * tiles // blocks * BLOCK_Q
+    return batch, head, q_row, k_row, seqlen_q, seqlen_k, col, (start, first, last), tiles
+
+
+@gluon.jit
+def _next(head, row, rows, BLOCK_Q: gl.constexpr):
+    """The tile of queries after this one: from first to last, from start to first; the next head."""
+    start, first, last = rows
+    row = gl.where(row == last, start, row + BLOCK_Q)
+    return gl.where(row == first, head + 1, head), row
 
 
 @gluon.jit
@@ -72,39 +88,35 @@ def _produce(work, inputs, mask: gl.constexpr):
     """Ask for K and V, then for the tiles of queries as soon as there is room."""
     buffers, barriers, sizes, cu_q, cu_k = work
     q_desc, do_desc, k_desc, v_desc, rows_desc = inputs
-    k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, _, _ = buffers
-    k_ready, q_ready, do_ready, empty = barriers
+    k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, _, _ = buffers
+    k_ready, ready, empty, _ = barriers
     BLOCK_Q: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = q_buffers.shape[0]
-    batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, start, tiles = _work(
+    bytes: gl.constexpr = 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, rows, tiles = _work(
         sizes, cu_q, cu_k, mask, BLOCK_Q
     )
     group = sizes[1]
-    mbarrier.expect(k_ready, 2 * k_desc.block_type.nbytes)
-    at = [batch, kv_head, k_row + col, 0]
-    tma.async_copy_global_to_shared(k_desc, at, k_ready, k_buffer)
-    tma.async_copy_global_to_shared(v_desc, at, k_ready, v_buffer)
-    t = 0
-    for g in range(group):
-        head = kv_head * group + g
-        row = q_row + start
-        for _i in range(tiles):
-            stage = t % STAGES
-            mbarrier.wait(empty.index(stage), t // STAGES & 1 ^ 1)
-            mbarrier.expect(q_ready.index(stage), q_desc.block_type.nbytes)
-            at = [batch, head, row, 0]
+    mbarrier.expect(k_ready, 4 * k_desc.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, kv_head, k_row + col + i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, at, k_ready, k_buffers.index(i))
+        tma.async_copy_global_to_shared(v_desc, at, k_ready, v_buffers.index(i))
+    head = kv_head * group
+    row = rows[1]
+    for t in range(tiles * group):
+        stage = t % STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(empty.index(stage), t // STAGES & 1 ^ 1)
+        mbarrier.expect(bar, bytes)
+        at = [batch, head, q_row + row, 0]
+        tma.async_copy_global_to_shared(q_desc, at, bar, q_buffers.index(stage))
+        tma.async_copy_global_to_shared(do_desc, at, bar, do_buffers.index(stage))
+        for i in gl.static_range(2):
             tma.async_copy_global_to_shared(
-                q_desc, at, q_ready.index(stage), q_buffers.index(stage)
+                rows_desc, [i, batch, head, q_row + row], bar, row_buffers.index(2 * stage + i)
             )
-            ready = do_ready.index(stage)
-            mbarrier.expect(ready, do_desc.block_type.nbytes + 2 * rows_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(do_desc, at, ready, do_buffers.index(stage))
-            for i in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    rows_desc, [i, batch, head, row], ready, row_buffers.index(2 * stage + i)
-                )
-            row += BLOCK_Q
-            t += 1
+        head, row = _next(head, row, rows, BLOCK_Q)
 
 
 @gluon.jit
@@ -115,16 +127,16 @@ def _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask: gl.constexpr
     PACKED: gl.constexpr = mask[2]
     BLOCK_Q: gl.constexpr = s.shape[1]
     diagonal = row + seqlen_k - seqlen_q - col  # of the block, the key that the first query ends at
-    crosses = col + KEYS > seqlen_k
+    crosses = col + ROWS > seqlen_k
     if PACKED:
         crosses |= (row < 0) | (row + BLOCK_Q > seqlen_q)
     if RIGHT:
-        crosses |= KEYS - 1 > diagonal + right
+        crosses |= ROWS - 1 > diagonal + right
     if LEFT:
         crosses |= diagonal + BLOCK_Q - 1 - left > 0
     if crosses:
         # Key j is seen by the queries from .. to - 1.
-        j = gl.arange(0, KEYS, layout=gl.SliceLayout(1, s.type.layout))
+        j = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
         i = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, s.type.layout))
         to = gl.where(j < seqlen_k - col, gl.minimum(seqlen_q - row, BLOCK_Q), 0)
         if LEFT:
@@ -138,142 +150,111 @@ def _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask: gl.constexpr
 
 
 @gluon.jit
-def _store(X, x, buffer, batch, head, row, count, heads, seqlen):
-    """Store a block of dK or dV, by way of a buffer in shared memory that is no longer needed."""
+def _store(X, x, tile, batch, head, row, count, heads, seqlen):
+    """Store a block of dK or dV, by way of a tile in shared memory that is no longer needed."""
     D: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
-    tile = buffer.reshape([KEYS, D])
-    tile.store(x.to(buffer.dtype))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile.store(x.to(tile.dtype))
     x = tile.load(layout)
-    j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = gl.arange(0, D, gl.SliceLayout(0, layout))
     at = ((batch * seqlen + row).to(gl.int64) * heads + head) * D
     gl.store(X + at + (j[:, None] * (heads * D) + c[None, :]), x, mask=(j < count)[:, None])
 
 
 @gluon.jit
-def _add_dq(dq, dq_desc, DQ, buffer, batch, head, row, total_q, heads, ATOMIC: gl.constexpr):
-    """Add a tile to dQ in memory."""
-    BLOCK_Q: gl.constexpr = dq.shape[0]
-    D: gl.constexpr = dq.shape[1]
-    if ATOMIC:
-        i = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, dq.type.layout)) + row
-        c = gl.arange(0, D, gl.SliceLayout(0, dq.type.layout))
-        at = (batch * total_q).to(gl.int64) * heads * D + head * D
-        to = DQ + at + (i[:, None] * (heads * D) + c[None, :])
-        gl.atomic_add(to, dq, mask=((i >= 0) & (i < total_q))[:, None], sem="relaxed")
-    else:
-        buffer.reshape([BLOCK_Q, D]).store(dq)
-        fence_async_shared()
-        _reduce_add(dq_desc, [batch, head, row, 0], buffer)
-
-
-@gluon.jit
 def _consume(
-    work, outputs, mask: gl.constexpr, DEFER: gl.constexpr, INIT: gl.constexpr,
-    ATOMIC: gl.constexpr,
+    ME: gl.constexpr, work, outputs, mask: gl.constexpr, INIT: gl.constexpr, EARLY: gl.constexpr
 ):
-    """All products."""
+    """The products of the ME-th 64 keys of the block, and the ME-th half of dQ."""
     buffers, barriers, sizes, cu_q, cu_k = work
-    dq_desc, DQ, dK, dV, scale = outputs
-    k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, ds_buffer, dq_buffer = buffers
-    k_ready, q_ready, do_ready, empty = barriers
-    heads, group, total_q, total_k, left, right, _ = sizes
+    dq_desc, dK, dV, scale = outputs
+    k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers = buffers
+    k_ready, ready, empty, ds_ready = barriers
+    heads, group, _, total_k, left, right, _ = sizes
     BLOCK_Q: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = q_buffers.shape[0]
     D: gl.constexpr = q_buffers.shape[4]
     dtype: gl.constexpr = q_buffers.dtype
     # Layouts say which thread holds which elements; these are the tensor cores'.
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    ROW_GROUPS: gl.constexpr = BLOCK_Q // 64
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4 * ROW_GROUPS, 2 // ROW_GROUPS], [16, D * ROW_GROUPS // 2, 16]
-    )
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    # Half of dQ: with head_dim 128 half of the columns of 64 queries, with 64 half of 128 queries.
+    DQ_ROW: gl.constexpr = ME * (BLOCK_Q - 64)
+    DQ_COL: gl.constexpr = ME * (D - 64)
 
-    batch, kv_head, q_row, k_row, seqlen_q, seqlen_k, col, start, tiles = _work(
+    batch, kv_head, q_row, k_row, seqlen_q, seqlen_k, col, rows, tiles = _work(
         sizes, cu_q, cu_k, mask, BLOCK_Q
     )
-    k = k_buffer.reshape([KEYS, D])
-    v = v_buffer.reshape([KEYS, D])
-    ds_tile = ds_buffer.permute((1, 0))
-    zero = gl.zeros([KEYS, BLOCK_Q], gl.float32, s_layout)
-    no_dq = gl.zeros([BLOCK_Q, D], gl.float32, dq_layout)
-    dk = gl.zeros([KEYS, D], gl.float32, dk_layout)
-    dv = gl.zeros([KEYS, D], gl.float32, dk_layout)
-    dq = no_dq
+    col += ME * ROWS
+    k = k_buffers.index(ME).reshape([ROWS, D])
+    v = v_buffers.index(ME).reshape([ROWS, D])
+    k_mine = k.slice(DQ_COL, 64, dim=1)
+    k_other = k_buffers.index(1 - ME).reshape([ROWS, D]).slice(DQ_COL, 64, dim=1)
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, s_layout)
+    no_dq = gl.zeros([64, 64], gl.float32, dq_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, dk_layout)
     head = kv_head * group
-    row = start
-    old_head = head
-    old_row = row
-    last = start + (tiles - 1) * BLOCK_Q
-    total = tiles * group
+    row = rows[1]
     mbarrier.wait(k_ready, 0)
-    for t in range(total):
+    for t in range(tiles * group):
         stage = t % STAGES
-        phase = t // STAGES & 1
         q = q_buffers.index(stage).reshape([BLOCK_Q, D])
         do = do_buffers.index(stage).reshape([BLOCK_Q, D])
         shift_row = row_buffers.index(2 * stage).reshape([BLOCK_Q])
         delta_row = row_buffers.index(2 * stage + 1).reshape([BLOCK_Q])
-        mbarrier.wait(q_ready.index(stage), phase)
-        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if DEFER:
-            if t > 0:
-                _add_dq(
-                    dq, dq_desc, DQ, dq_buffer, batch, old_head, q_row + old_row, total_q, heads,
-                    ATOMIC,
-                )
-        mbarrier.wait(do_ready.index(stage), phase)
+        mbarrier.wait(ready.index(stage), t // STAGES & 1)
+        dp = zero
         if INIT:
             dp = zero - delta_row.load(row_layout)[None, :]
-            dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
-        else:
-            dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=INIT, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         s = _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask)
-        shift = shift_row.load(row_layout)
-        p = gl.exp2(s * scale - shift[None, :])
+        p = gl.exp2(s * scale - shift_row.load(row_layout)[None, :])
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         if INIT:
             ds = (p * dp).to(dtype)
         else:
             ds = (p * (dp - delta_row.load(row_layout)[None, :])).to(dtype)
-        if DEFER:
+        if EARLY:
             dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        ds_mine = ds_buffers.index(t % 2 * 2 + ME)
+        ds_other = ds_buffers.index(t % 2 * 2 + 1 - ME)
         tma.store_wait(0)  # until the copy engine has read the last tile of dQ
-        ds_buffer.store(ds)
+        ds_mine.store(ds)
         fence_async_shared()
-        dq = warpgroup_mma(ds_tile, k, no_dq, use_acc=False, is_async=True)
-        if DEFER:
+        mbarrier.arrive(ds_ready, count=1)
+        mbarrier.wait(ds_ready, t & 1)
+        ds_mine = ds_mine.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
+        ds_other = ds_other.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
+        dq = warpgroup_mma(ds_mine, k_mine, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
+        if EARLY:
             dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+            mbarrier.arrive(empty.index(stage), count=1)
         else:
             dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-            _add_dq(
-                dq, dq_desc, DQ, dq_buffer, batch, head, q_row + row, total_q, heads, ATOMIC
-            )
+        dq_buffers.index(ME).reshape([64, 64]).store(dq)
+        fence_async_shared()
+        at = [batch, head, q_row + row + DQ_ROW, DQ_COL]
+        _reduce_add(dq_desc, at, dq_buffers.index(ME))
+        if not EARLY:
             dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(empty.index(stage), count=1)
-        old_head = head
-        old_row = row
-        head = gl.where(row == last, head + 1, head)
-        row = gl.where(row == last, start, row + BLOCK_Q)
-    if DEFER:
-        if total > 0:
-            _add_dq(
-                dq, dq_desc, DQ, dq_buffer, batch, old_head, q_row + old_row, total_q, heads,
-                ATOMIC,
-            )
+            mbarrier.arrive(empty.index(stage), count=1)
+        head, row = _next(head, row, rows, BLOCK_Q)
     count = seqlen_k - col
     k_row += col
     kv_heads = heads // group
-    softmax_scale = scale * 0.6931471805599453  # ln 2: from log2 to log
-    _store(dK, dk * softmax_scale, k_buffer, batch, kv_head, k_row, count, kv_heads, total_k)
-    _store(dV, dv, v_buffer, batch, kv_head, k_row, count, kv_heads, total_k)
+    _store(dV, dv, v, batch, kv_head, k_row, count, kv_heads, total_k)
+    dk *= scale * 0.6931471805599453  # ln 2: from log2 to log
+    _store(dK, dk, v, batch, kv_head, k_row, count, kv_heads, total_k)
     tma.store_wait(0)
 
 
@@ -281,49 +262,62 @@ def _consume(
     do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks")
 )
 def _attn_bwd(
-    q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, DQ, dK, dV, cu_q, cu_k, scale,
+    q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, dK, dV, cu_q, cu_k, scale,
     heads, group, seqlen_q, seqlen_k, left, right, blocks,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
-    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr, INIT: gl.constexpr,
-    ATOMIC: gl.constexpr,
+    STAGES: gl.constexpr, ROTATE: gl.constexpr, INIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and dQ added to dq_desc. Grid: blocks of keys x key/value heads x batch."""
-    mask: gl.constexpr = (LEFT, RIGHT, PACKED)
+    mask: gl.constexpr = (LEFT, RIGHT, PACKED, ROTATE)
     dtype: gl.constexpr = q_desc.dtype
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_Q], dtype)
-    k_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], v_desc.layout)
+    BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], dtype)
+    k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
     q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
     row_buffers = gl.allocate_shared_memory(
         gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout
     )
-    ds_buffer = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_Q], ds_layout)
-    dq_buffer = gl.allocate_shared_memory(gl.float32, [1, 1, BLOCK_Q, D], dq_desc.layout)
-    buffers = (k_buffer, v_buffer, q_buffers, do_buffers, row_buffers, ds_buffer, dq_buffer)
+    ds_buffers = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_Q], ds_layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout)
+    buffers = (k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers)
 
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     k_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    do_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    barriers = (k_ready, q_ready, do_ready, empty)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
+    barriers = (k_ready, ready, empty, ds_ready)
     mbarrier.init(k_ready, count=1)
+    mbarrier.init(ds_ready, count=2)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(i), count=1)
-        mbarrier.init(do_ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
     sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks)
     work = (buffers, barriers, sizes, cu_q, cu_k)
     inputs = (q_desc, do_desc, k_desc, v_desc, rows_desc)
-    outputs = (dq_desc, DQ, dK, dV, scale)
+    outputs = (dq_desc, dK, dV, scale)
+    # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
     gl.warp_specialize(
-        [(_consume, (work, outputs, mask, DEFER, INIT, ATOMIC)), (_produce, (work, inputs, mask))],
-        [1],
-        [24],
+        [
+            (_consume, (0, work, outputs, mask, INIT, EARLY)),
+            (_consume, (1, work, outputs, mask, INIT, EARLY)),
+            (_produce, (work, inputs, mask)),
+        ],
+        [4, 1],  # warps of all jobs but the first, which has num_warps
+        [240, 24],  # their registers a thread
     )
+
+
+@triton.jit
+def _round(X, Y, scale, count, BLOCK: tl.constexpr):
+    """Y = X * scale, in the dtype of Y."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + i, mask=i < count)
+    tl.store(Y + i, (x * scale).to(Y.dtype.element_ty), mask=i < count)
 
 
 def flash_gluon_backward(
@@ -365,7 +359,8 @@ def flash_gluon_backward(
             **config,
         )  # fmt: skip
         _attn_bwd[grid](**arguments)
-        dq = torch.mul(dq32, scale, out=q.new_empty(q.shape))
+        dq = q.new_empty(q.shape)
+        _round[(triton.cdiv(dq.numel(), 4096),)](dq32, dq, scale, dq.numel(), BLOCK=4096)
     return dq, dk, dv
 
 
@@ -399,20 +394,21 @@ def launch_arguments(
     sequences, longest = batch, seqlen_k
     if packed:
         sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
+    limited = left >= 0 or right >= 0
     config = {
-        "BLOCK_Q": 64 if head_dim == 128 else 128, "STAGES": 2, "DEFER": True, "INIT": head_dim == 64,
-        "ATOMIC": False,
+        "STAGES": 2, "ROTATE": not limited, "INIT": head_dim == 64,
+        "EARLY": head_dim == 128 or not limited,
     } | config
     blocks = triton.cdiv(longest, KEYS.value)
-    block_q = config["BLOCK_Q"]
+    block_q = 8192 // head_dim
     arguments = dict(
         q_desc=_describe(q.transpose(1, 2), block_q), do_desc=_describe(dout.transpose(1, 2), block_q),
-        k_desc=_describe(k.transpose(1, 2), KEYS.value), v_desc=_describe(v.transpose(1, 2), KEYS.value),
-        rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), block_q),
-        DQ=dq, dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
+        k_desc=_describe(k.transpose(1, 2), 64), v_desc=_describe(v.transpose(1, 2), 64),
+        rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), 64, 64),
+        dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
         scale=scale * LOG2_E, heads=heads, group=heads // kv_heads, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, left=left, right=right, blocks=blocks, LEFT=left >= 0, RIGHT=right >= 0,
-        PACKED=packed, D=head_dim, num_warps=8, maxnreg=168, **config,
+        PACKED=packed, D=head_dim, num_warps=4, maxnreg=168, **config,
     )  # fmt: skip
     return (blocks * kv_heads * sequences,), arguments
 
