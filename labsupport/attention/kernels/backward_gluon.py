@@ -1,4 +1,47 @@
-"""FlashAttention's backward pass for Hopper GPUs, in Gluon: five products in one kernel."""
+"""FlashAttention's backward pass for Hopper GPUs, in Gluon: five products in one kernel.
+
+`backward.py` and `hopper.py` take two kernels, one that walks along the queries for dK and dV, and
+one that walks along the keys for dQ. Both recompute S and dO V^T: seven products. Here one program
+has a block of 128 keys and walks along the queries. dQ = sum of dS K over all blocks of keys then
+belongs to no program; each adds its share to a float32 tensor in memory:
+
+    S^T  = K Q^T,    P^T = exp2(S^T - shift)              shift: lse * log2(e)
+    dP^T = V dO^T,   dS^T = P^T * (dP^T - delta)          delta: rowsum(dO * O) - dlse
+    dV  += P^T dO,   dK += dS^T Q                         in registers, until the end
+    dQ  += dS K                                           in memory
+
+S and dP are computed transposed, so that P^T and dS^T are already where the tensor cores want the
+left factor of the next product: in the registers of the same warps. The sums of dQ come in any
+order, and float32 addition is not associative: **the last bits of dQ differ from run to run**. For
+the same bits every time (`torch.use_deterministic_algorithms`), take the two Triton kernels.
+
+The warps of a program have different jobs:
+
+    producer      one warp: asks the copy engine (TMA) for K and V, then for the tiles of Q, dO,
+                  shift and delta
+    consumers     two groups of four warps, 64 keys each: products and elementwise arithmetic
+
+A product with dS sums over all 128 keys, so the consumers exchange their halves of dS in shared
+memory, and each computes one half of the tile of dQ: with head_dim 128 half of the columns of 64
+queries, with head_dim 64 half of 128 queries. The copy engine adds it to dQ while the consumers go
+on (`cp.reduce.async.bulk.tensor`).
+
+    barrier     protects                                     arrives            waits
+    k_ready     K and V have been copied                     the copy engine    consumers
+    ready       a tile of Q, dO, shift and delta, too        the copy engine    consumers
+    empty       its buffers may be overwritten               each consumer      producer
+    ds_ready    both halves of dS are in shared memory       each consumer      consumers
+
+The tiles have STAGES buffers, a ring as in `forward_gluon.py`, which explains phases. dS has two:
+a consumer that has passed `ds_ready` for tile t has finished its dQ of tile t - 1, so that the
+other one may overwrite the dS of t - 1 with that of t + 1.
+
+While the tensor cores compute dP, the consumer takes exp2 of S; during dV it computes dS. Products
+are asynchronous, and `warpgroup_mma_wait(n)` waits until n of them at most are under way.
+
+Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024),
+section B.1, for the jobs of the warps and dQ by the copy engine.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +120,7 @@ def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _next(head, row, rows, BLOCK_Q: gl.constexpr):
-    """The tile of queries after this one: from first to last, from start to first; the next head."""
+    """The next tile of queries: from first to last, from start to first; then the next head."""
     start, first, last = rows
     row = gl.where(row == last, start, row + BLOCK_Q)
     return gl.where(row == first, head + 1, head), row
@@ -131,7 +174,7 @@ def _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask: gl.constexpr
     if PACKED:
         crosses |= (row < 0) | (row + BLOCK_Q > seqlen_q)
     if RIGHT:
-        crosses |= ROWS - 1 > diagonal + right
+        crosses |= diagonal + right < ROWS - 1
     if LEFT:
         crosses |= diagonal + BLOCK_Q - 1 - left > 0
     if crosses:
@@ -163,9 +206,7 @@ def _store(X, x, tile, batch, head, row, count, heads, seqlen):
 
 
 @gluon.jit
-def _consume(
-    ME: gl.constexpr, work, outputs, mask: gl.constexpr, INIT: gl.constexpr, EARLY: gl.constexpr
-):
+def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
     """The products of the ME-th 64 keys of the block, and the ME-th half of dQ."""
     buffers, barriers, sizes, cu_q, cu_k = work
     dq_desc, dK, dV, scale = outputs
@@ -208,22 +249,16 @@ def _consume(
         shift_row = row_buffers.index(2 * stage).reshape([BLOCK_Q])
         delta_row = row_buffers.index(2 * stage + 1).reshape([BLOCK_Q])
         mbarrier.wait(ready.index(stage), t // STAGES & 1)
-        dp = zero
-        if INIT:
-            dp = zero - delta_row.load(row_layout)[None, :]
+        dp = zero - delta_row.load(row_layout)[None, :]
         s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, do.permute((1, 0)), dp, use_acc=INIT, is_async=True)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         s = _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask)
         p = gl.exp2(s * scale - shift_row.load(row_layout)[None, :])
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        if INIT:
-            ds = (p * dp).to(dtype)
-        else:
-            ds = (p * (dp - delta_row.load(row_layout)[None, :])).to(dtype)
-        if EARLY:
-            dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        ds = (p * dp).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
         ds_mine = ds_buffers.index(t % 2 * 2 + ME)
         ds_other = ds_buffers.index(t % 2 * 2 + 1 - ME)
         tma.store_wait(0)  # until the copy engine has read the last tile of dQ
@@ -235,19 +270,12 @@ def _consume(
         ds_other = ds_other.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
         dq = warpgroup_mma(ds_mine, k_mine, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
-        if EARLY:
-            dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
-            mbarrier.arrive(empty.index(stage), count=1)
-        else:
-            dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
-            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        mbarrier.arrive(empty.index(stage), count=1)
         dq_buffers.index(ME).reshape([64, 64]).store(dq)
         fence_async_shared()
         at = [batch, head, q_row + row + DQ_ROW, DQ_COL]
         _reduce_add(dq_desc, at, dq_buffers.index(ME))
-        if not EARLY:
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            mbarrier.arrive(empty.index(stage), count=1)
         head, row = _next(head, row, rows, BLOCK_Q)
     count = seqlen_k - col
     k_row += col
@@ -258,14 +286,12 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks")
-)
+@gluon.jit(do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks"))
 def _attn_bwd(
     q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, dK, dV, cu_q, cu_k, scale,
     heads, group, seqlen_q, seqlen_k, left, right, blocks,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, ROTATE: gl.constexpr, INIT: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and dQ added to dq_desc. Grid: blocks of keys x key/value heads x batch."""
     mask: gl.constexpr = (LEFT, RIGHT, PACKED, ROTATE)
@@ -303,8 +329,8 @@ def _attn_bwd(
     # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
     gl.warp_specialize(
         [
-            (_consume, (0, work, outputs, mask, INIT, EARLY)),
-            (_consume, (1, work, outputs, mask, INIT, EARLY)),
+            (_consume, (0, work, outputs, mask)),
+            (_consume, (1, work, outputs, mask)),
             (_produce, (work, inputs, mask)),
         ],
         [4, 1],  # warps of all jobs but the first, which has num_warps
@@ -347,9 +373,7 @@ def flash_gluon_backward(
         dout = dout.contiguous()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
-        rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[
-            ..., : lse.shape[-1]
-        ]
+        rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
         launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
         dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -394,15 +418,13 @@ def launch_arguments(
     sequences, longest = batch, seqlen_k
     if packed:
         sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
-    limited = left >= 0 or right >= 0
-    config = {
-        "STAGES": 2, "ROTATE": not limited, "INIT": head_dim == 64,
-        "EARLY": head_dim == 128 or not limited,
-    } | config
+    rotate = left < 0 and right < 0 and seqlen_q >= 8192
+    config = {"STAGES": 2, "ROTATE": rotate} | config
     blocks = triton.cdiv(longest, KEYS.value)
     block_q = 8192 // head_dim
     arguments = dict(
-        q_desc=_describe(q.transpose(1, 2), block_q), do_desc=_describe(dout.transpose(1, 2), block_q),
+        q_desc=_describe(q.transpose(1, 2), block_q),
+        do_desc=_describe(dout.transpose(1, 2), block_q),
         k_desc=_describe(k.transpose(1, 2), 64), v_desc=_describe(v.transpose(1, 2), 64),
         rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), 64, 64),
         dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
