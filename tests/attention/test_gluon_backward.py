@@ -60,8 +60,9 @@ def test_it_fits_and_starts_the_products_and_copies_it_should(project, tmp_path)
     assert done.returncode == 0, done.stderr
     wide, narrow = json.loads(done.stdout)
     assert max(wide[0], narrow[0]) <= 227 * 1024
-    # Instructions of 16 along the sum. Each consumer: S and dP head_dim / 16, dV and dK
-    # queries / 16, dQ 128 / 16. Copies of 64 columns: K and V of each consumer, Q, dO, and two rows of numbers.
+    # An instruction takes 16 of the sum. Each consumer: S and dP head_dim / 16, dV and dK
+    # queries / 16, dQ 128 / 16. Copies of 64 columns: K and V of each consumer, Q and dO; and two
+    # rows of numbers.
     assert wide[1:3] == [2 * (2 * 8 + 2 * 4 + 8), (4 + 2) * 2 + 2]
     assert narrow[1:3] == [2 * (2 * 4 + 2 * 8 + 8), (4 + 2) * 1 + 2]
     assert wide[3] == narrow[3] == 2

@@ -346,6 +346,13 @@ def _round(X, Y, scale, count, BLOCK: tl.constexpr):
     tl.store(Y + i, (x * scale).to(Y.dtype.element_ty), mask=i < count)
 
 
+def why_unsupported_backward(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why `flash_gluon_backward` cannot take these inputs, or None if it can."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up dq in any order, and deterministic algorithms are asked for"
+    return why_unsupported(q, k, v)
+
+
 def flash_gluon_backward(
     dout: Tensor,
     q: Tensor,
@@ -363,8 +370,26 @@ def flash_gluon_backward(
     max_seqlen_k: int | None = None,
     **config: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of attention with the kernel of this file."""
-    reason = why_unsupported(q, k, v)
+    """Compute the gradients of attention with the kernel of this file.
+
+    Args:
+        dout: gradient of out, shaped like q.
+        q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim), as in
+            `flash_gluon_forward`. In packed ones, a NaN or infinity in a sequence can make
+            gradients of its neighbours NaN, because a tile may reach into them.
+        out, lse: results of the forward pass, of any kernel.
+        dlse: gradient of lse, shaped like it.
+        causal, softmax_scale, window_size, cu_seqlens_q, cu_seqlens_k: those of the forward pass.
+        max_seqlen_k: the longest packed sequence of keys, or more; max_seqlen_q is not needed.
+        config: constants of the kernel to use instead of the tuned ones.
+
+    Returns:
+        dq, dk, dv like q, k, v, contiguous. The last bits of dq differ from call to call.
+
+    Raises:
+        ValueError: the kernel does not take the inputs; the message says why.
+    """
+    reason = why_unsupported_backward(q, k, v)
     if reason:
         raise ValueError(f"flash_gluon: {reason}")
     if q.numel() == 0 or k.numel() == 0:
