@@ -96,7 +96,8 @@ class Gluon(torch.autograd.Function):
     "lengths", [(1, 1), (1, 239), (113, 203), (300, 65), (1023, 1024), (2048, 2048)]
 )
 def test_gradients_obey_the_error_rule(lengths, head_dim, mask, dtype):
-    inputs = make_model_qkv(2, *lengths, 4, 2, head_dim, dtype=dtype, device="cuda")
+    sizes = (*lengths, 4, 2, head_dim)
+    inputs = make_model_qkv(2, *sizes, dtype=dtype, device="cuda")
     assert_obeys_error_rule(
         lambda q, k, v: Gluon.apply(q, k, v, mask)[0],
         inputs, math_layout=to_math_layout, back=lambda out: out.transpose(1, 2), **mask,

@@ -45,6 +45,8 @@ section B.1, for the jobs of the warps and dQ by the copy engine.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -70,7 +72,7 @@ KEYS = gl.constexpr(128)  # keys of a program: of two consumers
 
 
 @builtin
-def _reduce_add(desc, at, tile, _semantic=None):
+def _reduce_add(desc, at, tile, _semantic: Any = None):
     """Ask the copy engine to add a tile in shared memory to the tensor; Gluon lacks the name."""
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     add = ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -430,7 +432,7 @@ def launch_arguments(
     cu_seqlens_k: Tensor | None,
     max_seqlen_k: int | None,
     **config: int,
-) -> tuple[tuple[int], dict[str, object]]:
+) -> tuple[tuple[int], dict[str, Any]]:
     """Return the grid and the kernel's arguments."""
     packed = cu_seqlens_q is not None
     if packed:
@@ -444,7 +446,7 @@ def launch_arguments(
     if packed:
         sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
     rotate = left < 0 and right < 0 and seqlen_q >= 8192
-    config = {"STAGES": 2, "ROTATE": rotate} | config
+    config = {"STAGES": 2, "ROTATE": int(rotate)} | config
     blocks = triton.cdiv(longest, KEYS.value)
     block_q = 8192 // head_dim
     arguments = dict(
