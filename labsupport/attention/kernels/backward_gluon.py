@@ -1,0 +1,472 @@
+"""FlashAttention's backward pass for Hopper GPUs, in Gluon: five products in one kernel.
+
+`backward.py` and `hopper.py` take two kernels, one that walks along the queries for dK and dV, and
+one that walks along the keys for dQ. Both recompute S and dO V^T: seven products. Here one program
+has a block of 128 keys and walks along the queries. dQ = sum of dS K over all blocks of keys then
+belongs to no program; each adds its share to a float32 tensor in memory:
+
+    S^T  = K Q^T,    P^T = exp2(S^T - shift)              shift: lse * log2(e)
+    dP^T = V dO^T,   dS^T = P^T * (dP^T - delta)          delta: rowsum(dO * O) - dlse
+    dV  += P^T dO,   dK += dS^T Q                         in registers, until the end
+    dQ  += dS K                                           in memory
+
+S and dP are computed transposed, so that P^T and dS^T are already where the tensor cores want the
+left factor of the next product: in the registers of the same warps. The sums of dQ come in any
+order, and float32 addition is not associative: **the last bits of dQ differ from run to run**. For
+the same bits every time (`torch.use_deterministic_algorithms`), take the two Triton kernels.
+
+The warps of a program have different jobs:
+
+    producer      one warp: asks the copy engine (TMA) for K and V, then for the tiles of Q, dO,
+                  shift and delta
+    consumers     two groups of four warps, 64 keys each: products and elementwise arithmetic
+
+A product with dS sums over all 128 keys, so the consumers exchange their halves of dS in shared
+memory, and each computes one half of the tile of dQ: with head_dim 128 half of the columns of 64
+queries, with head_dim 64 half of 128 queries. The copy engine adds it to dQ while the consumers go
+on (`cp.reduce.async.bulk.tensor`).
+
+    barrier     protects                                     arrives            waits
+    k_ready     K and V have been copied                     the copy engine    consumers
+    ready       a tile of Q, dO, shift and delta, too        the copy engine    consumers
+    empty       its buffers may be overwritten               each consumer      producer
+    ds_ready    both halves of dS are in shared memory       each consumer      consumers
+
+The tiles have STAGES buffers, a ring as in `forward_gluon.py`, which explains phases. dS has two:
+a consumer that has passed `ds_ready` for tile t has finished its dQ of tile t - 1, so that the
+other one may overwrite the dS of t - 1 with that of t + 1.
+
+While the tensor cores compute dP, the consumer takes exp2 of S; during dV it computes dS. Products
+are asynchronous, and `warpgroup_mma_wait(n)` waits until n of them at most are under way.
+
+Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024),
+section B.1, for the jobs of the warps and dQ by the copy engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from labsupport.attention.kernels.backward import launch_preprocess
+from labsupport.attention.kernels.forward_gluon import DTYPES, LOG2_E, why_unsupported
+
+ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
+KEYS = gl.constexpr(128)  # keys of a program: of two consumers
+
+
+@builtin
+def _reduce_add(desc, at, tile, _semantic: Any = None):
+    """Ask the copy engine to add a tile in shared memory to the tensor; Gluon lacks the name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, desc.handle, at, tile.handle)
+
+
+@gluon.jit
+def _work(sizes, cu_q, cu_k, mask: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """The block of keys of this program, and the queries that see any of it."""
+    heads, group, seqlen_q, seqlen_k, left, right, blocks = sizes
+    LEFT: gl.constexpr = mask[0]
+    RIGHT: gl.constexpr = mask[1]
+    PACKED: gl.constexpr = mask[2]
+    ROTATE: gl.constexpr = mask[3]
+    kv_heads = heads // group
+    program = gl.program_id(0)
+    col = program % blocks * KEYS  # causal: the block that most queries see is the first
+    head = program // blocks % kv_heads
+    batch = program // blocks // kv_heads
+    q_row = 0
+    k_row = 0
+    if PACKED:
+        q_row = gl.load(cu_q + batch)
+        k_row = gl.load(cu_k + batch)
+        seqlen_q = gl.load(cu_q + batch + 1) - q_row
+        seqlen_k = gl.load(cu_k + batch + 1) - k_row
+        batch = 0
+    offset = seqlen_k - seqlen_q
+    start = 0
+    stop = seqlen_q
+    if RIGHT:
+        start = gl.maximum(col - offset - right, 0) // BLOCK_Q * BLOCK_Q
+    if LEFT:
+        stop = gl.minimum(stop, gl.minimum(col + KEYS, seqlen_k) - offset + left)
+    if PACKED:
+        # The engine copies rows of numbers from multiples of 16 bytes only.
+        start -= q_row % 4
+        stop = gl.where(col < seqlen_k, stop, start)
+    tiles = gl.maximum(gl.cdiv(stop - start, BLOCK_Q), 0)
+    last = start + (tiles - 1) * BLOCK_Q
+    first = start
+    if ROTATE:
+        # Otherwise all programs of a head would add to the same tile of dQ at the same time.
+        first += program % blocks * tiles // blocks * BLOCK_Q
+    return batch, head, q_row, k_row, seqlen_q, seqlen_k, col, (start, first, last), tiles
+
+
+@gluon.jit
+def _next(head, row, rows, BLOCK_Q: gl.constexpr):
+    """The next tile of queries: from first to last, from start to first; then the next head."""
+    start, first, last = rows
+    row = gl.where(row == last, start, row + BLOCK_Q)
+    return gl.where(row == first, head + 1, head), row
+
+
+@gluon.jit
+def _produce(work, inputs, mask: gl.constexpr):
+    """Ask for K and V, then for the tiles of queries as soon as there is room."""
+    buffers, barriers, sizes, cu_q, cu_k = work
+    q_desc, do_desc, k_desc, v_desc, rows_desc = inputs
+    k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, _, _ = buffers
+    k_ready, ready, empty, _ = barriers
+    BLOCK_Q: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    bytes: gl.constexpr = 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, rows, tiles = _work(
+        sizes, cu_q, cu_k, mask, BLOCK_Q
+    )
+    group = sizes[1]
+    mbarrier.expect(k_ready, 4 * k_desc.block_type.nbytes)
+    for i in gl.static_range(2):
+        at = [batch, kv_head, k_row + col + i * ROWS, 0]
+        tma.async_copy_global_to_shared(k_desc, at, k_ready, k_buffers.index(i))
+        tma.async_copy_global_to_shared(v_desc, at, k_ready, v_buffers.index(i))
+    head = kv_head * group
+    row = rows[1]
+    for t in range(tiles * group):
+        stage = t % STAGES
+        bar = ready.index(stage)
+        mbarrier.wait(empty.index(stage), t // STAGES & 1 ^ 1)
+        mbarrier.expect(bar, bytes)
+        at = [batch, head, q_row + row, 0]
+        tma.async_copy_global_to_shared(q_desc, at, bar, q_buffers.index(stage))
+        tma.async_copy_global_to_shared(do_desc, at, bar, do_buffers.index(stage))
+        for i in gl.static_range(2):
+            tma.async_copy_global_to_shared(
+                rows_desc, [i, batch, head, q_row + row], bar, row_buffers.index(2 * stage + i)
+            )
+        head, row = _next(head, row, rows, BLOCK_Q)
+
+
+@gluon.jit
+def _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask: gl.constexpr):
+    """Set scores to -inf where a query may not see a key; s is S^T, (keys, queries)."""
+    LEFT: gl.constexpr = mask[0]
+    RIGHT: gl.constexpr = mask[1]
+    PACKED: gl.constexpr = mask[2]
+    BLOCK_Q: gl.constexpr = s.shape[1]
+    diagonal = row + seqlen_k - seqlen_q - col  # of the block, the key that the first query ends at
+    crosses = col + ROWS > seqlen_k
+    if PACKED:
+        crosses |= (row < 0) | (row + BLOCK_Q > seqlen_q)
+    if RIGHT:
+        crosses |= diagonal + right < ROWS - 1
+    if LEFT:
+        crosses |= diagonal + BLOCK_Q - 1 - left > 0
+    if crosses:
+        # Key j is seen by the queries from .. to - 1.
+        j = gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+        i = gl.arange(0, BLOCK_Q, layout=gl.SliceLayout(0, s.type.layout))
+        to = gl.where(j < seqlen_k - col, gl.minimum(seqlen_q - row, BLOCK_Q), 0)
+        if LEFT:
+            to = gl.minimum(to, j - diagonal + left + 1)
+        s = gl.where(i[None, :] < to[:, None], s, -float("inf"))
+        if RIGHT:
+            s = gl.where(i[None, :] >= (j - diagonal - right)[:, None], s, -float("inf"))
+        if PACKED:
+            s = gl.where((i >= -row)[None, :], s, -float("inf"))
+    return s
+
+
+@gluon.jit
+def _store(X, x, tile, batch, head, row, count, heads, seqlen):
+    """Store a block of dK or dV, by way of a tile in shared memory that is no longer needed."""
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    tile.store(x.to(tile.dtype))
+    x = tile.load(layout)
+    j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    c = gl.arange(0, D, gl.SliceLayout(0, layout))
+    at = ((batch * seqlen + row).to(gl.int64) * heads + head) * D
+    gl.store(X + at + (j[:, None] * (heads * D) + c[None, :]), x, mask=(j < count)[:, None])
+
+
+@gluon.jit
+def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
+    """The products of the ME-th 64 keys of the block, and the ME-th half of dQ."""
+    buffers, barriers, sizes, cu_q, cu_k = work
+    dq_desc, dK, dV, scale = outputs
+    k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers = buffers
+    k_ready, ready, empty, ds_ready = barriers
+    heads, group, _, total_k, left, right, _ = sizes
+    BLOCK_Q: gl.constexpr = q_buffers.shape[3]
+    STAGES: gl.constexpr = q_buffers.shape[0]
+    D: gl.constexpr = q_buffers.shape[4]
+    dtype: gl.constexpr = q_buffers.dtype
+    # Layouts say which thread holds which elements; these are the tensor cores'.
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    # Half of dQ: with head_dim 128 half of the columns of 64 queries, with 64 half of 128 queries.
+    DQ_ROW: gl.constexpr = ME * (BLOCK_Q - 64)
+    DQ_COL: gl.constexpr = ME * (D - 64)
+
+    batch, kv_head, q_row, k_row, seqlen_q, seqlen_k, col, rows, tiles = _work(
+        sizes, cu_q, cu_k, mask, BLOCK_Q
+    )
+    col += ME * ROWS
+    k = k_buffers.index(ME).reshape([ROWS, D])
+    v = v_buffers.index(ME).reshape([ROWS, D])
+    k_mine = k.slice(DQ_COL, 64, dim=1)
+    k_other = k_buffers.index(1 - ME).reshape([ROWS, D]).slice(DQ_COL, 64, dim=1)
+    zero = gl.zeros([ROWS, BLOCK_Q], gl.float32, s_layout)
+    no_dq = gl.zeros([64, 64], gl.float32, dq_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, dk_layout)
+    head = kv_head * group
+    row = rows[1]
+    mbarrier.wait(k_ready, 0)
+    for t in range(tiles * group):
+        stage = t % STAGES
+        q = q_buffers.index(stage).reshape([BLOCK_Q, D])
+        do = do_buffers.index(stage).reshape([BLOCK_Q, D])
+        shift_row = row_buffers.index(2 * stage).reshape([BLOCK_Q])
+        delta_row = row_buffers.index(2 * stage + 1).reshape([BLOCK_Q])
+        mbarrier.wait(ready.index(stage), t // STAGES & 1)
+        dp = zero - delta_row.load(row_layout)[None, :]
+        s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        s = _apply_mask(s, row, col, seqlen_q, seqlen_k, left, right, mask)
+        p = gl.exp2(s * scale - shift_row.load(row_layout)[None, :])
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p * dp).to(dtype)
+        dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, is_async=True)
+        ds_mine = ds_buffers.index(t % 2 * 2 + ME)
+        ds_other = ds_buffers.index(t % 2 * 2 + 1 - ME)
+        tma.store_wait(0)  # until the copy engine has read the last tile of dQ
+        ds_mine.store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_ready, count=1)
+        mbarrier.wait(ds_ready, t & 1)
+        ds_mine = ds_mine.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
+        ds_other = ds_other.permute((1, 0)).slice(DQ_ROW, 64, dim=0)
+        dq = warpgroup_mma(ds_mine, k_mine, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_other, k_other, dq, is_async=True)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv, dk, dq])
+        mbarrier.arrive(empty.index(stage), count=1)
+        dq_buffers.index(ME).reshape([64, 64]).store(dq)
+        fence_async_shared()
+        at = [batch, head, q_row + row + DQ_ROW, DQ_COL]
+        _reduce_add(dq_desc, at, dq_buffers.index(ME))
+        head, row = _next(head, row, rows, BLOCK_Q)
+    count = seqlen_k - col
+    k_row += col
+    kv_heads = heads // group
+    _store(dV, dv, v, batch, kv_head, k_row, count, kv_heads, total_k)
+    dk *= scale * 0.6931471805599453  # ln 2: from log2 to log
+    _store(dK, dk, v, batch, kv_head, k_row, count, kv_heads, total_k)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks"))
+def _attn_bwd(
+    q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, dK, dV, cu_q, cu_k, scale,
+    heads, group, seqlen_q, seqlen_k, left, right, blocks,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, ROTATE: gl.constexpr,
+):  # fmt: skip
+    """dK and dV, and dQ added to dq_desc. Grid: blocks of keys x key/value heads x batch."""
+    mask: gl.constexpr = (LEFT, RIGHT, PACKED, ROTATE)
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], dtype)
+    k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
+    row_buffers = gl.allocate_shared_memory(
+        gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout
+    )
+    ds_buffers = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_Q], ds_layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout)
+    buffers = (k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers)
+
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    ds_ready = gl.allocate_shared_memory(gl.int64, [1], layout)
+    barriers = (k_ready, ready, empty, ds_ready)
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(ds_ready, count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks)
+    work = (buffers, barriers, sizes, cu_q, cu_k)
+    inputs = (q_desc, do_desc, k_desc, v_desc, rows_desc)
+    outputs = (dq_desc, dK, dV, scale)
+    # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
+    gl.warp_specialize(
+        [
+            (_consume, (0, work, outputs, mask)),
+            (_consume, (1, work, outputs, mask)),
+            (_produce, (work, inputs, mask)),
+        ],
+        [4, 1],  # warps of all jobs but the first, which has num_warps
+        [240, 24],  # their registers a thread
+    )
+
+
+@triton.jit
+def _round(X, Y, scale, count, BLOCK: tl.constexpr):
+    """Y = X * scale, in the dtype of Y."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + i, mask=i < count)
+    tl.store(Y + i, (x * scale).to(Y.dtype.element_ty), mask=i < count)
+
+
+def why_unsupported_backward(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why `flash_gluon_backward` cannot take these inputs, or None if it can."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "adds up dq in any order, and deterministic algorithms are asked for"
+    return why_unsupported(q, k, v)
+
+
+def flash_gluon_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    **config: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of attention with the kernel of this file.
+
+    Args:
+        dout: gradient of out, shaped like q.
+        q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim), as in
+            `flash_gluon_forward`. In packed ones, a NaN or infinity in a sequence can make
+            gradients of its neighbours NaN, because a tile may reach into them.
+        out, lse: results of the forward pass, of any kernel.
+        dlse: gradient of lse, shaped like it.
+        causal, softmax_scale, window_size, cu_seqlens_q, cu_seqlens_k: those of the forward pass.
+        max_seqlen_k: the longest packed sequence of keys, or more; max_seqlen_q is not needed.
+        config: constants of the kernel to use instead of the tuned ones.
+
+    Returns:
+        dq, dk, dv like q, k, v, contiguous. The last bits of dq differ from call to call.
+
+    Raises:
+        ValueError: the kernel does not take the inputs; the message says why.
+    """
+    reason = why_unsupported_backward(q, k, v)
+    if reason:
+        raise ValueError(f"flash_gluon: {reason}")
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if why_unsupported(dout, dout, dout):  # the copy engine takes other strides than autograd gives
+        dout = dout.contiguous()
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    with torch.cuda.device_of(q):
+        rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
+        launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
+        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        grid, arguments = launch_arguments(
+            dout, q, k, v, rows, dq32, dk, dv, causal=causal, scale=scale, window_size=window_size,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
+            **config,
+        )  # fmt: skip
+        _attn_bwd[grid](**arguments)
+        dq = q.new_empty(q.shape)
+        _round[(triton.cdiv(dq.numel(), 4096),)](dq32, dq, scale, dq.numel(), BLOCK=4096)
+    return dq, dk, dv
+
+
+def launch_arguments(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window_size: tuple[int, int],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_k: int | None,
+    **config: int,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the grid and the kernel's arguments."""
+    packed = cu_seqlens_q is not None
+    if packed:
+        dout, q, k, v, dq, rows = dout[None], q[None], k[None], v[None], dq[None], rows[:, None]
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1:3]
+    left, right = (min(side, seqlen_q + seqlen_k) for side in window_size)
+    if causal:
+        right = 0
+    sequences, longest = batch, seqlen_k
+    if packed:
+        sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
+    rotate = left < 0 and right < 0 and seqlen_q >= 8192
+    config = {"STAGES": 2, "ROTATE": int(rotate)} | config
+    blocks = triton.cdiv(longest, KEYS.value)
+    block_q = 8192 // head_dim
+    arguments = dict(
+        q_desc=_describe(q.transpose(1, 2), block_q),
+        do_desc=_describe(dout.transpose(1, 2), block_q),
+        k_desc=_describe(k.transpose(1, 2), 64), v_desc=_describe(v.transpose(1, 2), 64),
+        rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), 64, 64),
+        dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
+        scale=scale * LOG2_E, heads=heads, group=heads // kv_heads, seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k, left=left, right=right, blocks=blocks, LEFT=left >= 0, RIGHT=right >= 0,
+        PACKED=packed, D=head_dim, num_warps=4, maxnreg=168, **config,
+    )  # fmt: skip
+    return (blocks * kv_heads * sequences,), arguments
+
+
+def _describe(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Describe a 4-dimensional tensor to the copy engine, in tiles of rows x columns."""
+    tile = [1, 1, rows, columns or x.shape[-1]]
+    # The stride of a dimension of size 1 is arbitrary, but the engine wants a multiple of 16 bytes.
+    strides = [s if n > 1 else 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    dtype = DTYPES.get(x.dtype, gl.float32)
+    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
