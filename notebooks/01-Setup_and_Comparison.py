@@ -1417,7 +1417,7 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 
 # %% [markdown]
 # ### Exercise 1-7 · FP8 with scales, and a rotation
-# ●●○ · 20 minutes · 0 points
+# ●●○ · 20 minutes · 0 points (optional)
 #
 # #### Step 1 · Scales · 10 minutes
 #
@@ -1613,7 +1613,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 
 # %% [markdown]
 # ### Exercise 1-8 · A token sees the future
-# ●●○ · 12 minutes · 0 points
+# ●●○ · 12 minutes · 0 points (optional)
 #
 # Write three functions. You may change, print and measure whatever you like in cells of your own.
 #
