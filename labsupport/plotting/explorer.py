@@ -65,7 +65,8 @@ def plot_block_mask(block_mask: Any) -> Chart:
     def kind(top: int, left: int) -> str:
         return kinds.get((top, left), "skipped")
 
-    return _draw_tiles(kind, *block_mask.seq_lengths, block_q, block_k)
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    return _draw_tiles(kind, seqlen_q, seqlen_k, block_q, block_k)
 
 
 def _draw_tiles(
