@@ -1403,7 +1403,7 @@ print(recorded.attrs["provenance"]["command"])
 # *Further (optional) · 25 minutes*
 #
 # GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. The format for
-# queries and keys is e4m3: a sign, 4 bits of exponent, 3 of mantissa. What is left of a number?
+# queries and keys is e4m3: a sign, 4 bits of exponent, 3 of significand. What is left of a number?
 
 # %% tags=["nbval-check-output"]
 for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
