@@ -61,7 +61,7 @@ The largest absolute value must become 448, the end of float8_e4m3fn. (240 ends 
     / 448 -> / 240
 The scale is that of int8: the largest absolute value must become 448, the end of e4m3.
     / 448 -> / 127
-That is e5m2: its significand has 2 bits. that of e4m3, torch.float8_e4m3fn, has 3.
+That is e5m2: its significand has 2 bits, that of e4m3, torch.float8_e4m3fn, has 3.
     float8_e4m3fn -> float8_e5m2
 The numbers are rounded to integers, as for int8. e4m3 is a floating-point format: cast to it.
     .to(torch.float8_e4m3fn) -> .round()
