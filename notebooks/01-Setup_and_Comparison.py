@@ -23,7 +23,7 @@
 #   honestly: time, memory, error;
 # - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
-# **Time** about 180 minutes; the exercises take 140 of them. Sections marked *further* are optional.
+# **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
 # - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9. The backward pass (1.6) then waits for another day.
 # - *In half an hour or a little more*, for the curious: the chart above, section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
@@ -36,7 +36,7 @@
 # backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
 # [glossary](../theory/glossary.md) fixes the words.
 #
-# **How to work.** Run the cells in order. Six exercises ask you to write code where it says
+# **How to work.** Run the cells in order. Eight exercises ask you to write code where it says
 # `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong, and hints unfold in three stages: a
 # nudge, the idea, an outline. Once your checks pass, look at the lab's own copy of this notebook (in `notebooks/`): where solutions
 # are given out, it holds one way to write each. Before each measurement, write down a guess: a wrong guess that you noticed is worth more
@@ -1399,6 +1399,304 @@ print(at_4k.pivot(index="backend", columns="causal", values="speedup").round(1).
 print(recorded.attrs["provenance"]["command"])
 
 # %% [markdown]
+# ## 1.12 · Eight bits, and outliers
+# *Further (optional) · 25 minutes*
+#
+# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. The format for
+# queries and keys is e4m3: a sign, 4 bits of exponent, 3 of significand. What is left of a number?
+
+# %% tags=["nbval-check-output"]
+for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
+    rounded = torch.tensor(number).to(torch.float8_e4m3fn).float().item()
+    print(f"{number:8} becomes {rounded}")
+
+
+# %% [markdown]
+# Rounding costs up to 6% of a number, and the range ends at 448. So a tensor is divided by a *scale* first, and multiplied by it afterwards.
+# Which numbers should share a scale?
+
+# %% [markdown]
+# ### Exercise 1-7 · FP8 with scales, and a rotation
+# ●●○ · 20 minutes · 0 points (optional)
+#
+# #### Step 1 · Scales · 10 minutes
+#
+# | `round_to_fp8(x, block=None)` | | |
+# | --- | --- | --- |
+# | `x` | `(..., seqlen, head_dim)`, float32 | queries or keys |
+# | `block` | integer, or `None` | this many rows of one head share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
+# | returns | like `x`, float32 | `x` rounded to `torch.float8_e4m3fn`, and scaled back |
+#
+# The largest absolute value of those that share a scale becomes 448. Zeros stay zeros, also where a whole block is zero.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Over which dimensions is the largest absolute value taken: without a block, and with one?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its largest value.
+# A cast to `torch.float8_e4m3fn` rounds; a cast back to float32 changes nothing more.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# without block: all of x is the only block, and the largest value is taken over everything
+# for each block of rows:
+#     scale = the largest absolute value over 448; where that is 0: 1
+#     divide by scale, cast to FP8, cast back, multiply by scale
+# put the blocks together again, along the rows
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-7-fp8", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def round_to_fp8(x, block=None):
+    """x, rounded to e4m3 with one scale, or one for each block of rows of each head."""
+    ### BEGIN SOLUTION
+    dims = tuple(range(x.ndim)) if block is None else (-2, -1)
+    rounded = []
+    for part in x.split(block or x.shape[-2], dim=-2):
+        scale = part.abs().amax(dims, keepdim=True) / 448
+        scale = scale.masked_fill(scale == 0, 1.0)
+        rounded.append((part / scale).to(torch.float8_e4m3fn).float() * scale)
+    return torch.cat(rounded, dim=-2)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-7-fp8-tensor", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_fp8_tensor(round_to_fp8)
+### BEGIN HIDDEN TESTS
+checks.check_fp8_tensor(round_to_fp8, seed=71)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-7-fp8-blocks", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_fp8_blocks(round_to_fp8)
+### BEGIN HIDDEN TESTS
+checks.check_fp8_blocks(round_to_fp8, seed=72)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 2 · A rotation · 10 minutes
+#
+# In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix $R$,
+# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others, so
+# that an outlier spreads over the whole row. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
+#
+# $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
+#
+# | function | takes | returns |
+# | --- | --- | --- |
+# | `hadamard(n)` | `n`: a power of two | $H_n / \sqrt n$, `(n, n)`, float32 |
+# | `rotate(q, k, signs)` | `q`, `k`: `(..., seqlen, head_dim)`; `signs`: `(head_dim,)`, of +1 and −1 | $QR$ and $KR$ |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# How often does the matrix double until it has $n$ rows? And what does a diagonal matrix on the right do to the columns of $Q$?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `torch.cat` puts matrices side by side (`dim=1`) or below each other (`dim=0`). Multiplying by `signs` flips the columns; the product with the
+# matrix comes after that.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# hadamard: begin with a 1 x 1 matrix of 1
+#           while it has fewer than n rows: four copies of it, the lower right one negative
+#           divide by the square root of n
+# rotate:   flip the columns of both, then multiply both by the matrix, from the right
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-7-fp8-rotation", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def hadamard(n):
+    """The orthogonal Hadamard matrix of n rows."""
+    ### BEGIN SOLUTION
+    h = torch.ones(1, 1)
+    while len(h) < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h / math.sqrt(n)
+    ### END SOLUTION
+
+
+def rotate(q, k, signs):
+    """Queries and keys, turned alike."""
+    ### BEGIN SOLUTION
+    h = hadamard(q.shape[-1])
+    return q * signs @ h, k * signs @ h
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-7-fp8-rotation-matrix", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_hadamard(hadamard)
+### BEGIN HIDDEN TESTS
+checks.check_hadamard(hadamard, seed=73)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-7-fp8-rotation-scores", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_rotation(rotate)
+### BEGIN HIDDEN TESTS
+checks.check_rotation(rotate, seed=74)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now measure. Two of 64 channels are ten times as large as the rest. What brings more: a scale for each block of 64 rows, or the rotation?
+
+# %%
+predicted_better = None  # your guess, "blocks" or "rotation"
+
+# %% tags=["nbval-check-output"]
+own_fp8 = checks.solution_or_reference(
+    round_to_fp8, checks.round_to_fp8, checks.check_fp8_tensor, checks.check_fp8_blocks
+)
+own_rotate = checks.solution_or_reference(rotate, checks.rotate, checks.check_rotation)
+generator = torch.Generator().manual_seed(0)
+signs = torch.randn(64, generator=generator).sign()
+fp8_errors = {}
+for name, size in (("no outliers", 1.0), ("two channels, 10 times as large", 10.0)):
+    q, k = torch.randn(2, 4, 256, 64, generator=generator)
+    q[..., [3, 40]] *= size
+    k[..., [3, 40]] *= size
+    turned = own_rotate(q, k, signs)
+    fp8_errors[name] = {
+        way: (
+            (own_fp8(a, block) @ own_fp8(b, block).mT - q @ k.mT).norm() / (q @ k.mT).norm()
+        ).item()
+        for way, (a, b), block in (
+            ("one scale", (q, k), None),
+            ("blocks", (q, k), 64),
+            ("rotation", turned, None),
+            ("both", turned, 64),
+        )
+    }
+print("you predicted:", predicted_better)
+print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
+
+
+# %% [markdown]
+# Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks bring next to
+# nothing. Why? e4m3 is a *floating-point* format: each number loses up to 6% of itself, whatever the scale; a scale only keeps numbers in the
+# range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) But a score is a sum, and where two
+# products of outliers dominate it, their two rounding errors are its error. Turned, the same sum comes from 64 products of similar size, and
+# their errors average out.
+#
+# Both ideas are in flash-attn 3 ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)); blocks pay where the *range* does not
+# suffice, as with a token that is 100,000 times as large as others.
+# [Chapter 6](../theory/06-precision.md#eight-bits) has the sizes of both effects.
+
+# %% [markdown]
+# ## 1.13 · Find the fault
+# *Further (optional) · 15 minutes*
+#
+# The following program lets each token look for similar tokens that stand *at least* `gap` places before it. The last token lies in the
+# future of all others. So if it changes, no output but its own may change:
+
+
+# %% tags=["nbval-check-output"]
+def recall(x, gap):
+    """For each token, (seqlen, head_dim), what it finds at least `gap` tokens before it."""
+    position = torch.arange(len(x))
+    hidden = position[:, None] - position < gap
+    scores = x @ x.T / math.sqrt(x.shape[-1])
+    weights = (scores + hidden * -10_000.0).softmax(dim=-1)
+    return weights @ x
+
+
+x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+other = x.clone()
+other[-1] = 5.0
+change = (recall(other, 4) - recall(x, 4)).abs()[:-1]
+print(f"largest change of the outputs before the last token: {change.max():.2f}; it must be 0")
+
+
+# %% [markdown]
+# ### Exercise 1-8 · A token sees the future
+# ●●○ · 12 minutes · 0 points (optional)
+#
+# Write three functions. You may change, print and measure whatever you like in cells of your own.
+#
+# | function | returns |
+# | --- | --- |
+# | `rows_that_leak(seqlen, gap)` | how many of the `seqlen` tokens get an output that depends on tokens which they must not see |
+# | `cause()` | the letter of the cause, such as `"A"` |
+# | `repaired(x, gap)` | what `recall` should return: copy it, and change one line. A token that may see nothing gets zeros |
+#
+# | | possible causes |
+# | --- | --- |
+# | A | the comparison with `gap` is off by one: a token sees one key too many |
+# | B | the softmax runs over the queries, not over the keys |
+# | C | 10,000 is too small: beside a large score a hidden key keeps some weight |
+# | D | where all keys of a row are hidden, all its scores fall by the same amount |
+# | E | near −10,000 float32 has steps of 0.001: the scores are rounded, and hidden keys come back |
+# | F | the mask is transposed: tokens see what comes after them |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# `change.amax(dim=-1)` has a number for each row. Which rows change? What is special about them?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Look at the weights of such a row, and compare them with the softmax of the row's scores *before* anything was added to them. Each suspect
+# can be tried: change what it accuses, and see whether the change of the outputs goes away.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# rows_that_leak: the rows that have no key at least gap before them
+# repaired:       as it is, but weights are 0 wherever a key is hidden;
+#                 or: hidden scores are -inf, and then NaN in the weights becomes 0
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def rows_that_leak(seqlen, gap):
+    """Number of tokens whose output depends on tokens that they must not see."""
+    ### BEGIN SOLUTION
+    return min(gap, seqlen)
+    ### END SOLUTION
+
+
+def repaired(x, gap):
+    """What `recall` should return."""
+    ### BEGIN SOLUTION
+    i = torch.arange(len(x))
+    visible = i[:, None] - i >= gap
+    scores = (x @ x.mT / math.sqrt(x.shape[-1])).masked_fill(~visible, -torch.inf)
+    return scores.softmax(dim=-1).nan_to_num() @ x  # NaN: rows without a key
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-1-8-cause", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def cause():
+    """The letter of the cause."""
+    ### BEGIN SOLUTION
+    return "D"
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-fault-rows", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_leaking_rows(rows_that_leak)
+### BEGIN HIDDEN TESTS
+checks.check_leaking_rows(rows_that_leak, seed=81)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-cause-letter", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_leak_cause(cause)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-1-8-fault-output", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_recall(repaired)
+### BEGIN HIDDEN TESTS
+checks.check_recall(repaired, seed=82)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# A program like this passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. A *change* of one input,
+# and a look at what else changed, finds such a leak in one line. It works for any mask, and for models that somebody else wrote.
+
+# %% [markdown]
 # ## What you measured
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
@@ -1408,6 +1706,7 @@ print(recorded.attrs["provenance"]["command"])
 # - The gain depends on length, device and dtype. You have your own numbers for it.
 # - Two correct implementations differ by rounding. The yardstick is the textbook in the same dtype.
 # - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
+# - In FP8 a scale saves the range, and a rotation of queries and keys the digits.
 #
 # ### Three questions
 #

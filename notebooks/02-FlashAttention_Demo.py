@@ -22,7 +22,7 @@
 # - predict the gain from attention's share, and name the cases where there is none;
 # - choose dtypes for inference, and check them.
 #
-# **Time** about 170 minutes; the exercises take 115 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
+# **Time** about 215 minutes; the exercises take 152 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
 # 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
 # model has 135 million parameters.
 #
@@ -1409,6 +1409,458 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
 # outlier in a head costs all its other keys. That is why serving programs take a scale for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
 
 # %% [markdown]
+# ## 2.14 · Masks and scores of your own: FlexAttention
+# *Further (optional) · 30 minutes*
+#
+# A sliding window, documents side by side in one sequence, scores with a limit: each needed a new kernel once. PyTorch's *FlexAttention* takes
+# them as small functions of positions, and compiles these into a fused kernel. There are two kinds of functions, *mods*:
+#
+# - `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` may see key `kv_idx`, in text `b` of the batch and head `h`;
+# - `score_mod(score, b, h, q_idx, kv_idx)` returns what stands in the place of the score.
+#
+# Both are called once, with tensors of *all* positions (or what stands for them). So there is no `if`, no `and`, no `min`: write `&`, `|`, comparisons and
+# arithmetic on tensors. An example: each query sees itself and every third key before it.
+
+# %%
+import warnings
+from functools import partial
+
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+
+
+def every_third(b, h, q_idx, kv_idx):
+    distance = q_idx - kv_idx
+    return (distance >= 0) & (distance % 3 == 0)
+
+
+plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 12, "cpu")[0, 0]})
+
+
+# %% [markdown]
+# ### Exercise 2-7 · Mods, and the tiles that they hide
+# ●●○ · 25 minutes · 0 points (optional)
+#
+# #### Step 1 · Three masks · 10 minutes
+#
+# There are as many queries as keys. What a mask needs to know stands in front of the four indices; `partial(window_mask, 4)` makes a mod of it.
+#
+# | function | `True` where query `q_idx` may see key `kv_idx` |
+# | --- | --- |
+# | `causal_mask(b, h, q_idx, kv_idx)` | the key is the query's own or stands before it |
+# | `window_mask(window, b, h, q_idx, kv_idx)` | the same, and it stands at most `window` places before it |
+# | `document_mask(ids, b, h, q_idx, kv_idx)` | causal, and both belong to the same document. `ids`, `(batch, seqlen)`, has the number of each token's document |
+#
+# The indices are integer tensors that can be broadcast to `(batch, heads, seqlen, seqlen)`.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Each sentence of the table is one comparison, or two with "and" between them.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `&` binds more strongly than `<=`: put each comparison into parentheses. Indices may themselves be looked up in a tensor, one index for each of
+# its dimensions.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# causal_mask:   the key's index is not larger than the query's
+# window_mask:   causal, and the distance from key to query is not larger than window
+# document_mask: causal, and ids at (text, query) equals ids at (text, key)
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-7-masks", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def causal_mask(b, h, q_idx, kv_idx):
+    """True for the query's own key, and those before it."""
+    ### BEGIN SOLUTION
+    return q_idx >= kv_idx
+    ### END SOLUTION
+
+
+def window_mask(window, b, h, q_idx, kv_idx):
+    """Causal, and at most `window` places back."""
+    ### BEGIN SOLUTION
+    return causal_mask(b, h, q_idx, kv_idx) & (q_idx - kv_idx <= window)
+    ### END SOLUTION
+
+
+def document_mask(ids, b, h, q_idx, kv_idx):
+    """Causal, within one document."""
+    ### BEGIN SOLUTION
+    return causal_mask(b, h, q_idx, kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-7-masks-window", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_causal_mask(causal_mask)
+checks.check_window_mask(window_mask)
+### BEGIN HIDDEN TESTS
+checks.check_window_mask(window_mask, seed=71)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-7-masks-documents", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_document_mask(document_mask)
+### BEGIN HIDDEN TESTS
+checks.check_document_mask(document_mask, seed=72)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 2 · Two changes of the scores · 5 minutes
+#
+# | function | returns |
+# | --- | --- |
+# | `soft_cap(cap, score, b, h, q_idx, kv_idx)` | $c \tanh(s / c)$: small scores stay, large ones approach the cap $c$ (Gemma 2) |
+# | `alibi(slopes, score, b, h, q_idx, kv_idx)` | the score, less the head's slope times the distance of query and key, $\lvert i - j \rvert$. `slopes` is `(heads,)` |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which of the four indices does each of them need?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `torch.tanh` works on tensors. A tensor of slopes is indexed by the number of the head, and `abs()` is a method.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# soft_cap: divide by cap, tanh, multiply by cap
+# alibi:    score minus (this head's slope times the absolute difference of the two positions)
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-7-scores", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def soft_cap(cap, score, b, h, q_idx, kv_idx):
+    """The score, bent towards the limits -cap and cap."""
+    ### BEGIN SOLUTION
+    return cap * torch.tanh(score / cap)
+    ### END SOLUTION
+
+
+def alibi(slopes, score, b, h, q_idx, kv_idx):
+    """The score, less a penalty for distance."""
+    ### BEGIN SOLUTION
+    return score - slopes[h] * (q_idx - kv_idx).abs()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-7-scores-cap", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_soft_cap(soft_cap)
+### BEGIN HIDDEN TESTS
+checks.check_soft_cap(soft_cap, seed=73)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-7-scores-alibi", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_alibi(alibi)
+### BEGIN HIDDEN TESTS
+checks.check_alibi(alibi, seed=74)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now let them work: `flex_attention` with your mods, against the options of the lab's `attention` that do the same, and against the formula for the
+# cap, which `attention` does not have. (SDPA's layout on one side, flash-attn's on the other.)
+
+# %%
+from labsupport.attention import attention, attention_varlen
+
+names = ("causal_mask", "window_mask", "document_mask", "soft_cap", "alibi")
+mods = {
+    name: checks.solution_or_reference(
+        globals()[name], getattr(checks, name), getattr(checks, f"check_{name}")
+    )
+    for name in names
+}
+seqlen, cuts = 64, [0, 20, 44, 64]  # three documents
+ids_of = torch.arange(3, device=device).repeat_interleave(torch.tensor(cuts).diff().to(device))[
+    None
+]
+slopes, cap = 2.0 ** -torch.arange(1, 5, device=device), torch.tensor(5.0, device=device)
+window = torch.tensor(8, device=device)
+generator = torch.Generator().manual_seed(0)
+q, k, v = torch.randn(3, 1, seqlen, 4, 16, generator=generator).to(device)
+
+
+def flex(mask=None, score=None):
+    tiles = mask and create_block_mask(mask, 1, None, seqlen, seqlen, device.type, BLOCK_SIZE=16)
+    q_h, k_h, v_h = (x.transpose(1, 2) for x in (q, k, v))
+    return flex_attention(q_h, k_h, v_h, score_mod=score, block_mask=tiles).transpose(1, 2)
+
+
+scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+offsets = torch.tensor(cuts, device=device, dtype=torch.int32)
+packed = [x[0] for x in (q, k, v)]
+pairs = {
+    "window of 8": (
+        flex(partial(mods["window_mask"], window)),
+        attention(q, k, v, causal=True, window_size=(8, 0)),
+    ),
+    "documents": (
+        flex(partial(mods["document_mask"], ids_of)),
+        attention_varlen(*packed, offsets, offsets, causal=True)[None],
+    ),
+    "ALiBi": (
+        flex(mods["causal_mask"], partial(mods["alibi"], slopes)),
+        attention(q, k, v, causal=True, alibi_slopes=slopes),
+    ),
+    "soft cap": (
+        flex(score=partial(mods["soft_cap"], cap)),
+        torch.einsum("bhij,bjhd->bihd", (5 * (scores / 5).tanh()).softmax(-1), v),
+    ),
+}
+for name, (ours, theirs) in pairs.items():
+    print(f"{name:12} largest difference {(ours - theirs).abs().max():.0e}")
+
+
+# %% [markdown]
+# #### Step 3 · Which tiles can be skipped? · 10 minutes
+#
+# A mask alone saves nothing: asking a function for each pair costs as much as the pair. `create_block_mask` asks beforehand, once, and notes for each *tile*
+# whether nothing, a part or all of it is visible. The kernel then skips, masks, or computes without asking. Write this count.
+#
+# | `tile_counts(mask, block_q, block_k)` | |
+# | --- | --- |
+# | `mask` | `(seqlen_q, seqlen_k)`, boolean |
+# | `block_q`, `block_k` | rows and columns of a tile; tiles at the ends may stand out over the mask, and there everything is hidden |
+# | returns | three integers: tiles that are skipped, that need the mask, and that are visible throughout |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# How many pairs of a tile are visible? Two of the possible numbers are special.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `split` along one dimension and then along the other cuts a matrix into tiles. Those at the ends come out smaller; compare their sum
+# with the size of a whole tile.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# for each block of rows, and in it each block of columns:
+#     seen = number of True
+#     0: skipped; block_q times block_k: full; anything else: masked
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-7-tiles", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def tile_counts(mask, block_q, block_k):
+    """Tiles that are skipped, that need the mask, and that are full."""
+    ### BEGIN SOLUTION
+    more = (0, -mask.shape[1] % block_k, 0, -mask.shape[0] % block_q)
+    tiles = F.pad(mask, more).unflatten(1, (-1, block_k)).unflatten(0, (-1, block_q))
+    seen = tiles.sum((1, 3))
+    skipped, full = int((seen == 0).sum()), int((seen == block_q * block_k).sum())
+    return skipped, seen.numel() - skipped - full, full
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-7-tiles-counts", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_tile_counts(tile_counts)
+### BEGIN HIDDEN TESTS
+checks.check_tile_counts(tile_counts, seed=75)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# PyTorch's count for the three documents, and yours:
+
+# %% tags=["nbval-check-output"]
+by_documents = partial(mods["document_mask"], ids_of.cpu())
+tiles = create_block_mask(by_documents, 1, None, seqlen, seqlen, "cpu", BLOCK_SIZE=8)
+dense = create_mask(by_documents, 1, None, seqlen, seqlen, "cpu")[0, 0]
+own_counts = checks.solution_or_reference(tile_counts, checks.tile_counts, checks.check_tile_counts)
+masked, full = int(tiles.kv_num_blocks.sum()), int(tiles.full_kv_num_blocks.sum())
+print("PyTorch:", (64 - masked - full, masked, full), "yours:", own_counts(dense, 8, 8))
+
+# %%
+plotting.plot_block_mask(tiles)
+
+# %% [markdown]
+# ### When is it compiled again?
+#
+# What you ran here was not the fused kernel: called without `torch.compile`, `flex_attention` computes all scores, as the textbook does. That is for
+# trying mods out. `torch.compile(flex_attention)` makes the kernel, which takes seconds. A compiled function is valid for what it was
+# compiled for, so how often does that happen? Guess for each line of the next cell. Instead of a compiler, a function that counts its calls is plugged in:
+
+# %%
+predicted_compilations = None  # five numbers of 0 or 1, such as (1, 0, 0, 0, 0)
+
+# %% tags=["nbval-check-output"]
+compilations = []
+
+
+def counting(graph, inputs):
+    compilations.append(graph)
+    return graph
+
+
+compiled = torch.compile(flex_attention, backend=counting)
+print("you predicted:", predicted_compilations)
+for name, back, rows in (
+    ("the first call, window 8 as an integer", 8, 64),
+    ("the same again", 8, 64),
+    ("window 9", 9, 64),
+    ("window 8 as a tensor", torch.tensor(8), 64),
+    ("window 9 as a tensor", torch.tensor(9), 64),
+):
+    before, x = len(compilations), torch.randn(1, 2, rows, 16)
+    mod = partial(mods["window_mask"], back)
+    tiles = create_block_mask(mod, None, None, rows, rows, "cpu", BLOCK_SIZE=16)
+    compiled(x, x, x, block_mask=tiles)
+    print(f"{name}: {len(compilations) - before}")
+
+# %% [markdown]
+# The code of a mod, and the Python numbers that it captures, are compiled in: another number, another compilation. (After the second one, PyTorch
+# takes an integer for a variable; a captured `float` it refused with an error in version 2.13.) A captured *tensor* is an input: it may change as it likes. Other
+# shapes, dtypes and devices compile again, too. So make a mod once, capture tensors, and keep a block mask for as long as the mask stays: it is
+# made anew for each batch of documents only. On a CPU FlexAttention has no backward pass. Further:
+# [chapter 10](../theory/10-field-guide.md#choose), for when `flex` is the backend to take, and [Dong 2024](../theory/references.md).
+
+# %% [markdown]
+# ## 2.15 · Find the fault
+# *Further (optional) · 15 minutes*
+#
+# The following model has ten layers, runs in float16, and computes its attention with a function of its own. Its logits are NaN.
+
+# %%
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def plain_attention(q, k, v):
+    """Causal attention; (batch, heads, seqlen, head_dim)."""
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+heard = {}  # each layer's q, k, v
+
+
+def in_layers(module, query, key, value, attention_mask, **kwargs):
+    heard[module.layer_idx] = query, key, value
+    return plain_attention(query, key, value).transpose(1, 2), None
+
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10}
+sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+ten_layers = LlamaForCausalLM(LlamaConfig(**sizes)).half().to(device).eval()
+sharpness = 900 * torch.rand(10, generator=torch.Generator().manual_seed(3009)) ** 2
+with torch.no_grad():  # as training may do it: some layers attend more sharply than others
+    for layer, factor in zip(ten_layers.model.layers, sharpness, strict=True):
+        layer.self_attn.q_proj.weight *= factor
+        layer.self_attn.k_proj.weight *= factor
+ten_layers.set_attn_implementation(models.register_attention("plain", in_layers))
+words = (torch.arange(24, device=device) * 37 % 100)[None]
+with torch.inference_mode():
+    print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
+
+# %% [markdown]
+# One NaN makes everything after it NaN. `PrecisionTracker` watches each module, and names the first one:
+
+# %%
+from labsupport.precision import PrecisionTracker
+
+with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
+    ten_layers(words)
+print(tracker.report())
+frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
+
+
+# %% [markdown]
+# ### Exercise 2-8 · NaN in one of ten layers
+# ●●○ · 12 minutes · 0 points (optional)
+#
+# Write two functions. Cells of your own are welcome: `frame` has the ranges of all modules, and `heard[i]` is q, k, v of layer `i`.
+#
+# | function | returns |
+# | --- | --- |
+# | `cause()` | the layer in which the first NaN appears, counted from 0, and the letter of the cause, such as `(0, "A")` |
+# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line |
+#
+# | | possible causes |
+# | --- | --- |
+# | A | weights of that layer hold NaN or infinity: the file was damaged |
+# | B | the residual stream has outgrown float16 there |
+# | C | a query sees no key, and its softmax is 0 / 0 |
+# | D | the exponentials of the softmax leave the range: $e^{12}$ is beyond 65,504 |
+# | E | the products of queries and keys leave the range before they are divided |
+# | F | the scores, divided by $\sqrt d$, do not fit into float16: only a wider dtype can help |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# The report names two modules between which the NaN appears. What is computed there, and are its inputs finite?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Take that layer's q and k out of `heard`, and compute `plain_attention` line by line, in float16 and in float32. What is the largest magnitude
+# after each step, and where does float16 end?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# frame[frame.name.str.contains("layers.N.")][["name", "largest", "nan"]], with N the layer
+# q and k in float32: the largest of the products, and the largest of the scores
+# repaired: the same operations in another order; the result is the same number in exact arithmetic
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-8-cause", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def cause():
+    """The layer of the first NaN, and the letter of the cause."""
+    ### BEGIN SOLUTION
+    return 7, "E"
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def repaired(q, k, v):
+    """What `plain_attention` should return."""
+    ### BEGIN SOLUTION
+    seen = torch.ones(q.shape[-2], k.shape[-2], device=q.device).tril() > 0
+    scaled = q / q.shape[-1] ** 0.5  # before the product, not after it
+    return (scaled @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-8-cause-letter", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_nan_cause(cause)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-8-fault-output", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_careful_attention(repaired)
+### BEGIN HIDDEN TESTS
+checks.check_careful_attention(repaired, seed=81)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The model with your repair:
+
+# %%
+own_repair = checks.solution_or_reference(
+    repaired,
+    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    checks.check_careful_attention,
+)
+
+
+def in_layers_repaired(module, query, key, value, attention_mask, **kwargs):
+    return own_repair(query, key, value).transpose(1, 2), None
+
+
+ten_layers.set_attn_implementation(models.register_attention("repaired", in_layers_repaired))
+with torch.inference_mode():
+    print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
+
+# %% [markdown]
+# No NaN; but a score of 20,000 still has steps of 16 in float16, so that near keys tie. FlashAttention's kernels keep the tile of scores in float32,
+# and meet neither. A textbook in float16 meets both, as soon as one layer attends sharply. More ways to NaN, by likelihood: [the field
+# guide](../theory/10-field-guide.md#nan).
+
+# %% [markdown]
 # ## What you measured
 #
 # - Exchanging the attention of a model changes its outputs by rounding only: NLL, logits, gradients, greedy text.
@@ -1419,6 +1871,7 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
 #   FlashAttention does not.
 # - Amdahl's law ties it together: share and gain in, gain of the whole out.
 # - Range decides about a dtype before precision does.
+# - FlexAttention compiles a mask given as a function, and skips the tiles that it hides.
 #
 # ### Three questions
 #

@@ -5,8 +5,9 @@ or raises `CheckFailed` with a diagnosis. `seed` draws other inputs. An exercise
 reference solution, its mistakes as edits of that solution with their diagnoses, and its checks:
 
     1-1, 1-2 textbook    1-3 softmax       1-4, 1-5 flash    1-6 dtypes
+    1-7 eight_bits       1-8 lookahead
     2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
-    2-6 caching
+    2-6 caching          2-7 flex          2-8 nan_layer
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
     4-3 triton_kernels
@@ -56,6 +57,14 @@ from labsupport.checks.dtypes import (
     check_half_dtype_edges,
     check_half_dtype_values,
 )
+from labsupport.checks.eight_bits import (
+    check_fp8_blocks,
+    check_fp8_tensor,
+    check_hadamard,
+    check_rotation,
+    rotate,
+    round_to_fp8,
+)
 from labsupport.checks.fitting import (
     check_fit,
     check_held_out,
@@ -76,6 +85,20 @@ from labsupport.checks.flash import (
     check_forward_values,
     check_score_gradient,
 )
+from labsupport.checks.flex import (
+    alibi,
+    causal_mask,
+    check_alibi,
+    check_causal_mask,
+    check_document_mask,
+    check_soft_cap,
+    check_tile_counts,
+    check_window_mask,
+    document_mask,
+    soft_cap,
+    tile_counts,
+    window_mask,
+)
 from labsupport.checks.intensity import (
     attention_cost,
     check_cost_bytes,
@@ -85,7 +108,9 @@ from labsupport.checks.intensity import (
 )
 from labsupport.checks.kernel import check_update_dtype, check_update_extremes, check_update_values
 from labsupport.checks.layout import check_flash_layout, check_split_heads, check_split_qkv
+from labsupport.checks.lookahead import check_leak_cause, check_leaking_rows, check_recall
 from labsupport.checks.merging import check_merge_all, check_merge_edges, check_merge_values
+from labsupport.checks.nan_layer import check_careful_attention, check_nan_cause
 from labsupport.checks.planning import (
     check_kept_blocks,
     check_kept_checkpoint,

@@ -26,7 +26,12 @@ from labsupport.plotting.charts import (
 )
 from labsupport.plotting.distributed import plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
-from labsupport.plotting.explorer import plot_tile_choices, plot_tiles, plot_weights
+from labsupport.plotting.explorer import (
+    plot_block_mask,
+    plot_tile_choices,
+    plot_tiles,
+    plot_weights,
+)
 from labsupport.plotting.figure import Chart, alt_text
 from labsupport.plotting.precision import plot_dtype_flow
 from labsupport.plotting.training import (
@@ -42,6 +47,7 @@ __all__ = [
     "Reference",
     "RoofLine",
     "alt_text",
+    "plot_block_mask",
     "plot_by_window",
     "plot_dtype_flow",
     "plot_memory",

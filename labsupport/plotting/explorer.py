@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -37,15 +37,51 @@ def plot_tiles(
 
     >>> chart = plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
     """
+    offset = seqlen_k - seqlen_q if causal else seqlen_k  # query i sees keys up to i + offset
+
+    def kind(top: int, left: int) -> str:
+        bottom, right = min(top + block_q, seqlen_q), min(left + block_k, seqlen_k)
+        if left > bottom - 1 + offset:
+            return "skipped"
+        return "computed" if right - 1 <= top + offset else "computed, with a mask"
+
+    return _draw_tiles(kind, seqlen_q, seqlen_k, block_q, block_k)
+
+
+def plot_block_mask(block_mask: Any) -> Chart:
+    """Draw which tiles FlexAttention computes, masks and skips, for the first text and head.
+
+    Args:
+        block_mask: a `BlockMask` of `torch.nn.attention.flex_attention`.
+    """
+    block_q, block_k = block_mask.BLOCK_SIZE
+    kinds: dict[tuple[int, int], str] = {}
+    for name, counts, indices in (
+        ("computed, with a mask", block_mask.kv_num_blocks, block_mask.kv_indices),
+        ("computed", block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
+        for i, count in enumerate(counts[0, 0].tolist()):
+            tiles = indices[0, 0, i, :count].tolist()
+            kinds |= {(i * block_q, j * block_k): name for j in tiles}
+
+    def kind(top: int, left: int) -> str:
+        return kinds.get((top, left), "skipped")
+
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    return _draw_tiles(kind, seqlen_q, seqlen_k, block_q, block_k)
+
+
+def _draw_tiles(
+    kind_of: Callable[[int, int], str], seqlen_q: int, seqlen_k: int, block_q: int, block_k: int
+) -> Chart:
+    """Draw tiles; `kind_of` gives the kind of the one whose first row and column it gets."""
     figure = Chart(figsize=(7.2, 4.6))
     axes = figure.subplots()
     counts = dict.fromkeys(TILE_COLOURS, 0)
-    offset = seqlen_k - seqlen_q if causal else seqlen_k  # query i sees keys up to i + offset
     for top in range(0, seqlen_q, block_q):
         for left in range(0, seqlen_k, block_k):
             bottom, right = min(top + block_q, seqlen_q), min(left + block_k, seqlen_k)
-            kind = "computed" if right - 1 <= top + offset else "computed, with a mask"
-            kind = "skipped" if left > bottom - 1 + offset else kind
+            kind = kind_of(top, left)
             counts[kind] += 1
             tile = Rectangle((left, top), right - left, bottom - top)
             tile.set(facecolor=TILE_COLOURS[kind], edgecolor="white", linewidth=1.5)

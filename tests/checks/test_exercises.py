@@ -11,11 +11,15 @@ from labsupport.checks import (
     counting,
     decoding,
     dtypes,
+    eight_bits,
     fitting,
     flash,
+    flex,
     intensity,
     layout,
+    lookahead,
     merging,
+    nan_layer,
     planning,
     registered,
     rotary,
@@ -39,6 +43,7 @@ FORWARD = (
 )
 BACKWARD = (checks.check_backward_dv, checks.check_backward_values, checks.check_backward_edges)
 DTYPES = (checks.check_half_dtype_values, checks.check_half_dtype_edges)
+FP8 = (checks.check_fp8_tensor, checks.check_fp8_blocks)
 VISIBLE = (checks.check_visible_positions, checks.check_visible_padding)
 MERGE = (checks.check_merge_values, checks.check_merge_edges)
 BYTES = (checks.check_kept_blocks, checks.check_kept_checkpoint, checks.check_kept_loss)
@@ -64,6 +69,16 @@ SOLVED = {
         "half_dtype": DTYPES,
         "half_attention": (checks.check_half_attention,),
     },
+    "ex-1-7-fp8": {"round_to_fp8": FP8},
+    "ex-1-7-fp8-rotation": {
+        "hadamard": (checks.check_hadamard,),
+        "rotate": (checks.check_rotation,),
+    },
+    "ex-1-8-fault": {
+        "rows_that_leak": (checks.check_leaking_rows,),
+        "repaired": (checks.check_recall,),
+    },
+    "ex-1-8-cause": {"cause": ()},
     "ex-2-1-layout": {
         "split_heads": (checks.check_split_heads,),
         "to_flash_layout": (checks.check_flash_layout,),
@@ -81,6 +96,15 @@ SOLVED = {
         "gather_pages": (checks.check_gather_pages,),
         "quantise_keys": (checks.check_quantise_keys,),
     },
+    "ex-2-7-masks": {
+        "causal_mask": (checks.check_causal_mask,),
+        "window_mask": (checks.check_window_mask,),
+        "document_mask": (checks.check_document_mask,),
+    },
+    "ex-2-7-scores": {"soft_cap": (checks.check_soft_cap,), "alibi": (checks.check_alibi,)},
+    "ex-2-7-tiles": {"tile_counts": (checks.check_tile_counts,)},
+    "ex-2-8-fault": {"repaired": (checks.check_careful_attention,)},
+    "ex-2-8-cause": {"cause": ()},
     "ex-3-1-rotary": {
         "rotary_angles": (checks.check_rope_angles,),
         "apply_rope": (checks.check_rope_values,),
@@ -111,7 +135,9 @@ WITHOUT_SEED = {
     "ex-1-3-online-softmax": (checks.check_running_streams,),
     "ex-1-4-tiled-forward": (checks.check_forward_memory,),
     "ex-1-5-backward": (checks.check_backward_memory,),
+    "ex-1-8-cause": (checks.check_leak_cause,),
     "ex-2-2-own-attention": (checks.check_registered_memory,),
+    "ex-2-8-cause": (checks.check_nan_cause,),
     "ex-3-2-chunked-loss": (checks.check_loss_memory,),
 }
 
@@ -170,6 +196,12 @@ def far_away(angles):
     (BACKWARD, flash.flash_backward, flash.BACKWARD_MISTAKES),
     (checks.check_score_gradient, flash.score_gradient, flash.SCORE_MISTAKES),
     (DTYPES, dtypes.half_dtype, dtypes.DTYPE_MISTAKES),
+    (FP8, eight_bits.round_to_fp8, eight_bits.FP8_MISTAKES),
+    (checks.check_hadamard, eight_bits.hadamard, eight_bits.HADAMARD_MISTAKES),
+    (checks.check_rotation, eight_bits.rotate, eight_bits.ROTATE_MISTAKES),
+    (checks.check_leaking_rows, lookahead.rows_that_leak, lookahead.ROW_MISTAKES),
+    (checks.check_leak_cause, lookahead.leak_cause, lookahead.CAUSE_MISTAKES),
+    (checks.check_recall, lookahead.recall, lookahead.RECALL_MISTAKES),
     (checks.check_split_heads, layout.split_heads, layout.HEAD_MISTAKES),
     (checks.check_flash_layout, layout.to_flash_layout, layout.FLASH_MISTAKES),
     (checks.check_split_qkv, layout.split_qkv, layout.QKV_MISTAKES),
@@ -182,6 +214,14 @@ def far_away(angles):
     (checks.check_split_decode, caching.split_decode, caching.SPLIT_MISTAKES),
     (checks.check_gather_pages, caching.gather_pages, caching.PAGE_MISTAKES),
     (checks.check_quantise_keys, caching.quantise_keys, caching.QUANTISE_MISTAKES),
+    (checks.check_causal_mask, flex.causal_mask, flex.CAUSAL_MISTAKES),
+    (checks.check_window_mask, flex.window_mask, flex.WINDOW_MISTAKES),
+    (checks.check_document_mask, flex.document_mask, flex.DOCUMENT_MISTAKES),
+    (checks.check_soft_cap, flex.soft_cap, flex.CAP_MISTAKES),
+    (checks.check_alibi, flex.alibi, flex.ALIBI_MISTAKES),
+    (checks.check_tile_counts, flex.tile_counts, flex.TILE_MISTAKES),
+    (checks.check_nan_cause, nan_layer.nan_cause, nan_layer.CAUSE_MISTAKES),
+    (checks.check_careful_attention, nan_layer.careful_attention, nan_layer.CAREFUL_MISTAKES),
     ((checks.check_rope_angles, far_away), rotary.rotary_angles, rotary.ANGLE_MISTAKES),
     (checks.check_rope_values, rotary.apply_rope, rotary.TURN_MISTAKES),
     (checks.check_rope_conventions, rotary.pairs_to_halves, rotary.ROW_MISTAKES),

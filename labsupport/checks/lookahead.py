@@ -1,0 +1,131 @@
+"""Exercise 1-8: a fault to find, in a program that reads tokens which it must not see."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labsupport.checks.cases import reference
+from labsupport.checks.verdict import (
+    CheckFailed,
+    Student,
+    call,
+    draw,
+    explain,
+    judge_call,
+    judge_numbers,
+    mistakes,
+    passed,
+    results,
+)
+
+
+def chosen_letter(value: Any) -> str:
+    """Check that a student returned a letter from A to F; raise CheckFailed otherwise."""
+    letter = value.strip().upper() if isinstance(value, str) else ""
+    if letter not in tuple("ABCDEF"):
+        raise CheckFailed("name the cause by its letter, a text from A to F.")
+    return letter
+
+
+def rows_that_leak(seqlen: int, gap: int) -> int:
+    """Return the number of tokens whose output depends on tokens that they must not see."""
+    return min(gap, seqlen)
+
+
+ROW_MISTAKES = mistakes("""
+Change one token after another, not the last one alone, and count from row 0: row `gap` is the first
+that has a key.
+    min(gap, seqlen) -> min(gap + 1, seqlen)
+Row gap - 1 is among them: its nearest allowed key would stand before the beginning.
+    min(gap, seqlen) -> min(gap - 1, seqlen)
+Try it with another gap: their number depends on it.
+    min(gap, seqlen) -> 1
+    1 -> min(1, seqlen)
+There are not more rows than tokens: try a gap larger than seqlen.
+    min(gap, seqlen) -> gap
+These are the rows that are right.
+    min(gap, seqlen) -> seqlen - min(gap, seqlen)
+Not every row: compare the outputs before and after the change row by row.
+    min(gap, seqlen) -> seqlen
+""")
+
+
+def leak_cause() -> str:
+    """Return the letter of the cause."""
+    return "D"
+
+
+CAUSE_MISTAKES = mistakes("""
+If a token saw one key too many, it would be a key of its past. Which rows changed when the last
+token did, and is that token one key too many for them?
+    "D" -> "A"
+Print weights.sum(dim=-1) and weights.sum(dim=0): which of the two is 1 everywhere?
+    "D" -> "B"
+Put -1e9 in the place of -10_000.0, and look again: does the change go away?
+    "D" -> "C"
+Run the program in float64, where these steps are 1e-12: does the change go away?
+    "D" -> "E"
+In a transposed mask most tokens would see their future. Which rows are right here?
+    "D" -> "F"
+""")
+
+
+def recall(x: Tensor, gap: int) -> Tensor:
+    """Return for each token what it finds in tokens at least `gap` before it, or zeros.
+
+    Args:
+        x: (seqlen, head_dim).
+    """
+    position = torch.arange(len(x), device=x.device)
+    seen = position[:, None] - position >= gap
+    scores = x @ x.mT / x.shape[-1] ** 0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.nan_to_num() @ x
+
+
+RECALL_MISTAKES = mistakes("""
+It is as before: the first rows see all tokens, the future included.
+    scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -10_000.0)
+Now a row without a key takes the mean of all tokens, the future included: another finite number
+gives all hidden keys the same weight, which is not 0.
+    -torch.inf -> -1e9
+A row without a key is 0 / 0 with -inf: its weights must become 0.
+    .nan_to_num() ->
+A row without a key sees itself instead. It sees nothing: its output is 0.
+    scores = x -> seen |= torch.eye(len(x)).bool() & ~seen.any(-1, True)\\n    scores = x
+A row without a key sees the first token instead. It sees nothing: its output is 0.
+    scores = x -> seen |= ~seen.any(-1, True) & (position == 0)\\n    scores = x
+A token `gap` before is near enough to be seen: the comparison was right.
+    >= gap -> > gap
+The rows without a key are missing: their output is 0.
+    return weights.nan_to_num() @ x -> return (weights.nan_to_num() @ x)[gap:]
+""")
+
+
+def check_leaking_rows(student: Student, seed: int = 0) -> None:
+    """Exercise 1-8: how many rows depend on tokens that they must not see."""
+    cases = [(32, 4), (32, 1), (32, 11 + seed % 5), (32, 0), (6, 9)]
+    judge_numbers(student, cases, rows_that_leak, ROW_MISTAKES, ("the number of rows",))
+    passed("the rows that depend on tokens which they must not see", seed)
+
+
+def check_leak_cause(student: Student) -> None:
+    """Exercise 1-8: the cause, out of six."""
+    given, right = chosen_letter(call(student)), reference(leak_cause)
+    refuted = results(leak_cause, CAUSE_MISTAKES, lambda f: f(), pairs=False)
+    if given != right:
+        raise CheckFailed(f"{given} is not the cause. {explain(given, refuted, operator.eq)}")
+    passed("that is the cause")
+
+
+def check_recall(student: Student, seed: int = 0) -> None:
+    """Exercise 1-8: the program after the repair."""
+    for seqlen, gap in ((12, 4), (9, 1 + seed % 4), (7, 0), (5, 8)):
+        x = draw(seqlen, 16, seed=seed + gap)
+        where = f"(seqlen {seqlen}, gap {gap}) "
+        judge_call(student, recall, RECALL_MISTAKES, (x, gap), ("the output",), where=where)
+    passed("each token sees the tokens at least `gap` before it, and no other", seed)

@@ -1,0 +1,106 @@
+"""What the further exercises claim: of FP8 and a rotation, of FlexAttention, of the faults."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+
+from labsupport import checks, plotting
+from labsupport.attention import attention, attention_varlen
+from labsupport.checks.eight_bits import rotate, round_to_fp8
+from labsupport.checks.flex import (
+    alibi,
+    causal_mask,
+    document_mask,
+    soft_cap,
+    tile_counts,
+    window_mask,
+)
+from tests.checks.solutions import diagnosis
+
+CUTS = torch.tensor([0, 20, 44, 60], dtype=torch.int32)
+IDS = torch.arange(3).repeat_interleave(CUTS.diff())[None]
+SLOPES = torch.tensor([0.5, 0.25])
+
+
+def test_a_rotation_halves_the_error_of_fp8_where_two_channels_are_large_and_blocks_do_not():
+    q, k = torch.randn(2, 4, 128, 64, generator=torch.Generator().manual_seed(3))
+    q[..., [3, 40]] *= 10
+    k[..., [3, 40]] *= 10
+    signs = torch.randn(64, generator=torch.Generator().manual_seed(4)).sign()
+    turned = rotate(q, k, signs)
+    right = q @ k.mT
+    assert torch.allclose(turned[0] @ turned[1].mT, right, atol=1e-3)
+
+    def error(a, b, block=None):
+        return (round_to_fp8(a, block) @ round_to_fp8(b, block).mT - right).norm() / right.norm()
+
+    assert error(*turned) < error(q, k) / 3
+    assert error(q, k, 64) > 0.8 * error(q, k)
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    return torch.randn(3, 1, 60, 2, 16, generator=torch.Generator().manual_seed(0))
+
+
+def flex(qkv, mask=None, score=None):
+    tiles = mask and create_block_mask(mask, 1, None, 60, 60, "cpu", BLOCK_SIZE=16)
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return flex_attention(q, k, v, score_mod=score, block_mask=tiles).transpose(1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_mods_are_the_options_of_the_labs_attention(qkv):
+    q, k, v = qkv
+    packed = attention_varlen(q[0], k[0], v[0], CUTS, CUTS, causal=True)[None]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    capped = torch.einsum("bhij,bjhd->bihd", (5 * (scores / 5).tanh()).softmax(-1), v)
+    for ours, theirs in (
+        (flex(qkv, causal_mask), attention(q, k, v, causal=True)),
+        (
+            flex(qkv, partial(window_mask, 8)),
+            attention(q, k, v, causal=True, window_size=(8, 0)),
+        ),
+        (flex(qkv, partial(document_mask, IDS)), packed),
+        (
+            flex(qkv, causal_mask, partial(alibi, SLOPES)),
+            attention(q, k, v, causal=True, alibi_slopes=SLOPES),
+        ),
+        (flex(qkv, score=partial(soft_cap, torch.tensor(5.0))), capped),
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_count_and_the_drawing_of_tiles_are_pytorchs():
+    mod = partial(document_mask, IDS)
+    tiles = create_block_mask(mod, 1, None, 60, 60, "cpu", BLOCK_SIZE=16)
+    masked, full = int(tiles.kv_num_blocks.sum()), int(tiles.full_kv_num_blocks.sum())
+    dense = create_mask(mod, 1, None, 60, 60, "cpu")[0, 0]
+    assert tile_counts(dense, 16, 16) == (16 - masked - full, masked, full)
+    tiles = create_block_mask(causal_mask, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    drawn = plotting.plot_block_mask(tiles).description
+    assert drawn.endswith("6 tiles computed, 4 tiles computed, with a mask, 6 tiles skipped.")
+    by_hand = plotting.plot_tiles(seqlen_q=64, seqlen_k=64, block_q=16, block_k=16)
+    assert by_hand.description == drawn
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "said"),
+    [
+        (checks.check_leak_cause, "the mask", "by its letter"),
+        (checks.check_leak_cause, 3, "by its letter"),
+        (checks.check_nan_cause, "E", "return 2 values"),
+        (checks.check_nan_cause, (7, "softmax"), "by its letter"),
+        (checks.check_nan_cause, (3, "E"), "3 is not the layer"),
+    ],
+)
+def test_an_answer_of_another_form_is_explained(check, answer, said):
+    assert said in diagnosis(check, lambda: answer)
+
+
+def test_a_letter_may_be_small():
+    checks.check_leak_cause(lambda: " d")
+    checks.check_nan_cause(lambda: [7, "e"])
