@@ -19,7 +19,6 @@ from labsupport.distributed.by_hand import (
     rehearse,
     train_on_rank,
 )
-from labsupport.distributed.launch import launch
 
 CAP = 2**15
 
@@ -130,14 +129,3 @@ def test_the_cause_of_a_failed_rehearsal_is_raised_and_not_its_consequence():
 
     with pytest.raises(KeyError, match="cause"):
         rehearse(program, 3)
-
-
-@pytest.mark.slow
-def test_the_launcher_runs_functions_by_hand(monkeypatch):
-    def program():
-        from labsupport.distributed import setup_ddp
-
-        setup_ddp("gloo")
-        return train_on_rank(average_each, steps=1)["all_reduces"]
-
-    assert launch(program, processes=2, device="cpu") == [6, 6]
