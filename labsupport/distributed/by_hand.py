@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from labsupport.distributed.data_parallel.ddp import AllReduces, counted_all_reduce
 from labsupport.distributed.minimal_ring import send_on
-from labsupport.profiling.memory import measure_peak_memory
 
 T = TypeVar("T")
 Pair = tuple[Tensor, Tensor]
@@ -68,12 +67,17 @@ class Comm(Protocol):
 
 
 class ProcessComm:
-    """Communication by torch.distributed, in the default process group."""
+    """Communication by torch.distributed, in the default process group; see `Comm`.
+
+    Attributes:
+        most_gathered: the most bytes of gathered tensors that were alive at a time.
+    """
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.log: list[tuple[str, int]] = []
         self.gathered: list[weakref.ref[Tensor]] = []
+        self.most_gathered = 0
 
     def send_on(self, pair: Pair) -> Callable[[], Pair]:
         """Start sending two tensors to the next rank."""
@@ -94,17 +98,21 @@ class ProcessComm:
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the shards of all ranks."""
         self.log.append(("all_gather", shard.nbytes))
-        whole = shard.new_empty(self.world * len(shard), *shard.shape[1:])
-        dist.all_gather_into_tensor(whole, shard.contiguous())
+        parts = [torch.empty_like(shard) for _ in range(self.world)]
+        dist.all_gather(parts, shard.contiguous())
+        whole = torch.cat(parts)
         self.gathered.append(weakref.ref(whole))
+        alive = (one() for one in self.gathered)
+        self.most_gathered = max(self.most_gathered, sum(x.nbytes for x in alive if x is not None))
         return whole
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of the sum."""
         self.log.append(("reduce_scatter", whole.nbytes))
-        part = whole.new_empty(len(whole) // self.world, *whole.shape[1:])
-        dist.reduce_scatter_tensor(part, whole.contiguous())
-        return part
+        parts = [part.contiguous() for part in whole.chunk(self.world)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
 
 
 # --- rehearsal ------------------------------------------------------------------------------------
@@ -395,28 +403,22 @@ def train_on_rank(
 
 
 def layer_memory(layer: Any, *, width: int = 1024, layers: int = 4) -> list[dict[str, Any]]:
-    """Measure whole and sharded linear layers on this rank; the process group must exist.
+    """Compare whole and sharded linear layers on this rank; the process group must exist.
 
     Returns:
-        a row each for whole and sharded: rank, weights, held_bytes (weights and their gradients),
-        and extra_bytes (the most that a forward and backward pass allocates beyond the weights).
+        a row each for whole and sharded: rank, weights, held_bytes (of weights and gradients, after
+        a forward and backward pass), gathered_bytes (the most at a time during the passes).
     """
-    comm = ProcessComm()
-    x = torch.randn(8, width)
     rows = []
     for what in ("whole", "sharded"):
+        comm = ProcessComm()
         height = width // (comm.world if what == "sharded" else 1)
         weights = [torch.randn(height, width).requires_grad_() for _ in range(layers)]
-
-        def step(what: str = what, weights: list[Tensor] = weights) -> None:
-            y = x.clone().requires_grad_()
-            for weight in weights:
-                weight.grad = None
-                y = (y @ weight.mT if what == "whole" else layer.apply(y, weight, comm)) / width
-            y.sum().backward()
-
-        use = measure_peak_memory(step, device="cpu")
-        held = 2 * sum(weight.nbytes for weight in weights)
+        y = torch.randn(8, width)
+        for weight in weights:
+            y = (y @ weight.mT if what == "whole" else layer.apply(y, weight, comm)) / width
+        y.sum().backward()
+        held = sum(w.nbytes + w.grad.nbytes for w in weights if w.grad is not None)
         row = {"rank": comm.rank, "weights": what, "held_bytes": held}
-        rows.append(row | {"extra_bytes": use.peak_bytes})
+        rows.append(row | {"gathered_bytes": comm.most_gathered})
     return rows

@@ -65,6 +65,7 @@ def test_a_sharded_layer_on_processes_computes_the_same_and_holds_half(pool):
         assert [name for name, _ in log] == ["all_gather", "all_gather", "reduce_scatter"]
         whole, part = memory
         assert whole["held_bytes"] == 2 * part["held_bytes"] == 2 * 4 * 4 * 2**20
+        assert (whole["gathered_bytes"], part["gathered_bytes"]) == (0, 4 * 2**20)
 
 
 def ring_on_process(rank, group, *shards):
