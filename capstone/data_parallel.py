@@ -39,7 +39,7 @@ def build() -> nn.Sequential:
 
 
 def dataset() -> TensorDataset:
-    """Return the whole data set: numbers, and a function of them to learn."""
+    """Return the whole dataset: numbers, and a function of them to learn."""
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     return TensorDataset(x, (x[:, :8].sin().sum(-1, keepdim=True)))
 

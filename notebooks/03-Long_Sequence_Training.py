@@ -1819,7 +1819,7 @@ checks.check_sharded_memory(rehearse_layer, seed=66)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now on two real processes: 20 steps of a small network, each on a mini-batch of its own (`DistributedSampler`), with two micro-batches before
+# Now on two real processes: 20 steps of a small network, each rank on its own part of the data (`DistributedSampler`), with two micro-batches before
 # an update. Once with PyTorch's `DistributedDataParallel`, once with your hooks, once with your buckets. The network's tensors
 # have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order. **Predict first**: how many all-reduces does a step take with buckets of
 # 32 KiB (32,768 bytes)?
