@@ -31,7 +31,7 @@ Log = list[tuple[str, int]]
 def average_each(parameters: Sequence[Tensor], comm: Comm, is_last: Callable[[], bool]) -> None:
     """Attach a hook to each parameter that averages its gradient over the ranks."""
 
-    def average(p: Tensor) -> None:
+    def average(p: Any) -> None:
         if is_last():
             comm.all_reduce(p.grad)()
             p.grad /= comm.world
@@ -86,7 +86,7 @@ Within a bucket the numbers ascend: keep the order in which gradients come.
 
 
 def average_in_buckets(
-    parameters: Sequence[Tensor],
+    parameters: Sequence[Any],
     buckets: Sequence[Sequence[int]],
     comm: Comm,
     is_last: Callable[[], bool],
