@@ -8,8 +8,6 @@ Both kinds of `comm` have the same four operations. The rehearsal starts no proc
 order of the ranks, and knows when a message can never come: an error instead of a hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
@@ -20,10 +18,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from labsupport.distributed.data_parallel.ddp import AllReduces, counted_all_reduce
 from labsupport.distributed.minimal_ring import send_on
 
 T = TypeVar("T")
@@ -369,10 +368,10 @@ def train_on_rank(
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     forward: nn.Module = model
-    last, finish, counter = False, None, AllReduces()
+    last, finish = False, None
     if attach is None:
         forward = DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)  # type: ignore[arg-type]
-        forward.register_comm_hook(counter, counted_all_reduce)
+        forward.register_comm_hook(comm.log, _counted)
     else:
         finish = attach(list(model.parameters()), comm, lambda: last)
 
@@ -384,7 +383,6 @@ def train_on_rank(
     stream = batches()
     for _ in range(steps):
         comm.log.clear()
-        counter.calls = counter.nbytes = 0
         optimizer.zero_grad()
         for number in range(micro_batches):
             last = number == micro_batches - 1
@@ -398,8 +396,17 @@ def train_on_rank(
         optimizer.step()
     sent = [size for name, size in comm.log if name == "all_reduce"]
     parameters = [p.detach().clone() for p in model.parameters()]
-    calls, nbytes = counter.calls + len(sent), counter.nbytes + sum(sent)
-    return {"parameters": parameters, "all_reduces": calls, "bytes": nbytes}
+    return {"parameters": parameters, "all_reduces": len(sent), "bytes": sum(sent)}
+
+
+def _counted(log: list[tuple[str, int]], bucket: dist.GradBucket) -> Future[Tensor]:
+    """Average a bucket as DistributedDataParallel does, and note it.
+
+    DDP reads these annotations, and takes no strings for them: this file must not import
+    `annotations` from `__future__`.
+    """
+    log.append(("all_reduce", bucket.buffer().nbytes))
+    return allreduce_hook(dist.group.WORLD, bucket)  # pyrefly: ignore[bad-argument-type]
 
 
 def layer_memory(layer: Any, *, width: int = 1024, layers: int = 4) -> list[dict[str, Any]]:
