@@ -1,5 +1,11 @@
 """Parallelism by hand: rehearsals, and the same on real processes, beside PyTorch's own."""
 
+import contextlib
+import io
+import re
+import runpy
+import sys
+
 import pytest
 import torch
 
@@ -76,6 +82,29 @@ def test_the_ring_backward_is_right_on_real_processes(pool, capsys):
     workers = pool(4)
     check_ring_backward(lambda *shards: workers.run(ring_on_process, *shards), worlds=(4,))
     assert "[ok]" in capsys.readouterr().out
+
+
+def torchrun(program, *options):
+    """What a rank prints that torchrun starts."""
+    sys.argv = [program, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(program, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_all_strategies_of_the_capstones_program_learn_the_same(pool, project):
+    losses = []
+    for strategy in ("loop", "ddp", "fsdp"):
+        program = str(project / "capstone" / "data_parallel.py")
+        printed = pool(2, joined=False).run(
+            torchrun, program, "--strategy", strategy, "--epochs", "1"
+        )
+        for text in printed:
+            (found,) = re.findall(r"rank \d of 2: loss (.+), holds (.+) MiB", text)
+            losses.append(float(found[0]))
+            assert found[1] == ("2.01" if strategy == "fsdp" else "4.02")
+    assert losses == pytest.approx([losses[0]] * 6, abs=1e-5)
 
 
 # --- rehearsals -----------------------------------------------------------------------------------
