@@ -19,9 +19,10 @@
 # - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 47, with exercises of 19. **You need** notebooks
-# 1 and 2. A laptop is enough: on a CPU you train at 8,192 tokens, and two processes stand for two devices. Each section is marked
-# *core* or *further (optional)*; the core of both parts fits an afternoon.
+# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 130, with exercises of 92
+# (73 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
+# afternoon.
 #
 # **To read beside it**, before or after: the theory chapter [7, Long context](../theory/07-long-context.md). The
 # [glossary](../theory/glossary.md) fixes the words.
@@ -989,6 +990,8 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 from labsupport.attention import merge_attention
 from labsupport.attention.reference import standard_attention
 from labsupport.distributed import demos, positions_of, setup_ddp, cleanup_ddp, unshard_sequence
+from labsupport.distributed.by_hand import ProcessComm, gradients_on_rank, layer_memory
+from labsupport.distributed.by_hand import layer_on_rank, rehearse, train_on_rank
 from labsupport.distributed.launch import LaunchError, launch
 from labsupport.distributed.minimal_ring import send_on
 from labsupport.distributed.ring import Plan
@@ -1503,6 +1506,7 @@ plotting.plot_scaling(
     "backward. native: PyTorch's own FlashAttention; context_parallel: PyTorch's",
 )
 
+
 # %% [markdown]
 # Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
 # shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. What is missing to 1 are
@@ -1512,7 +1516,596 @@ plotting.plot_scaling(
 # And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
 # On the same GPUs DDP keeps 94 to 97%, FSDP 84 to 91%; under FSDP a rank holds a $W$-th of the state
 # ([chapter 7](../theory/07-long-context.md#fsdp-the-state-is-shared-too)).
+
+# %% [markdown]
+# ## 3.16 · Data parallelism by hand
 #
+# *Further (optional), 48 minutes.* What does DDP do between your backward pass and your optimizer, and FSDP around each layer? Write
+# both. They need four operations. `comm` has them, beside `comm.rank` and `comm.world`:
+#
+# | | starts | returns |
+# | --- | --- | --- |
+# | `comm.all_reduce(x)` | adding up `x` over all ranks, in place | a function: call it to wait until `x` holds the sum |
+# | `comm.all_gather(shard)` | | the shards of all ranks, one below the other |
+# | `comm.reduce_scatter(whole)` | | this rank's rows of the sum of `whole` over all ranks |
+# | `comm.send_on((a, b))` | sending both to the next rank | a function: call it for the pair of the previous rank |
+#
+# In a *rehearsal*, each rank is a thread of this process: it takes milliseconds, and where real processes would hang, it raises an
+# error. Afterwards the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
+#
+# ```text
+# backward     layer 4 ... layer 3 ... layer 2 ... layer 1            a gradient is complete when its layer is done
+# step 1       [wait ][..] [wait ][..] [wait ][..] [wait ]            one all-reduce each; the backward waits for it
+# step 3       ............[bucket: 4, 3 ]........ [bucket: 2, 1 ]    whole buckets travel while the backward goes on
+# ```
+#
+# ### Exercise 3-6 · Data parallelism by hand
+# ●●● · 43 minutes · 0 points (optional)
+#
+# #### Step 1 · A hook for each parameter · 8 minutes
+#
+# `average_each(parameters, comm, is_last)` attaches a hook to each parameter, which replaces its gradient by the mean over all ranks.
+# `p.register_post_accumulate_grad_hook(function)` calls `function(p)` as soon as `p.grad` is complete, once in each backward pass. Before
+# an update there may be several micro-batches, whose gradients PyTorch adds up in `p.grad`: send nothing until `is_last()` says that
+# the last one's backward pass runs. (That is `no_sync`.) The checks call your function through `rehearse_each`; don't change that one.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# What does `p.grad` hold on rank 0, and what on rank 1, when the hook is called? Which number do both ranks need?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `comm.all_reduce(p.grad)` returns immediately. Only when you call what it returned does `p.grad` hold the sum. A sum is not a mean.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# inner function of one parameter:   if this is the last micro-batch:
+#                                        start the all-reduce of its gradient, wait, divide in place by the ranks' number
+# for all parameters:                register the inner function
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-6-hooks", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def average_each(parameters, comm, is_last):
+    """Attach a hook to each parameter that averages its gradient over the ranks."""
+
+    ### BEGIN SOLUTION
+    def average(parameter):
+        if is_last():
+            wait = comm.all_reduce(parameter.grad)
+            wait()
+            parameter.grad /= comm.world
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(average)
+    ### END SOLUTION
+
+
+def rehearse_each(weights, inputs):
+    """The gradients and the traffic of each rank, with `average_each`."""
+    return rehearse(
+        lambda comm: gradients_on_rank(average_each, comm, weights, inputs), len(inputs)
+    )
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-hooks-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_average_each(rehearse_each)
+### BEGIN HIDDEN TESTS
+checks.check_average_each(rehearse_each, seed=61)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 2 · Which gradients share a bucket? · 8 minutes
+#
+# A model has hundreds of small tensors, and each all-reduce costs a latency. So DDP fills *buckets*. `make_buckets(sizes, cap)` takes the
+# bytes of the parameters, in the model's order, and returns a list of lists: the numbers of the parameters in each bucket. Gradients come
+# from the last parameter to the first, and so do the buckets and the numbers in them. A bucket takes tensors until it holds `cap`
+# bytes or more; the next tensor opens a new one. (So one that is almost full may go far beyond `cap`. That is DDP's rule.) By
+# hand, with `sizes = [400, 300, 200, 100]` and `cap = 300`:
+#
+# ```text
+# 3: 100 bytes, 2: 300 bytes, full   |   1: 300 bytes, full   |   0: 400 bytes        [[3, 2], [1], [0]]
+# ```
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# When do you know that a bucket is full: before or after you put a tensor into it? And when do you need the next one?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# One loop from the last number to 0, with two things to remember: the list of buckets, and the bytes in the last of them.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# start with one empty bucket and 0 bytes
+# for each number, the last first:
+#     if the bytes have reached cap:   open an empty bucket, 0 bytes
+#     put the number into the last bucket, add its size to the bytes
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-6-buckets", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def make_buckets(sizes, cap):
+    """The numbers of the parameters in each bucket, in the order in which gradients come."""
+    ### BEGIN SOLUTION
+    buckets, filled = [[]], 0
+    for number in reversed(range(len(sizes))):
+        if filled >= cap:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(number)
+        filled += sizes[number]
+    return buckets
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-buckets-cut", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_buckets(make_buckets)
+### BEGIN HIDDEN TESTS
+checks.check_buckets(make_buckets, seed=62)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 3 · Buckets that travel during the backward pass · 15 minutes
+#
+# `average_in_buckets(parameters, buckets, comm, is_last)` attaches hooks, too. The hook that completes a bucket joins its gradients in
+# one flat tensor and starts the all-reduce, *without* waiting. The function returns another one, `finish`. It is called after
+# the last backward pass of each step: it waits for all buckets, divides, and copies each part back into its parameter's gradient.
+# The hooks stay for the next step.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# A hook knows its own parameter only. What must all hooks of a bucket share, to know that it is complete?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Count down, for each bucket, how many gradients are missing. At 0: `torch.cat` of the flattened gradients, start, and remember the
+# flat tensor with its wait function in a list. A `lambda` in a loop sees the loop variable's *last* value; `lambda p, n=n: ...` keeps
+# the current one.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# missing = for each bucket, how many;   running = an empty list
+# arrived(n):    nothing, if this is not the last micro-batch
+#                one less is missing in bucket n;   if none is: flatten, concatenate, start; note (bucket, flat, wait)
+# hooks:         for each bucket n, for each of its parameters: one that calls arrived(n)
+# finish():      for each noted: wait, split flat into the parameters' sizes, copy each part / world back in its shape
+#                then empty `running`, and set `missing` back, both in place
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-6-overlap", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def average_in_buckets(parameters, buckets, comm, is_last):
+    """Attach hooks that send full buckets; return what waits for them and stores the means."""
+    ### BEGIN SOLUTION
+    missing = [len(bucket) for bucket in buckets]
+    running = []
+
+    def arrived(n):
+        if not is_last():
+            return
+        missing[n] -= 1
+        if missing[n] == 0:
+            flat = torch.cat([parameters[i].grad.flatten() for i in buckets[n]])
+            running.append((buckets[n], flat, comm.all_reduce(flat)))
+
+    for n, bucket in enumerate(buckets):
+        for i in bucket:
+            parameters[i].register_post_accumulate_grad_hook(lambda _, n=n: arrived(n))
+
+    def finish():
+        for bucket, flat, wait in running:
+            wait()
+            parts = flat.split([parameters[i].numel() for i in bucket])
+            for i, part in zip(bucket, parts, strict=True):
+                gradient = parameters[i].grad
+                gradient.copy_(part.view_as(gradient) / comm.world)
+        running.clear()
+        missing[:] = [len(bucket) for bucket in buckets]
+
+    return finish
+    ### END SOLUTION
+
+
+def rehearse_buckets(weights, inputs, buckets):
+    """The gradients and the traffic of each rank, with `average_in_buckets`."""
+
+    def attach(parameters, comm, is_last):
+        return average_in_buckets(parameters, buckets, comm, is_last)
+
+    return rehearse(lambda comm: gradients_on_rank(attach, comm, weights, inputs), len(inputs))
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_average_in_buckets(rehearse_buckets)
+### BEGIN HIDDEN TESTS
+checks.check_average_in_buckets(rehearse_buckets, seed=63)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-overlap-order", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_overlap(rehearse_buckets)
+### BEGIN HIDDEN TESTS
+checks.check_overlap(rehearse_buckets, seed=64)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
+#
+# Under DDP each rank holds all weights. Under FSDP it holds some rows of each, its *shard*: the whole weight is put together shortly before
+# it is needed, and dropped again. Write this layer, `y = x Wᵀ`, as an autograd function.
+#
+# | | gets | returns |
+# | --- | --- | --- |
+# | `forward(ctx, x, shard, comm)` | `x` `(rows, in)`, this rank's inputs; `shard` `(out / world, in)` | `y` `(rows, out)` |
+# | `backward(ctx, dy)` | `dy` `(rows, out)` | the gradients of `x` and `shard`, and None for `comm` |
+#
+# The gradient of `shard` is the mean of all ranks', as under DDP, but of this rank's rows only. After `forward` no whole weight
+# may stay in memory: gather it again in `backward`. With $dX = dY\,W$ and $dW = dY^\top X$.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Which of `x`, `shard` and the whole weight may `ctx` keep? Each rank can compute the whole $dW$ of *its own* inputs. Who needs
+# which rows of it?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `all_gather` and `reduce_scatter` are each other's mirror images: the one brings all rows to all ranks, the other adds up all ranks' rows, and
+# leaves each rank its own. An all-reduce is one after the other.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# forward     save x and shard;  ctx.comm = comm;  gather the shards, multiply
+# backward    gather again for dx;  dW of this rank's inputs;  reduce-scatter it, divide by the number of ranks
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-6-shard", "locked": false, "schema_version": 3, "solution": true, "task": false}
+class ShardedLinear(torch.autograd.Function):
+    """A linear layer of which each rank holds some rows."""
+
+    @staticmethod
+    def forward(ctx, x, shard, comm):
+        """y, of this rank's inputs."""
+        ### BEGIN SOLUTION
+        ctx.save_for_backward(x, shard)
+        ctx.comm = comm
+        return x @ comm.all_gather(shard).mT
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, dy):
+        """The gradients of x and of the shard; None for comm."""
+        ### BEGIN SOLUTION
+        x, shard = ctx.saved_tensors
+        dx = dy @ ctx.comm.all_gather(shard)
+        dshard = ctx.comm.reduce_scatter(dy.mT @ x) / ctx.comm.world
+        return dx, dshard, None
+        ### END SOLUTION
+
+
+def rehearse_layer(weight, inputs, douts):
+    """Results, gradients, memory and traffic of each rank, with `ShardedLinear`."""
+    return rehearse(
+        lambda comm: layer_on_rank(ShardedLinear, comm, weight, inputs, douts), len(inputs)
+    )
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_sharded_layer(rehearse_layer)
+### BEGIN HIDDEN TESTS
+checks.check_sharded_layer(rehearse_layer, seed=65)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-6-shard-memory", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_sharded_memory(rehearse_layer)
+### BEGIN HIDDEN TESTS
+checks.check_sharded_memory(rehearse_layer, seed=66)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now on two real processes: 20 steps of a small network, each rank on its own part of the data (`DistributedSampler`), with two micro-batches before
+# an update. Once with PyTorch's `DistributedDataParallel`, once with your hooks, once with your buckets. The network's tensors
+# have 32,768, 512, 65,536, 512, 8,192 and 64 bytes, in the model's order. **Predict first**: how many all-reduces does a step take with buckets of
+# 32 KiB (32,768 bytes)?
+
+# %%
+predicted_buckets = None  # your guess, a number
+
+# %%
+own_hooks = checks.solution_or_reference(
+    average_each,
+    checks.data_parallel.average_each,
+    lambda _: checks.check_average_each(rehearse_each),
+)
+own_cut = checks.solution_or_reference(
+    make_buckets, checks.data_parallel.make_buckets, checks.check_buckets
+)
+own_buckets = checks.solution_or_reference(
+    average_in_buckets,
+    checks.data_parallel.average_in_buckets,
+    lambda _: checks.check_average_in_buckets(rehearse_buckets),
+)
+own_layer = checks.solution_or_reference(
+    ShardedLinear,
+    checks.data_parallel.ShardedLinear,
+    lambda _: checks.check_sharded_layer(rehearse_layer),
+)
+
+
+def attach_buckets(parameters, comm, is_last):
+    """Your two functions together."""
+    buckets = own_cut([p.nbytes for p in parameters], 2**15)
+    return own_buckets(parameters, buckets, comm, is_last)
+
+
+def train_three_ways():
+    """On one rank: DDP, hooks, buckets; and the memory of whole and sharded layers."""
+    setup_ddp("gloo")
+    trained = [train_on_rank(attach) for attach in (None, own_hooks, attach_buckets)]
+    memory = layer_memory(own_layer)
+    cleanup_ddp()
+    return trained, memory
+
+
+both = launch(train_three_ways, processes=2, device="cpu")  # some seconds
+
+# %% tags=["nbval-check-output"]
+ddp, *by_hand = trained = both[0][0]
+checks.compare_prediction("All-reduces of a step", predicted_buckets, ddp["all_reduces"])
+for run in by_hand:
+    pairs = zip(run["parameters"], ddp["parameters"], strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) < 1e-6
+index = ["DistributedDataParallel", "your hooks", "your buckets"]
+pd.DataFrame(trained, index=index)[["all_reduces", "bytes"]]
+
+# %% [markdown]
+# The same weights after 20 steps, to $10^{-6}$, from the same bytes in fewer messages. And the sharded layers, four of 1,024 × 1,024:
+
+# %%
+held = pd.DataFrame(both[0][1] + both[1][1]).set_index(["rank", "weights"]) / 2**20
+held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, MiB"}).round(1)
+
+
+# %% [markdown]
+# Each rank holds half of weights and gradients. In return the pass itself takes more: the whole weight of one layer at a time, 4 MiB, and
+# its whole gradient before the reduce-scatter. (*Extra* counts what a pass allocates, the gradients included.) With a hundred
+# layers, one layer is little beside what is saved.
+#
+# `capstone/data_parallel.py` is the same as an ordinary program of about a hundred lines, with `torchrun`, DDP and FSDP. Read it, run it, and put your
+# own hooks into it: `torchrun --nproc-per-node 2 capstone/data_parallel.py`.
+
+# %% [markdown]
+# ## 3.17 · A ring's backward
+#
+# *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
+# more, and gradients with them. Which ones, and when are they home?
+#
+# ```text
+#              step 0        step 1        step 2        step 3
+#   rank 0     K0            (K3)          (K2)          (K1)         whose keys are here; in brackets: hidden by the mask
+#   rank 1     K1            K0            (K3)          (K2)
+#   rank 2     K2            K1            K0            (K3)
+#   rank 3     K3            K2            K1            K0
+# ```
+#
+# ### Exercise 3-7 · A ring's backward
+# ●●● · 20 minutes · 0 points (optional)
+#
+# Contiguous shards, causal. `ring_backward` gets this rank's shards: `dout`, `q`, `k`, `v`, `out` `(heads, tokens, head_dim)`, and `lse`
+# `(heads, tokens)`, the log-sum-exp of the *whole* rows. It returns the gradients `dq`, `dk`, `dv` of this rank's `q`, `k`, `v`. A block's
+# share follows from notebook 1 (1.6), with the scores $S = QK^\top / \sqrt d$ and $D$ the row sums of $dO \circ O$:
+#
+# $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
+#
+# Keys and values travel by `comm.send_on((k, v))`, which starts sending to the next rank; call what it returns to get the previous
+# rank's pair. What travels may not be changed in place until then. All ranks must send equally often, also in steps whose keys
+# they cannot see.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# dQ is a sum over keys, dK a sum over queries. Which of the two sums can be formed on one rank, without sending it anywhere?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# The dK and dV in your hands always belong to the keys in your hands. So they go wherever the keys go, after you have added your share.
+# They start as zeros on their own rank. How many hops until they are back there?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# D, and zeros for dq, dk, dv
+# for each step, 0 to world - 1:
+#     start sending k and v
+#     if their owner's tokens are not later than ours (step <= rank):
+#         S, in step 0 masked above its diagonal;  P, dS;  add this block's shares to dq, dk, dv
+#     send dk and dv on, and take the previous rank's
+#     take the previous rank's k and v
+# ```
+# </details>
+# </details>
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-7-ring-backward", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def ring_backward(dout, q, k, v, out, lse, comm):
+    """The gradients of this rank's q, k and v."""
+    ### BEGIN SOLUTION
+    scale = q.shape[-1] ** -0.5
+    row_sums = (dout * out).sum(-1, keepdim=True)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for step in range(comm.world):
+        arriving = comm.send_on((k, v))
+        if step <= comm.rank:
+            scores = scale * q @ k.mT
+            if step == 0:
+                later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+                scores = scores.masked_fill(later, -torch.inf)
+            p = (scores - lse[..., None]).exp()
+            ds = scale * p * (dout @ v.mT - row_sums)
+            dq = dq + ds @ k
+            dk = dk + ds.mT @ q
+            dv = dv + p.mT @ dout
+        dk, dv = comm.send_on((dk, dv))()
+        k, v = arriving()
+    return dq, dk, dv
+    ### END SOLUTION
+
+
+def rehearse_ring(*shards):
+    """Each rank's gradients; shards of all ranks of dout, q, k, v, out and lse."""
+    return rehearse(
+        lambda comm: ring_backward(*(x[comm.rank] for x in shards), comm), len(shards[0])
+    )
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-7-ring-backward-values", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_ring_backward(rehearse_ring)
+### BEGIN HIDDEN TESTS
+checks.check_ring_backward(rehearse_ring, seed=71)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# And on two real processes, judged by the same check:
+
+# %%
+own_backward = checks.solution_or_reference(
+    ring_backward,
+    checks.ring_backward.ring_backward,
+    lambda _: checks.check_ring_backward(rehearse_ring),
+)
+
+
+def ring_on_processes(*shards):
+    """The same as `rehearse_ring`, with a process for each rank."""
+
+    def on_this_rank():
+        info = setup_ddp("gloo")
+        found = own_backward(*(x[info.rank] for x in shards), ProcessComm())
+        cleanup_ddp()
+        return found
+
+    return launch(on_this_rank, processes=len(shards[0]), device="cpu")
+
+
+checks.check_ring_backward(ring_on_processes, worlds=(2,))
+
+# %% [markdown]
+# With your forward of section 3.13 that is a whole differentiable ring. `labsupport/distributed/minimal_ring.py` is the same in 60 lines, as
+# one autograd function.
+#
+# ## 3.18 · A fault to find
+#
+# *Further (optional), 12 minutes.* A colleague accumulates gradients over parts of a batch, because the whole does not fit. "It should make no
+# difference, and mostly it makes none. But on padded batches training is worse, and nobody knows why."
+#
+# ### Exercise 3-8 · Find the fault
+# ●●○ · 10 minutes · 0 points (optional)
+#
+# The next cell begins with the colleague's program. Run the table after it *first*: it compares the gradient accumulated over four parts
+# with that of the whole batch. Then name the cause, and repair the program: `find_fault` returns the letter and a
+# `gradient_of_part` that is right. (It may return the given one with one line changed.) The options:
+#
+# | | the cause |
+# | --- | --- |
+# | `"a"` | gradients of the step before are still there |
+# | `"b"` | the tokens of the last part are lost |
+# | `"c"` | parts count alike, however many labels they have |
+# | `"d"` | tokens without a label (-100) have a loss |
+# | `"e"` | the parts' gradients are added up, where a mean is wanted |
+# | `"f"` | float32 rounds differently when the order of the sum changes |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# In which batches of the table is the gradient right? What do their parts have in common?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Take two parts, one with 8 labels and one with 2, and write down with which weight each label enters the one large batch's mean loss. And in the
+# program?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# `F.cross_entropy(..., reduction="sum")` adds up the losses of a part's labels. By which number, the same for all parts, must each sum be divided?
+# `all_labels` has the labels of the whole batch.
+# </details>
+# </details>
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
+import torch.nn.functional as F
+
+
+def gradient_of_part(weight, hidden, labels, all_labels, parts):
+    """Add this part's share to weight.grad."""
+    logits = hidden @ weight.mT
+    loss = F.cross_entropy(logits, labels, ignore_index=-100)
+    (loss / parts).backward()
+
+
+def accumulate(gradient_of_part, weight, hidden, labels, parts):
+    """The gradient of the mean loss over a batch, part after part."""
+    weight = weight.clone().requires_grad_()
+    for part, part_labels in zip(hidden.chunk(parts), labels.chunk(parts), strict=True):
+        gradient_of_part(weight, part, part_labels, labels, parts)
+    return weight.grad
+
+
+def find_fault():
+    """The letter of the cause, and a `gradient_of_part` without the fault."""
+
+    ### BEGIN SOLUTION
+    def repaired(weight, hidden, labels, all_labels, parts):
+        losses = F.cross_entropy(hidden @ weight.mT, labels, ignore_index=-100, reduction="sum")
+        (losses / (all_labels != -100).sum()).backward()
+
+    return "c", repaired
+    ### END SOLUTION
+
+
+def after_repair(weight, hidden, labels, parts):
+    """The letter, and the gradient of the repaired program."""
+    letter, repaired = find_fault()
+    return letter, accumulate(repaired, weight, hidden, labels, parts)
+
+
+# %% tags=["nbval-check-output"]
+generator = torch.Generator().manual_seed(2)
+weight, hidden = (torch.randn(n, 16, generator=generator) for n in (50, 32))
+rows = []
+for counts in ([8, 8, 8, 8], [6, 6, 6, 6], [8, 8, 8, 2], [8, 1, 4, 2]):
+    labels = torch.randint(50, (4, 8), generator=generator)
+    for row, count in zip(labels, counts, strict=True):
+        row[count:] = -100
+    one, four = (
+        accumulate(gradient_of_part, weight, hidden, labels.flatten(), parts) for parts in (1, 4)
+    )
+    cosine = F.cosine_similarity(one.flatten(), four.flatten(), dim=0)
+    rows.append((counts, f"{four.norm() / one.norm():.3f}", f"{cosine:.3f}"))
+pd.DataFrame(rows, columns=["labels in each part", "norm, 4 parts over 1", "cosine of both"])
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-8-fault-accumulation", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_accumulation(after_repair)
+### BEGIN HIDDEN TESTS
+checks.check_accumulation(after_repair, seed=81)
+### END HIDDEN TESTS
+
+# %% [markdown]
 # ## What you measured on several devices
 #
 # - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
@@ -1521,6 +2114,7 @@ plotting.plot_scaling(
 # - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
 # - A rank that dies takes the run with it. Look for the first one that failed.
+# - DDP is a hook, a bucket and an all-reduce; FSDP gathers a layer, uses it and drops it; a ring's dK and dV travel with their keys.
 #
 # ## Six questions
 #

@@ -18,7 +18,7 @@
 # - predict a time, test the prediction on shapes that it has not seen, and carry it to another GPU, with honest doubt;
 # - choose an implementation for a workload, and give reasons.
 #
-# **Time** about 151 minutes, of which the exercises take 120. **You need** notebooks 1 and 2. A laptop is enough; the figures of a
+# **Time** about 163 minutes, of which the exercises take 130. **You need** notebooks 1 and 2. A laptop is enough; the figures of a
 # large GPU come from recorded runs. Each section is marked *core* or *further (optional)*; the core fits an afternoon.
 #
 # **To read beside it**, before or after: the theory chapters [4, IO complexity](../theory/04-io-complexity.md), [5, From version 1
@@ -1739,7 +1739,114 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # - expecting of a whole model what attention alone gains (4.1; notebook 2, section 2.9);
 # - believing that FlashAttention ran because its name was asked for (notebook 2);
 # - a prediction that was tested on what it was fitted to (4.6).
+
+# %% [markdown]
+# ## 4.9 · A fault to find
 #
+# *Further (optional), 12 minutes.* A colleague times calls on a GPU that find an empty cache, as a new request would: before each call a
+# "refill" kernel overwrites the cache. The results are odd: "Our new kernel is four times as fast by NVIDIA's counters, and my
+# benchmark says not even twice."
+#
+# So that everybody has such a GPU, and a quiet one, it is a virtual one here. `checks.VirtualGpu` follows the rules of a real one with a
+# virtual clock: `launch` queues a kernel and returns after 0.01 ms, `synchronize` waits for all that was queued, `now` reads the
+# program's clock. The first call is compiled, and a call that finds its data in the cache takes half as long.
+#
+# ### Exercise 4-6 · Find the fault
+# ●●○ · 10 minutes · 0 points (optional)
+#
+# The next cell begins with the colleague's program. Run the table after it *first*: it shows for some calls how long the GPU works on one,
+# which is known here, and what the program measures. Then name the cause, and repair the program: `find_fault` returns
+# the letter and a `median_ms` that is right to the launch's 0.01 ms. (One line is enough.) The options:
+#
+# | | the cause |
+# | --- | --- |
+# | `"a"` | the clock is read before the call is done |
+# | `"b"` | the compiling of the first call is in the median |
+# | `"c"` | the call finds its data in the cache |
+# | `"d"` | other work is still running when the clock starts |
+# | `"e"` | the program's launches take longer than the GPU's work |
+# | `"f"` | other programs disturb |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Subtract the two columns. On what does the difference depend, and on what not?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# Draw the GPU's line and the program's line below each other, for one round of the loop: which kernels are queued, when does each run, and
+# when is the clock read?
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# Two kernels are launched in a round, and only the second one may run between the two readings of the clock. What must the program do
+# before the first reading?
+# </details>
+# </details>
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-4-6-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
+import statistics
+
+from labsupport.checks.faults import VirtualGpu
+
+
+def median_ms(gpu, repeats):
+    """The median time of a call that finds the cache empty."""
+    gpu.launch("call")  # compiles
+    times = []
+    for _ in range(repeats):
+        gpu.launch("refill")
+        start = gpu.now()
+        gpu.launch("call")
+        gpu.synchronize()
+        times.append(gpu.now() - start)
+    return statistics.median(times)
+
+
+def find_fault():
+    """The letter of the cause, and a `median_ms` without the fault."""
+
+    ### BEGIN SOLUTION
+    def repaired(gpu, repeats):
+        gpu.launch("call")
+        measured = []
+        for _ in range(repeats):
+            gpu.launch("refill")
+            gpu.synchronize()
+            before = gpu.now()
+            gpu.launch("call")
+            gpu.synchronize()
+            measured.append(gpu.now() - before)
+        return statistics.median(measured)
+
+    return "d", repaired
+    ### END SOLUTION
+
+
+def after_repair(work_ms, refill_ms, compile_ms, repeats):
+    """The letter, and what the repaired program measures on a virtual GPU."""
+    letter, repaired = find_fault()
+    return letter, repaired(VirtualGpu(work_ms, refill_ms, compile_ms), repeats)
+
+
+# %% tags=["nbval-check-output"]
+cases = [(work, refill) for refill in (0.0, 1.2) for work in (0.4, 1.6, 6.4)]
+pd.DataFrame(
+    {
+        "refill, ms": [refill for _, refill in cases],
+        "one call works, ms": [work for work, _ in cases],
+        "9 repeats, ms": [f"{median_ms(VirtualGpu(*case, 40), 9):.2f}" for case in cases],
+        "99 repeats, ms": [f"{median_ms(VirtualGpu(*case, 40), 99):.2f}" for case in cases],
+    }
+)
+
+# %% nbgrader={"grade": true, "grade_id": "ex-4-6-fault-clock", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_clock(after_repair)
+### BEGIN HIDDEN TESTS
+checks.check_clock(after_repair, seed=46)
+### END HIDDEN TESTS
+
+# %% [markdown]
 # ## What you measured
 #
 # - A profiler shows how much of textbook attention's time goes to the softmax, which has hardly any FLOPs. It knows nothing of a

@@ -9,6 +9,7 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
     2-6 caching          2-7 flex          2-8 nan_layer
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
+    3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
     4-3 triton_kernels
 
@@ -47,6 +48,14 @@ from labsupport.checks.counting import (
     textbook_traffic,
     tiled_traffic,
 )
+from labsupport.checks.data_parallel import (
+    check_average_each,
+    check_average_in_buckets,
+    check_buckets,
+    check_overlap,
+    check_sharded_layer,
+    check_sharded_memory,
+)
 from labsupport.checks.decoding import (
     check_visible_decoding,
     check_visible_padding,
@@ -65,6 +74,7 @@ from labsupport.checks.eight_bits import (
     rotate,
     round_to_fp8,
 )
+from labsupport.checks.faults import check_accumulation, check_clock
 from labsupport.checks.fitting import (
     check_fit,
     check_held_out,
@@ -124,6 +134,7 @@ from labsupport.checks.registered import (
     check_registered_refusals,
     check_registered_values,
 )
+from labsupport.checks.ring_backward import check_ring_backward
 from labsupport.checks.rotary import (
     check_rope_angles,
     check_rope_conventions,

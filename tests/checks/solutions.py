@@ -11,6 +11,7 @@ import torch
 from labsupport import checks
 from labsupport.attention import attention, flash_attention
 from labsupport.checks.verdict import mutant
+from labsupport.distributed import by_hand
 from labsupport.paths import notebooks_dir
 from labsupport.precision import FlashAttentionConfig
 
@@ -22,6 +23,9 @@ KNOWN = {
     "attention": attention,
     "flash_attention": flash_attention,
     "FlashAttentionConfig": FlashAttentionConfig,
+    "gradients_on_rank": by_hand.gradients_on_rank,
+    "layer_on_rank": by_hand.layer_on_rank,
+    "rehearse": by_hand.rehearse,
 }
 
 

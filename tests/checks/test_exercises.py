@@ -9,9 +9,11 @@ from labsupport.checks import (
     choosing,
     chunked_loss,
     counting,
+    data_parallel,
     decoding,
     dtypes,
     eight_bits,
+    faults,
     fitting,
     flash,
     flex,
@@ -22,6 +24,7 @@ from labsupport.checks import (
     nan_layer,
     planning,
     registered,
+    ring_backward,
     rotary,
     softmax,
     textbook,
@@ -51,6 +54,8 @@ CACHE = (checks.check_cache_values, checks.check_cache_growth)
 POLICY = (checks.check_policy_devices, checks.check_policy_range, checks.check_policy_memory)
 OWN = (checks.check_registered_values, checks.check_registered_models)
 COST = (checks.check_cost_flops, checks.check_cost_bytes)
+BUCKETS = (checks.check_average_in_buckets, checks.check_overlap)
+SHARDED = (checks.check_sharded_layer, checks.check_sharded_memory)
 TILED = (checks.check_tiled_traffic, checks.check_tiled_causal)
 CHOICE = (checks.check_choice_limits, checks.check_choice_ties, checks.check_choice_sources)
 
@@ -118,6 +123,12 @@ SOLVED = {
         "zigzag_positions": (checks.check_zigzag_positions,),
         "unzigzag": (checks.check_unzigzag,),
     },
+    "ex-3-6-hooks": {"rehearse_each": (checks.check_average_each,)},
+    "ex-3-6-buckets": {"make_buckets": (checks.check_buckets,)},
+    "ex-3-6-overlap": {"rehearse_buckets": BUCKETS},
+    "ex-3-6-shard": {"rehearse_layer": SHARDED},
+    "ex-3-7-ring-backward": {"rehearse_ring": (checks.check_ring_backward,)},
+    "ex-3-8-fault": {"after_repair": (checks.check_accumulation,)},
     "ex-4-1-cost": {"attention_cost": COST, "roof": (checks.check_roof,)},
     "ex-4-2-traffic": {
         "textbook_traffic": (checks.check_textbook_traffic,),
@@ -129,6 +140,7 @@ SOLVED = {
         "held_out_error": (checks.check_held_out,),
     },
     "ex-4-5-choose": {"choose": CHOICE},
+    "ex-4-6-fault": {"after_repair": (checks.check_clock,)},
 }
 FUNCTIONS = [(cell, name, some) for cell, names in SOLVED.items() for name, some in names.items()]
 WITHOUT_SEED = {
@@ -187,6 +199,30 @@ def far_away(angles):
     checks.check_rope_positions(angles, rotary.apply_rope)
 
 
+def each_averaged(attach):
+    checks.check_average_each(data_parallel.rehearsed_hooks(attach))
+
+
+def buckets_averaged(attach):
+    checks.check_average_in_buckets(data_parallel.rehearsed_buckets(attach))
+
+
+def sharded(layer):
+    checks.check_sharded_layer(data_parallel.rehearsed_layer(layer))
+
+
+def ring(backward):
+    checks.check_ring_backward(ring_backward.rehearsed_ring(backward))
+
+
+def accumulated(gradient):
+    checks.check_accumulation(lambda *batch: ("c", gradient(*batch)))
+
+
+def clock(median):
+    checks.check_clock(lambda *case: ("d", median(faults.VirtualGpu(*case[:3]), case[3])))
+
+
 @each(
     (TEXTBOOK, textbook.textbook_attention, textbook.MISTAKES),
     (checks.check_score_bytes, textbook.score_bytes, textbook.BYTE_MISTAKES),
@@ -233,6 +269,13 @@ def far_away(angles):
     (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, zigzag_order.CHUNK_MISTAKES),
     (checks.check_zigzag_positions, zigzag_order.zigzag_positions, zigzag_order.POSITION_MISTAKES),
     (checks.check_unzigzag, zigzag_order.unzigzag, zigzag_order.INVERSE_MISTAKES),
+    (each_averaged, data_parallel.average_each, data_parallel.HOOK_MISTAKES),
+    (checks.check_buckets, data_parallel.make_buckets, data_parallel.BUCKET_MISTAKES),
+    (buckets_averaged, data_parallel.average_in_buckets, data_parallel.OVERLAP_MISTAKES),
+    (sharded, data_parallel.ShardedLinear, data_parallel.SHARD_MISTAKES),
+    (ring, ring_backward.ring_backward, ring_backward.MISTAKES),
+    (accumulated, faults.accumulated_gradient, faults.ACCUMULATION_MISTAKES),
+    (clock, faults.median_ms, faults.CLOCK_MISTAKES),
     (checks.check_cost_flops, intensity.attention_cost, intensity.FLOP_MISTAKES),
     (checks.check_cost_bytes, intensity.attention_cost, intensity.BYTE_MISTAKES),
     (checks.check_roof, intensity.roof, intensity.ROOF_MISTAKES),

@@ -9,6 +9,7 @@ from labsupport.checks import (
     choosing,
     chunked_loss,
     counting,
+    data_parallel,
     decoding,
     fitting,
     flash,
@@ -178,6 +179,30 @@ cast it back
 """)
 
 
+OVERLAPS = mistakes(r"""
+while the backward pass still runs
+    comm.all_reduce(flat))) -> comm.all_reduce(flat)))\n            running[-1][2]()
+waits 6 times, for 3 buckets
+    running.clear() -> pass
+starts 0 all-reduces in a step
+    missing[number] == 0 -> False
+""")
+SHARDS = mistakes(r"""
+the whole weight is still there
+    return x @ weight.mT -> ctx.weight = weight\n        return x @ weight.mT
+one reduce_scatter of the whole gradient
+    dweight = dy.mT @ x -> dweight = dy.mT @ x; ctx.comm.all_gather(shard)
+""")
+
+
+def overlap(attach):
+    checks.check_overlap(data_parallel.rehearsed_buckets(attach))
+
+
+def sharded_memory(layer):
+    checks.check_sharded_memory(data_parallel.rehearsed_layer(layer))
+
+
 def on_positions(apply):
     checks.check_rope_positions(rotary.rotary_angles, apply)
 
@@ -197,6 +222,8 @@ def on_positions(apply):
     (checks.check_merge_all, merging.merge_all, LOOPS),
     (checks.check_zigzag_chunks, zigzag_order.zigzag_chunks, CHUNKS),
     (checks.check_zigzag_positions, zigzag_order.zigzag_positions, POSITIONS),
+    (overlap, data_parallel.average_in_buckets, OVERLAPS),
+    (sharded_memory, data_parallel.ShardedLinear, SHARDS),
     (checks.check_cost_flops, intensity.attention_cost, COSTS),
     (checks.check_roof, intensity.roof, ROOFS),
     (checks.check_textbook_traffic, counting.textbook_traffic, TRAFFIC),
