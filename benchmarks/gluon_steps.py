@@ -75,13 +75,15 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     return run(cases, device)
 
 
-def _launcher(shape: Call, device: torch.device, config: dict[str, int], **more: Any) -> Any:
+def _launcher(
+    shape: Call, device: torch.device, config: dict[str, int], clock: torch.Tensor | None = None
+) -> Any:
     from labsupport.attention.kernels.forward_gluon import launch
 
     q, k, v, _ = (x.detach() for x in make_inputs(shape, device, seed=0))
     out, lse = torch.empty_like(q), q.new_empty(len(q), q.shape[2], q.shape[1]).float()
     geometry = Geometry(shape.head_dim**-0.5, -1, 0 if shape.causal else -1, gluon=True)
-    return lambda: launch(q, k, v, out, lse, geometry, geometry.scale, **more, **config)
+    return lambda: launch(q, k, v, out, lse, geometry, geometry.scale, clock=clock, **config)
 
 
 def _steps(shape: Call, device: torch.device, seconds: float) -> list[dict[str, Any]]:

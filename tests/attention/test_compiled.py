@@ -28,10 +28,10 @@ from labsupport.attention.kernels.autograd import backward, forward
 from labsupport.attention.kernels.common import run_kernel
 from labsupport.attention.kernels.config import Geometry, decode_tiling
 from labsupport.attention.kernels.decode import MERGED_AT_ONCE, _decode_merge, _decode_split
-from labsupport.attention.kernels import forward_gluon
+from labsupport.attention.kernels import backward as plain_backward, backward_gluon, forward_gluon
 from labsupport.attention.kernels.template import softmax_update, with_update_kernel
 
-found = {"template": [], "decode": [], "gluon": {}, "launches": []}
+found = {"template": [], "decode": [], "gluon": {}, "backward": [], "launches": []}
 
 # --- a function that is given to a kernel
 
@@ -74,9 +74,10 @@ cases = {
 }
 built = []
 torch.cuda.get_device_properties = lambda device: type("", (), {"multi_processor_count": 132})
-forward_gluon.run_kernel = lambda kernel, tensors, key, rest: (
+warm_up = lambda kernel, tensors, key, rest: (
     lambda programs, named: built.append(kernel.warmup(**tensors, **named, grid=(programs,)))
 )(*rest())
+forward_gluon.run_kernel = backward_gluon.run_kernel = plain_backward.run_kernel = warm_up
 for case, (head_dim, geometry, config) in cases.items():
     q = torch.empty(*((4096,) if geometry.packed else (2, 4096)), 4, head_dim).bfloat16()
     lse = torch.empty(*q.shape[:-3], 4, 4096)
@@ -86,6 +87,13 @@ for case, (head_dim, geometry, config) in cases.items():
     ptx = built_now.asm["ptx"]
     counts = [ptx.count(name) for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "clock64")]
     found["gluon"][case] = [built_now.metadata.shared, *counts]
+    if clock is None and not config:
+        gradients = (torch.empty_like(q) for _ in "qkv")
+        backward_gluon.launch(q, q, q, q, q, lse, None, *gradients, geometry)
+        names = "wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor"
+        ptx = built[1].asm["ptx"]
+        found["backward"].append([built[1].metadata.shared, *map(ptx.count, names)])
+        built.clear()
 
 # --- a second launch, which takes the cache: everything but the compiler and the GPU is real
 
@@ -118,8 +126,12 @@ def twice(call):
         found["launches"].append(name)
 
 q, k = torch.randn(2, 70, 4, 64).half(), torch.randn(2, 90, 2, 64).half()
-forward_gluon.run_kernel = run_kernel
-twice(lambda: forward(q, k, k, Geometry(0.1, 3, 0, gluon=True)))
+for module in (forward_gluon, backward_gluon, plain_backward):
+    module.run_kernel = run_kernel
+geometry = Geometry(0.1, 3, 0, gluon=True)
+out, lse = forward(q, k, k, geometry)
+twice(lambda: forward(q, k, k, geometry))
+twice(lambda: backward(out, q, k, k, out, lse, geometry, gluon=True))
 for geometry, hopper in ((Geometry(0.1, 5, 0, torch.rand(2, 4)), False), (Geometry(0.2), True)):
     out, lse = forward(q, k, k, geometry, hopper=hopper)
     twice(lambda: forward(q, k, k, geometry, hopper=hopper))
@@ -168,7 +180,19 @@ def test_gluon_fits_and_starts_the_products_and_copies_it_should(compiled):
     }
 
 
+def test_gluons_backward_fits_and_starts_the_products_and_copies_it_should(compiled):
+    wide, narrow = compiled["backward"]
+    assert max(wide[0], narrow[0]) <= 227 * 1024
+    # An instruction takes 16 of the sum. Each consumer: S and dP head_dim / 16, dV and dK
+    # queries / 16, dQ 128 / 16. Copies of 64 columns: K and V of each consumer, Q and dO; and two
+    # rows of numbers.
+    assert wide[1:3] == [2 * (2 * 8 + 2 * 4 + 8), (4 + 2) * 2 + 2]
+    assert narrow[1:3] == [2 * (2 * 4 + 2 * 8 + 8), (4 + 2) * 1 + 2]
+    assert wide[3] == narrow[3] == 2
+
+
 def test_a_cached_launch_passes_the_arguments_of_the_first_one(compiled):
     plain = ["_attn_fwd", "_bwd_preprocess", "_bwd_dkdv", "_bwd_dq"]
     hopper = ["_hopper_fwd", "_bwd_preprocess", "_hopper_dkdv", "_hopper_dq"]
-    assert compiled["launches"] == ["_gluon_fwd", *plain, *hopper]
+    gluon = ["_gluon_fwd", "_bwd_preprocess", "_gluon_bwd", "_round"]
+    assert compiled["launches"] == [*gluon, *plain, *hopper]

@@ -5,7 +5,8 @@
     backward       one program for each block of keys: dK, dV; one for each block of queries: dQ
     hopper         both passes for Hopper GPUs, with tiles fetched by the copy engine
     decode         one or a few queries against a long cache: programs share the keys
-    forward_gluon  the forward for Hopper GPUs once more, with different jobs for groups of warps
+    forward_gluon, backward_gluon   both passes for Hopper GPUs once more, with different jobs for
+                   groups of warps
     version1       the forward in the order of FlashAttention's first version, for comparison
     template       the forward with the softmax update left to its caller: an exercise
     config         block sizes, warps, stages and splits

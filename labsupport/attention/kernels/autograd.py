@@ -100,15 +100,20 @@ def backward(
     *,
     dlse: Tensor | None = None,
     hopper: bool | None = None,
+    gluon: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels: dq, dk, dv like q, k, v, the same bits every time.
 
-    Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`.
+    Takes the gradients of `out` and, if there is one, of `lse`; the rest as in `forward`. With
+    `gluon` the Gluon kernel runs: faster, but the last bits of dq differ from call to call.
     """
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    form = torch.contiguous_format if gluon else torch.preserve_format
+    dq, dk, dv = (torch.empty_like(x, memory_format=form) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    if hopper_takes(geometry, q, k, v, dout) if hopper is None else hopper:
+    if gluon:
+        from labsupport.attention.kernels.backward_gluon import launch
+    elif hopper_takes(geometry, q, k, v, dout) if hopper is None else hopper:
         from labsupport.attention.kernels.hopper import launch_backward as launch
     else:
         from labsupport.attention.kernels.backward import launch

@@ -64,8 +64,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from labsupport.attention.kernels.autograd import can_be_described
 from labsupport.attention.kernels.backward import launch_preprocess
-from labsupport.attention.kernels.forward_gluon import DTYPES, LOG2_E, why_unsupported
+from labsupport.attention.kernels.common import (
+    LOG2_E,
+    SIZES,
+    Arguments,
+    blocks_of,
+    row_steps,
+    run_kernel,
+    sizes,
+)
+from labsupport.attention.kernels.config import Geometry
+from labsupport.attention.kernels.forward_gluon import DTYPES, tile_layout
 
 ROWS = gl.constexpr(64)  # keys of a consumer: what one tensor-core instruction takes
 KEYS = gl.constexpr(128)  # keys of a program: of two consumers
@@ -132,21 +143,21 @@ def _next(head, row, rows, BLOCK_Q: gl.constexpr):
 def _produce(work, inputs, mask: gl.constexpr):
     """Ask for K and V, then for the tiles of queries as soon as there is room."""
     buffers, barriers, sizes, cu_q, cu_k = work
-    q_desc, do_desc, k_desc, v_desc, rows_desc = inputs
+    Q, dO, K, V, Rows = inputs
     k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, _, _ = buffers
     k_ready, ready, empty, _ = barriers
     BLOCK_Q: gl.constexpr = q_buffers.shape[3]
     STAGES: gl.constexpr = q_buffers.shape[0]
-    bytes: gl.constexpr = 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    bytes: gl.constexpr = 2 * (Q.block_type.nbytes + Rows.block_type.nbytes)
     batch, kv_head, q_row, k_row, _seqlen_q, _seqlen_k, col, rows, tiles = _work(
         sizes, cu_q, cu_k, mask, BLOCK_Q
     )
     group = sizes[1]
-    mbarrier.expect(k_ready, 4 * k_desc.block_type.nbytes)
+    mbarrier.expect(k_ready, 4 * K.block_type.nbytes)
     for i in gl.static_range(2):
         at = [batch, kv_head, k_row + col + i * ROWS, 0]
-        tma.async_copy_global_to_shared(k_desc, at, k_ready, k_buffers.index(i))
-        tma.async_copy_global_to_shared(v_desc, at, k_ready, v_buffers.index(i))
+        tma.async_copy_global_to_shared(K, at, k_ready, k_buffers.index(i))
+        tma.async_copy_global_to_shared(V, at, k_ready, v_buffers.index(i))
     head = kv_head * group
     row = rows[1]
     for t in range(tiles * group):
@@ -155,11 +166,11 @@ def _produce(work, inputs, mask: gl.constexpr):
         mbarrier.wait(empty.index(stage), t // STAGES & 1 ^ 1)
         mbarrier.expect(bar, bytes)
         at = [batch, head, q_row + row, 0]
-        tma.async_copy_global_to_shared(q_desc, at, bar, q_buffers.index(stage))
-        tma.async_copy_global_to_shared(do_desc, at, bar, do_buffers.index(stage))
+        tma.async_copy_global_to_shared(Q, at, bar, q_buffers.index(stage))
+        tma.async_copy_global_to_shared(dO, at, bar, do_buffers.index(stage))
         for i in gl.static_range(2):
             tma.async_copy_global_to_shared(
-                rows_desc, [i, batch, head, q_row + row], bar, row_buffers.index(2 * stage + i)
+                Rows, [i, batch, head, q_row + row], bar, row_buffers.index(2 * stage + i)
             )
         head, row = _next(head, row, rows, BLOCK_Q)
 
@@ -211,7 +222,7 @@ def _store(X, x, tile, batch, head, row, count, heads, seqlen):
 def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
     """The products of the ME-th 64 keys of the block, and the ME-th half of dQ."""
     buffers, barriers, sizes, cu_q, cu_k = work
-    dq_desc, dK, dV, scale = outputs
+    dQ, dK, dV, scale = outputs
     k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers = buffers
     k_ready, ready, empty, ds_ready = barriers
     heads, group, _, total_k, left, right, _ = sizes
@@ -277,7 +288,7 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
         dq_buffers.index(ME).reshape([64, 64]).store(dq)
         fence_async_shared()
         at = [batch, head, q_row + row + DQ_ROW, DQ_COL]
-        _reduce_add(dq_desc, at, dq_buffers.index(ME))
+        _reduce_add(dQ, at, dq_buffers.index(ME))
         head, row = _next(head, row, rows, BLOCK_Q)
     count = seqlen_k - col
     k_row += col
@@ -288,27 +299,25 @@ def _consume(ME: gl.constexpr, work, outputs, mask: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=("heads", "group", "seqlen_q", "seqlen_k", "left", "right", "blocks"))
-def _attn_bwd(
-    q_desc, do_desc, k_desc, v_desc, rows_desc, dq_desc, dK, dV, cu_q, cu_k, scale,
+@gluon.jit(do_not_specialize=(*SIZES, "group"))
+def _gluon_bwd(
+    Q, dO, K, V, Rows, dQ, dK, dV, cu_q, cu_k, scale,
     heads, group, seqlen_q, seqlen_k, left, right, blocks,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr, ROTATE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and dQ added to dq_desc. Grid: blocks of keys x key/value heads x batch."""
+    """dK and dV, and dQ added to dQ. Grid: blocks of keys x key/value heads x batch."""
     mask: gl.constexpr = (LEFT, RIGHT, PACKED, ROTATE)
-    dtype: gl.constexpr = q_desc.dtype
-    BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
+    dtype: gl.constexpr = Q.dtype
+    BLOCK_Q: gl.constexpr = Q.block_shape[2]
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], dtype)
-    k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], v_desc.layout)
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
-    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
-    row_buffers = gl.allocate_shared_memory(
-        gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], rows_desc.layout
-    )
+    k_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], K.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2, 1, 1, ROWS, D], V.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], Q.layout)
+    do_buffers = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], dO.layout)
+    row_buffers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, 1, 1, BLOCK_Q], Rows.layout)
     ds_buffers = gl.allocate_shared_memory(dtype, [4, ROWS, BLOCK_Q], ds_layout)
-    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dq_desc.layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, 64], dQ.layout)
     buffers = (k_buffers, v_buffers, q_buffers, do_buffers, row_buffers, ds_buffers, dq_buffers)
 
     layout: gl.constexpr = mbarrier.MBarrierLayout()
@@ -326,8 +335,8 @@ def _attn_bwd(
 
     sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks)
     work = (buffers, barriers, sizes, cu_q, cu_k)
-    inputs = (q_desc, do_desc, k_desc, v_desc, rows_desc)
-    outputs = (dq_desc, dK, dV, scale)
+    inputs = (Q, dO, K, V, Rows)
+    outputs = (dQ, dK, dV, scale)
     # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
     gl.warp_specialize(
         [
@@ -348,125 +357,57 @@ def _round(X, Y, scale, count, BLOCK: tl.constexpr):
     tl.store(Y + i, (x * scale).to(Y.dtype.element_ty), mask=i < count)
 
 
-def why_unsupported_backward(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Return why `flash_gluon_backward` cannot take these inputs, or None if it can."""
-    if torch.are_deterministic_algorithms_enabled():
-        return "adds up dq in any order, and deterministic algorithms are asked for"
-    return why_unsupported(q, k, v)
+def launch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, geometry: Geometry, **config: int,
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv, as `backward.launch` does; all three are contiguous.
 
-
-def flash_gluon_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    dlse: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    **config: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of attention with the kernel of this file.
+    The last bits of dq differ from call to call. In packed sequences a NaN or infinity can make
+    gradients of neighbouring sequences NaN, too, because a tile may reach into them.
 
     Args:
-        dout: gradient of out, shaped like q.
-        q, k, v: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim), as in
-            `flash_gluon_forward`. In packed ones, a NaN or infinity in a sequence can make
-            gradients of its neighbours NaN, because a tile may reach into them.
-        out, lse: results of the forward pass, of any kernel.
-        dlse: gradient of lse, shaped like it.
-        causal, softmax_scale, window_size, cu_seqlens_q, cu_seqlens_k: those of the forward pass.
-        max_seqlen_k: the longest packed sequence of keys, or more; max_seqlen_q is not needed.
+        dout, q, k, v: within the limits of the backend `flash_gluon`; dout with any strides.
         config: constants of the kernel to use instead of the tuned ones.
-
-    Returns:
-        dq, dk, dv like q, k, v, contiguous. The last bits of dq differ from call to call.
-
-    Raises:
-        ValueError: the kernel does not take the inputs; the message says why.
     """
-    reason = why_unsupported_backward(q, k, v)
-    if reason:
-        raise ValueError(f"flash_gluon: {reason}")
-    if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if why_unsupported(dout, dout, dout):  # the copy engine takes other strides than autograd gives
+    packed = geometry.packed
+    if not can_be_described(dout):
         dout = dout.contiguous()
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    with torch.cuda.device_of(q):
-        rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
-        launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
-        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        grid, arguments = launch_arguments(
-            dout, q, k, v, rows, dq32, dk, dv, causal=causal, scale=scale, window_size=window_size,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
-            **config,
-        )  # fmt: skip
-        _attn_bwd[grid](**arguments)
-        dq = q.new_empty(q.shape)
-        _round[(triton.cdiv(dq.numel(), 4096),)](dq32, dq, scale, dq.numel(), BLOCK=4096)
-    return dq, dk, dv
+    # 16-byte steps from one row of numbers to the next.
+    rows = lse.new_empty((2, *lse.shape[:-1], -(-lse.shape[-1] // 4) * 4))[..., : lse.shape[-1]]
+    launch_preprocess(dout, out, lse, dlse, shift=rows[0], delta=rows[1])
+    dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    full = geometry.left < 0 and geometry.right < 0
+    config = {"STAGES": 2, "ROTATE": int(full and q.shape[-3] >= 8192)} | config
+    block_q = 8192 // q.shape[-1]
+    q4, k4, v4, dout4, dq4 = (x[None] if packed else x for x in (q, k, v, dout, dq32))
+    tensors = {
+        "Q": _describe(q4.transpose(1, 2), block_q),
+        "dO": _describe(dout4.transpose(1, 2), block_q),
+        "K": _describe(k4.transpose(1, 2), 64), "V": _describe(v4.transpose(1, 2), 64),
+        "Rows": _describe(rows[:, None] if packed else rows, 1, block_q),
+        "dQ": _describe(dq4.transpose(1, 2), 64, 64), "dK": dk, "dV": dv,
+        "cu_q": geometry.cu_seqlens_q if packed else lse,
+        "cu_k": geometry.cu_seqlens_k if packed else lse,
+    }  # fmt: skip
 
+    def rest() -> tuple[int, Arguments]:
+        blocks, programs = blocks_of(k, geometry.max_seqlen_k, KEYS.value, geometry)
+        return programs, {
+            "scale": geometry.scale * LOG2_E.value, **sizes(q4, k4, geometry), "blocks": blocks,
+            "LEFT": geometry.left >= 0, "RIGHT": geometry.right >= 0, "PACKED": packed,
+            "D": q.shape[-1], "num_warps": 4, "maxnreg": 168, **config,
+        }  # fmt: skip
 
-def launch_arguments(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    window_size: tuple[int, int],
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_k: int | None,
-    **config: int,
-) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the grid and the kernel's arguments."""
-    packed = cu_seqlens_q is not None
-    if packed:
-        dout, q, k, v, dq, rows = dout[None], q[None], k[None], v[None], dq[None], rows[:, None]
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads = k.shape[1:3]
-    left, right = (min(side, seqlen_q + seqlen_k) for side in window_size)
-    if causal:
-        right = 0
-    sequences, longest = batch, seqlen_k
-    if packed:
-        sequences, longest = len(cu_seqlens_q) - 1, max_seqlen_k or seqlen_k
-    rotate = left < 0 and right < 0 and seqlen_q >= 8192
-    config = {"STAGES": 2, "ROTATE": int(rotate)} | config
-    blocks = triton.cdiv(longest, KEYS.value)
-    block_q = 8192 // head_dim
-    arguments = dict(
-        q_desc=_describe(q.transpose(1, 2), block_q),
-        do_desc=_describe(dout.transpose(1, 2), block_q),
-        k_desc=_describe(k.transpose(1, 2), 64), v_desc=_describe(v.transpose(1, 2), 64),
-        rows_desc=_describe(rows, 1, block_q), dq_desc=_describe(dq.transpose(1, 2), 64, 64),
-        dK=dk, dV=dv, cu_q=cu_seqlens_q if packed else rows, cu_k=cu_seqlens_k if packed else rows,
-        scale=scale * LOG2_E, heads=heads, group=heads // kv_heads, seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k, left=left, right=right, blocks=blocks, LEFT=left >= 0, RIGHT=right >= 0,
-        PACKED=packed, D=head_dim, num_warps=4, maxnreg=168, **config,
-    )  # fmt: skip
-    return (blocks * kv_heads * sequences,), arguments
+    run_kernel(_gluon_bwd, tensors, (geometry.numbers, packed, *config.values()), rest)
+    count = dq.numel()
+    run_kernel(_round, {"X": dq32, "Y": dq}, (geometry.scale,), lambda: (
+        -(-count // 4096), {"scale": geometry.scale, "count": count, "BLOCK": 4096}
+    ))  # fmt: skip
 
 
 def _describe(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """Describe a 4-dimensional tensor to the copy engine, in tiles of rows x columns."""
     tile = [1, 1, rows, columns or x.shape[-1]]
-    # The stride of a dimension of size 1 is arbitrary, but the engine wants a multiple of 16 bytes.
-    strides = [s if n > 1 else 8 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    dtype = DTYPES.get(x.dtype, gl.float32)
-    layout = gl.NVMMASharedLayout.get_default_for(tile, dtype)
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
+    layout = tile_layout(tuple(tile), DTYPES.get(x.dtype, gl.float32))
+    return TensorDescriptor(x, list(x.shape), [*row_steps(x)[:-1], 1], tile, layout)

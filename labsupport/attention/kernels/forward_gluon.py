@@ -514,11 +514,12 @@ def _describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe (batch, seqlen, heads, head_dim) to the copy engine, in tiles of rows."""
     batch, seqlen, heads, head_dim = x.shape
     b, n, h, d = row_steps(x)
-    layout = _layout(rows, head_dim, x.dtype)
     tile = [1, 1, rows, head_dim]
+    layout = tile_layout(tuple(tile), DTYPES[x.dtype])
     return TensorDescriptor(x, [batch, heads, seqlen, head_dim], [b, h, n, d], tile, layout)
 
 
 @cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], DTYPES[dtype])
+def tile_layout(tile: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
+    """Return how a tile lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(tile), dtype)
