@@ -245,7 +245,8 @@ _PAGES.filters |= {function.__name__: function for function in (message, points,
 # The policy allows this style and no other, so the two must agree byte for byte.
 _STYLE = (_TEMPLATES / "style.css").read_text(encoding="utf-8")
 _DIGEST = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-_PAGES.globals |= {"style": _STYLE, "digest": _DIGEST}
+_own: dict[str, Any] = {"style": _STYLE, "digest": _DIGEST}
+_PAGES.globals.update(_own)
 
 
 # What a status is called on a page, and which of the three colours it has.
