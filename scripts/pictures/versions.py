@@ -203,13 +203,17 @@ def timeline(panels):
         axes.set_yticks(range(1, groups + 1), [f"consumer {n}" for n in range(groups, 0, -1)])
         axes.set_xlim(0, shown)
         d.clear(axes)
-    labels = {d.PALE: "waiting for its turn", d.BLUE: "products", d.ORANGE: "softmax"}
+    labels = {
+        d.PALE: "waiting for K, or its turn",
+        d.BLUE: "products, until S is there",
+        d.ORANGE: "softmax, until PV is there",
+    }
     d.keys(panels[0], labels, "upper right", 8.5, ncols=3, bbox_to_anchor=(1.0, 1.45))
     panels[-1].set_xlabel("clock cycles of a multiprocessor")
     return (
-        "Two groups of warps fill each other's gaps, and turns keep them apart",
+        "Two groups of warps fill each other's gaps",
         "Measured inside the kernel: data/runs/gluon-timeline-h200 (H200, head_dim 128, 4,096 keys,"
-        " no mask).\nA tile is 64 queries by 128 keys, 1,024 cycles of the tensor cores.",
+        " no mask).\nA tile is 64 queries by 128 keys: 1,024 cycles of the tensor cores. Busy: these, for all consumers, by the cycles a tile takes.",
     )
 
 

@@ -5,18 +5,19 @@ the softmax, multiply again. The tensor cores idle during the softmax. Gluon, Tr
 lets us give the warps of a program different jobs (`gl.warp_specialize`):
 
     producer      one warp: asks the copy engine (TMA) for the tiles of Q, K and V
-    consumers     two or three groups of four warps, 64 queries each: products and softmax
+    consumers     one to three groups of four warps, 64 queries each: products and softmax
 
-There is one program for each multiprocessor. It works through several blocks of queries without a
+There is at most one program for each multiprocessor. It works through several blocks of queries without a
 pause in between: the producer runs ahead, and a consumer starts the scores of the next block
 together with the last product of this one. A consumer's step for the tile t of keys and values is
 
     S = Q K(t)^T,  O = O + P V(t-1)     tensor cores, two products started together
     m, l, P, alpha = softmax of S       exp2 on the special function units
-    O = alpha O                         because the running maximum m has changed
+    O = alpha O                         because the running maximum m may have changed
 
 With PINGPONG the consumers start their products in turn, so that the tensor cores compute for one
-of them while another takes its softmax. Only tiles that cross an edge of the mask are masked.
+of them while another takes its softmax. Only tiles that reach beyond the mask or the last key are
+masked.
 CONSUMERS, TOGETHER and PINGPONG are the steps by which chapter 5 builds this kernel.
 
 Barriers in shared memory (`mbarrier`) connect the jobs. A barrier counts arrivals, and each time
@@ -30,6 +31,13 @@ phase p is over; a fresh barrier counts as having finished phase 1, so a first w
     k_empty     its buffer may be overwritten          each consumer           producer
     v_ready, v_empty    the same for V
     order[i]    consumer i may use the tensor cores    the consumer before it  consumer i
+
+Before a copy, `expect` tells a `ready` barrier how many bytes will come; its phase ends when they
+have. Without `order` the result would be the same: it is there for speed.
+
+Products are asynchronous: `warpgroup_mma_wait(n)` waits until at most n are still under way, and
+`deps` names what is ready then. A call with `pred` false does nothing. `fence_async_shared` lets the
+copy engine see the fresh barriers.
 
 K and V have STAGES buffers each, a ring: tile t is in buffer t % STAGES, in its (t // STAGES)-th
 round. Q has two, so that the next block is there when this one ends.
@@ -71,11 +79,12 @@ ROWS = gl.constexpr(64)  # queries of a consumer: what one tensor-core instructi
 
 
 @gluon.jit
-def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
-    """The block of queries that this program attends to in a turn, and its keys.
+def _block(slot, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
+    """The block of queries that this program attends to in a slot, and its keys.
 
-    A causal mask makes the blocks of a head unequal. Then a program takes them in pairs, the
-    longest with the shortest and so on, and all pairs take the same time.
+    A causal mask makes the blocks of a head unequal. Where there are more of them than programs, a
+    program takes them in pairs, the longest with the shortest and so on: then all pairs take about
+    the same time.
     """
     heads, _, seqlen_q, seqlen_k, left, right, blocks, units = sizes
     LEFT: gl.constexpr = mask[0]
@@ -84,12 +93,12 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
     PAIRS: gl.constexpr = mask[3]
     BLOCK_Q: gl.constexpr = tile[0]
     BLOCK_K: gl.constexpr = tile[1]
-    # This program's work: one block in each turn, or one pair in each two turns.
-    unit = gl.minimum(turn // PAIRS * gl.num_programs(0) + gl.program_id(0), units - 1)
+    # This program's work: a block in each slot, or a pair in two slots.
+    unit = gl.minimum(slot // PAIRS * gl.num_programs(0) + gl.program_id(0), units - 1)
     units_of_head = gl.cdiv(blocks, PAIRS)
     head = unit // units_of_head  # of all sequences
     block = blocks - 1 - unit % units_of_head
-    if turn % PAIRS == 1:
+    if slot % PAIRS == 1:
         # The middle one of an odd number has no partner. Block `blocks` has no rows: skipped.
         block = gl.where(2 * block == blocks - 1, blocks, blocks - 1 - block)
     batch = head // heads
@@ -103,7 +112,9 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
         k_row = gl.load(cu_k + batch)
         seqlen_k = gl.load(cu_k + batch + 1) - k_row
         batch = 0
-    diagonal = seqlen_k - rows  # the key that the first query of the block ends at
+    diagonal = (
+        seqlen_k - rows
+    )  # the key that a causal mask ends at for the first query of the block
     start = 0
     stop = seqlen_k
     if RIGHT:
@@ -117,8 +128,8 @@ def _block(turn, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
 
 @gluon.jit
 def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
-    """Ask for the tiles in the order in which the consumers need them, as soon as there is room."""
-    buffers, barriers, sizes, cu_q, cu_k, turns = work
+    """Ask for Q, then for K and V tile by tile, each as soon as its buffer is free."""
+    buffers, barriers, sizes, cu_q, cu_k, slots = work
     Q, K, V = inputs
     q_buffers, k_buffers, v_buffers = buffers
     q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, _ = barriers
@@ -127,13 +138,13 @@ def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
     CONSUMERS: gl.constexpr = tile[0] // ROWS
     n = 0  # blocks so far
     t = 0  # tiles so far
-    for turn in range(turns):
+    for slot in range(slots):
         batch, head, row, rows, k_row, _seqlen_k, _diagonal, col, tiles = _block(
-            turn, sizes, cu_q, cu_k, mask, tile
+            slot, sizes, cu_q, cu_k, mask, tile
         )
         if rows > 0:
             kv_head = head // sizes[1]
-            mbarrier.wait(q_empty.index(n % 2), n // 2 & 1 ^ 1)
+            mbarrier.wait(q_empty.index(n % 2), (n // 2 & 1) ^ 1)
             mbarrier.expect(q_ready.index(n % 2), CONSUMERS * Q.block_type.nbytes)
             for i in gl.static_range(CONSUMERS):
                 tma.async_copy_global_to_shared(
@@ -144,10 +155,10 @@ def _produce(work, inputs, mask: gl.constexpr, tile: gl.constexpr):
             for _i in range(tiles):
                 stage = t % STAGES
                 at = [batch, kv_head, k_row + col, 0]
-                mbarrier.wait(k_empty.index(stage), t // STAGES & 1 ^ 1)
+                mbarrier.wait(k_empty.index(stage), (t // STAGES & 1) ^ 1)
                 mbarrier.expect(k_ready.index(stage), K.block_type.nbytes)
                 tma.async_copy_global_to_shared(K, at, k_ready.index(stage), k_buffers.index(stage))
-                mbarrier.wait(v_empty.index(stage), t // STAGES & 1 ^ 1)
+                mbarrier.wait(v_empty.index(stage), (t // STAGES & 1) ^ 1)
                 mbarrier.expect(v_ready.index(stage), V.block_type.nbytes)
                 tma.async_copy_global_to_shared(V, at, v_ready.index(stage), v_buffers.index(stage))
                 t += 1
@@ -213,7 +224,7 @@ def _two_products(
     q, p, o, use_acc, t, has_k, has_v, buffers, barriers, clock,
     ME: gl.constexpr, CONSUMERS: gl.constexpr, style: gl.constexpr,
 ):  # fmt: skip
-    """Start S = Q K(t)^T and O = O + P V(t - 1); return S, and O, which is not ready TOGETHER."""
+    """Return S = Q K(t)^T, and O = O + P V(t - 1), which is still being computed if TOGETHER."""
     TOGETHER: gl.constexpr = style[0]
     PINGPONG: gl.constexpr = style[1]
     _, k_buffers, v_buffers = buffers
@@ -230,7 +241,7 @@ def _two_products(
     _mark(0, ME, t, clock, style)
     mbarrier.wait(k_ready.index(k_stage), t // STAGES & 1, pred=has_k)
     if PINGPONG:
-        mbarrier.wait(order[ME], t & 1 ^ (1 if ME == 0 else 0))
+        mbarrier.wait(order[ME], (t & 1) ^ (1 if ME == 0 else 0))
     _mark(1, ME, t, clock, style)
     s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
     if not TOGETHER:
@@ -253,7 +264,7 @@ def _consume(
     ME: gl.constexpr, work, outputs, mask: gl.constexpr, tile: gl.constexpr, style: gl.constexpr
 ):
     """Attend with the ME-th 64 queries of each block."""
-    buffers, barriers, sizes, cu_q, cu_k, turns = work
+    buffers, barriers, sizes, cu_q, cu_k, slots = work
     O, L, clock, scale = outputs
     q_buffers, k_buffers, _ = buffers
     q_ready, q_empty, _, _, _, v_empty, _ = barriers
@@ -263,7 +274,9 @@ def _consume(
     STAGES: gl.constexpr = k_buffers.shape[0]
     D: gl.constexpr = k_buffers.shape[4]
     dtype: gl.constexpr = q_buffers.dtype
-    # Layouts say which thread holds which elements; these are the tensor cores'.
+    # Layouts say which thread holds which elements. These are the tensor cores': [3, 0] is Hopper's
+    # instruction, [4, 1] the four warps, one below the other, [16, N, 16] what a warp multiplies. A
+    # SliceLayout is what is left of one when a dimension is summed up.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -280,15 +293,15 @@ def _consume(
     old_batch, old_head, old_row, old_rows, old_tiles = 0, 0, 0, 0, 0
     n = 0  # blocks so far
     t = 0  # tiles so far
-    # The first turn has no block before it: it multiplies zeros with whatever V's buffer holds, and
-    # stores no rows. The last turn has no block of its own.
-    for turn in range(turns + 1):
+    # The first block has none before it: it multiplies zeros with whatever V's buffer holds, and
+    # stores no rows. The last slot has no block of its own: it stores the block before.
+    for slot in range(slots + 1):
         batch, head, row, rows, _k_row, seqlen_k, diagonal, col, tiles = _block(
-            turn, sizes, cu_q, cu_k, mask, tile
+            slot, sizes, cu_q, cu_k, mask, tile
         )
         diagonal += ME * ROWS
-        more = turn < turns
-        if (rows > 0) | (turn == turns):
+        more = slot < slots
+        if (rows > 0) | (slot == slots):
             # The first tile of this block, together with the last product of the block before.
             q = q_buffers.index(n % 2 * CONSUMERS + ME).reshape([ROWS, D])
             mbarrier.wait(q_ready.index(n % 2), n // 2 & 1, pred=more)
@@ -381,11 +394,12 @@ def _gluon_fwd(
     fence_async_shared()
 
     sizes = (heads, group, seqlen_q, seqlen_k, left, right, blocks, units)
-    turns = ((units - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * PAIRS
-    work = (buffers, barriers, sizes, cu_q, cu_k, turns)
+    slots = ((units - 1 - gl.program_id(0)) // gl.num_programs(0) + 1) * PAIRS
+    work = (buffers, barriers, sizes, cu_q, cu_k, slots)
     inputs = (Q, K, V)
     outputs = (O, L, (Clock, marks), scale)
-    # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
+    # All jobs start with the same registers (maxnreg). Then the producer gives up most of its own,
+    # and the consumers take them.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -432,7 +446,7 @@ def launch(
 ) -> None:
     """Fill out and lse, as `forward.launch` does.
 
-    In packed sequences a NaN or infinity can make rows of the sequence before NaN, too, because a
+    In packed sequences a NaN or infinity can also make rows of the preceding sequence NaN, because a
     tile may reach into its neighbour.
 
     Args:
@@ -488,7 +502,7 @@ def programs_and_arguments(
     of_all = blocks * q.shape[2] * sequences
     pairs = 2 if geometry.right >= 0 and of_all > processors else 1
     units = -(-blocks // pairs) * q.shape[2] * sequences
-    # Three, six or eight groups of four warps share 65,536 registers.
+    # Two, three or four groups of four warps, the producer's included, share 65,536 registers.
     registers = {1: 240, 2: 168, 3: 128}[config["CONSUMERS"]]
     return min(units, processors), {
         "scale": scale * LOG2_E.value, **sizes(q, k, geometry), "blocks": blocks, "units": units,
