@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hidden", type=int, default=2048, help="heads times head_dim")
     add("--dtype", default="bfloat16")
     add("--direction", type=some_of(grids.DIRECTIONS), default=list(grids.DIRECTIONS))
-    add("--seconds", type=float, default=1.0, help="of kernels, for one row")
+    add("--seconds", "--max-seconds", type=float, default=1.0, help="of kernels, for one row")
 
 
 def measure(options: argparse.Namespace) -> pd.DataFrame:

@@ -87,7 +87,7 @@ def misplaced_optional_imports(files: dict[str, str]) -> list[str]:
     kernels = {
         path.removesuffix(".py").replace("/", ".")
         for path, source in files.items()
-        if ("triton", False) in imports(path, source)
+        if any(name.split(".")[0] == "triton" and not lazy for name, lazy in imports(path, source))
     }
     for path, source in files.items():
         own = path.removesuffix(".py").replace("/", ".")

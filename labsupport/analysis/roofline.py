@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from labsupport.analysis.predictor.split import case_of
-from labsupport.profiling.cases import NO_WINDOW, Case, passes_of
+from labsupport.profiling.cases import NO_WINDOW, Case
 from labsupport.profiling.hardware import Ceilings, HardwareSpec
+from labsupport.profiling.work import passes_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,9 +16,10 @@ import psutil
 import torch
 
 from labsupport.profiling.benchmark import QUADRATIC_BACKENDS, predicted_shortage
-from labsupport.profiling.cases import Case, bytes_of
+from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import Ceilings
 from labsupport.profiling.units import format_bytes
+from labsupport.profiling.work import bytes_of
 
 GOOD, FAIR = 0.50, 0.25  # of the ceiling
 ABNORMAL = 0.02  # of the ceiling: below it, something else than the algorithm is to blame

@@ -1,17 +1,10 @@
-"""Cases to measure: one case, a grid of cases, and the FLOPs and compulsory bytes of each.
+"""Cases to measure: one case, a grid of cases, and the FLOPs of each.
 
-    pass       FLOPs       bytes that must move, each once
-    forward    4 pairs d   Q, K, V in; O, L out
-    backward   10 pairs d  Q, K, V, O, dO, L in; dQ, dK, dV out
-
-`pairs` are the visible (query, key) pairs of all heads: a causal mask counts only what it leaves
-visible. The forward has two matrix products, of 2 FLOPs per multiply-add; the backward recomputes S
-and needs four more (FlashAttention-2 paper, section 4.1). Every implementation is charged the same
+The FLOPs of a forward pass are 4 * batch * heads * head_dim * (visible query-key pairs): two matrix
+products, Q K^T and P V, of 2 FLOPs per multiply-add.  A causal mask counts only what it leaves
+visible.  Forward plus backward counts 3.5 times as much: the backward recomputes S and needs four
+more products (FlashAttention-2 paper, section 4.1).  Every implementation is charged the same
 FLOPs, whatever it really executes, so that TFLOP/s compare times.
-
-Keys that no query sees need not move, and a group of query heads shares one head of K and V. The
-bytes are compulsory: a kernel whose tiles read K and V again and again moves more, unless a cache
-helps (`labsupport.analysis.traffic`).
 """
 
 from __future__ import annotations
@@ -69,7 +62,9 @@ class Case:
 
     def flops(self) -> float:
         """FLOPs of the case by the rule above."""
-        return sum(part.flops for part in passes_of(self))
+        pairs = AttentionMask.of(self.seqlen, self.kv_seqlen, causal=self.causal).visible_pairs()
+        forward = 4 * self.batch * self.heads * self.head_dim * pairs
+        return forward * (3.5 if self.direction == "forward+backward" else 1)
 
 
 def grid(backends: Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[Case]:
@@ -97,40 +92,3 @@ def grid(backends: Sequence[str], seqlens: Sequence[int], **axes: Any) -> list[C
         for seqlen in seqlens
         for backend in backends
     ]
-
-
-@dataclass(frozen=True)
-class Pass:
-    """FLOPs and compulsory bytes of one direction."""
-
-    flops: float
-    bytes: int
-
-
-def passes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> list[Pass]:
-    """The case's forward, and where it has one its backward.
-
-    Args:
-        window_size: (left, right) neighbours that a query sees, -1 for no limit.
-    """
-    band = AttentionMask.of(
-        case.seqlen, case.kv_seqlen, causal=case.causal, window_size=window_size
-    )
-    pairs = case.batch * case.heads * band.visible_pairs()
-    first, last = band.keys_seen(0, case.seqlen)
-    row = case.head_dim * ITEMSIZE[case.dtype]
-    of_q = case.batch * case.heads * case.seqlen * row
-    of_k = case.batch * case.kv_heads * (last - first) * row
-    lse = case.batch * case.heads * case.seqlen * (8 if case.dtype == "float64" else 4)
-    # The gradients of keys that nobody sees are zeros, and still have to be written.
-    of_dk = case.batch * case.kv_heads * case.kv_seqlen * row
-    forward = Pass(4 * pairs * case.head_dim, 2 * of_q + 2 * of_k + lse)
-    if case.direction == "forward":
-        return [forward]
-    backward = Pass(10 * pairs * case.head_dim, 4 * of_q + 2 * of_k + 2 * of_dk + lse)
-    return [forward, backward]
-
-
-def bytes_of(case: Case, window_size: tuple[int, int] = NO_WINDOW) -> int:
-    """Bytes that must pass between a fused kernel and the large memory: each tensor once."""
-    return sum(part.bytes for part in passes_of(case, window_size))

@@ -12,8 +12,9 @@ from labsupport.analysis.traffic import count
 from labsupport.checks import choosing, counting, fitting, intensity, textbook, verdict
 from labsupport.checks.verdict import Mistake, judge, mistakes, mutant
 from labsupport.profiling import measure_peak_memory
-from labsupport.profiling.cases import Case, passes_of
+from labsupport.profiling.cases import Case
 from labsupport.profiling.runs import load_run
+from labsupport.profiling.work import passes_of
 from labsupport.training import Decoder, DecoderConfig, MemoryOptions
 from tests.checks.solutions import diagnosis, function, solution_source
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -62,7 +63,7 @@ def test_compare_names_the_fastest_and_the_leanest(monkeypatch):
         assert name in done.stderr
     assert [row["repeats"] for row in json.loads(done.stdout)["results"]] == [4, 4, 4]
     for name in names:  # the progress bar names the backend at work
-        assert f"case, {name}, 32 tokens]" in done.stderr.replace("s/case", "case")
+        assert re.search(rf"case(/s)?, {name}, 32 tokens\]", done.stderr)
 
 
 def test_the_bound_is_the_slower_of_arithmetic_and_memory():

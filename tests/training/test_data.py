@@ -35,9 +35,9 @@ AWKWARD = "Zürich 🦙, 日本語:\n\n\t  x\u0301 \u200d👩\x00 3.14 don't   <
 @pytest.mark.parametrize(
     "name",
     [
-        *("training.config", "training.data", "training.facts", "training.measure"),
+        *("training.data", "training.facts", "training.measure"),
         *("training.memory", "training.planner", "training.sizes", "training.tokens"),
-        *("distributed.data_parallel.costs", "distributed.ring.plan", "distributed.ring.zigzag"),
+        *("distributed.data_parallel.costs", "distributed.ring.plan"),
         *("distributed.scaling", "profiling.cases"),
     ],
 )

@@ -7,9 +7,10 @@ lets us give the warps of a program different jobs (`gl.warp_specialize`):
     producer      one warp: asks the copy engine (TMA) for the tiles of Q, K and V
     consumers     one to three groups of four warps, 64 queries each: products and softmax
 
-There is at most one program for each multiprocessor. It works through several blocks of queries without a
-pause in between: the producer runs ahead, and a consumer starts the scores of the next block
-together with the last product of this one. A consumer's step for the tile t of keys and values is
+There is at most one program for each multiprocessor. It works through several blocks of queries
+without a pause in between: the producer runs ahead, and a consumer starts the scores of the next
+block together with the last product of this one. A consumer's step for the tile t of keys and
+values is
 
     S = Q K(t)^T,  O = O + P V(t-1)     tensor cores, two products started together
     m, l, P, alpha = softmax of S       exp2 on the special function units
@@ -36,8 +37,8 @@ Before a copy, `expect` tells a `ready` barrier how many bytes will come; its ph
 have. Without `order` the result would be the same: it is there for speed.
 
 Products are asynchronous: `warpgroup_mma_wait(n)` waits until at most n are still under way, and
-`deps` names what is ready then. A call with `pred` false does nothing. `fence_async_shared` lets the
-copy engine see the fresh barriers.
+`deps` names what is ready then. A call with `pred` false does nothing. `fence_async_shared` lets
+the copy engine see the fresh barriers.
 
 K and V have STAGES buffers each, a ring: tile t is in buffer t % STAGES, in its (t // STAGES)-th
 round. Q has two, so that the next block is there when this one ends.
@@ -112,9 +113,7 @@ def _block(slot, sizes, cu_q, cu_k, mask: gl.constexpr, tile: gl.constexpr):
         k_row = gl.load(cu_k + batch)
         seqlen_k = gl.load(cu_k + batch + 1) - k_row
         batch = 0
-    diagonal = (
-        seqlen_k - rows
-    )  # the key that a causal mask ends at for the first query of the block
+    diagonal = seqlen_k - rows  # the last key that a causal mask leaves to the first query
     start = 0
     stop = seqlen_k
     if RIGHT:
@@ -446,8 +445,8 @@ def launch(
 ) -> None:
     """Fill out and lse, as `forward.launch` does.
 
-    In packed sequences a NaN or infinity can also make rows of the preceding sequence NaN, because a
-    tile may reach into its neighbour.
+    In packed sequences a NaN or infinity can also make rows of the preceding sequence NaN, because
+    a tile may reach into its neighbour.
 
     Args:
         q, k, v: as for `autograd.forward`, within the limits of the backend `flash_gluon`.

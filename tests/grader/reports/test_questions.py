@@ -41,5 +41,6 @@ def test_every_exercise_of_the_lab_has_a_card_and_every_check_says_what_it_asks(
         for question in questions:
             number = "-".join(question.exercise.split("-")[1:3])
             assert question.title.startswith(f"Exercise {number} · ")
-            assert question.card.endswith(f"· {question.total:.0f} points")
+            optional = "" if question.total else " (optional)"
+            assert question.card.endswith(f"· {question.total:.0f} points{optional}")
             assert all(question.asks.values()), question.asks
