@@ -103,12 +103,19 @@ def check_kernel_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_mask(mask: Tensor | None) -> None:
-    """Refuse an integer mask, such as a tokenizer's attention_mask of 0 and 1."""
+    """Refuse a mask of 0 and 1, such as a tokenizer's attention_mask, integer or floating."""
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if mask is not None and dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
         raise AttentionInputError(
             "mask must be boolean (True where a query may look) or floating (added to the scores), "
             f"but {dtype} was given: a mask of 0 and 1 becomes boolean with mask.bool()."
+        )
+    if mask is None or dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    if bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
+        raise AttentionInputError(
+            "a floating mask is added to the scores, so one of 0 and 1 hides nothing: it makes the "
+            "weights of its ones e times as large. Pass mask.bool(), True where a query may look."
         )
 
 

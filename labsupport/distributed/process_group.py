@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +18,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among the others: rank 0 to world - 1, and the device that it computes on."""
+    """This process among the others: rank 0 to world - 1, and the device that it computes on.
+
+    Unpacks into rank, world and the rank on this machine: `rank, world, local = setup_ddp()`.
+    """
 
     rank: int
     world: int
     device: torch.device
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.rank, self.world, int(os.environ.get("LOCAL_RANK", self.rank))))
 
     @classmethod
     def current(cls) -> RankInfo:

@@ -53,6 +53,10 @@ def plot_block_mask(block_mask: Any) -> Chart:
 
     Args:
         block_mask: a `BlockMask` of `torch.nn.attention.flex_attention`.
+
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu")
+    >>> chart = plot_block_mask(causal)
     """
     block_q, block_k = block_mask.BLOCK_SIZE
     kinds: dict[tuple[int, int], str] = {}

@@ -106,6 +106,31 @@ class FlashAttentionConfig:
                 dtype = short(getattr(self, name))
                 warnings.warn(f"{name} in {dtype}: {why}. float32 is usual.", stacklevel=3)
 
+    def __getattr__(self, name: str) -> torch.dtype:
+        """Answer to constants' names, too: ATTENTION_DTYPE, LOSS_COMPUTE_DTYPE, ..."""
+        component = _of_constant(name)
+        if component is None:
+            raise AttributeError(f"a policy has no {name!r}, only {', '.join(_COMPONENTS)}")
+        return getattr(self, component)
+
+    @classmethod
+    def from_constants(cls, constants: type) -> FlashAttentionConfig:
+        """Return the policy of a class of constants; the rest is as by default.
+
+        Raises:
+            ValueError: a constant ends with _DTYPE and names no component.
+
+        >>> class Course:
+        ...     ATTENTION_DTYPE = torch.float16
+        ...     LOSS_COMPUTE_DTYPE = torch.float32
+        >>> FlashAttentionConfig.from_constants(Course).ATTENTION_DTYPE
+        torch.float16
+        """
+        changes = {n: dtype for n, dtype in vars(constants).items() if n.endswith("_DTYPE")}
+        if unknown := [name for name in changes if _of_constant(name) is None]:
+            raise ValueError(f"no component for {', '.join(unknown)}: {', '.join(_COMPONENTS)}")
+        return cls(**{str(_of_constant(name)): dtype for name, dtype in changes.items()})
+
     @classmethod
     def bfloat16(cls, **changes: Any) -> FlashAttentionConfig:
         """Return the default policy, with changes: bfloat16(embedding="float32")."""
@@ -126,6 +151,15 @@ class FlashAttentionConfig:
     def needs_loss_scaling(self) -> bool:
         """True if gradients pass through float16, where they are lost below 2^-25 (3e-8)."""
         return torch.float16 in (vars(self) | {"optimizer": None}).values()
+
+
+_COMPONENTS = tuple(field.name for field in fields(FlashAttentionConfig))
+
+
+def _of_constant(constant: str) -> str | None:
+    """Return the component of a constant's name, LOSS_COMPUTE_DTYPE or LOSS_DTYPE, say."""
+    name = constant.removesuffix("_DTYPE").removesuffix("_COMPUTE").lower()
+    return name if constant.endswith("_DTYPE") and name in _COMPONENTS else None
 
 
 def apply_precision_policy(

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from labsupport.attention import (
+    AttentionInputError,
     compare_with_oracle,
     merge_attention,
     online_softmax,
@@ -36,6 +37,8 @@ def test_masks_say_the_same_and_a_fully_masked_query_gives_zero_and_no_nan(dtype
     mask = torch.tensor([[True, True, True], [False, False, False], [True, False, True]])
     if additive:
         mask = torch.zeros(3, 3).masked_fill(~mask, -torch.inf)
+    with pytest.raises(AttentionInputError, match=r"Pass mask\.bool\(\)"):
+        standard_attention(q, k, v, (mask == 0).to(dtype))
     output, weights = standard_attention(q, k, v, mask)
     assert (weights > 0).tolist() == [[True] * 3, [False] * 3, [True, False, True]]
     assert (output[1] == 0).all()

@@ -48,6 +48,13 @@ def test_a_policy_takes_dtypes_by_name_and_knows_where_losses_are_scaled():
             FlashAttentionConfig(mlp=nonsense)
     with pytest.warns(UserWarning, match=r"loss in float16: a loss of 10"):
         FlashAttentionConfig(loss="float16")
+    course = type("Course", (), {"MLP_DTYPE": "float16", "LOSS_COMPUTE_DTYPE": F32, "LAYERS": 2})
+    config = FlashAttentionConfig.from_constants(course)
+    assert (config.MLP_DTYPE, config.LOSS_COMPUTE_DTYPE, config.attention) == (F16, F32, BF16)
+    with pytest.raises(ValueError, match="no component for SOFTMAX_DTYPE"):
+        FlashAttentionConfig.from_constants(type("Course", (), {"SOFTMAX_DTYPE": F32}))
+    with pytest.raises(AttributeError, match="SOFTMAX_DTYPE"):
+        _ = config.SOFTMAX_DTYPE
 
 
 # --- models of Transformers -----------------------------------------------------------------------
