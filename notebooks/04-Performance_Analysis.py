@@ -1170,8 +1170,8 @@ else:
 # second (`gluon-peers-h200`). A large matrix product, measured in the same way, reaches 757 (`data/runs/gluon-notes.md`).
 
 # %%
-peers = load_run("gluon-peers-h200")
-speeds = peers[(peers.head_dim == 128) & ~peers.causal]
+kernels = load_run("gluon-peers-h200")
+speeds = kernels[(kernels.head_dim == 128) & ~kernels.causal]
 speeds.pivot(index="backend", columns="seqlen", values="tflops").sort_values(16_384).round(
     0
 ).astype(int)
@@ -1181,7 +1181,7 @@ from labsupport.profiling.tables import compare_with_peers, geometric_means
 
 for ours in ("flash_triton", "flash_gluon"):
     print(ours)
-    print(geometric_means(compare_with_peers(peers, ours)).round(2).to_string(index=False))
+    print(geometric_means(compare_with_peers(kernels, ours)).round(2).to_string(index=False))
 
 # %% [markdown]
 # How many times as fast the lab's kernels are as each other implementation: the geometric mean over all shapes of that run, and the
@@ -1301,6 +1301,7 @@ plotting.plot_time(
 # **Starting up.** The kernels' own time beside that of the call from Python, 512 tokens a sequence, 16,384 in all (`peers-h200`):
 
 # %%
+peers = load_run("peers-h200")
 starts = peers[(peers.seqlen == 512) & (peers.head_dim == 64) & ~peers.causal]
 starts = starts.set_index(["direction", "backend"])[["median_ms", "call_ms"]]
 starts.assign(share=starts.median_ms / starts.call_ms).round(3)
