@@ -2,8 +2,8 @@
 
     python -m benchmarks baseline_noise --minutes 15 --save noise-cpu
 
-Chapter 8 tries the rule of `labsupport bench --check-baseline` on such runs. Two calls of different
-length take turns, so that both meet the same hours.
+Chapter 8 reports how the rule of `labsupport bench --check-baseline` does on such runs. Two
+calls of different length take turns, so that both meet the same hours.
 """
 
 import argparse
