@@ -213,7 +213,8 @@ def timeline(panels):
     return (
         "Two groups of warps fill each other's gaps",
         "Measured inside the kernel: data/runs/gluon-timeline-h200 (H200, head_dim 128, 4,096 keys,"
-        " no mask).\nA tile is 64 queries by 128 keys: 1,024 cycles of the tensor cores. Busy: these, for all consumers, by the cycles a tile takes.",
+        " no mask).\nA tile is 64 queries by 128 keys: 1,024 cycles of the tensor cores. Busy: these, for "
+        "all consumers, by the cycles a tile takes.",
     )
 
 
