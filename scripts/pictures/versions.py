@@ -208,7 +208,7 @@ def timeline(panels):
         d.BLUE: "products, until S is there",
         d.ORANGE: "softmax, until PV is there",
     }
-    d.keys(panels[0], labels, "upper right", 8.5, ncols=3, bbox_to_anchor=(1.0, 1.45))
+    d.keys(panels[0], labels, "upper right", 8.5, ncols=3, bbox_to_anchor=(1.0, 1.72))
     panels[-1].set_xlabel("clock cycles of a multiprocessor")
     return (
         "Two groups of warps fill each other's gaps",
