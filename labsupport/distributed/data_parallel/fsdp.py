@@ -10,7 +10,7 @@ One step, with W ranks, for each block:
 The root (embedding, last norm, classifier) is kept from forward to backward, since the backward
 pass begins with it. FSDP2 has no no_sync(): `set_requires_gradient_sync(False)` puts off the
 reduce-scatter, and the gradients that wait for it are whole on every rank; each micro-batch gathers
-the parameters anew, however that is set. `costs` has the bytes, theory chapter 7 the comparison.
+the parameters anew, however that is set. `costs` has the bytes, theory chapter 11 the comparison.
 """
 
 from __future__ import annotations
