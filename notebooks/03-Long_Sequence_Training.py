@@ -942,7 +942,7 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # %% [markdown]
 # What is not visible is not answered; with all of it visible, two thirds of the document's questions are right. And the honest column is
 # *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
-# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the evidence, the calls in detail, the summaries.
+# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the calls in detail, and summaries.
 #
 # ## What you measured on one device
 #
