@@ -24,8 +24,8 @@
 # tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
 # afternoon.
 #
-# **To read beside it**, before or after: the theory chapter [7, Long context](../theory/07-long-context.md). The
-# [glossary](../theory/glossary.md) fixes the words.
+# **To read beside it**, before or after: the theory chapters [7, Long context](../theory/07-long-context.md), for part one,
+# and [11, Several devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) fixes the words.
 #
 # **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
 # made.
@@ -942,7 +942,7 @@ asked.pivot_table(index="window", columns=["task", "measure"], values="value").r
 # %% [markdown]
 # What is not visible is not answered; with all of it visible, two thirds of the document's questions are right. And the honest column is
 # *search*: where questions repeat the document's words, search first. Theory chapter 7 has the
-# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the evidence, the calls in detail, the summaries.
+# [rest](../theory/07-long-context.md#what-a-long-context-is-good-for): the calls in detail, and summaries.
 #
 # ## What you measured on one device
 #
@@ -1188,7 +1188,7 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 
 # %% [markdown]
 # Not an approximation: the same sums, in another order. The backward pass goes around the ring, too: the gradients of K and V
-# travel behind their keys, collect what each rank adds, and come home (theory chapter 7).
+# travel behind their keys, collect what each rank adds, and come home (theory chapter 11).
 #
 # ## 3.12 · Equal work
 #
@@ -1510,12 +1510,12 @@ plotting.plot_scaling(
 # %% [markdown]
 # Recorded on four H200 on NVLink (`labsupport ring bench`), by the kernel that computes the blocks. Zigzag goes far beyond contiguous
 # shards, and longer shards lose less. PyTorch's `context_parallel` gathers all keys first and hides nothing. What is missing to 1 are
-# messages that take multiprocessors and memory from the compute ([chapter 7](../theory/07-long-context.md#when-a-hop-hides) compares
+# messages that take multiprocessors and memory from the compute ([chapter 11](../theory/11-several-devices.md#when-a-hop-hides) compares
 # with a prediction).
 #
 # And data parallelism: each rank computes as much as one device alone, and efficiency 1 means that $W$ devices are $W$ times as fast.
 # On the same GPUs DDP keeps 94 to 97%, FSDP 84 to 91%; under FSDP a rank holds a $W$-th of the state
-# ([chapter 7](../theory/07-long-context.md#fsdp-the-state-is-shared-too)).
+# ([chapter 11](../theory/11-several-devices.md#fsdp-the-state-is-shared-too)).
 
 # %% [markdown]
 # ## 3.16 · Data parallelism by hand
@@ -2159,7 +2159,8 @@ checks.check_accumulation(after_repair, seed=81)
 # ## Read on
 #
 # - Theory chapter [7, Long context](../theory/07-long-context.md): what a step holds, each remedy with its price, RoPE derived, how to
-#   go beyond the length that a model was trained on; rings and data parallelism, with a model of their efficiency.
+#   go beyond the length that a model was trained on. [11, Several devices](../theory/11-several-devices.md): rings and data
+#   parallelism, with a model of their efficiency.
 # - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.
 # - Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (arXiv 2310.01889), section 3.

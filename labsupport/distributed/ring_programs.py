@@ -235,7 +235,7 @@ def check(
                 failed += [f"{of} {name}: {fault}"] if fault else []
     if failed:
         more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
-        helps = next(filter(None, map(advice, failed)), "theory chapter 7, what goes wrong.")
+        helps = next(filter(None, map(advice, failed)), "theory chapter 11, what goes wrong.")
         say(f"\nFAILED: {failed[0]}{more}\nWhat helps: {helps}")
     else:
         say("\nall is well")

@@ -2,7 +2,7 @@
 
 A prediction takes what one device needs alone and what a link carries, and follows the schedule of
 `Plan`. It leaves out latencies, starting kernels, links that share a switch, and clocks that fall
-when all devices work: so it is a bound on efficiency. Theory chapter 7 derives it.
+when all devices work: so it is a bound on efficiency. Theory chapter 11 derives it.
 
 A ring. In each step a rank computes with the keys that it holds, while those of the next step
 travel:
@@ -199,7 +199,7 @@ def hides_from(
     """Return the fewest tokens of a rank whose step of compute is as long as its messages.
 
     A step of n queries and n keys (half of the pairs in a zigzag ring) takes a n^2, its messages
-    c n; theory chapter 7 derives both. `balanced_causal` False is no mask: all pairs, half of that
+    c n; theory chapter 11 derives both. `balanced_causal` False is no mask: all pairs, half of that
     n.
 
     >>> round(hides_from(600, 25, heads=32, kv_heads=8, head_dim=128))

@@ -1,4 +1,4 @@
-"""The figures of chapter 7's second half: who computes what in a ring, and when a hop hides."""
+"""The figures of chapter 11: who computes what in a ring, and when a hop hides."""
 
 import _draw as d
 from matplotlib.patches import Rectangle
