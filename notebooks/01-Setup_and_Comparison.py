@@ -1412,7 +1412,8 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 
 
 # %% [markdown]
-# Rounding costs up to 6% of a number, and the range ends at 448. So a tensor is divided by a *scale* first, and multiplied by it afterwards.
+# Rounding costs up to 6% of a number, as long as it is not below $2^{-6}$; smaller numbers lose more. The range ends at 448. So a
+# tensor is divided by a *scale* first, and multiplied by it afterwards.
 # Which numbers should share a scale?
 
 # %% [markdown]
@@ -1427,7 +1428,7 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 # | `block` | integer, or `None` | this many rows of one head share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
 # | returns | like `x`, float32 | `x` rounded to `torch.float8_e4m3fn`, and scaled back |
 #
-# The largest absolute value of those that share a scale becomes 448. Zeros stay zeros, also where a whole block is zero.
+# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, also where a whole block is zero.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1480,8 +1481,7 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 # #### Step 2 · A rotation · 10 minutes
 #
 # In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix $R$,
-# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others, so
-# that an outlier spreads over the whole row. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
+# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
 #
@@ -1548,6 +1548,8 @@ checks.check_rotation(rotate, seed=74)
 predicted_better = None  # your guess, "blocks" or "rotation"
 
 # %% tags=["nbval-check-output"]
+import pandas as pd
+
 own_fp8 = checks.solution_or_reference(
     round_to_fp8, checks.round_to_fp8, checks.check_fp8_tensor, checks.check_fp8_blocks
 )
@@ -1577,7 +1579,7 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 # %% [markdown]
 # Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks bring next to
-# nothing. Why? e4m3 is a *floating-point* format: each number loses up to 6% of itself, whatever the scale; a scale only keeps numbers in the
+# nothing. Why? e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of itself, whatever the scale; a scale only keeps numbers in the
 # range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) But a score is a sum, and where two
 # products of outliers dominate it, their two rounding errors are its error. Turned, the same sum comes from 64 products of similar size, and
 # their errors average out.

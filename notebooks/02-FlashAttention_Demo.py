@@ -1418,7 +1418,7 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
 # - `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` may see key `kv_idx`, in text `b` of the batch and head `h`;
 # - `score_mod(score, b, h, q_idx, kv_idx)` returns what stands in the place of the score.
 #
-# Both are called once, with tensors of *all* positions (or what stands for them). So there is no `if`, no `and`, no `min`: write `&`, `|`, comparisons and
+# Both are called once, with tensors of *all* positions. So there is no `if`, no `and`, no `min`: write `&`, `|`, comparisons and
 # arithmetic on tensors. An example: each query sees itself and every third key before it.
 
 # %%
@@ -1444,7 +1444,7 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # #### Step 1 · Three masks · 10 minutes
 #
-# There are as many queries as keys. What a mask needs to know stands in front of the four indices; `partial(window_mask, 4)` makes a mod of it.
+# There are as many queries as keys. Extra arguments come first, before the four indices: `partial(window_mask, 4)` makes a mod of it.
 #
 # | function | `True` where query `q_idx` may see key `kv_idx` |
 # | --- | --- |
@@ -1514,7 +1514,7 @@ checks.check_document_mask(document_mask, seed=72)
 # | function | returns |
 # | --- | --- |
 # | `soft_cap(cap, score, b, h, q_idx, kv_idx)` | $c \tanh(s / c)$: small scores stay, large ones approach the cap $c$ (Gemma 2) |
-# | `alibi(slopes, score, b, h, q_idx, kv_idx)` | the score, less the head's slope times the distance of query and key, $\lvert i - j \rvert$. `slopes` is `(heads,)` |
+# | `alibi(slopes, score, b, h, q_idx, kv_idx)` | the score minus the head's slope times the distance of query and key, $\lvert i - j \rvert$. `slopes` is `(heads,)` |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1624,7 +1624,7 @@ for name, (ours, theirs) in pairs.items():
 # | `tile_counts(mask, block_q, block_k)` | |
 # | --- | --- |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean |
-# | `block_q`, `block_k` | rows and columns of a tile; tiles at the ends may stand out over the mask, and there everything is hidden |
+# | `block_q`, `block_k` | rows and columns of a tile; the last tiles may reach beyond the mask; what lies beyond counts as hidden |
 # | returns | three integers: tiles that are skipped, that need the mask, and that are visible throughout |
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -1779,7 +1779,7 @@ frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes,
 # | function | returns |
 # | --- | --- |
 # | `cause()` | the layer in which the first NaN appears, counted from 0, and the letter of the cause, such as `(0, "A")` |
-# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line |
+# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line. (A cast of q and k to float32 on the way is allowed) |
 #
 # | | possible causes |
 # | --- | --- |
@@ -1856,7 +1856,7 @@ with torch.inference_mode():
     print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
 
 # %% [markdown]
-# No NaN; but a score of 20,000 still has steps of 16 in float16, so that near keys tie. FlashAttention's kernels keep the tile of scores in float32,
+# No NaN; but the largest score, 33,803, is where float16 has steps of 32, so that near keys tie. FlashAttention's kernels keep the tile of scores in float32,
 # and meet neither. A textbook in float16 meets both, as soon as one layer attends sharply. More ways to NaN, by likelihood: [the field
 # guide](../theory/10-field-guide.md#nan).
 

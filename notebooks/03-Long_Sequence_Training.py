@@ -1894,7 +1894,7 @@ held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, 
 # ## 3.17 · A ring's backward
 #
 # *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
-# more, and gradients with them. Which ones, and when are they home?
+# more, and gradients with them. Which gradients must travel, and after how many steps are they back on their own rank?
 #
 # ```text
 #              step 0        step 1        step 2        step 3
@@ -1914,7 +1914,8 @@ held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, 
 # $$P = e^{S - L}, \quad dS = P \circ (dO\,V^\top - D), \quad dQ \mathrel{+}= dS\,K / \sqrt d, \quad dK \mathrel{+}= dS^\top Q / \sqrt d, \quad dV \mathrel{+}= P^\top dO$$
 #
 # Keys and values travel by `comm.send_on((k, v))`, which starts sending to the next rank; call what it returns to get the previous
-# rank's pair. What travels may not be changed in place until then. All ranks must send equally often, also in steps whose keys
+# rank's pair. Do not change k and v in place before you have called that function. `comm.rank` is this rank's number, from 0, and
+# `comm.world` the number of ranks. All ranks must send equally often, also in steps whose keys
 # they cannot see.
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -2003,6 +2004,7 @@ def ring_on_processes(*shards):
     return launch(on_this_rank, processes=len(shards[0]), device="cpu")
 
 
+print("On two processes, the function that the line above names:")
 checks.check_ring_backward(ring_on_processes, worlds=(2,))
 
 # %% [markdown]
@@ -2019,7 +2021,7 @@ checks.check_ring_backward(ring_on_processes, worlds=(2,))
 #
 # The next cell begins with the colleague's program. Run the table after it *first*: it compares the gradient accumulated over four parts
 # with that of the whole batch. Then name the cause, and repair the program: `find_fault` returns the letter and a
-# `gradient_of_part` that is right. (It may return the given one with one line changed.) The options:
+# `gradient_of_part` that is right. `find_fault` may return `gradient_of_part` with one line changed. The options:
 #
 # | | the cause |
 # | --- | --- |
@@ -2049,6 +2051,8 @@ checks.check_ring_backward(ring_on_processes, worlds=(2,))
 
 # %% nbgrader={"grade": false, "grade_id": "ex-3-8-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
 import torch.nn.functional as F
+
+from labsupport.checks.faults import letter_and_program
 
 
 def gradient_of_part(weight, hidden, labels, all_labels, parts):
@@ -2080,7 +2084,7 @@ def find_fault():
 
 def after_repair(weight, hidden, labels, parts):
     """The letter, and the gradient of the repaired program."""
-    letter, repaired = find_fault()
+    letter, repaired = letter_and_program(find_fault())
     return letter, accumulate(repaired, weight, hidden, labels, parts)
 
 

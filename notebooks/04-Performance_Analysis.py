@@ -1756,8 +1756,9 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # ●●○ · 10 minutes · 0 points (optional)
 #
 # The next cell begins with the colleague's program. Run the table after it *first*: it shows for some calls how long the GPU works on one,
-# which is known here, and what the program measures. Then name the cause, and repair the program: `find_fault` returns
-# the letter and a `median_ms` that is right to the launch's 0.01 ms. (One line is enough.) The options:
+# which is known here, and what the program measures, in 9 and in 99 repeats (what happens
+# once, such as compiling, would count for less in 99). Then name the cause, and repair the program: `find_fault` returns
+# the letter and a `median_ms` that is at most 0.01 ms (the launch) more than the call's work. (One line is enough.) The options:
 #
 # | | the cause |
 # | --- | --- |
@@ -1770,7 +1771,7 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Subtract the two columns. On what does the difference depend, and on what not?
+# Subtract "one call works" from a measured column. On what does the difference depend, and on what not?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1788,7 +1789,7 @@ print(decoded.pivot(index="implementation", columns="keys", values="% of a copy'
 # %% nbgrader={"grade": false, "grade_id": "ex-4-6-fault", "locked": false, "schema_version": 3, "solution": true, "task": false}
 import statistics
 
-from labsupport.checks.faults import VirtualGpu
+from labsupport.checks.faults import VirtualGpu, letter_and_program
 
 
 def median_ms(gpu, repeats):
@@ -1826,7 +1827,7 @@ def find_fault():
 
 def after_repair(work_ms, refill_ms, compile_ms, repeats):
     """The letter, and what the repaired program measures on a virtual GPU."""
-    letter, repaired = find_fault()
+    letter, repaired = letter_and_program(find_fault())
     return letter, repaired(VirtualGpu(work_ms, refill_ms, compile_ms), repeats)
 
 

@@ -83,8 +83,12 @@ The entries are divided by n: by sqrt(n), the rows have the length 1.
     n**0.5 -> n
 All entries have the same sign, so that all rows are equal: the lower right block is -H.
     [h, -h] -> [h, h]
-The minus sign is in another block: it belongs to the lower right one.
+The minus sign is in the upper right block: it belongs to the lower right one.
     torch.cat([h, h], 1), torch.cat([h, -h], 1) -> torch.cat([h, -h], 1), torch.cat([h, h], 1)
+The minus sign is in the lower left block: it belongs to the lower right one.
+    [h, -h] -> [-h, h]
+The minus sign is in the upper left block: it belongs to the lower right one.
+    torch.cat([h, h], 1), torch.cat([h, -h], 1) -> torch.cat([-h, h], 1), torch.cat([h, h], 1)
 It is half as large as asked: the loop must end with n rows.
     len(h) < n -> 2 * len(h) < n
 It is the identity: H starts as the number 1, and grows from four copies of itself.
@@ -165,8 +169,8 @@ def _roundable(*shape: int, seed: int, block: int | None) -> Tensor:
     """Return numbers that e4m3 rounds in one way only, in blocks of different size."""
     x = draw(*shape, seed=seed)
     if block is not None:
-        heads = 10.0 ** torch.arange(-3, shape[0] - 3).mul(3)[:, None, None]
-        x = x * heads * 10.0 ** (-7.0 * (torch.arange(shape[-2]) // block))[:, None]
+        heads = 10.0 ** torch.arange(shape[0]).mul(-1.5)[:, None, None]
+        x = x * heads * 10.0 ** (1.0 - torch.arange(shape[-2]) // block)[:, None]
     x[..., 0, 1] = -3 * x[..., 0, :].abs().amax(-1)  # the largest is negative
     # 1% beside a number that e4m3 has, except for the largest: far from where rounding turns.
     near = reference(lambda: round_to_fp8(x, block))

@@ -48,10 +48,12 @@ def accumulated_gradient(weight: Tensor, hidden: Tensor, labels: Tensor, parts: 
 
 
 ACCUMULATION_MISTAKES = mistakes(r"""
-It is still the program as it was given.
+It is what the given program computes, too: each part has its own mean, and all parts weigh alike.
     , reduction="sum") / count -> ) / parts
 The parts' means are added up, and nothing divides them.
     , reduction="sum") / count -> )
+The losses are added up, and nothing divides their sum.
+    / count ->
 All tokens are counted. Only labels that are not -100 have a loss.
     (labels != IGNORED).sum() -> labels.numel()
 The sum of a part is divided by the number of parts, not by the number of labels.
@@ -147,8 +149,14 @@ def median_ms(gpu: VirtualGpu, repeats: int) -> float:
 
 
 CLOCK_MISTAKES = mistakes(r"""
-It is still the program as it was given.
+The given program measures the same. If you wait now, then not between the refill and the first
+reading of the clock.
     gpu.launch("refill")\n        gpu.synchronize() -> gpu.launch("refill")
+You wait, but not between the refill and the first reading of the clock.
+    gpu.synchronize()\n        start = gpu.now() -> start = gpu.now(); gpu.synchronize()
+The refill's time is subtracted, and the time of a launch with it. Wait for the refill instead,
+before the clock starts.
+    gpu.now() - start -> gpu.now() - start - 0.01
 Nothing waits for the call before the clock is read again: this is the time of a launch.
     gpu.launch("call")\n        gpu.synchronize() -> gpu.launch("call")
 The cache is not emptied before each call: the call finds its data there, and is too fast.
@@ -158,6 +166,9 @@ The clock starts before the cache is emptied.
     gpu.launch("refill")\n        gpu -> start = gpu.now(); gpu.launch("refill")\n        gpu
 The first call is not left out: it compiles.
     gpu.launch("call")\n    times = [] -> times = []
+That is a mean, and the first call's compiling is in it: leave it out, and take the median.
+    gpu.launch("call")\n    times = [] -> times = []
+    statistics.median -> statistics.mean
 """)
 
 CLOCK_CAUSES = {
@@ -197,7 +208,20 @@ def check_clock(student: Student, seed: int = 0) -> None:
     passed("the cause is named, and the clock sees the call alone", seed)
 
 
+def letter_and_program(answer: Any) -> tuple[str, Callable[..., Any]]:
+    """Return what `find_fault` gave: a letter, and a function.
+
+    Raises:
+        CheckFailed: it gave something else.
+    """
+    match answer:
+        case [str(letter), program] if callable(program):
+            return letter, program
+    raise CheckFailed("find_fault must return the letter and the function, in this order.")
+
+
 def _judge_cause(letter: Any, cause: Callable[[], str], said: Mapping[str, str]) -> None:
+    letter = letter.strip().lower() if isinstance(letter, str) else letter
     if letter not in said:
         raise CheckFailed(f"the cause is one of {', '.join(map(repr, said))}, not {letter!r}.")
     if letter != reference(cause):

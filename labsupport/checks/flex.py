@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +51,10 @@ def window_mask(window: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 
 
 WINDOW_MISTAKES = mistakes("""
+Put parentheses around each comparison: & binds tighter than <=.
+    (kv_idx <= q_idx) & (q_idx - kv_idx <= window) -> kv_idx <= q_idx & (q_idx - kv_idx <= window)
+Put parentheses around each comparison: & binds tighter than <=.
+    (kv_idx <= q_idx) & (q_idx - kv_idx <= window) -> (kv_idx <= q_idx) & q_idx - kv_idx <= window
 A query sees itself and `window` keys before it: window + 1 in all. Here it is one less.
     <= window -> < window
 The future is not hidden: the window lies before the query, so add the causal mask.
@@ -171,6 +177,14 @@ block_q and block_k are swapped: rows of a tile are queries.
     tiles - skipped - full -> tiles - skipped
 Skipped and full are swapped: True in the mask means visible.
     return skipped, tiles - skipped - full, full -> return full, tiles - skipped - full, skipped
+The counts are in another order: return skipped, masked, full.
+    return skipped, tiles - skipped - full, full -> return skipped, full, tiles - skipped - full
+The counts are in another order: return skipped, masked, full.
+    return skipped, tiles - skipped - full, full -> return full, skipped, tiles - skipped - full
+The counts are in another order: return skipped, masked, full.
+    return skipped, tiles - skipped - full, full -> return tiles - skipped - full, skipped, full
+The counts are in another order: return skipped, masked, full.
+    return skipped, tiles - skipped - full, full -> return tiles - skipped - full, full, skipped
 These are numbers of pairs, not of tiles.
     tiles += 1 -> tiles += tile.numel()
     skipped += seen == 0 -> skipped += tile.numel() - seen if seen == 0 else 0
@@ -211,7 +225,8 @@ def check_soft_cap(student: Student, seed: int = 0) -> None:
 def check_alibi(student: Student, seed: int = 0) -> None:
     """Exercise 2-7, step 2: a penalty for distance, with a slope for each head."""
     score, slopes = draw(2, 3, 9, 9, seed=seed), draw(3, seed=seed + 1).abs()
-    judge_call(student, alibi, ALIBI_MISTAKES, (slopes, score, *_indices()), ("the score",))
+    with _explained():
+        judge_call(student, alibi, ALIBI_MISTAKES, (slopes, score, *_indices()), ("the score",))
     passed("the penalty grows with the distance, by each head's slope", seed)
 
 
@@ -236,7 +251,8 @@ def _judge_mask(
     student: Student, solution: Any, known: tuple[Mistake, ...], *captured: Any
 ) -> None:
     arguments = (*captured, *_indices())
-    given = tensor(call(student, *arguments), "the mask")
+    with _explained():
+        given = tensor(call(student, *arguments), "the mask")
     right = reference(lambda: _everywhere(solution(*arguments)))
     # Two mistakes in a mask of few entries look like others by chance: no pairs.
     run = lambda f: _everywhere(f(*arguments))  # noqa: E731
@@ -248,8 +264,29 @@ def _judge_mask(
     if say := explain(given, wrong):
         raise CheckFailed(say)
     b, h, i, j = (given != right).nonzero()[0].tolist()
-    may = "may" if right[b, h, i, j] else "must not"
-    raise CheckFailed(f"in text {b} of the batch, query {i} {may} see key {j}.")
+    should = "see it, and yours hides it" if right[b, h, i, j] else "not see it, and yours shows it"
+    raise CheckFailed(f"in text {b} of the batch, query {i} and key {j}: it should {should}.")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Explain what `and`, or an index in the wrong place, raises."""
+    try:
+        yield
+    except CheckFailed as failed:
+        said, _, shapes = str(failed).partition("\nOne number for each row")
+        if "Boolean value of Tensor" in said:
+            say = (
+                "`and`, or a comparison without parentheses, asks for one truth value of a whole "
+                "tensor: write &, with parentheses around each comparison."
+            )
+        elif shapes or "out of bounds for dimension" in said:
+            say = (
+                "Give one index for each dimension: ids[b, q_idx] and ids[b, kv_idx], or slopes[h]."
+            )
+        else:
+            raise
+        raise CheckFailed(f"{said}\n{say}") from failed.__cause__
 
 
 def _everywhere(mask: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def leak_cause() -> str:
 
 
 CAUSE_MISTAKES = mistakes("""
-If a token saw one key too many, it would be a key of its past. Which rows changed when the last
-token did, and is that token one key too many for them?
+If a token saw one key too many, it would be a key of its past. Which rows changed? For those rows,
+is the last token just one step too near?
     "D" -> "A"
 Print weights.sum(dim=-1) and weights.sum(dim=0): which of the two is 1 everywhere?
     "D" -> "B"
@@ -95,6 +95,19 @@ gives all hidden keys the same weight, which is not 0.
     -torch.inf -> -1e9
 A row without a key is 0 / 0 with -inf: its weights must become 0.
     .nan_to_num() ->
+A visible score is NaN: 0 times -inf is NaN. Put -inf in its place by masked_fill or torch.where.
+    scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -torch.inf)
+    .nan_to_num() ->
+0 times -inf is NaN, so each row has a NaN, and all weights become 0: use masked_fill or
+torch.where.
+    scores.masked_fill(~seen, -torch.inf) -> (scores + ~seen * -torch.inf)
+The mask is transposed: tokens see what comes after them.
+    position[:, None] - position >= -> position - position[:, None] >=
+The softmax runs over the queries: a token's weights over its keys must add up to 1.
+    .softmax(-1) -> .softmax(-2)
+The softmax is over all keys, hidden ones too, and the mask comes after it: weights of what is
+visible no longer add up to 1.
+    scores.masked_fill(~seen, -torch.inf).softmax(-1) -> (scores.softmax(-1) * seen)
 A row without a key sees itself instead. It sees nothing: its output is 0.
     scores = x -> seen |= torch.eye(len(x)).bool() & ~seen.any(-1, True)\\n    scores = x
 A row without a key sees the first token instead. It sees nothing: its output is 0.

@@ -90,6 +90,11 @@ def _overflowing(q: Tensor, k: Tensor, cut: bool = False) -> Tensor:
     return products.clamp(-65_504, 65_504) / q.shape[-1] ** 0.5
 
 
+_EVIDENCE = (
+    "The tracker's report lists the modules in order: the first with a NaN is in that layer."
+)
+
+
 def check_nan_cause(student: Student) -> None:
     """Exercise 2-8: the layer in which the first NaN appears, and the cause, out of six."""
     layer, letter = values(call(student), ("the layer", "the letter"))
@@ -101,7 +106,7 @@ def check_nan_cause(student: Student) -> None:
         ((right[0], given[1]), f"{given[1]} is not the cause.", given[1] == right[1]),
     ):
         if not is_right:
-            raise CheckFailed(f"{what} {explain(one, refuted, operator.eq)}")
+            raise CheckFailed(f"{what} {explain(one, refuted, operator.eq) or _EVIDENCE}")
     passed("that is the layer, and that is the cause")
 
 

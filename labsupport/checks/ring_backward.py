@@ -65,6 +65,12 @@ dV travels, but dK stays.
     dk, dv = comm.send_on((dk, dv))() -> _, dv = comm.send_on((dk, dv))()
 dQ and dK lack the scale: scores are q kᵀ times 1 / sqrt(head_dim), and so are both gradients.
     scale * p * (dout -> p * (dout
+dQ lacks the scale, 1 / sqrt(head_dim).
+    dq + ds @ k -> dq + ds @ k / scale
+dK lacks the scale, 1 / sqrt(head_dim).
+    dk + ds.mT @ q -> dk + ds.mT @ q / scale
+In step 0 a query does not see its own key: hide what is above the diagonal, triu(1).
+    triu(1) -> triu()
 The scores are not scaled: p is exp(q kᵀ / sqrt(head_dim) - lse).
     scale * q @ k.mT -> q @ k.mT
 D is missing: dS is P times (dO Vᵀ - D).
@@ -81,6 +87,14 @@ P is a softmax of the block: it must be exp(scores - lse), with the whole row's 
     (scores - lse[..., None]).exp() -> scores.softmax(-1)
 The keys and values stay: all W ranks' must come by.
     k, v = arriving() -> arriving()
+The gradients are in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dk, dv, dq
+The gradients are in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dk, dq, dv
+The gradients are in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dq, dv, dk
+The gradients are in another order: return dq, dk, dv.
+    return dq, dk, dv -> return dv, dk, dq
 """)
 
 

@@ -17,7 +17,7 @@ from labsupport.checks.flex import (
     tile_counts,
     window_mask,
 )
-from tests.checks.solutions import diagnosis
+from tests.checks.solutions import diagnosis, function, solution_source
 
 CUTS = torch.tensor([0, 20, 44, 60], dtype=torch.int32)
 IDS = torch.arange(3).repeat_interleave(CUTS.diff())[None]
@@ -104,3 +104,46 @@ def test_an_answer_of_another_form_is_explained(check, answer, said):
 def test_a_letter_may_be_small():
     checks.check_leak_cause(lambda: " d")
     checks.check_nan_cause(lambda: [7, "e"])
+
+
+REPAIRED = solution_source("04", "ex-4-6-fault")
+RING = solution_source("03", "ex-3-7-ring-backward")
+MASKS = solution_source("02", "ex-2-7-masks")
+
+
+@pytest.mark.parametrize(
+    ("check", "student", "said"),
+    [
+        (
+            checks.check_window_mask,
+            function(MASKS, "window_mask", "kv_idx) & (q", "kv_idx) and (q"),
+            "write &, with parentheses",
+        ),
+        (
+            checks.check_document_mask,
+            function(MASKS, "document_mask", "ids[b, q_idx]", "ids[b][q_idx]"),
+            "one index for each dimension",
+        ),
+        (
+            checks.check_alibi,
+            function(solution_source("02", "ex-2-7-scores"), "alibi", "slopes[h]", "slopes"),
+            "one index for each dimension",
+        ),
+        (checks.check_clock, function(REPAIRED, "after_repair", '"d", repaired', '"d"'), "order"),
+        (
+            checks.check_ring_backward,
+            function(RING, "rehearse_ring", "scale = q", "raise NotImplementedError; scale = q"),
+            "ring_backward is not written yet",
+        ),
+        (checks.check_nan_cause, lambda: (3, "E"), "the first with a NaN"),
+    ],
+)
+def test_what_a_student_wrote_instead_is_named(check, student, said):
+    assert said in diagnosis(check, student)
+
+
+def test_a_bound_below_each_scale_and_a_capital_letter_pass():
+    bound = ("scale.masked_fill(scale == 0, 1.0)", "scale.clamp(min=1e-6)")
+    student = function(solution_source("01", "ex-1-7-fp8"), "round_to_fp8", *bound)
+    checks.check_fp8_blocks(student)
+    checks.check_clock(function(REPAIRED, "after_repair", '"d"', '"D"'))
