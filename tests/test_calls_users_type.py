@@ -4,6 +4,7 @@ Each text runs as it stands, with q, k and v in flash-attn's layout (batch, seql
 head_dim), Q, K and V in the textbook's (batch, heads, seqlen, head_dim), and a small model.
 """
 
+import logging
 import os
 
 import pytest
@@ -160,6 +161,9 @@ def test_a_call_as_users_type_it_does_what_they_expect(typed):
 def test_a_command_as_users_type_it_says_what_they_look_for(typed, environment, said, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setitem(os.environ, name, value)
+    log = logging.getLogger("labsupport.models")
+    before = log.level
     done = CliRunner().invoke(app, typed)
+    log.setLevel(before)  # -v raises it
     assert done.exit_code == 0, (done.output, done.exception)
     assert said in done.output
