@@ -282,17 +282,18 @@ def _work(name: str) -> None:
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout)
         result = cloudpickle.dumps(function(*args, **kwargs))
-        if dist.is_initialized():  # left open: its threads may abort the process at its end
-            dist.destroy_process_group()
         (folder / f"result-{rank}").write_bytes(result)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: threads of a process group may abort the process while Python takes it down.
+        os._exit(0)
     except BaseException as error:
         what = "".join(traceback.format_exception_only(error)).strip()
         frames = error.__traceback__ and error.__traceback__.tb_next  # without this file
         text = "".join(traceback.format_exception(type(error), error, frames))
         failure = _Failure(what, text, time.time(), is_lost(error))
         (folder / f"error-{rank}").write_bytes(pickle.dumps(failure))
-        # At once: a process group that lost a rank may hang while Python takes it down.
-        os._exit(1)
+        os._exit(1)  # at once, too: a process group that lost a rank may hang
 
 
 def _end_with(launcher: int) -> None:
