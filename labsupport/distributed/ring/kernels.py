@@ -6,6 +6,7 @@ of its own block, and give gradients of another function.
 
 To add a kernel, write its forward and backward, and add an entry to `KERNELS`. All tensors are in
 flash-attn's layout, (batch, seqlen, heads, head_dim); lse is (batch, heads, seqlen), natural log.
+Theory chapter 11, "Add a kernel to the ring", has an example that runs.
 """
 
 from __future__ import annotations
