@@ -113,7 +113,7 @@ update:
 
 links: setup
 	@PY="$(PY)" scripts/extra.sh book
-	$(PY) -m scripts.links
+	$(PY) -m book -b linkcheck $(ARGS)
 
 # ARGS=lowest or ARGS=newest: one of the two.
 test-versions:
