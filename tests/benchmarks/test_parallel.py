@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import data_parallel, sequence_parallel
 from benchmarks.__main__ import main
-from benchmarks.data_parallel import Case, cases, measure_scaling, row_of, shape_of
+from benchmarks.data_parallel import Case, measure_scaling, shape_of
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
 from labsupport.training import PRESETS
@@ -54,20 +54,6 @@ def measured():
 @pytest.fixture(scope="module")
 def ranks(pool):
     return pool(2, joined=False).run(measured)
-
-
-def test_each_strategy_is_tried_on_each_number_of_ranks():
-    chosen = list(cases(["tiny", "8x128"], [1, 2], accumulation=3, dtype="float32", length=32))
-    assert len([case for case in chosen if case.preset == "8x128"]) == 3 * 2
-    assert len([case for case in chosen if case.micro_batches == 3]) == 3 * 2 + 2
-    several = [case for case in chosen if case.sync_every]
-    assert {(case.strategy, case.world) for case in several} == {("ddp", 2), ("fsdp", 2)}
-    narrow = replace(CHOSEN["fsdp"], dtype="bfloat16")
-    wide, sent = (row_of(case)["predicted_sent_bytes"] for case in (CHOSEN["fsdp"], narrow))
-    shape = shape_of("tiny")
-    root = shape.vocab_size * shape.width + 2 * shape.width  # gathered once; the blocks twice
-    # Two bytes less, of which a rank sends half.
-    assert wide - sent == (2 * shape.parameters - root) * 2 / 2
 
 
 def test_all_ranks_have_one_table_whose_columns_mean_what_they_say_and_failures_are_rows(ranks):

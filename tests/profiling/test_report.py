@@ -1,6 +1,5 @@
 """Recorded runs with their provenance, and `labsupport doctor --report`."""
 
-import os
 import re
 
 import pandas as pd
@@ -53,19 +52,6 @@ def test_a_report_overwrites_nothing_and_says_so(tmp_path):
             doctor(*arguments)
     assert report.read_text() == "mine"
     assert not new.exists()
-
-
-def test_a_crash_of_pytorch_is_reported_and_does_not_end_the_report(tmp_path, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("import os; os.abort()")
-    paths = [str(tmp_path), str(bug_report.project_root())]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    bug_report.write_report(tmp_path / "report.md")
-    text = (tmp_path / "report.md").read_text()
-    assert "bug_report: status -6" in text
-    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert sections == ["Doctor", "System and versions", "Attention"]
-    assert "[ok] Python" in text
 
 
 def test_the_self_test_fails_for_a_wrong_implementation(monkeypatch, capsys):
