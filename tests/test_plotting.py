@@ -161,10 +161,3 @@ def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
         assert ("Infinity" in words) == alarm
     with pytest.raises(ValueError, match="no forward call"):
         plotting.plot_dtype_flow(frame.iloc[:0], title="x")
-
-
-def test_many_layers_are_labelled_by_layer_and_few_by_module():
-    few = [f"model.layers.{i}.{part}" for i in range(2) for part in ("norm", "up")]
-    for layers, expected in ((2, few), (20, [f"layers.{i}" for i in range(20)])):
-        axes = plotting.plot_dtype_flow(make_flow(layers=layers), title="A finding").axes[1]
-        assert [label.get_text() for label in axes.get_xticklabels()] == expected

@@ -187,17 +187,4 @@ def test_a_model_that_knows_the_file_is_right_at_each_site_once():
     assert (table.seen[table.start // 3 >= window] >= window // 2).all()
 
 
-def test_what_is_reachable_and_each_baseline_depend_on_what_the_model_sees():
-    calls = "far()\nfar()\nx = b()\nfar()\nx = b()\n"
-    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Tokens()
-    model = Knows(tokenizer(source)["input_ids"])
-    table = predict_calls(model, tokenizer, source, 32)
-    assert list(table.distance)[:2] == [source.index("far()\n") - 4, 6]
-    assert list(table.reachable) == [False, True, False, True, True]
-    assert list(table.latest) == [False, True, False, False, False]
-    assert list(table.search) == [False, True, False, True, True]
-    assert list(table.frequent) == [False, True, False, True, True]
-    assert predict_calls(model, tokenizer, source, 4096).reachable.all()
-
-
 # --- summaries ------------------------------------------------------------------------------------

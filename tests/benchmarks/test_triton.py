@@ -1,17 +1,14 @@
 """Programs about the Triton kernels: right results only, and what they choose and count."""
 
-import math
 from functools import partial
 from importlib.util import find_spec
 
-import pandas as pd
 import pytest
 import torch
 
 from benchmarks import decode, loop_orders, resources
 from benchmarks.__main__ import main, parser_of
 from benchmarks.traffic import kernel_bytes
-from benchmarks.tune import best_plan, format_scores, scores
 from labsupport.attention.kernels import mode, version1
 from labsupport.attention.kernels.config import KernelConfig, decode_tiling, override, tiling
 from labsupport.profiling.cases import Case
@@ -99,33 +96,6 @@ def test_an_override_holds_inside_of_its_block_only_even_after_an_error():
     with override(decode=SMALL):
         assert decode_tiling(4, 128, torch.bfloat16) == SMALL
     assert decode_tiling(4, 128, torch.bfloat16) != SMALL
-
-
-def test_the_score_is_the_mean_ratio_to_the_fastest_and_the_current_plan_is_always_shown():
-    def measured(times):
-        """Rows as `tune` measures them, from {plan: (ms of each shape)}."""
-        fastest = [min(ms) for ms in zip(*times.values(), strict=True)]
-        return pd.DataFrame(
-            vars(plan)
-            | {"status": "ok", "batch": 1, "seqlen": 1024 * 4**shape, "causal": False}
-            | {"median_ms": ms, "ratio": ms / fastest[shape]}
-            for plan, each in times.items()
-            for shape, ms in enumerate(each)
-        )
-
-    table = measured({SMALL: (1.0, 4.0), LARGE: (2.0, 1.0)})
-    ranked = scores(table)
-    assert ranked.block_q.tolist() == [32, 16]
-    assert ranked.score.tolist() == pytest.approx([2**0.5, 2.0])
-    assert ranked.worst.tolist() == [2.0, 4.0]
-    assert best_plan(table) == LARGE
-    table.loc[table.block_q.eq(32) & table.seqlen.eq(1024), "ratio"] = math.nan  # it did not run
-    assert best_plan(table) == SMALL
-    slowest = KernelConfig(64, 64, 4, 1)
-    table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), slowest: (3.0, 3.0)})
-    text = format_scores(table, slowest, most=1)
-    assert len([line for line in text.splitlines() if " 4 " in line]) == 2
-    assert "now" in text
 
 
 # --- traffic: bytes of the kernels ----------------------------------------------------------------
