@@ -27,7 +27,7 @@ NBVAL = --nbval-lax --nbval-current-env
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
-.PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks \
+.PHONY: help lab fetch book test test-all test-browser static notebook-tests notebooks \
 	pictures screenshots format constraints update links test-versions setup clean
 .NOTPARALLEL:
 
@@ -38,7 +38,6 @@ help:
 	@echo "make test-all     the same, then the slow tests"
 	@echo "make test-browser the lab and the book in a real browser (installs Chromium if there is none)"
 	@echo "make book         theory and notebooks as a web site, in build/book"
-	@echo "make benchmark    measure the attention implementations on this machine"
 	@echo "make notebooks    run the notebooks and store their outputs   (maintainers)"
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
 	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
@@ -93,9 +92,6 @@ static:
 notebook-tests:
 	$(PYTEST) $(WORKERS) $(NBVAL) notebooks
 
-benchmark: setup
-	$(PY) -m benchmarks claims $(ARGS)
-
 notebooks: setup fetch
 	$(PY) scripts/notebooks.py run $(ARGS)
 
@@ -117,7 +113,7 @@ update:
 
 links: setup
 	@PY="$(PY)" scripts/extra.sh book
-	$(PY) -m scripts.links
+	$(PY) -m book -b linkcheck $(ARGS)
 
 # ARGS=lowest or ARGS=newest: one of the two.
 test-versions:

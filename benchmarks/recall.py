@@ -37,7 +37,7 @@ from labsupport.training.tasks.recall import (
     recall_batches,
     unseen_documents,
 )
-from labsupport.training.tasks.recall_scores import accuracy_by_window, evidence_head
+from labsupport.training.tasks.recall_scores import accuracy_by_window
 from labsupport.training.tokens import ByteTokenizer
 from labsupport.training.train import train
 
@@ -161,7 +161,6 @@ def main() -> None:
     scores = accuracy_by_window(model, unseen_documents(LENGTH, count=8, seed=100), windows)
     longer = unseen_documents(2 * LENGTH, count=4, seed=400)
     scores_longer = accuracy_by_window(model, longer, (2 * LENGTH,))
-    first, others = (unseen_documents(LENGTH, seed=seed) for seed in (200, 300))
     note = {
         "what": "weights of labsupport.training.tasks.recall, and how they came about",
         **provenance("cpu"),
@@ -174,7 +173,6 @@ def main() -> None:
         | {"look_back": LOOK_BACK, "gain": GAIN, "others": OTHERS, "seed": 0},
         "scores": scores.round(4).to_dict("records"),
         "scores_longer": scores_longer.round(4).to_dict("records"),
-        "evidence_head": evidence_head(model, first, others),
     }
     path.with_suffix(".json").write_text(json.dumps(note, indent=1, default=str) + "\n")
     for table in (scores, scores_longer):

@@ -90,4 +90,6 @@ html_theme_options = {
 
 linkcheck_ignore = [r"http://localhost:\d+/"]
 linkcheck_anchors = False
-linkcheck_timeout = 20
+linkcheck_timeout = 30
+linkcheck_retries = 2
+linkcheck_workers = 8

@@ -1,14 +1,11 @@
 import base64
-import itertools
 import math
 
 import matplotlib
 import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from labsupport import plotting
-from labsupport.attention.implementations import BACKENDS
 
 
 def make_table(directions=("forward",), recorded=False):
@@ -32,12 +29,6 @@ def make_table(directions=("forward",), recorded=False):
 
 def lines(figure, gid=None):
     return {x.get_label(): x for x in figure.axes[0].get_lines() if x.get_gid() == gid}
-
-
-def test_every_implementation_has_its_own_colour_and_marker():
-    assert set(plotting.STYLES) == {*(one.name for one in BACKENDS), "mine"}
-    for looks in zip(*plotting.STYLES.values(), strict=True):
-        assert len(set(looks)) == len(plotting.STYLES)
 
 
 @pytest.mark.parametrize(
@@ -170,27 +161,3 @@ def test_minus_infinity_out_of_a_log_softmax_is_no_alarm():
         assert ("Infinity" in words) == alarm
     with pytest.raises(ValueError, match="no forward call"):
         plotting.plot_dtype_flow(frame.iloc[:0], title="x")
-
-
-@pytest.mark.parametrize(("layers", "measured"), [(1, True), (24, False)])
-def test_labels_have_room_whatever_the_number_of_layers(layers, measured, recwarn):
-    frame = make_flow(layers=layers, measured=measured)
-    last, first = float(frame["order"].max()), -10.0
-    ends = {"embed_tokens": first, "rotary_emb": first + 1, "norm": last, "lm_head": last + 1}
-    single = [frame.iloc[0].to_dict() | {"name": f"model.{n}", "order": o} for n, o in ends.items()]
-    frame = pd.concat([frame, pd.DataFrame(single)])
-    figure = plotting.plot_dtype_flow(frame, title="A finding " * 12)
-    FigureCanvasAgg(figure).draw()
-    # Matplotlib's own, of labels without room: not those of packages that it calls.
-    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
-    bottom, footer = figure.axes[-1], figure._supxlabel.get_window_extent()
-    boxes = [label.get_window_extent() for label in bottom.get_xticklabels()]
-    assert all(a.x1 <= b.x0 for a, b in itertools.pairwise(boxes))
-    assert min(box.y0 for box in boxes) >= footer.y1 > footer.y0 >= 0
-
-
-def test_many_layers_are_labelled_by_layer_and_few_by_module():
-    few = [f"model.layers.{i}.{part}" for i in range(2) for part in ("norm", "up")]
-    for layers, expected in ((2, few), (20, [f"layers.{i}" for i in range(20)])):
-        axes = plotting.plot_dtype_flow(make_flow(layers=layers), title="A finding").axes[1]
-        assert [label.get_text() for label in axes.get_xticklabels()] == expected

@@ -86,12 +86,6 @@ def test_runs_are_drawn_with_their_distance_from_the_first(runs):
     assert "sdpa_flash, seed 0 is at most 1.0e-03 from standard, seed 0; equal" in alt_text(figure)
 
 
-def test_a_run_that_agrees_to_the_bit_leaves_no_line_at_minus_infinity(runs):
-    figure = plot_runs(runs.assign(loss=5.0), title="x")
-    assert all(math.isnan(y) for line in figure.axes[2].get_lines() for y in line.get_ydata())
-    assert "at most 0.0e+00" in alt_text(figure)
-
-
 def test_scores_are_drawn_against_the_window():
     table = pd.DataFrame({"window": [512, 128], "right": [1.0, 0.2], "search": [1.0, 0.3]})
     references = [Reference("guessing", 0.01), Reference("visible", lambda w: w / 512)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import train
 from torch import Tensor
 from train import ATTENTIONS, LENGTHS, Attention, loss_of, make_batch, make_model
 
@@ -20,7 +21,7 @@ from labsupport.profiling import largest_tensor, measure_peak_memory, save_run
 from labsupport.profiling.provenance import provenance
 from labsupport.profiling.timing import measure_interleaved, ratio_of
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(train.__file__).resolve().parent
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

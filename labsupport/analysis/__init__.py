@@ -18,11 +18,9 @@ from labsupport.analysis.traffic import (
     FastMemory,
     closed_form,
     count,
-    exponent,
     fitting_blocks,
     theorem,
     trace_tensors,
-    traffic_table,
 )
 
 __all__ = [
@@ -30,13 +28,11 @@ __all__ = [
     "calibrate_run",
     "closed_form",
     "count",
-    "exponent",
     "fitting_blocks",
     "predict",
     "theorem",
     "tile_choices",
     "tile_explorer",
     "trace_tensors",
-    "traffic_table",
     "transfer",
 ]

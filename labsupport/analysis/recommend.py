@@ -1,24 +1,17 @@
 """The backend for a workload, on a calibrated device or on a GPU known by specification only.
 
-python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --causal
-python -m labsupport.analysis.recommend --seqlen 4096 --batch 4 --heads 16 --gpu "A100 SXM 80 GB"
-
 The fastest predicted one among those that run and fit; with the reasons, and what comes next.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict, transfer
-from labsupport.analysis.predictor.calibration import calibrate_run
+from labsupport.analysis.predictor import Model, OutOfRangeError, Prediction, predict
 from labsupport.analysis.predictor.memory import inputs_bytes
-from labsupport.analysis.predictor.split import SPLITS
 from labsupport.attention.implementations import by_name
 from labsupport.attention.registry import Can
-from labsupport.profiling.cases import DIRECTIONS, DTYPES, Case
+from labsupport.profiling.cases import Case
 from labsupport.profiling.timing import format_ms
 from labsupport.profiling.units import format_bytes
 
@@ -121,32 +114,3 @@ def refuse_unsupported(case: Case) -> None:
     for feature, needed in features.items():
         if needed and feature not in limits.can:
             raise OutOfRangeError(f"cannot do {feature.value}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a recommendation."""
-    parser = argparse.ArgumentParser(
-        prog="python -m labsupport.analysis.recommend", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--run", choices=list(SPLITS), default="attention-h200", help="what to calibrate on")
-    add("--gpu", help="a GPU of data/hardware.csv, instead of the run's own device")
-    add("--memory-gib", type=float, help="what there is; default: what the device holds")
-    add("--seqlen", type=int, required=True)
-    for name, default in (("batch", 1), ("heads", 16), ("kv-heads", 0), ("head-dim", 64)):
-        add(f"--{name}", type=int, default=default)
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--causal", action="store_true")
-    add("--direction", choices=DIRECTIONS, default="forward")
-    options = vars(parser.parse_args(arguments))
-    run, gpu, memory_gib = (options.pop(name) for name in ("run", "gpu", "memory_gib"))
-    try:
-        model, _ = calibrate_run(run)
-        model = transfer(model, gpu) if gpu else model
-        print(recommend(Case("", **options), model, memory_gib=memory_gib))
-    except ValueError as problem:
-        parser.exit(2, f"{problem}\n")
-
-
-if __name__ == "__main__":
-    main()

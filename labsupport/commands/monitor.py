@@ -22,8 +22,6 @@ from labsupport.profiling.monitoring import (
 )
 from labsupport.profiling.units import format_bytes
 
-NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells say it
-
 
 def monitor_command(
     command: Annotated[
@@ -79,12 +77,12 @@ def run_monitored(
     `live` are the seconds between lines about GPU and machine.
 
     Returns:
-        The program's exit status; 128 + n if signal n ended it; 127 if it was not found, 126 if it
-        cannot be executed.
+        The program's exit status; 128 + n if signal n ended it.
 
     Raises:
         ValueError: the chart's type is unknown.
-        OSError: a file exists already, or its folder does not. Then nothing is run.
+        OSError: the program cannot be run; a file exists already, or its folder does not. Then
+            nothing is run.
     """
     check_chart(chart)
     for path in filter(None, (out, chart)):
@@ -92,14 +90,7 @@ def run_monitored(
             raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to")
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another name")
-    try:
-        child = psutil.Popen(command)
-    except FileNotFoundError:
-        _say(f"command not found: {command[0]}")
-        return NOT_FOUND
-    except OSError as error:
-        _say(f"{command[0]} cannot be executed: {error.strerror}")
-        return NOT_EXECUTABLE
+    child = psutil.Popen(command)
 
     def pass_on(number: int, _: object) -> None:
         if number != signal.SIGINT or not sys.stdin.isatty():  # there, Control-C reaches both

@@ -1,20 +1,17 @@
-"""A training run on disk: each checkpoint is there as a whole, or not at all, and damage is seen.
+"""A training run on disk: each checkpoint is there as a whole, or not at all.
 
-    step-000200.<SHA-256 of the file, 64 digits>.pt     200 steps are done
-    .step-000300.partial                                being written, or left by a killed run
+    step-000200.pt           200 steps are done
+    .step-000300.partial     being written, or left by a killed run
 
 A checkpoint is written under another name and forced to the disk, and only then gets its own name,
-in one operation of the file system (POSIX `rename`: "atomic"). That name holds the hash of its
-bytes, which a file that was cut off or changed does not fit; `sha256sum` shows the same digits.
+in one operation of the file system (POSIX `rename`: "atomic").
 `torch.load(path, weights_only=True)` opens it, and runs no code from the file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-import warnings
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
@@ -24,15 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_NAME = re.compile(r"step-(\d{6,})\.([0-9a-f]{64})\.pt")
-
 
 class CheckpointError(RuntimeError):
-    """No checkpoint of the folder is whole, or another program uses the folder."""
-
-
-class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, and an older one is used."""
+    """The newest checkpoint cannot be read, or another program uses the folder."""
 
 
 class ResumeError(ValueError):
@@ -57,12 +48,11 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def paths(self) -> list[Path]:
-        """Return all checkpoints, damaged ones too, the newest first."""
-        found = [path for path in self.folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda p: (step_of(p), p.stat().st_mtime_ns), reverse=True)
+        """Return all checkpoints, the newest first."""
+        return sorted(self.folder.glob("step-*.pt"), key=step_of, reverse=True)
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, then delete the oldest of those up to this step.
+        """Write a checkpoint, then delete the oldest ones.
 
         Args:
             step: how many steps are done.
@@ -81,43 +71,31 @@ class Checkpoints:
                 torch.save(dict(state), file)
                 file.flush()
                 os.fsync(file.fileno())
-            path = self.folder / f"step-{step:06d}.{_digest(partial)}.pt"
+            path = self.folder / f"step-{step:06d}.pt"
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        # A later one is damaged, or this run would have begun there.
-        for old in [p for p in self.paths() if step_of(p) <= step][self.keep :]:
+        for old in self.paths()[self.keep :]:
             old.unlink()
         return path
 
     def load_newest(self) -> dict[str, Any] | None:
-        """Return the newest whole checkpoint, its tensors on the CPU; None if there is none.
-
-        Warns:
-            CheckpointWarning: newer ones are damaged; it names them. They are left as they are.
+        """Return the newest checkpoint, its tensors on the CPU; None if there is none.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole.
+            CheckpointError: it cannot be read.
         """
-        damaged: list[str] = []
-        for path in self.paths():
-            if path.name.split(".")[1] == _digest(path):
-                if damaged:
-                    warnings.warn(
-                        f"{', '.join(damaged)} in {self.folder}: damaged, since the SHA-256 is not "
-                        f"the one in the name. Using {path.name}, after {step_of(path)} steps.",
-                        CheckpointWarning,
-                        stacklevel=2,
-                    )
-                return torch.load(path, map_location="cpu", weights_only=True)
-            damaged.append(path.name)
-        if damaged:
+        paths = self.paths()
+        if not paths:
+            return None
+        try:
+            return torch.load(paths[0], map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
-                f"{', '.join(damaged)} in {self.folder}: damaged, and there is no other "
-                "checkpoint. Bring one back from a copy, or begin anew (fresh=True, --fresh)"
-            )
-        return None
+                f"{paths[0]} cannot be read: {error}. Delete it to go on from the one before, or "
+                "begin anew (fresh=True, --fresh)"
+            ) from error
 
     @contextmanager
     def in_use(self, *, fresh: bool = False) -> Iterator[None]:
@@ -149,12 +127,7 @@ class Checkpoints:
 
 def step_of(path: Path) -> int:
     """Return the number of steps that were done, from a checkpoint's name."""
-    return int(path.name.split(".")[0].removeprefix("step-"))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return int(path.stem.removeprefix("step-"))
 
 
 # --- does a checkpoint belong to this run? --------------------------------------------------------

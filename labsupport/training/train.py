@@ -93,7 +93,7 @@ def train(
             that overflow are expected: such a step is skipped and the loss scaled down, and this is
             raised once there is nothing left to scale.
         ResumeError: the folder's run had other settings, or another model; names the differences.
-        CheckpointError: no checkpoint in the folder is whole, or another program trains there.
+        CheckpointError: the newest checkpoint cannot be read, or another program trains there.
         ValueError: weights that are not float32 (or float64) and under no policy, none that needs
             gradients, a step without labels or with another number of micro-batches.
         TypeError: a batch that is neither a dataclass nor a mapping of tensors with tokens and

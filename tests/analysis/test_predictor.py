@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from labsupport.analysis import predictor
-from labsupport.analysis import recommend as recommending
 from labsupport.analysis.predictor import (
     Device,
     OutOfRangeError,
@@ -276,14 +275,3 @@ def test_what_does_not_fit_or_cannot_is_excluded_with_the_reason(h200):
     ):  # fmt: skip
         with pytest.raises(OutOfRangeError, match=message):
             recommend(replace(WORKLOAD, **change), h200)
-
-
-def test_the_recommending_command_prints_the_choice_and_refuses_an_unknown_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(recommending, "calibrate_run", calibrated)
-    workload = ["--run", CPU_RUN, "--dtype", "float32", "--seqlen", "512"]
-    recommending.main([*workload, "--heads", "4", "--causal"])
-    assert "the fastest predicted" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        recommending.main([*workload, "--gpu", "A900"])
-    assert stopped.value.code == 2
-    assert "hardware.csv" in capsys.readouterr().err

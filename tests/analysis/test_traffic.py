@@ -2,7 +2,6 @@
 
 import math
 
-import pandas as pd
 import pytest
 import torch
 
@@ -15,11 +14,8 @@ from labsupport.analysis.traffic import (
     closed_form,
     count,
     elements_needed,
-    exponent,
     fitting_blocks,
-    paper_blocks,
     theorem,
-    traffic_table,
 )
 from labsupport.analysis.traffic.count import BACKWARD, FORWARD
 from labsupport.attention import oracle_attention
@@ -100,17 +96,8 @@ def test_the_need_for_fast_memory_is_exact_and_blocks_chosen_from_it_are_the_lar
         assert elements_needed(name, direction, Sizes(1, 1, d, block_q, block_k)) > capacity
 
 
-def test_the_papers_blocks_do_not_fit_into_m_as_the_tile_of_s_has_no_room():
-    assert paper_blocks(1024, 8) == (8, 32)
-    # B_r = d leaves room; only B_r = B_c does not.
-    assert elements_needed("version1", "forward", Sizes(64, 64, 8, 8, 32)) <= 1024
-    square = paper_blocks(16 * 4 * 64, 64)
-    assert square == (16, 16)
-    assert elements_needed("version1", "forward", Sizes(64, 64, 64, *square)) > 16 * 4 * 64
-
-
 def by_formula(name, d, capacity, n=2**16):
-    """One row as `traffic_table` has it, by the closed form; about n, cut without a rest."""
+    """Traffic by the closed form; about n, cut without a rest."""
     block_q, block_k = fitting_blocks(name, "forward", capacity, d)
     step = math.lcm(block_q, block_k)
     n = step * max(1, round(n / step))
@@ -136,26 +123,11 @@ def test_flash_attention_moves_a_constant_times_what_theorem_two_says(name, pass
 
 @pytest.mark.parametrize("name", ["version1", "version2"])
 def test_the_exponents_are_those_of_theorem_two_where_m_is_much_larger_than_d_squared(name):
-    table = traffic_table([name], seqlens=(32, 64), capacities=(256,), head_dims=(8,))
-    assert exponent(table, "seqlen") == pytest.approx(2, abs=0.1)
-    memories = pd.DataFrame([by_formula(name, 16, 2**i, 2**20) for i in range(13, 19)])
-    dims = pd.DataFrame([by_formula(name, d, 2**18, 2**20) for d in (16, 32, 64)])
-    # Lengths differ, as blocks must divide them; per_pair does not care.
-    alike = [table.assign(seqlen=0) for table in (memories, dims)]
-    assert exponent(alike[0], "capacity", "per_pair") == pytest.approx(-1, abs=0.05)
-    assert exponent(alike[1], "head_dim", "per_pair") == pytest.approx(2, abs=0.05)
+    def per_pair(d, capacity):
+        return by_formula(name, d, capacity, 2**20)["per_pair"]
 
-
-def test_a_table_holds_the_count_beside_the_formula_and_refuses_mixed_fits():
-    sizes = {"seqlens": (8, 16), "head_dims": (4,), "capacities": (128,)}
-    table = traffic_table(BACKWARD, **sizes, direction="backward")
-    assert (table.total == table.formula).all()
-    assert (table.total == table.read + table.written).all()
-    assert (table.peak <= table.capacity).all()
-    with pytest.raises(ValueError, match="algorithm"):
-        exponent(table, "seqlen")
-    with pytest.raises(ValueError, match="one value of head_dim"):
-        exponent(table[(table.algorithm == "version1") & (table.seqlen == 8)], "head_dim")
+    assert math.log2(per_pair(16, 2**18) / per_pair(16, 2**13)) == pytest.approx(-5, abs=0.25)
+    assert math.log2(per_pair(64, 2**18) / per_pair(16, 2**18)) == pytest.approx(4, abs=0.1)
 
 
 def test_room_is_free_again_when_nothing_refers_to_a_tensor_and_views_keep_it():

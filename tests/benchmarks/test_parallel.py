@@ -6,14 +6,13 @@ import pytest
 
 from benchmarks import data_parallel, sequence_parallel
 from benchmarks.__main__ import main
-from benchmarks.data_parallel import Case, cases, measure_scaling, row_of, shape_of
+from benchmarks.data_parallel import Case, measure_scaling, shape_of
 from labsupport.distributed.data_parallel.costs import ddp_bytes_sent
 from labsupport.distributed.process_group import cleanup_ddp, setup_ddp
 from labsupport.training import PRESETS
 
 TINY = {"preset": "tiny", "length": 32}
 DDP = Case("ddp", **TINY, world=2)
-BROKEN = replace(DDP, batch=2)
 # By the name under which the tests look at its row.
 CHOSEN = {
     "single": Case("single", **TINY, world=1),
@@ -23,27 +22,17 @@ CHOSEN = {
     "fsdp": Case("fsdp", **TINY, world=2),
     # Its embedding alone has 1.2 PiB, more than an address space.
     "too large": replace(DDP, preset="1x6400000000"),
-    "broken": BROKEN,
-    "after it": replace(DDP, batch=3),
     "of four": Case("single", **TINY, world=4),
 }
 RING = sequence_parallel.Case("tiny", 256, rung=3)
 
 
 def measured():
-    """Measurements of a rank. Rank 1 fails alone in the case `BROKEN`."""
-    info, real, seen = setup_ddp("gloo", 30), data_parallel.measure_case, []
-
-    def one_that_fails(case, *args, **options):
-        if case == BROKEN and info.rank == 1:
-            raise ValueError("rank one is unwell")
-        return real(case, *args, **options)
-
-    data_parallel.measure_case = one_that_fails
+    """Measurements of a rank."""
+    info, seen = setup_ddp("gloo", 30), []
     count = None if info.rank else lambda rows: seen.append(len(rows))
     chosen = list(CHOSEN.values())
-    table = measure_scaling(chosen, steps=1, warmup=1, timeout=2, on_rows=count)
-    data_parallel.measure_case = real
+    table = measure_scaling(chosen, steps=1, warmup=1, timeout=30, on_rows=count)
     late = measure_scaling(chosen[:1], seconds=0)
     others = replace(RING, kernel="native", layout="contiguous"), replace(RING, kernel="fa4")
     ring = [sequence_parallel.measure_case(case, 1) for case in (RING, *others)]
@@ -56,20 +45,6 @@ def ranks(pool):
     return pool(2, joined=False).run(measured)
 
 
-def test_each_strategy_is_tried_on_each_number_of_ranks():
-    chosen = list(cases(["tiny", "8x128"], [1, 2], accumulation=3, dtype="float32", length=32))
-    assert len([case for case in chosen if case.preset == "8x128"]) == 3 * 2
-    assert len([case for case in chosen if case.micro_batches == 3]) == 3 * 2 + 2
-    several = [case for case in chosen if case.sync_every]
-    assert {(case.strategy, case.world) for case in several} == {("ddp", 2), ("fsdp", 2)}
-    narrow = replace(CHOSEN["fsdp"], dtype="bfloat16")
-    wide, sent = (row_of(case)["predicted_sent_bytes"] for case in (CHOSEN["fsdp"], narrow))
-    shape = shape_of("tiny")
-    root = shape.vocab_size * shape.width + 2 * shape.width  # gathered once; the blocks twice
-    # Two bytes less, of which a rank sends half.
-    assert wide - sent == (2 * shape.parameters - root) * 2 / 2
-
-
 def test_all_ranks_have_one_table_whose_columns_mean_what_they_say_and_failures_are_rows(ranks):
     (table, ring, late, seen), (other, other_ring, _, _) = ranks
     assert repr((table.to_dict("records"), ring)) == repr((other.to_dict("records"), other_ring))
@@ -77,11 +52,8 @@ def test_all_ranks_have_one_table_whose_columns_mean_what_they_say_and_failures_
     assert late == ["not tried"]
     row = dict(zip(CHOSEN, table.itertuples(), strict=False))  # but four ranks, who are not there
     assert row.keys() == CHOSEN.keys() - {"of four"}
-    failed = {name: found.reason for name, found in row.items() if found.status == "failed"}
-    assert failed == {"broken": "rank 1: ValueError: rank one is unwell"}
-    assert [name for name, found in row.items() if found.status != "ok"] == ["too large", "broken"]
     assert row["too large"].status == "out of memory"
-    assert "rank one is unwell" in data_parallel.show(table, None)
+    assert {found.status for name, found in row.items() if name != "too large"} == {"ok"}
     parameters, ddp, fsdp = shape_of("tiny").parameters, row["ddp"], row["fsdp"]
     assert ddp.predicted_state_bytes == 16 * parameters == 2 * fsdp.predicted_state_bytes
     for one in (ddp, fsdp):

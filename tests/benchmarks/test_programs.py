@@ -5,21 +5,18 @@ import shlex
 from importlib.util import find_spec
 from itertools import product
 
-import pandas as pd
 import pytest
 import torch
 from typer.main import get_command
 
 from benchmarks import agreement, generation, predictor
 from benchmarks.__main__ import PROGRAMS, main, parser_of
-from benchmarks.tasks import long_form, show
-from benchmarks.training import PLAIN, PlainGPT2, last_that_runs
+from benchmarks.training import last_that_runs
 from labsupport.cli import app
 from labsupport.profiling import runs
 from labsupport.profiling.cases import Case
 from labsupport.profiling.hardware import measured_ceilings
-from labsupport.training import Decoder, DecoderConfig, measure_step
-from labsupport.training.measure import measure_training
+from labsupport.training import Decoder, DecoderConfig
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(vocab_size=64, width=32, layers=2, heads=2)
@@ -90,22 +87,6 @@ def test_what_does_not_exist_is_refused_before_anything_starts(capsys):
         assert said in f"{ended.value} {capsys.readouterr().err}"
 
 
-def test_each_claim_is_compared_with_its_target(capsys, saved, monkeypatch):
-    monkeypatch.setattr("benchmarks.claims._tracker", lambda *_: {"what": "tracker"})  # a GPT-2
-    options = ["--seqlen", "64", "--max-seconds", "0.02", "--device", "cpu", "--save", "small"]
-    main(["claims", *options])
-    table = saved("small").query("direction == 'forward+backward'").set_index("what")
-    assert table.target.dropna().to_dict() == {
-        "time textbook / flash_torch": "at least 1.5",
-        "time flash_torch / sdpa_flash": "at most 3",
-        "memory textbook / flash_torch": "at least 20",
-    }
-    spared = table.loc["memory textbook / flash_torch"]
-    assert spared.met == (spared["median"] >= 20)
-    assert table.peak_memory_bytes.notna().sum() == 3
-    assert "memory, MiB" in capsys.readouterr().out
-
-
 def test_a_recorded_grid_holds_times_memory_and_ceilings(monkeypatch):
     monkeypatch.setattr(predictor, "measure_ceilings", measured_ceilings)  # not new in each pass
     cases = [Case("sdpa_flash", 64, direction=d) for d in ("forward", "forward+backward")]
@@ -133,26 +114,6 @@ def test_the_search_finds_the_longest_that_runs_whatever_the_guess():
     assert last_that_runs(lambda units: {"status": "out of memory"}, 8, 16) is None
     answers = iter([{"status": "unsupported"}])  # it is not tried again and again
     assert last_that_runs(lambda units: next(answers), 300, 16)["status"] == "unsupported"
-
-
-def test_each_score_of_a_task_becomes_a_row_under_its_keys_and_is_shown_as_a_table():
-    table = pd.DataFrame(
-        {"window": [8, 16], "sites": ["all", "new"], "model": [0.5, 1.0], "count": [4, 2]}
-    )
-    long = long_form("code", table)
-    long.attrs["summaries"] = ["A text."]
-    text, header, *rows = show(long, None).replace("\n\n", "\n").splitlines()
-    assert text == "A text."
-    assert header.split()[-4:] == ["window", "sites", "count", "model"]
-    assert [" ".join(row.split()) for row in rows] == ["8 all 4.0 0.5", "16 new 2.0 1.0"]
-
-
-def test_a_decode_step_reads_the_weights_and_the_cache_of_each_row():
-    model = generation.llama("tiny", CPU, torch.bfloat16)
-    weights = sum(parameter.numel() for parameter in model.parameters())  # the tied ones once
-    assert generation.decode_bytes(model, 1, 0) == 2 * weights
-    cache = 2 * 2 * 2 * 16  # keys and values, layers, key heads, head_dim
-    assert generation.decode_bytes(model, 5, 10) == 2 * (weights + 5 * 10 * cache)
 
 
 def test_speeds_stand_beside_their_ceilings(capsys, saved, monkeypatch):
@@ -197,12 +158,3 @@ def test_the_first_gradients_obey_the_rule_and_a_wrong_one_is_found(monkeypatch)
     errors = agreement.gradient_errors(*given, "sdpa_flash", CPU)
     faults = [name for name, report in errors.items() if not report.ok]
     assert faults == ["blocks.0.attention.query.weight"]
-
-
-def test_transformers_own_gpt2_is_measured_beside_and_needs_more():
-    options = {"device": "cpu", "max_seconds": 0.01, "progress": False}
-    table = measure_training(SHAPE, [256], strategies=PLAIN[1:], make_model=PlainGPT2, **options)
-    assert (table.status == "ok").all()
-    sdpa, checkpointed = table.peak_memory_bytes
-    assert sdpa > checkpointed > measure_step(SHAPE, seqlen=256).peak_bytes
-    assert "predicted_bytes" not in table

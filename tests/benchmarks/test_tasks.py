@@ -3,22 +3,19 @@
 import re
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 
 from benchmarks.long_texts import documents
-from benchmarks.long_texts.calls import call_sites, predict_calls, score_calls
+from benchmarks.long_texts.calls import call_sites, predict_calls
 from benchmarks.long_texts.documents import (
     Reading,
     answer_by_window,
     latest_candidate,
     plant,
-    score_answers,
     search_answer,
     sentences_of,
 )
-from benchmarks.long_texts.summaries import Chapter, chapter, content_words, judge_summary, lead
 from labsupport.models import python_topics, set_attention, source_text
 from tests.models.tiny import tiny, tokens
 
@@ -105,14 +102,6 @@ def test_facts_stand_where_they_say_in_a_document_as_long_as_asked_for(words):
         plant(words, "a\n\nb", facts=8)
 
 
-def test_sentences_end_at_signs_and_gaps():
-    text = "One. Two is 3.5 long?\n\n* three\n\nFour\ngoes on: five"
-    parts = [text[a:b] for a, b in sentences_of(text)]
-    assert parts == ["One.", "Two is 3.5 long?", "* three", "Four\ngoes on:", "five"]
-    assert latest_candidate("nothing", ["fox"]) is None
-    assert search_answer("The mascot of the mill is", "", ["fox"]) is None
-
-
 def test_answers_are_the_likeliest_and_evidence_is_what_they_lose_most_without(words, monkeypatch):
     document = plant(words, TOPIC, length=200, facts=2)
     for fact in document.questions:
@@ -144,17 +133,6 @@ def test_answers_are_the_likeliest_and_evidence_is_what_they_lose_most_without(w
         assert row.evidence == " ".join(document.text[a:b].split())
         assert row.evidence_right == (a <= fact.evidence[0] < b)
         assert row.lost == (instead != row.answer)
-
-
-def test_scores_of_answers_are_shares_by_window():
-    names = ["visible", "right", "recent", "search", "evidence_right", "lost"]
-    rows = [(0, 1, 0, 0, 0, 0), (1, 1, 0, 1, 1, 1), (1, 1, 0, 1, 0, 1), (1, 0, 1, 1, 1, 1)]
-    table = pd.DataFrame(rows, columns=names, dtype=bool).assign(window=8, chance=0.25)
-    (row,) = score_answers(table).to_dict("records")
-    expected = {"window": 8, "questions": 4, "visible": 0.75, "right": 0.75}
-    expected |= {"recent": 0.25, "search": 0.75, "chance": 0.25, "right_visible": 2 / 3}
-    # Evidence: of the second and third.
-    assert row == pytest.approx(expected | {"evidence_right": 0.5, "lost": 1.0})
 
 
 # --- calls in a file ------------------------------------------------------------------------------
@@ -209,67 +187,4 @@ def test_a_model_that_knows_the_file_is_right_at_each_site_once():
     assert (table.seen[table.start // 3 >= window] >= window // 2).all()
 
 
-def test_a_wrong_letter_or_a_name_that_goes_on_is_wrong():
-    source, tokenizer = "def ab(): pass\ndef abc(): pass\nab()\n", Tokens()
-    ids, call = tokenizer(source)["input_ids"], len("def ab(): pass\ndef abc(): pass\n")
-    letter = {name: tokenizer.known[name] for name in "ac"}
-    for place, instead in enumerate("caca"):
-        model = Knows(ids, {call + place: letter[instead]})
-        assert list(predict_calls(model, tokenizer, source, 64).model) == [place == 3]
-
-
-def test_what_is_reachable_and_each_baseline_depend_on_what_the_model_sees():
-    calls = "far()\nfar()\nx = b()\nfar()\nx = b()\n"
-    source, tokenizer = "def far(): b\ndef b(): 1\n" + "x = 1\n" * 40 + calls, Tokens()
-    model = Knows(tokenizer(source)["input_ids"])
-    table = predict_calls(model, tokenizer, source, 32)
-    assert list(table.distance)[:2] == [source.index("far()\n") - 4, 6]
-    assert list(table.reachable) == [False, True, False, True, True]
-    assert list(table.latest) == [False, True, False, False, False]
-    assert list(table.search) == [False, True, False, True, True]
-    assert list(table.frequent) == [False, True, False, True, True]
-    assert predict_calls(model, tokenizer, source, 4096).reachable.all()
-
-
-def test_scores_of_calls_are_shares_by_window_and_kind_of_site():
-    columns = {"distance": [0, 3, 3, 90], "reachable": [False, True, True, False]}
-    table = pd.DataFrame(columns | {"model": [False, True, False, False]})
-    table = table.assign(window=8, frequent=True, latest=False, search=False)
-    scores = score_calls(table).set_index("sites")
-    assert dict(scores["count"]) == {"all": 4, "in the window": 2, "further back": 1, "new": 1}
-    assert list(scores.loc[["all", "in the window", "new"], "model"]) == [0.25, 0.5, 0.0]
-    assert list(scores["frequent"]) == [1.0] * 4
-
-
 # --- summaries ------------------------------------------------------------------------------------
-
-DOCUMENT = Chapter(
-    "The fox sleeps under warm stones. Every winter it hides seven apples.\nNobody\nfinds them.",
-    ["Foxes in winter", "Hidden apples"],
-)
-
-
-def test_headings_are_taken_out_of_a_chapter():
-    assert chapter("Foxes\n=====\n\nThey sleep.\n\nIn winter\n*********\n\n====") == Chapter(
-        "They sleep.\n\n\n\n====", ["Foxes", "In winter"]
-    )
-    assert "Coroutine function definition" in chapter(python_topics()["async"]).headings
-
-
-@pytest.mark.parametrize(
-    ("summary", "expected"),
-    [
-        # winter and apples; foxes and hidden are missing. Line breaks do not count.
-        ("Every winter it\nhides seven apples. Nobody finds them.", (9, 1.0, 1.0, 2 / 4)),
-        ("Wolves hate winter. Nobody finds them.", (6, 3 / 5, 0.5, 1 / 4)),  # wolves and hate
-        ("", (0, 0.0, 0.0, 0.0)),
-    ],
-)
-def test_what_is_counted_of_a_summary(summary, expected):
-    assert tuple(judge_summary(summary, DOCUMENT).values()) == pytest.approx(expected)
-    words = content_words("The Fox, which they SAW, hides _apples_ in 2024 with them")
-    assert words == {"hides", "apples"}
-    # The lead: as few whole sentences as have that many words.
-    assert lead(DOCUMENT.text, 1) == lead(DOCUMENT.text, 6) == "The fox sleeps under warm stones."
-    assert lead(DOCUMENT.text, 7).endswith("apples.")
-    assert lead(DOCUMENT.text, 999) == DOCUMENT.text

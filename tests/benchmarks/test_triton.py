@@ -1,19 +1,14 @@
 """Programs about the Triton kernels: right results only, and what they choose and count."""
 
-import math
 from functools import partial
 from importlib.util import find_spec
 
-import pandas as pd
 import pytest
 import torch
 
-from benchmarks import decode, loop_orders, resources, traffic
+from benchmarks import decode, loop_orders, resources
 from benchmarks.__main__ import main, parser_of
-from benchmarks.resources import LIMITS
-from benchmarks.traffic import compare, kernel_bytes
-from benchmarks.tune import Shape, best_plan, format_scores, scores, time_plans
-from labsupport.analysis.nsight import BYTES
+from benchmarks.traffic import kernel_bytes
 from labsupport.attention.kernels import mode, version1
 from labsupport.attention.kernels.config import KernelConfig, decode_tiling, override, tiling
 from labsupport.profiling.cases import Case
@@ -86,13 +81,6 @@ def test_both_loop_orders_are_measured_and_agree_or_are_not_compared(monkeypatch
     assert "order_ratio" not in printed
 
 
-@pytest.mark.skipif(not mode.interpreted(), reason="compiled, times mean something")
-def test_interpreted_times_are_not_kept():
-    for program in ("loop_orders", "decode", "tune"):
-        with pytest.raises(SystemExit, match="not worth keeping"):
-            main([program, "--save", "nothing"])
-
-
 # --- tune ----------------------------------------------------------------------------------------
 
 
@@ -110,80 +98,9 @@ def test_an_override_holds_inside_of_its_block_only_even_after_an_error():
     assert decode_tiling(4, 128, torch.bfloat16) != SMALL
 
 
-def test_the_score_is_the_mean_ratio_to_the_fastest_and_the_current_plan_is_always_shown():
-    def measured(times):
-        """Rows as `tune` measures them, from {plan: (ms of each shape)}."""
-        fastest = [min(ms) for ms in zip(*times.values(), strict=True)]
-        return pd.DataFrame(
-            vars(plan)
-            | {"status": "ok", "batch": 1, "seqlen": 1024 * 4**shape, "causal": False}
-            | {"median_ms": ms, "ratio": ms / fastest[shape]}
-            for plan, each in times.items()
-            for shape, ms in enumerate(each)
-        )
-
-    table = measured({SMALL: (1.0, 4.0), LARGE: (2.0, 1.0)})
-    ranked = scores(table)
-    assert ranked.block_q.tolist() == [32, 16]
-    assert ranked.score.tolist() == pytest.approx([2**0.5, 2.0])
-    assert ranked.worst.tolist() == [2.0, 4.0]
-    assert best_plan(table) == LARGE
-    table.loc[table.block_q.eq(32) & table.seqlen.eq(1024), "ratio"] = math.nan  # it did not run
-    assert best_plan(table) == SMALL
-    slowest = KernelConfig(64, 64, 4, 1)
-    table = measured({SMALL: (1.0, 1.0), LARGE: (2.0, 2.0), slowest: (3.0, 3.0)})
-    text = format_scores(table, slowest, most=1)
-    assert len([line for line in text.splitlines() if " 4 " in line]) == 2
-    assert "now" in text
-
-
-@runs_kernels
-def test_plans_are_timed_on_each_shape():
-    device = torch.device("cpu" if mode.interpreted() else "cuda")
-    dtype = "float32" if mode.interpreted() else "bfloat16"
-    shapes = [Shape("backward", 16, 1, 24, 1, causal, dtype) for causal in (False, True)]
-    table = pd.DataFrame(time_plans("keys", [SMALL, LARGE], shapes, device, {}, 0.01))
-    assert len(table) == 4
-    assert (table.groupby("causal").ratio.min() == 1).all()
-    assert best_plan(table) in (SMALL, LARGE)
-
-
 # --- traffic: bytes of the kernels ----------------------------------------------------------------
 
 CASE = Case("flash_triton", 4096, batch=4, heads=16, head_dim=128, dtype="bfloat16")
-
-
-def test_launches_are_compared_with_the_tiling_that_their_kernel_has():
-    hopper, plain = (kernel_bytes("forward", CASE, block_q, 64) for block_q in (64, 128))
-    launches = [
-        {"kernel": "_hopper_fwd", "l2": hopper.read + hopper.written},
-        {"kernel": "_attn_fwd(float*)", "l2": 2 * (plain.read + plain.written)},
-    ]
-    for launch, exact in zip(launches, (hopper, plain), strict=True):
-        launch |= dict(zip(BYTES, (exact.read, exact.written, launch.pop("l2"), 1, 2), strict=True))
-    launches += [{"kernel": "elementwise_kernel"}, {"kernel": "_bwd_preprocess"}]
-    table = pd.DataFrame(compare(launches, CASE)).set_index("kernel")
-    assert list(table.index) == ["hopper_forward_kernel", "forward_kernel", "rows_kernel"]
-    assert list(table.moved_ratio[:2]) == [1, 1]
-    assert table.l2_ratio["forward_kernel"] == 2
-    assert table.dram_ratio["forward_kernel"] == pytest.approx(3 / plain.compulsory)
-    assert table.dram_ratio.isna()["rows_kernel"]  # not read
-
-
-def test_bytes_of_the_kernels_by_hand():
-    heads, n, d = 4 * 16, 4096, 128
-    tensor = heads * n * d * 2
-    got = kernel_bytes("forward", CASE, 64, 64)
-    assert got.read == tensor + (n // 64) * 2 * tensor  # Q once, K and V for each block of queries
-    assert got.written == tensor + heads * n * 4
-    assert got.compulsory == 4 * tensor + heads * n * 4
-    causal = Case("x", 256, heads=1, head_dim=64, dtype="float16", causal=True)
-    tile = 64 * 64 * 2
-    assert kernel_bytes("forward", causal, 64, 64).read == 4 * tile + (1 + 2 + 3 + 4) * 2 * tile
-    keys = kernel_bytes("keys", causal, 64, 64)
-    assert keys.read == 2 * 4 * tile + 10 * (2 * tile + 2 * 4 * 64)
-    queries = kernel_bytes("queries", causal, 128, 64)
-    assert queries.read == 2 * 4 * tile + 2 * 4 * 256 + (2 + 4) * 2 * tile
 
 
 def test_bytes_that_ncu_recorded_on_an_h200_are_the_compulsory_ones_and_fewer_in_the_l2():
@@ -195,20 +112,6 @@ def test_bytes_that_ncu_recorded_on_an_h200_are_the_compulsory_ones_and_fewer_in
         counted = kernel_bytes(kernel, CASE, 64, 64)
         total = counted.read + counted.written
         assert gigabytes * 1e9 / total == pytest.approx(share, abs=0.01), kernel
-
-
-def test_ncu_is_asked_for_the_kernels_bytes_where_it_is_installed(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # an empty folder
-    with pytest.raises(SystemExit, match="ncu not found"):
-        main(["traffic"])
-    asked = []
-    header = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *BYTES))
-    printed = f'{header}\n"0","_hopper_dq"{5 * ",4e9"}'
-    monkeypatch.setattr(traffic, "run", lambda command: asked.extend(command) or printed)
-    (row,) = traffic.count(CASE)
-    assert row["kernel"] == "hopper_queries_kernel"
-    assert {"--clock-control", "none", ",".join(BYTES)} <= set(asked)
-    assert any("regex:^(_attn_fwd|" in word for word in asked)
 
 
 # --- resources: compiled here for GPUs that are elsewhere -----------------------------------------
@@ -234,31 +137,6 @@ def test_every_tiling_fits_on_a_multiprocessor(capability, shared_kib):
     assert len(table) == 3 * 3 * 2
     assert (table["programs"] >= 1).all(), table
     assert (table["shared_kib"] <= shared_kib).all(), table
-
-
-@needs_triton
-@pytest.mark.slow
-def test_tiles_that_are_too_large_for_their_warps_are_seen_to_spill():
-    options = "--capability 90 --head-dim 128 --dtype bfloat16 --kernel forward"
-    narrow, wide = KernelConfig(128, 64, 4, 3), KernelConfig(128, 64, 8, 3)
-    options = parser_of("resources").parse_args(options.split())
-    table = resources.measure(options, tilings=[narrow, wide])
-    assert list(table["warps"]) == [4, 8]
-    assert list(table["spilled_bytes"] > 0) == [True, False]
-    assert list(table["local"] > 0) == [True, False]
-
-
-def test_programs_on_a_multiprocessor():
-    for registers, shared_kib, warps, programs, what_decides in (
-        (32, 0, 4, 16, "64 warps a multiprocessor"),
-        (32, 0, 1, 32, "32 programs a multiprocessor"),
-        (255, 0, 4, 2, "registers: 256 are given for 255"),
-        (80, 0, 1, 24, "registers: a quarter has room for 6.4 warps"),
-        (32, 56, 4, 4, "shared memory: 57 of 228 KiB"),
-        (32, 227, 4, 1, "shared memory"),
-        (32, 228, 4, 0, "1 KiB of shared memory is taken"),
-    ):
-        assert LIMITS[90].fitting(registers, shared_kib * 1024, warps) == programs, what_decides
 
 
 @needs_triton

@@ -79,11 +79,6 @@ def test_the_template_notices_a_forgotten_mask(copy, monkeypatch):
     assert not functions(copy, monkeypatch)["judge"](32, "cpu").ok
 
 
-def test_what_measures_is_the_same_file_for_template_and_example(capstone):
-    own, examples = (capstone / name / "measure.py" for name in ("template", "example"))
-    assert own.read_bytes() == examples.read_bytes()
-
-
 def test_the_example_runs_with_both_attentions_and_they_learn_the_same(capstone, monkeypatch):
     monkeypatch.syspath_prepend(str(capstone / "example"))
     train = runpy.run_path(str(capstone / "example" / "train.py"))["train"]

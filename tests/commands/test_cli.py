@@ -55,12 +55,6 @@ def test_what_starts_fast_imports_nothing_heavy(project, code, absent):
     assert not set(absent.split()) & modules_after(code, project)
 
 
-def test_the_program_knows_its_version(project):
-    command = [sys.executable, "-m", "labsupport.cli", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=project)
-    assert done.stdout.strip() == f"labsupport {labsupport.__version__}"
-
-
 def test_doctor_prints_a_line_for_each_item_and_fails_only_if_one_fails():
     done = CliRunner().invoke(app, ["doctor", "--quick"])
     lines = [line for line in done.stdout.splitlines() if not line.startswith("  ")]
@@ -101,16 +95,6 @@ def test_an_installed_wheel_finds_its_files_inside_of_the_package(project, tmp_p
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / paths.STATE_FILE).touch()
     assert fresh(code.replace("'site'", "'../site'"), tmp_path / "work").stdout == done.stdout
-
-
-def test_the_cache_lies_outside_of_the_project(tmp_path, monkeypatch):
-    monkeypatch.delenv("LABSUPPORT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert paths.cache_dir() == tmp_path / "labsupport"
-    assert paths.cache_dir().is_dir()
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert paths.cache_dir() == tmp_path / ".cache" / "labsupport"
 
 
 def test_python_does_not_die_of_an_interrupt_that_was_caught_inside_exec(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from typer.main import get_command
 
 from labsupport.cli import app
-from labsupport.commands.train_options import out_of_memory, plan, prepare, shape
+from labsupport.commands.train_options import plan, prepare, shape
 from labsupport.training import Checkpoints
 from labsupport.training.checkpoint import step_of
 from labsupport.training.config import PRESETS
@@ -124,19 +124,6 @@ def test_out_of_memory_is_one_message_with_the_remedies_in_order(python):
     assert re.match(r"labsupport: out of memory: .*limit of 3\.0 GiB", lines[0]), done.stderr
     assert lines[1] == "What helps, in this order:"
     assert lines[2].startswith("  1. --attention auto")
-
-
-def test_remedies_that_are_in_use_are_not_named():
-    used = {"checkpoint_layers": True, "mlp_chunk": 512, "loss_chunk": 512}
-    every = ["--attention", "--loss-chunk", "--checkpoint-layers", "--mlp-chunk", "--dtype"]
-    last = ["--length", "--preset"]
-    for options, named in (
-        ({"attention": "standard"}, [*every, "--residual", *last]),
-        (used | {"dtype": "bfloat16", "residual": "bfloat16"}, last),
-        (used | {"policy": "bfloat16"}, last),
-    ):
-        text = out_of_memory(RuntimeError("no memory left"), prepared(**options))
-        assert re.findall(r"--[\w-]+", text) == named
 
 
 def test_a_run_that_diverges_keeps_the_curves_of_the_steps_before(tmp_path):

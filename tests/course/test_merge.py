@@ -104,26 +104,6 @@ def test_an_exercise_without_a_place_stays_as_a_cell_that_is_not_graded(mine, ne
     assert "NotImplementedError" in find(merged.notebook, "ex-1-1-square")["source"]
 
 
-@pytest.mark.parametrize("texts", [(STUB, WRITTEN), (WRITTEN, STUB), (WRITTEN, "second")])
-def test_of_cells_with_one_id_the_first_written_one_counts(mine, newer, texts):
-    one = find(mine, "ex-1-1-square")
-    mine["cells"][2:3] = [{**copy.deepcopy(one), "source": text} for text in texts]
-    merged = merge(mine, newer)
-    assert [source for source in sources(merged.notebook) if "square(x)" in source] == [WRITTEN]
-    own = [one for one in merged.notebook["cells"] if source_of(one) == "second"]
-    assert ["nbgrader" in one["metadata"] for one in own] == [False] * ("second" in texts)
-    assert len(merged.conflicts) == len(own)
-
-
-def test_what_is_given_in_a_written_exercise_and_changed_is_said(mine, newer):
-    find(mine, "ex-1-1-square")["source"] = WRITTEN
-    find(newer, "ex-1-1-square")["source"] = "def square(x, y):\n    raise NotImplementedError"
-    newer = edition(*newer["cells"], name="two")
-    merged = merge(mine, newer)
-    assert "x * x" in find(merged.notebook, "ex-1-1-square")["source"]
-    assert "what is given in ex-1-1-square has changed" in merged.conflicts[0]
-
-
 def test_what_is_no_notebook_of_format_4_is_refused(newer):
     cells = 3, [1], [{"source": 5}], [{"source": [5]}]
     files = [{"cells": each, "nbformat": 4} for each in cells]

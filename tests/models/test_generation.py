@@ -116,31 +116,6 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_runs(tokenizer):
     assert generate(model, tokenizer, "w02 " * 12, max_new_tokens=4).new_tokens == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
-        ({"temperature": math.nan}, "and finite, got nan"),
-        ({"top_k": 5}, "needs a temperature"),
-        ({"cache": "graphed", "temperature": 1.0}, "greedy"),
-        ({"chat": True}, "chat template"),
-        ({"prompts": []}, "no prompt"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(llama, tokenizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(llama, **({"tokenizer": tokenizer, "prompts": TEXTS} | options))
-
-
-def test_models_of_another_kind_are_refused(tokenizer):
-    for model in (tiny("bert"), tiny("llama").model):
-        for run in (generate, compare_attention):
-            with pytest.raises(ValueError, match=f"{type(model).__name__} does not continue texts"):
-                run(model, tokenizer, "w05")
-    with pytest.raises(ValueError, match=r"model.eval\(\)"):
-        generate(tiny("llama").train(), tokenizer, "w03")
-
-
 def test_the_memory_of_a_block_is_its_peak_and_its_average_beyond_the_start():
     size = 64 * 2**20
     with MemorySampler(torch.device("cpu"), interval_s=0.001) as memory:
@@ -228,13 +203,6 @@ def test_the_cache_is_read_up_to_a_bound_that_grows(monkeypatch):
     done = decoder.run(batch, 14, ends=range(61))
     assert [len(row) for row in done.tokens] == [1, 1, 1]
     assert len(spans) == 13  # no further step
-
-
-def test_a_model_that_no_step_is_written_for_is_refused():
-    assert fastest_cache(tiny("llama")) == "dynamic"  # on a CPU
-    for model in (tiny("gpt2"), tiny("llama", attention_bias=True)):
-        with pytest.raises(ValueError, match=f"no decode step for this {type(model).__name__}"):
-            GraphedDecoder(model, length=8)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

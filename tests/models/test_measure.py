@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers as hf
 from torch.utils.flop_counter import FlopCounterMode
 
 from labsupport.models.flops import model_flops
@@ -94,18 +93,12 @@ def test_not_more_than_a_chunk_of_logits_exists_at_a_time():
     assert largest.nbytes == 10 * 2000 * 4
 
 
-def test_models_and_ids_of_another_kind_are_refused():
-    llama, gpt2 = tiny("llama"), tiny("gpt2", n_positions=16)
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "logits_scaling": 2.0, "vocab_size": 61}
-    granite = hf.GraniteForCausalLM(hf.GraniteConfig(**sizes, pad_token_id=0)).eval()
+def test_ids_that_the_model_has_no_place_for_are_refused():
+    gpt2 = tiny("gpt2", n_positions=16)
     negative_log_likelihood(gpt2, torch.arange(16)[None])
-    for model, ids, message in (
-        (llama.model, torch.arange(5)[None], "is no causal language model"),
-        (gpt2, torch.arange(17)[None], r"17 tokens of text .* 16 positions"),
-        (gpt2, torch.tensor([[3, 61]]), "a token 61, and the model's embedding has 61 rows"),
-        (tiny("gpt2").train(), torch.arange(5)[None], r"its dropout is active: model.eval\(\)"),
-        (granite, torch.arange(5)[None], "does more than one matrix product"),
-        (llama, torch.ones(1, 5), "must be integers"),
+    for ids, message in (
+        (torch.arange(17)[None], r"17 tokens of text .* 16 positions"),
+        (torch.tensor([[3, 61]]), "a token 61, and the model's embedding has 61 rows"),
     ):
         with pytest.raises(ValueError, match=message):
-            negative_log_likelihood(model, ids)
+            negative_log_likelihood(gpt2, ids)

@@ -1,8 +1,6 @@
-"""Checkpoints: whole or not there, damage is seen, and a killed run continues exactly."""
+"""Checkpoints: whole or not there, and a killed run continues exactly."""
 
-import hashlib
 import os
-import shutil
 import signal
 import warnings
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from labsupport.training import (
     ResumeError,
     TrainConfig,
 )
-from labsupport.training.checkpoint import CheckpointWarning, step_of
+from labsupport.training.checkpoint import step_of
 from tests.training.test_train import Tiny, batch, one, quiet
 
 posix = pytest.mark.skipif(os.name != "posix", reason="SIGKILL is of POSIX systems")
@@ -39,19 +37,11 @@ def program(folder, last):
     quiet(Tiny(3, 0.3), lambda step: [batch(2 * step), batch(2 * step + 1)], settings, **options)
 
 
-def flip_a_byte(path, at=0.5):
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 1
-    path.write_bytes(bytes(data))
-
-
 # --- a killed run ---------------------------------------------------------------------------------
 
 
 @posix
-def test_a_killed_run_resumes_bit_for_bit_also_from_the_checkpoint_before_a_damaged_one(
-    python, tmp_path
-):
+def test_a_killed_run_resumes_bit_for_bit(python, tmp_path):
     def run(folder, last=-1, check=True):
         code = f"from {__name__} import program; program({str(folder)!r}, {last})"
         return python("-c", code, check=check)
@@ -61,15 +51,8 @@ def test_a_killed_run_resumes_bit_for_bit_also_from_the_checkpoint_before_a_dama
     killed = run(tmp_path / "killed", 6, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert killed.stdout.splitlines() == unbroken[:7]
-    damaged = shutil.copytree(tmp_path / "killed", tmp_path / "damaged")
-    newest = Checkpoints(damaged).paths()[0]
-    flip_a_byte(newest)
     # A checkpoint every 2 steps, the last one after 6 of them.
-    for folder, steps, said in ((tmp_path / "killed", 6, ""), (damaged, 8, f"{newest.name} in")):
-        done = run(folder)
-        assert done.stdout.splitlines() == unbroken[-steps:]
-        assert said in done.stderr
-        assert bool(said) == bool(done.stderr)
+    assert run(tmp_path / "killed").stdout.splitlines() == unbroken[-6:]
 
 
 # --- in one program -------------------------------------------------------------------------------
@@ -161,33 +144,25 @@ def state(step):
     return {"step": step, "weights": torch.full((300,), float(step))}
 
 
-def test_the_last_ones_are_kept_under_their_hash_and_need_no_code(tmp_path):
+def test_the_last_ones_are_kept_and_need_no_code(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.load_newest() is None
     for step in (1, 2, 3, 10):
         path = checkpoints.save(step, state(step))
-        assert path.name.split(".")[1] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert [step_of(path) for path in checkpoints.paths()] == [10, 3]
     assert checkpoints.load_newest()["step"] == 10
     assert torch.load(path, weights_only=True)["weights"].eq(10).all()
 
 
-@pytest.mark.parametrize("damage", [0.0, 0.999, "cut"])
-def test_a_damaged_one_is_seen_does_not_count_and_is_not_deleted(tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    first = checkpoints.save(1, state(1))
-    newest = Checkpoints(tmp_path, keep=2).save(3, state(3))
-    if isinstance(damage, float):
-        flip_a_byte(newest, damage)
-    else:
-        os.truncate(newest, newest.stat().st_size - 1)
-    with pytest.warns(CheckpointWarning, match=newest.name):
-        assert checkpoints.load_newest()["step"] == 1
-    flip_a_byte(first)
-    with pytest.raises(CheckpointError, match=r"damaged.*no other checkpoint"):
+def test_one_that_cannot_be_read_is_named_with_the_way_on(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 3):
+        newest = checkpoints.save(step, state(step))
+    os.truncate(newest, newest.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"step-000003\.pt cannot be read"):
         checkpoints.load_newest()
-    saved = checkpoints.save(2, state(2))
-    assert set(checkpoints.paths()) == {saved, newest}
+    newest.unlink()
+    assert checkpoints.load_newest()["step"] == 1
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits files on POSIX systems")

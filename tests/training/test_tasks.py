@@ -17,10 +17,7 @@ from labsupport.training.tasks.recall import (
     recall_batches,
     unseen_documents,
 )
-from labsupport.training.tasks.recall_scores import (
-    accuracy_by_window,
-    evidence_head,
-)
+from labsupport.training.tasks.recall_scores import accuracy_by_window
 from labsupport.training.tasks.windows import nll_by_window, with_repeat
 from tests.models.tiny import tiny, tokens
 
@@ -95,13 +92,6 @@ def test_it_finds_the_facts_that_it_sees_in_unseen_texts_and_simpler_rules_do_no
     assert [share(scores, "pattern", window) for window in windows] == pytest.approx(visible)
     for solver in ("last value", "guess"):
         assert 0 < share(scores, solver, LENGTH) < 0.4
-
-
-def test_a_head_looks_at_the_evidence_of_other_texts_than_those_it_was_chosen_on(model):
-    first, others = (unseen_documents(LENGTH, count=1, seed=s) for s in (710, 720))
-    head = evidence_head(model, first, others)
-    assert head["found"] > 0.5 > 10 * head["chance"]
-    assert head["n"] == sum(len(document.questions) for document in others)
 
 
 def test_answers_count_only_if_all_of_their_bytes_are_the_model_s_own_choice(model):

@@ -13,8 +13,6 @@ from labsupport.analysis.predictor.split import SHAPE
 if TYPE_CHECKING:
     import pandas as pd
 
-WITHIN = 1.05  # a choice is good that is at most this many times as slow as the best
-
 
 def with_predictions(held_out: pd.DataFrame, model: Model) -> pd.DataFrame:
     """The rows with predicted_ms, low_ms, high_ms, predicted_bytes, and errors as fractions.
@@ -58,8 +56,3 @@ def choices(table: pd.DataFrame) -> pd.DataFrame:
         best = group.loc[group.ms.idxmin()]
         rows.append((*key, chosen.backend, best.backend, chosen.ms / best.ms))
     return pd.DataFrame(rows, columns=[*keys, "chosen", "best", "times_best"])
-
-
-def good_choices(table: pd.DataFrame) -> float:
-    """The fraction of choices within 5% of the best's time."""
-    return float((choices(table).times_best <= WITHIN).mean())

@@ -5,7 +5,7 @@
     standard  textbook attention, kernel by kernel
     flash     the loop orders of FlashAttention's versions, forward and backward
     formulas  closed forms, block sizes that fit, theorem 2
-    count     run and count; tables; exponents
+    count     run and count
 
 Any PyTorch program is counted by operator in `labsupport.profiling.memory`.
 
@@ -15,12 +15,11 @@ What is counted is what theorem 2 bounds: elements between the fast memory of *o
 everything else. On a GPU most of them come from the L2 cache, which the theorem does not know.
 """
 
-from labsupport.analysis.traffic.count import Traffic, count, exponent, traffic_table
+from labsupport.analysis.traffic.count import Traffic, count
 from labsupport.analysis.traffic.formulas import (
     closed_form,
     elements_needed,
     fitting_blocks,
-    paper_blocks,
     theorem,
 )
 from labsupport.analysis.traffic.memory import FastMemory, OutOfFastMemoryError, Slow
@@ -37,10 +36,7 @@ __all__ = [
     "closed_form",
     "count",
     "elements_needed",
-    "exponent",
     "fitting_blocks",
-    "paper_blocks",
     "theorem",
     "trace_tensors",
-    "traffic_table",
 ]

@@ -1,23 +1,16 @@
-"""Run an algorithm on real numbers and count what passes; tables over grids of sizes."""
+"""Run an algorithm on real numbers and count what passes."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from labsupport.analysis.traffic import flash, standard
-from labsupport.analysis.traffic.formulas import closed_form, fitting_blocks, theorem
+from labsupport.analysis.traffic.formulas import fitting_blocks
 from labsupport.analysis.traffic.memory import FastMemory
 from labsupport.analysis.traffic.problem import Head, Sizes
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _FORWARDS = {
     "standard": standard.forward,
@@ -115,71 +108,3 @@ def count(
         algorithm, direction, sizes, capacity, chip.peak, dict(chip.read), dict(chip.written),
         tuple(slow.values for slow in results),
     )  # fmt: skip
-
-
-def traffic_table(
-    algorithms: Sequence[str] = FORWARD,
-    *,
-    seqlens: Iterable[int] = (256, 512, 1024),
-    head_dims: Iterable[int] = (16,),
-    capacities: Iterable[int] = (4096,),
-    causal: bool = False,
-    direction: str = "forward",
-) -> pd.DataFrame:
-    """Count every combination of lengths, head dimensions and fast memories.
-
-    Blocks are powers of two that fit into M. Where they divide the length, `formula` must agree.
-
-    Returns:
-        A row a run: algorithm, direction, causal, seqlen, head_dim, capacity, block_q, block_k,
-        peak, read, written, total, formula, theorem (N^2 d^2 / M), of_theorem (total / theorem).
-
-    >>> table = traffic_table(["version1", "version2"], seqlens=(64,), head_dims=(8,))
-    >>> (table.total == table.formula).tolist()
-    [True, True]
-    """
-    import pandas as pd
-
-    rows = []
-    for n, d, capacity, name in itertools.product(seqlens, head_dims, capacities, algorithms):
-        generator = torch.Generator().manual_seed(0)
-        q, k, v, dout = torch.randn(4, n, d, generator=generator, dtype=torch.float64)
-        blocks = fitting_blocks(name, direction, capacity, d, power_of_two=True)
-        run = count(
-            name, q, k, v, dout=dout if direction == "backward" else None, causal=causal,
-            block_q=blocks[0], block_k=blocks[1], capacity=capacity,
-        )  # fmt: skip
-        sizes, least = run.sizes, theorem(run.sizes, capacity)
-        formula = sum(closed_form(name, direction, sizes, capacity)) if sizes.divisible else None
-        rows.append(
-            {
-                "algorithm": name, "direction": direction, "causal": causal, "seqlen": n,
-                "head_dim": d, "capacity": capacity, "block_q": sizes.block_q,
-                "block_k": sizes.block_k, "peak": run.peak, "read": sum(run.read.values()),
-                "written": sum(run.written.values()), "total": run.total, "formula": formula,
-                "theorem": least, "of_theorem": run.total / least,
-            }
-        )  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def exponent(table: pd.DataFrame, along: str, column: str = "total") -> float:
-    """The power with which a count grows along "seqlen", "head_dim" or "capacity".
-
-    The slope of a least-squares line through the logarithms.
-
-    Raises:
-        ValueError: fewer than two values along that axis, or another one varies as well.
-
-    >>> table = traffic_table(["standard"], seqlens=(64, 128, 256), head_dims=(8,))
-    >>> round(exponent(table, "seqlen"), 1)
-    1.9
-    """
-    others = {"algorithm", "direction", "causal", "seqlen", "head_dim", "capacity"} - {along}
-    mixed = sorted(name for name in others if name in table and table[name].nunique() > 1)
-    if mixed:
-        raise ValueError(f"the table mixes {', '.join(mixed)}")
-    if table[along].nunique() < 2:
-        raise ValueError(f"one value of {along} only")
-    x, y = (np.log(table[name].to_numpy(dtype=float)) for name in (along, column))
-    return float(np.polyfit(x, y, 1)[0])

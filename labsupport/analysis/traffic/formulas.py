@@ -104,16 +104,6 @@ def elements_needed(algorithm: str, direction: str, sizes: Sizes) -> int:
     )
 
 
-def paper_blocks(capacity: int, head_dim: int) -> tuple[int, int]:
-    """B_r and B_c by the paper's rule: B_c = ceil(M / 4d), B_r = min(B_c, d).
-
-    Four blocks of B d = M / 4 elements, so that nothing is left for the tile of S: in a memory of
-    exactly M elements this does not run. Source: "FlashAttention" (2022), algorithm 1, line 1.
-    """
-    block_k = -(-capacity // (4 * head_dim))
-    return min(block_k, head_dim), block_k
-
-
 def fitting_blocks(
     algorithm: str, direction: str, capacity: int, head_dim: int, *, power_of_two: bool = False
 ) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Scores of finding facts again, by the text that a model may see, and where it looks.
+"""Scores of finding facts again, by the text that a model may see.
 
     ... text ... [ the fact ] ... text ... ... ? locker Kov: 47
                              |<---- window ---->|<- question ->|
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SOLVERS = ("model", "pattern", "last value", "guess")
-# The first layer's heads gather the text of up to six bytes back (`benchmarks.recall`). So a fact
-# can be read off the positions after it, too.
-BEHIND = 6
 Past = list[tuple[Tensor, Tensor]]
 
 
@@ -64,7 +61,7 @@ def accuracy_by_window(
         for document in documents:
             first = max(0, len(document.text) - window)
             seen = document.text[first:]
-            right = [hit for hit, _ in _ask(model, document, first)]
+            right = list(_ask(model, document, first))
             for question, hit in zip(document.questions, right, strict=True):
                 scores = {"model": float(hit), "guess": question.chance}
                 for solver, answer in _by_rule(question, seen).items():
@@ -80,52 +77,9 @@ def accuracy_by_window(
     return means.join(groups["n"].sum()).reset_index()
 
 
-def evidence_head(
-    model: Decoder, calibration: Sequence[FactDocument], documents: Sequence[FactDocument]
-) -> dict[str, float]:
-    """Choose the head that looks at the evidence most often, and score it on other documents.
-
-    A head looks at the key of largest weight when the answer's first byte is due.
-
-    Returns:
-        layer, head; calibration, the share of questions in which it looks at the evidence, there;
-        found, the same on `documents`; inside, the share in which it looks into the evidence
-        itself, and not at one of the `BEHIND` bytes after it; chance, to be found by a position at
-        random; n, the number of their questions.
-    """
-    shares = _looks(model, calibration).groupby(["layer", "head"])["found"].mean()
-    layer, head = cast(tuple[int, int], shares.idxmax())
-    others = _looks(model, documents)
-    others = others[(others["layer"] == layer) & (others["head"] == head)]
-    means = {name: float(others[name].mean()) for name in ("found", "inside", "chance")}
-    chosen = {"layer": int(layer), "head": int(head), "calibration": float(shares.max())}
-    return {**chosen, **means, "n": len(others)}
-
-
-def _looks(model: Decoder, documents: Sequence[FactDocument]) -> pd.DataFrame:
-    """Return layer, head, found, inside and chance: a row for each question and head."""
-    import pandas as pd
-
-    rows = []
-    for document in documents:
-        asked = zip(document.questions, _ask(model, document, 0), strict=True)
-        for question, (_, weights_by_layer) in asked:
-            start, end = question.evidence
-            for layer, weights in enumerate(weights_by_layer):
-                chance = (end + BEHIND - start) / weights.shape[-1]
-                for head, position in enumerate(weights.argmax(-1).tolist()):
-                    inside, found = start <= position < end, start <= position < end + BEHIND
-                    rows.append((layer, head, found, inside, chance))
-    return pd.DataFrame(rows, columns=["layer", "head", "found", "inside", "chance"])
-
-
 @torch.no_grad()
-def _ask(model: Decoder, document: FactDocument, first: int) -> Iterator[tuple[bool, list[Tensor]]]:
-    """Ask every question of a document whose text begins at `first`.
-
-    Yields whether the answer was right; and for each layer the weights (heads, keys) of its first
-    byte.
-    """
+def _ask(model: Decoder, document: FactDocument, first: int) -> Iterator[bool]:
+    """Ask every question of a document whose text begins at `first`; yield True for the right."""
     bytes_, device = ByteTokenizer(), model.embedding.weight.device
     prompts = [bytes_.encode(question.prompt) for question in document.questions]
     answers = [bytes_.encode(question.answer) for question in document.questions]
@@ -134,24 +88,16 @@ def _ask(model: Decoder, document: FactDocument, first: int) -> Iterator[tuple[b
     # What pads a row stands after its answer, where nothing sees it.
     padded = [(row + [bytes_.end_token] * length)[:length] for row in both]
     text = torch.tensor([bytes_.encode(document.text[first:])], device=device)
-    _, _, past = read_on(model, text)
-    hidden, queries, keys = read_on(model, torch.tensor(padded, device=device), past)
+    _, past = read_on(model, text)
+    hidden, _ = read_on(model, torch.tensor(padded, device=device), past)
     best = model.head(hidden).argmax(-1)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         last = len(prompt) - 1
-        weights = []
-        for query, (key, _) in zip(queries, keys, strict=True):
-            visible = key[row, : text.shape[1] + last + 1]
-            q = query[row, last].unflatten(0, (visible.shape[1], -1)).float()  # grouped heads
-            scores = torch.einsum("kgd,skd->kgs", q, visible.float()).flatten(0, 1)
-            weights.append((scores / query.shape[-1] ** 0.5).softmax(-1).cpu())
-        yield best[row, last : last + len(answer)].tolist() == answer, weights
+        yield best[row, last : last + len(answer)].tolist() == answer
 
 
 @torch.no_grad()
-def read_on(
-    model: Decoder, tokens: Tensor, past: Past | None = None
-) -> tuple[Tensor, list[Tensor], Past]:
+def read_on(model: Decoder, tokens: Tensor, past: Past | None = None) -> tuple[Tensor, Past]:
     """Compute what `Decoder.hidden` does, after a text that has been read before.
 
     Args:
@@ -161,14 +107,13 @@ def read_on(
             which all rows then share.
 
     Returns:
-        Hidden states (batch, seqlen, width); for each layer the queries (batch, seqlen, heads,
-        head_dim); for each layer keys and values (batch, before + seqlen, kv_heads, head_dim).
+        Hidden states (batch, seqlen, width); for each layer keys and values (batch, before +
+        seqlen, kv_heads, head_dim).
     """
     before = 0 if past is None else past[0][0].shape[1]
     positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)
     turn = model.turn(positions)
     x = model.embedding(tokens)
-    queries: list[Tensor] = []
     kept: Past = []
     for layer, block in enumerate(cast(list[Block], list(model.blocks))):
         q, k, v = block.attention.project(block.attention_norm(x), turn)
@@ -177,13 +122,12 @@ def read_on(
                 torch.cat([old.expand(len(new), -1, -1, -1), new], 1)
                 for old, new in zip(past[layer], (k, v), strict=True)
             )
-        queries.append(q)
         kept.append((k, v))
         out = attention(q, k, v, causal=True, backend=model.savings.attention)
         assert isinstance(out, Tensor)  # the log-sum-exp is not returned
         x = x + block.attention.out(out.flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
-    return model.norm(x), queries, kept
+    return model.norm(x), kept
 
 
 def _by_rule(question: Question, seen: str) -> dict[str, str | None]:
