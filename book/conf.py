@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.application import Sphinx
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # `book` and `labsupport`, also for sphinx-build by hand
 
@@ -42,6 +45,7 @@ autodoc_typehints_format = "short"
 napoleon_custom_sections = [("Columns", "params_style")]
 napoleon_use_ivar = True
 add_module_names = False
+add_function_parentheses = False
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"
 
@@ -71,6 +75,10 @@ ALONE = (
     "theory/checklists",
     "theory/glossary",
     "theory/references",
+    "docs/install",
+    "docs/class-server",
+    "docs/cluster",
+    "docs/versions",
 )
 html_sidebars = {name: [] for name in ALONE}
 html_theme_options = {
@@ -93,3 +101,15 @@ linkcheck_anchors = False
 linkcheck_timeout = 30
 linkcheck_retries = 2
 linkcheck_workers = 8
+
+
+def dashes_between(app: Sphinx, doctree: nodes.document) -> None:
+    """Put a dash where Sphinx writes two hyphens between a parameter and its description."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- " and isinstance(text.parent, nodes.paragraph):
+            text.parent.replace(text, nodes.Text(" – "))
+
+
+def setup(app: Sphinx) -> None:
+    """Connect to Sphinx."""
+    app.connect("doctree-read", dashes_between)

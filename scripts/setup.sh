@@ -13,7 +13,6 @@ set -eu
 cd "$(dirname "$0")/.."
 
 torch_pin=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
-pytorch_cpu_index=https://download.pytorch.org/whl/cpu
 tested_minors="3.11 3.12 3.13"
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -126,12 +125,13 @@ install_torch() {
         pip_install $quiet "torch==$torch_pin,!=$torch_pin+cpu" -c constraints.txt || torch_failed
     else
         say "PyTorch $torch_pin, CPU build (about 200 MB: a minute or two)"
-        # First what pip is set up to look in, then PyTorch's own index.
+        # First where pip is set up to look, then uv, which knows where PyTorch keeps its CPU builds.
         pip_install --quiet "torch==$torch_pin+cpu" -c constraints.txt 2>/dev/null && return
-        pip_install $quiet "torch==$torch_pin+cpu" -c constraints.txt --retries 1 \
-            --extra-index-url "$pytorch_cpu_index" 2>/dev/null && return
-        say "the CPU build cannot be had from download.pytorch.org: taking the one on PyPI instead."
+        pip_install --quiet uv && .venv/bin/python -m uv pip install --no-config --no-deps \
+            --python .venv --torch-backend cpu "torch==$torch_pin" && return
+        say "the CPU build was not found (above: what uv says): taking the package registry's instead."
         say "It works without a GPU too, but it is the CUDA build: several GB, 5 to 15 minutes."
+        say "To avoid that, add PyTorch's CPU index to pip's settings: docs/install.md"
         check_disk 10
         pip_install $quiet "torch==$torch_pin" -c constraints.txt || torch_failed
     fi

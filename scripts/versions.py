@@ -65,7 +65,7 @@ def _order(row: Row) -> list[object]:
 def table(rows: list[Row]) -> str:
     """The rows as the page shows them, in Markdown."""
     lines = [
-        f"| Python | {' | '.join(PACKAGES.values())} | tests | passed | failed | |",
+        f"| Python | {' | '.join(PACKAGES.values())} | tests | passed | failed | date |",
         "| --- " * (len(PACKAGES) + 5) + "|",
     ]
     for row in rows:

@@ -61,8 +61,8 @@ def disagreements(pyproject, constraints, environment):
 def test_the_images_for_servers_install_the_chosen_torch(project, files):
     chosen = tomllib.loads(files[0])["tool"]["uv"]["constraint-dependencies"]
     (torch,) = (text for text in chosen if text.startswith("torch=="))
-    for name in ("binder/requirements.txt", "docs/Dockerfile", "docs/class-server.md"):
-        assert f"{torch}+cpu" in (project / name).read_text(encoding="utf-8")
+    for name in ("binder/postBuild", "docs/Dockerfile", "docs/class-server.md", "docs/install.md"):
+        assert f"--torch-backend cpu {torch}" in (project / name).read_text(encoding="utf-8")
 
 
 def applies(requirement, here):

@@ -1,4 +1,4 @@
-"""What the further exercises claim: of FP8 and a rotation, of FlexAttention, of the faults."""
+"""Claims of the further exercises: of FP8 and a rotation, of FlexAttention, of the faults."""
 
 from functools import partial
 

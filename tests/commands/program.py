@@ -6,7 +6,7 @@ from labsupport.cli import app
 
 
 def program(*arguments, ok=True, env=None):
-    """What `labsupport *arguments` prints and raises; it must succeed, or (ok=False) fail."""
+    """Run `labsupport *arguments` here; it must succeed or, with ok=False, fail."""
     done = CliRunner().invoke(app, list(map(str, arguments)), env=env)
     assert (done.exit_code == 0) is ok, (done.output, done.exception)
     return done

@@ -1,4 +1,4 @@
-"""What makes no sense is refused by a sentence, before anything is measured or started."""
+"""Calls that make no sense are refused by a sentence, before anything is measured or started."""
 
 import shlex
 

@@ -85,7 +85,7 @@ def test_the_ring_backward_is_right_on_real_processes(pool, capsys):
 
 
 def torchrun(program, *options):
-    """What a rank prints that torchrun starts."""
+    """Return the output of a rank that torchrun starts."""
     sys.argv = [program, *options]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(program, run_name="__main__")

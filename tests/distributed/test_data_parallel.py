@@ -310,7 +310,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on_from_the_checkpoint(pool, how,
 
 
 def stopped_by_rank_1(folder):
-    """What a run has done when rank 1 alone is asked to stop, in its second step."""
+    """The work a run has done when rank 1 alone is asked to stop, in its second step."""
     place, calls = setup_ddp(), []
     stop = lambda: bool(calls.append(1)) or (place.rank == 1 and len(calls) == 2)  # noqa: E731
     return len(trained(train_with_ddp, folder=folder, stop=stop)[0].history)
