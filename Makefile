@@ -3,7 +3,7 @@
 #
 #   TORCH=cpu|cuda   which build of PyTorch (default: cuda where there is an NVIDIA driver)
 #   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH); where
-#                    .venv is of another version, it is made anew
+#                    .venv is of another version, it is replaced
 #   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
 #   PY=python        use the active environment (conda, say) instead of .venv, as it is
 #   WORK=folder      where `make lab` keeps your copies of the notebooks (default: work)
@@ -43,7 +43,7 @@ help:
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
 	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
-	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
+	@echo "make constraints  resolve all versions again into constraints.txt   (maintainers)"
 	@echo "make update       newest versions, then everything run and stored again   (maintainers)"
 	@echo "make links        follow the links that leave the project   (maintainers)"
 	@echo "make test-versions  the tests with the oldest and the newest versions   (maintainers)"

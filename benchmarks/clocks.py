@@ -1,8 +1,8 @@
-"""This lab's clock beside others: five shapes, all clocks in turns, in one run.
+"""This lab's clock compared with others: five shapes, all clocks in turns, in one run.
 
     python -m benchmarks clocks
 
-On a GPU beside `triton.testing.do_bench` (within 3%), on a CPU beside `torch.utils.benchmark`
+On a GPU with `triton.testing.do_bench` (within 3%), on a CPU with `torch.utils.benchmark`
 (within 5%). A round is one median from each clock, and the order changes with each round; what is
 compared is the median over rounds of the two medians' ratio, so that drift meets both alike.
 

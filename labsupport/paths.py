@@ -1,4 +1,4 @@
-"""Where things are: the project's folders, the student's, and a cache outside of both.
+"""Locations: the project's folders, the student's, and a cache outside of both.
 
 In a checkout the notebooks, `theory/` and `data/` stand beside the package; a wheel carries them
 inside of it, in `labsupport/project/`.

@@ -183,8 +183,8 @@ def check_cache_growth(student: Student, seed: int = 0) -> None:
         raise CheckFailed("the buffer `k` is too small for its tokens.")
     if (grown := sum(a != b for a, b in pairwise(rooms))) > 8:
         raise CheckFailed(
-            f"The buffers were replaced {grown} times for 97 tokens. Each time copies all tokens so "
-            "far, N²/2 in all. Double a buffer when it is full: 7 times are enough."
+            f"The buffers were replaced {grown} times for 97 tokens. Each time copies all earlier "
+            "tokens, N²/2 in all. Double a buffer when it is full: 7 times are enough."
         )
     if max(rooms) > 2 * lengths[-1]:
         raise CheckFailed(

@@ -70,7 +70,7 @@ def row_softmax(x: Tensor, block: int) -> Tensor:
 
 
 SOFTMAX_MISTAKES = mistakes("""
-Each block has a softmax of its own: m and l must come from the whole row before anything is stored.
+Each block has its own softmax: m and l must come from the whole row before anything is stored.
     return (x - m).exp() / l -> return torch.cat([p.softmax(1) for p in x.split(block, 1)], 1)
 l is not rescaled when the maximum rises: l * exp(m - m_new).
     l * (m - m_new).exp() -> l
@@ -115,7 +115,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[Te
 
 FLASH_MISTAKES = mistakes(r"""
 The last, partial block of queries is missing: the grid needs triton.cdiv(seqlen_q, block) programs,
-and each has rows of its own, from tl.program_id(0) * BLOCK_Q on.
+and each has its own rows, from tl.program_id(0) * BLOCK_Q on.
     range(0, n_q, block) -> range(0, n_q - n_q % block, block)
 The last, partial tile of keys is missing, or another one is in its place: the loop must reach
 seqlen_k, and the tile's keys are j + tl.arange(0, BLOCK_K).

@@ -50,7 +50,7 @@ _TRITON = str(Path(torch.__file__).parents[1] / "triton")
 
 
 class _Shown:
-    """An error of which a notebook shows the message alone, in lines that fit into its window."""
+    """An error that a notebook shows as its message alone, wrapped to its window."""
 
     begins = "Check failed: "
 

@@ -115,7 +115,7 @@ class Checkpoints:
         if damaged:
             raise CheckpointError(
                 f"{', '.join(damaged)} in {self.folder}: damaged, and there is no other "
-                "checkpoint. Bring one back from a copy, or begin anew (fresh=True, --fresh)"
+                "checkpoint. Bring one back from a copy, or start again (fresh=True, --fresh)"
             )
         return None
 
@@ -189,5 +189,5 @@ def check_same_run_config(
         hint = f" (for another number of steps, keep decay_steps={saved['decay_steps']})"
     raise ResumeError(
         f"{folder} holds a run with other settings: {'; '.join(different)}{hint}. Give it the "
-        "same settings, or another folder, or begin anew (fresh=True, --fresh)"
+        "same settings, or another folder, or start again (fresh=True, --fresh)"
     )
