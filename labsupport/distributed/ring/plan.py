@@ -190,7 +190,7 @@ class Plan:
         ]
 
     def owner(self, rank: int, distance: int) -> int:
-        """Ranks that the keys have travelled, by step; negative: against the ring's direction."""
+        """Return the owner of the keys that `rank` has after they travelled `distance` ranks."""
         return (rank - distance) % self.world_size
 
     @cached_property
