@@ -239,7 +239,7 @@ def tidy() -> None:
 
 
 def _kind_of(value: Any) -> str:
-    """What a student's name stands for; a kernel may still be a stub."""
+    """Name the kind of thing a student's name stands for; a kernel may still be a stub."""
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
         return "function class"
     if not inspect.isroutine(kernel := getattr(value, "fn", None)):

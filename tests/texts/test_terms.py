@@ -1,4 +1,4 @@
-"""One form for each term, in all texts: the table is terms.toml."""
+"""One form for each term, in all texts: the table is terms.toml. And how docstrings open."""
 
 import re
 import tomllib
@@ -37,15 +37,27 @@ def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
     return out
 
 
+def applies(term: dict, path: Path) -> bool:
+    where = term.get("where")
+    return not (where == "pages" and path.suffix == ".py" and path.parent.name != "notebooks") and (
+        where != "not notebooks" or path.parent.name != "notebooks"
+    )
+
+
 def here(text: str) -> texts.Passage:
     return texts.Passage(texts.ROOT / "README.md", 7, text)
 
 
 def test_pages_and_docstrings_use_one_form_for_each_term():
-    everywhere = [term for term in TERMS if term.get("where") != "pages"]
-    passages = [(passage, TERMS) for path in texts.pages() for passage in texts.prose(path)]
-    passages += [(p, everywhere) for path in texts.sources() for p in texts.docstrings(path)]
-    found = [m for passage, terms in passages for term in terms for m in wrong_forms(passage, term)]
+    passages = [passage for path in texts.pages() for passage in texts.prose(path)]
+    passages += [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    found = [
+        message
+        for passage in passages
+        for term in TERMS
+        if applies(term, passage.path)
+        for message in wrong_forms(passage, term)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -55,6 +67,28 @@ def test_each_wrong_form_is_found_and_the_right_one_let_pass():
             assert wrong_forms(here(f"It says {phrase.replace('*', 'ed')}, here."), term), phrase
         for phrase in (term["right"], *term.get("unless", [])):
             assert not wrong_forms(here(f"It says {phrase}, here."), term), phrase
+
+
+# A docstring names a thing, or says what to do (PEP 257). A question, or half a clause, makes the
+# reader wait for the noun: "What every backend is asked with" for "Inputs of one attention call".
+OPENING = re.compile(r"(What|How|Whether|Which|Why|Who|Whose|Where|When|Of|As|Does|Is|Are)\b|.*\?$")
+
+
+def badly_opened(passage: texts.Passage) -> bool:
+    return OPENING.match(passage.text.strip().split("\n")[0]) is not None
+
+
+def test_docstrings_open_with_a_noun_or_an_imperative():
+    passages = [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    found = [f"{p.path}:{p.line}: {p.text[:60]}" for p in passages if badly_opened(p)]
+    assert not found, "\n".join(found)
+
+
+def test_an_opening_is_judged_by_its_first_line():
+    for bad in ("What every backend is asked with.", "Of batch and heads.", "Does it run?\n\nNo."):
+        assert badly_opened(here(bad)), bad
+    for good in ("Return what a call costs.", "Offset of a row.", "Number of rows.\n\nWhat else?"):
+        assert not badly_opened(here(good)), good
 
 
 def test_a_term_is_found_across_a_line_break_and_its_line_is_named():
