@@ -27,6 +27,9 @@ NBVAL = --nbval-lax --nbval-current-env
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
+# Terms and words of all texts: a static check, so `make test` has run it before the other tests.
+WORDS = tests/texts/test_terms.py
+
 .PHONY: help lab fetch book test test-all test-browser static notebook-tests benchmark notebooks \
 	pictures screenshots format constraints update links test-versions setup clean
 .NOTPARALLEL:
@@ -62,7 +65,7 @@ fetch: setup
 	@$(LABSUPPORT) fetch --quiet
 
 test: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) tests notebooks $(ARGS)
+	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) --ignore $(WORDS) tests notebooks $(ARGS)
 
 test-all: test
 	$(PYTEST) $(WORKERS) -m "slow and not browser" tests $(ARGS)
@@ -89,6 +92,7 @@ static:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check --python-interpreter-path $(PY)
 	$(TYPOS)
+	$(PYTEST) -q $(WORDS)
 
 notebook-tests:
 	$(PYTEST) $(WORKERS) $(NBVAL) notebooks

@@ -38,10 +38,9 @@ def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
 
 
 def applies(term: dict, path: Path) -> bool:
-    where = term.get("where")
-    return not (where == "pages" and path.suffix == ".py" and path.parent.name != "notebooks") and (
-        where != "not notebooks" or path.parent.name != "notebooks"
-    )
+    notebook = path.parent.name == "notebooks"
+    left_out = {"pages": path.suffix == ".py" and not notebook, "not notebooks": notebook}
+    return not left_out.get(term.get("where"), False)
 
 
 def here(text: str) -> texts.Passage:
