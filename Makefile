@@ -3,7 +3,7 @@
 #
 #   TORCH=cpu|cuda   which build of PyTorch (default: cuda where there is an NVIDIA driver)
 #   PYTHON=...       the Python that makes .venv (default: the first good one on the PATH); where
-#                    .venv is of another version, it is made anew
+#                    .venv is of another version, it is replaced
 #   ARGS=...         passed on, as in `make lab ARGS=--no-browser`
 #   PY=python        use the active environment (conda, say) instead of .venv, as it is
 #   WORK=folder      where `make lab` keeps your copies of the notebooks (default: work)
@@ -27,6 +27,9 @@ NBVAL = --nbval-lax --nbval-current-env
 # A program without a module, so it is found beside the Python that it was installed with.
 TYPOS = $(if $(findstring /,$(PY)),$(dir $(PY)))typos
 
+# Terms and words of all texts: a static check, so `make test` has run it before the other tests.
+WORDS = tests/texts/test_terms.py
+
 .PHONY: help lab fetch book test test-all test-browser static notebook-tests notebooks \
 	pictures screenshots format constraints update links test-versions setup clean
 .NOTPARALLEL:
@@ -42,7 +45,7 @@ help:
 	@echo "make pictures     draw the pictures of the README and of theory/   (maintainers)"
 	@echo "make screenshots  take the README's pictures of JupyterLab   (maintainers)"
 	@echo "make format       format the code, and carry edits of .py twins into the notebooks"
-	@echo "make constraints  resolve all versions anew into constraints.txt   (maintainers)"
+	@echo "make constraints  resolve all versions again into constraints.txt   (maintainers)"
 	@echo "make update       newest versions, then everything run and stored again   (maintainers)"
 	@echo "make links        follow the links that leave the project   (maintainers)"
 	@echo "make test-versions  the tests with the oldest and the newest versions   (maintainers)"
@@ -61,7 +64,7 @@ fetch: setup
 	@$(LABSUPPORT) fetch --quiet
 
 test: setup fetch static
-	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) tests notebooks $(ARGS)
+	$(PYTEST) $(WORKERS) -m "not slow and not browser" $(NBVAL) --ignore $(WORDS) tests notebooks $(ARGS)
 
 test-all: test
 	$(PYTEST) $(WORKERS) -m "slow and not browser" tests $(ARGS)
@@ -88,6 +91,7 @@ static:
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check --python-interpreter-path $(PY)
 	$(TYPOS)
+	$(PYTEST) -q $(WORDS)
 
 notebook-tests:
 	$(PYTEST) $(WORKERS) $(NBVAL) notebooks

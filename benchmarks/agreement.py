@@ -1,4 +1,4 @@
-"""Training with textbook attention and with another one: how far are they apart?
+"""Distance between training with textbook attention and with another one.
 
 python -m benchmarks agreement --save NAME       200 steps of 2,048 tokens, three runs
 """
@@ -72,7 +72,7 @@ def gradient_errors(
     Returns:
         an `ErrorReport` for each parameter, by name. Errors and what is allowed are relative to the
         parameter's largest exact gradient: gradients of a mean loss are small numbers, which the
-        rule's floor of 1e-5 would let pass whatever they are.
+        rule's floor of 1e-5 would let pass in any case.
     """
 
     def gradients(attention: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

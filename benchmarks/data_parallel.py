@@ -59,9 +59,9 @@ MEETING = timedelta(minutes=30)
 class Case:
     """One row of the table.
 
-    strategy: "single" (each rank by itself, nothing is sent), "ddp" or "fsdp".
+    strategy: "single" (each rank alone, nothing is sent), "ddp" or "fsdp".
     preset: the decoder's shape, as for `shape_of`.
-    world: the first so many ranks take part.
+    world: number of ranks that take part, the first ones.
     length, batch: tokens (batch, length) of each micro-batch of each rank.
     micro_batches: of each step and rank.
     sync_every: communicate after each of them, not after the last only.
@@ -90,7 +90,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="numbers of ranks; those that are not there are left out")  # fmt: skip
     add("--length", type=parse_tokens, default=4096 if gpu else 128, help="tokens, such as 4K")
     add("--batch", type=int, default=1, help="sequences of each rank")
-    add("--accumulation", type=int, default=1, help="also measure so many micro-batches a step")
+    add("--accumulation", type=int, default=1, help="also measure this many micro-batches a step")
     add("--attention", default="auto")
     add("--steps", type=int, default=8)
     add("--warmup", type=int, default=3)
@@ -186,7 +186,7 @@ def measure_scaling(
     Args:
         chosen: what to measure, the same on all ranks. Worlds larger than the group are left out.
         timeout: seconds that a rank may wait for another within a case.
-        seconds: after so many no further case is begun; its row says "not tried".
+        seconds: then no further case is begun; its row says "not tried".
         on_rows: is given the table so far after each case, on rank 0.
 
     Returns:
@@ -338,7 +338,7 @@ def columns_of(case: Case, by_rank: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_efficiency(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table with `efficiency`, of each row against one rank by itself."""
+    """Return the table with `efficiency`, of each row against one rank alone."""
     if "tokens_s" not in table:
         return table
     same = ["preset", "length", "batch", "micro_batches", "dtype", "attention"]

@@ -1,4 +1,4 @@
-"""Decoding beside the others: one query against a long cache, compared with the memory's speed.
+"""Decoding by several libraries: one query against a long cache, and the speed of the memory.
 
     python -m benchmarks decode                           on this GPU
     python -m benchmarks decode --keys 32768 --save NAME  a part of it, saved

@@ -1,10 +1,10 @@
-"""Speed of decoding, prefill and training of models with random weights, beside the bound of each.
+"""Speed of decoding, prefill and training of models with random weights, and the bound of each.
 
 python -m benchmarks generation                       everything that fits here
 python -m benchmarks generation --what decode --save NAME
 
-    decode     tokens/s of the loops, beside the memory bandwidth's bound
-    prefill    FLOP/s of a forward, beside a matrix product's, by attention
+    decode     tokens/s of the loops, and the memory bandwidth's bound
+    prefill    FLOP/s of a forward, and of a matrix product, by attention
     training   time and memory of a training step, by attention and length
 
 Only shapes matter for speed, so the weights are random. On a GPU the models have real shapes, on a

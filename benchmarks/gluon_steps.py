@@ -1,6 +1,6 @@
 """The Gluon kernel built in four steps, and when its groups of warps compute.
 
-    python -m benchmarks gluon_steps               TFLOP/s of each step, beside Triton and cuDNN
+    python -m benchmarks gluon_steps               TFLOP/s of each step, of Triton and of cuDNN
     python -m benchmarks gluon_steps --timeline    clock reads of one multiprocessor instead
 
 Each step is a set of constants of one kernel, `labsupport.attention.kernels.forward_gluon`. Times

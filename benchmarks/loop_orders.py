@@ -1,4 +1,4 @@
-"""FlashAttention's first loop order beside its second: what keeping K and V on the chip costs.
+"""FlashAttention's first loop order compared with its second: the cost of keeping K and V on chip.
 
     python -m benchmarks loop_orders               on this GPU
     python -m benchmarks loop_orders --save NAME   saved

@@ -1,4 +1,4 @@
-"""One implementation beside the best others, shape by shape: times as fast.
+"""One implementation compared with the best others, shape by shape.
 
     python -m benchmarks peers                              flash_gluon on this GPU
     python -m benchmarks peers --head-dim 64 --save NAME    a part of the grid, saved

@@ -1,4 +1,4 @@
-"""Predicted beside measured memory of a training step.
+"""Predicted and measured memory of a training step.
 
 python -m benchmarks planner --preset gpt2-small --autocast bfloat16 --lengths 1K,4K --save NAME
 """

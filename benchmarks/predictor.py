@@ -142,7 +142,7 @@ def record(
 
 
 def _first_call(case: Case, call: Call, device: torch.device) -> dict[str, Any]:
-    """Try a case: does it run, by which kernel, in how much memory?"""
+    """Try a case; return its status, kernel and memory."""
     if device.type == "cpu" and (reason := predicted_shortage(case)):
         return {"status": "out of memory", "reason": reason}
     try:
@@ -156,7 +156,7 @@ def _first_call(case: Case, call: Call, device: torch.device) -> dict[str, Any]:
 def _times(
     calls: Any, rows: dict[Case, dict[str, Any]], device: torch.device, max_seconds: float
 ) -> Any:
-    """Time a shape's calls in turns. If they do not fit beside each other, the largest is given up.
+    """Time a shape's calls in turns. If they do not fit together, the largest is left out.
 
     What PyTorch's allocator holds for one call is too fragmented for the next, where each of them
     takes most of a GPU.

@@ -67,7 +67,7 @@ ROUNDS = (
         learning_rate=3e-3,
         decay_steps=2310,
     ),
-    # With more facts to be told apart, and once more at a higher rate.
+    # With more facts to distinguish, and once more at a higher rate.
     Round(
         (
             Stage(460, 2048, 3, 30, 80, dialogues=2, talk_facts=16, talk_questions=15),
@@ -104,7 +104,7 @@ def new_model() -> Decoder:
 
 
 def look_back(model: Decoder, layer: int, offsets: Sequence[int]) -> None:
-    """Let a layer's first heads begin by looking `offsets` bytes back, whatever the bytes are.
+    """Let a layer's first heads begin by looking `offsets` bytes back, for any bytes.
 
     A rotary score depends on positions by their distance. Of a constant query and key (biases) it
     is Σ cos(θ_f · (distance - offset)) over the frequencies θ_f, if the query is turned back by

@@ -40,7 +40,7 @@ from labsupport.training.train import TrainConfig
 class Case:
     """One row of the table: a step of a preset's decoder, batch 1.
 
-    kernel, layout ("zigzag", "contiguous"): of the ring. rung: a number in `planner.STRATEGIES`,
+    kernel, layout ("zigzag", "contiguous"): of the ring. `rung`: a number in `planner.STRATEGIES`,
     whose savings and autocast apply.
     """
 

@@ -1,4 +1,4 @@
-"""Bytes that the lab's Triton kernels move, counted by Nsight Compute (`ncu`), beside the theory's.
+"""Bytes that the lab's Triton kernels move, counted by Nsight Compute (`ncu`), and the theory's.
 
 python -m benchmarks traffic --three --save traffic-h200
 
@@ -6,7 +6,7 @@ Bytes are counted in three places, on their way from left to right:
 
     multiprocessors  --(1)--  request coalescer  --(2)--  L2  --(3)--  large memory
 
-(1) is what theorem 2 and `kernel_bytes` speak of: whatever tiles a kernel's programs ask for.
+(1) is what theorem 2 and `kernel_bytes` speak of: the tiles that a kernel's programs ask for.
 
     forward   a program: Q_i once, then K_j, V_j for each tile; writes O_i, L_i
     rows      dO, O, L; writes two numbers a query (shift and D)
@@ -91,7 +91,7 @@ def count(case: Case) -> list[dict[str, Any]]:
 
 
 def compare(launches: Sequence[dict[str, Any]], case: Case) -> list[dict[str, Any]]:
-    """Put what was counted on the GPU beside what the tiles ask for.
+    """Compare the bytes counted on the GPU with those that the tiles ask for.
 
     Returns:
         A row a launch of a kernel that is known: kernel, block_q, block_k; counted (bytes by

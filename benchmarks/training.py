@@ -136,7 +136,7 @@ def last_that_runs(attempt: Callable[[int], Row], guess: int, widen: int) -> Row
     Args:
         attempt: a number -> its row.
         guess: where to begin.
-        widen: a bracket grows by one part in so many; 1 doubles.
+        widen: a bracket grows by 1/widen; 1 doubles.
     """
     runs, fails, best = 0, 0, None
     units = guess

@@ -35,7 +35,7 @@ def main(options: list[str]) -> int:
     shutil.copyfile(file, static / file.name)
     builder = options[options.index("-b") + 1] if "-b" in options else "html"
     output = BUILD / ("book" if builder == "html" else f"book-{builder}")
-    # -E: all pages anew. It takes seconds, and a line of the glossary may concern every page.
+    # -E: all pages again. It takes seconds, and a line of the glossary may concern every page.
     fixed = ["-E", "-c", str(PROJECT / "book"), "-d", str(BUILD / "book-doctrees")]
     if "-b" not in options:
         fixed += ["-b", "html", "-W", "--keep-going", "-q"]

@@ -117,7 +117,7 @@ def link_terms(app: Sphinx, doctree: nodes.document, docname: str) -> None:
 def add_meanings(
     app: Sphinx, pagename: str, templatename: str, context: dict, doctree: nodes.document | None
 ) -> None:
-    """Put the meanings of a page's linked terms behind its text, for the script to show.
+    """Append the meanings of a page's linked terms to its text, for the script to show.
 
     Without the script they stay hidden, and the links lead to the glossary. (They are added to the
     page's HTML: in the document, the search would index them.)

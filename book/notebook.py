@@ -1,6 +1,6 @@
 """Pages of the book from executed notebooks.
 
-Outputs are taken as they are stored. Hidden tests are left out; a solution is folded away behind
+Outputs are taken as they are stored. Hidden tests are left out; a solution is folded under
 the stub that students start from; a chart gets the words that it carries as its text form, which
 `labsupport.plotting` wrote for those who cannot see it; tables get headers that say what they head.
 """

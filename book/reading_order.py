@@ -2,7 +2,7 @@
 
 A row reads "notebook 1, sections 1.5 and 1.6 | chapter 3". Sections come as "section 1.4",
 "sections 1.1 to 1.3", "sections 1.7, 1.8 and 1.11"; without any, the whole notebook is meant.
-Several chapters are told apart by semicolons, and may have a remark: "chapter 6, as far as rounding
+Several chapters are separated by semicolons, and may have a remark: "chapter 6, as far as rounding
 errors".
 """
 

@@ -1,6 +1,6 @@
 """The reference: every public name from its docstring, every command from the program itself.
 
-Sources for Sphinx, made anew for each book: `reference/index.rst` lists all names with a line each,
+Sources for Sphinx, written for each build: `reference/index.rst` lists all names with a line each,
 one page for each room describes its names (`sphinx.ext.autodoc`), `reference/commands.md` is
 Typer's own description of the program. Code that is a public name leads here (`crosslinks`).
 """

@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[-+âˆ’]?[\d.,]*\d[\d.,]*(e[-+]?\d+)?( ?%)?|NaN|nan|inf|â€
 def clean_table(html: str) -> str:
     """A notebook's HTML with proper headers: of pandas, and of the lab's own tables.
 
-    The name of pandas' index moves from a row of its own into the row of the columns' names; empty
+    The name of pandas' index moves from its own row into the row of the columns' names; empty
     header cells become ordinary ones; the style sheet that pandas brings along goes.
     """
     soup = BeautifulSoup(html, "html.parser")

@@ -1,9 +1,9 @@
-"""The package without what answers the exercises, for exams and for grading.
+"""The package without answers to the exercises, for exams and for grading.
 
 Functions that answer an exercise keep their names and signatures, and say that they are left out.
 In an exam the checks judge by stored cases (`labsupport.checks.cases`): results of the reference
 solutions and of typical mistakes, written down here while the solved notebooks' checks run. Where a
-submission is graded there are none: the grader checks in a process of its own.
+submission is graded there are none: the grader checks in its own process.
 """
 
 import ast

@@ -10,7 +10,7 @@ NOT_HERE = "not part of the exam edition"
 
 
 class LeftOutError(RuntimeError):
-    """Something was called that answers an exercise, and is therefore not there."""
+    """A function that answers an exercise was called, but is left out."""
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook."""

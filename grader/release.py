@@ -1,4 +1,4 @@
-"""The command `labsupport release`: the lab as students get it, a project of its own."""
+"""The command `labsupport release`: the lab as students get it, a separate project."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def release_command(
         bool, typer.Option("--exam", help="Also without the code that answers an exercise.")
     ] = False,
 ) -> None:
-    """Write the lab for students: a project without solutions and hidden tests (instructors)."""
+    """Write the students' edition: a project without solutions and hidden tests (instructors)."""
     typer.echo(f"written: {write_project(to, notebooks, exam=exam)}, for `make lab` there")
 
 
@@ -124,7 +124,7 @@ def pyproject(text: str) -> str:
 
 
 def _readme(text: str, exam: bool) -> str:
-    """A README of its own, and the sections of the installation guide."""
+    """Return the edition's README: an introduction, and the installation guide."""
     own = Path(__file__).parent
     readme = (own / "edition.md").read_text(encoding="utf-8")
     if exam:
@@ -166,7 +166,7 @@ def without_left_out(text: str, left_out: re.Pattern[str] = _LEFT_OUT) -> str:
 
 
 def _exam(notebook_text: str) -> str:
-    """Return a notebook without outlines of solutions, and without what names missing parts."""
+    """Return a notebook without outlines of solutions and without mentions of missing parts."""
     notebook = json.loads(notebook_text)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "markdown":
@@ -176,7 +176,7 @@ def _exam(notebook_text: str) -> str:
 
 
 def _without_dead_links(text: str, folder: Path) -> str:
-    """Links to files that are not handed out become plain text."""
+    """Turn links to files that are not handed out into plain text."""
 
     def live(link: re.Match[str]) -> str:
         return link[0] if (folder / link[2]).exists() else link[1]

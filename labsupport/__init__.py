@@ -1,4 +1,4 @@
-"""FlashAttention, to read, to build and to measure: the package behind the notebooks.
+"""FlashAttention, to read, to build and to measure: the package that the notebooks import.
 
 `import labsupport` alone imports nothing else, not even torch; each subpackage is imported when it
 is first named::

@@ -1,4 +1,4 @@
-"""Where things are: the project's folders, the student's, and a cache outside of both.
+"""Locations: the project's folders, the student's, and a cache outside of both.
 
 In a checkout the notebooks, `theory/` and `data/` stand beside the package; a wheel carries them
 inside of it, in `labsupport/project/`.
@@ -65,7 +65,7 @@ def notebooks_dir() -> Path:
 def work_dir() -> Path:
     """Return the student's folder: `work/` in the checkout; installed, in the current folder.
 
-    Installed, the current folder may itself be it, as in a terminal of JupyterLab.
+    If installed, it may be the current folder itself, as in a terminal of JupyterLab.
 
     Raises:
         ProjectNotFoundError: as in `project_root`.

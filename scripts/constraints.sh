@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve the whole environment anew and write constraints.txt. Maintainers run it (`make
+# Resolve the whole environment again and write constraints.txt. Maintainers run it (`make
 # constraints`) after changing pyproject.toml or to move to newer versions, then `make test`.
 #
 # uv resolves once for every system and Python version the lab supports; pip could only resolve

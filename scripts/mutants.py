@@ -1,4 +1,4 @@
-"""The tests' protection as one number: of so many small faults in the code, how many are noticed?
+"""The tests' protection as one number: the share of small faults in the code that they notice.
 
     python scripts/mutants.py cover   run the tests once, and note which test runs which line
     python scripts/mutants.py run --save data/upkeep/NAME.csv

@@ -37,7 +37,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Link:
-    """Where a link, or the source of a picture, leads, and the line on which its block begins."""
+    """Target of a link, or source of a picture, and the line on which its block begins."""
 
     path: Path
     line: int
@@ -103,7 +103,7 @@ def _words(children: list[Token]) -> str:
         elif child.type in ("softbreak", "hardbreak"):
             out.append("\n")
         elif child.type in ("code_inline", "math_inline", "math_inline_double"):
-            # A cut that spans lines keeps them, so that the lines behind it are counted right.
+            # A cut that spans lines keeps them, so that the lines after it are counted right.
             out.append(CUT + "\n" * child.content.count("\n"))
         elif child.type == "image":
             out.append(_words(child.children or []))

@@ -2,10 +2,10 @@
 # Move to the newest versions and run everything again (`make update`; maintainers). About an hour.
 #
 #   scripts/update.sh               all steps, in the order below
-#   scripts/update.sh --from STEP   go on at a step, after mending what stopped it
+#   scripts/update.sh --from STEP   continue at a step, after fixing what stopped it
 #   scripts/update.sh --back        the pins from before the update
 #
-#   pins          constraints.txt resolved anew              (scripts/constraints.sh)
+#   pins          constraints.txt resolved again             (scripts/constraints.sh)
 #   environment   .venv made, or brought to the new pins
 #   tests         all of `make test`, with the stored notebooks as they are
 #   notebooks     run; new outputs stored
@@ -72,7 +72,7 @@ failed() {
         say "      --dist loadfile -m 'not slow and not browser' && $python -m scripts.versions"
     fi
     say "The way on, one of:"
-    say "  mend it, then                make update ARGS='--from $1'"
+    say "  fix it, then                 make update ARGS='--from $1'"
     say "  keep a package back: give it an upper bound in pyproject.toml, with the reason, then"
     say "                               make update"
     say "  leave it for another day     make update ARGS=--back"

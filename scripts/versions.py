@@ -4,7 +4,7 @@ As a plugin of pytest it adds the run to the file, once the run has ended:
 
     python -m pytest -p scripts.versions --record-versions -m "not slow and not browser"
 
-As a program it writes the table anew:
+As a program it writes the table again:
 
     python -m scripts.versions
 

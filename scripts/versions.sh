@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Run the tests at an end of what pyproject.toml allows, each in an environment of its own:
+# Run the tests at an end of what pyproject.toml allows, each in a new environment:
 #
 #   scripts/versions.sh lowest [PYTEST ARGUMENTS]   the oldest version of every direct dependency
-#   scripts/versions.sh newest [PYTEST ARGUMENTS]   the newest of everything, whatever is pinned
+#   scripts/versions.sh newest [PYTEST ARGUMENTS]   the newest of everything, without pins
 #
 # and add the counts to data/versions.csv. Without an argument: one after the other. The environments
-# are made anew each time, in build/versions-*, and .venv is not touched.
+# are made again each time, in build/versions-*, and .venv is not touched.
 #
 # Environment: PYTHON=3.13   the Python to use, by version or path (default: python3)
 #              TORCH=cpu|cuda  which build of PyTorch (default: what this machine can use)
@@ -78,6 +78,6 @@ status=0
 if [ "$status" -eq 0 ]; then
     say "data/versions.csv and docs/versions.md are up to date: look at them, and commit them"
 else
-    say "not all passed; once that is mended, run it again: the new counts replace these" >&2
+    say "not all passed; once that is fixed, run it again: the new counts replace these" >&2
 fi
 exit "$status"

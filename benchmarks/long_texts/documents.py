@@ -58,7 +58,7 @@ def plant(
     Args:
         tokenizer: a Transformers tokenizer; counts tokens.
         text: paragraphs, an empty line between them.
-        length: the document is cut, at a paragraph, so that it has at most so many tokens.
+        length: the document is cut, at a paragraph, so that it has at most that many tokens.
         facts: how many; their words are drawn from fixed lists, without those of the text.
         seed: of the draw.
 

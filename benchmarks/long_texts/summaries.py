@@ -1,4 +1,4 @@
-"""A summary by a small model, judged by what can be counted, beside the simplest summary there is.
+"""A summary by a small model, judged by counts, and compared with the simplest summary.
 
 The documents are chapters of Python's own help, without their headings:
 
@@ -76,7 +76,7 @@ def lead(text: str, words: int) -> str:
 
 
 def summarise(model: Any, tokenizer: Any, document: Chapter) -> tuple[str, dict[str, Any]]:
-    """Let an instruction-tuned model summarise a document, and judge it beside the lead.
+    """Let an instruction-tuned model summarise a document, and compare it with the lead.
 
     Returns:
         The summary; and `judge_summary` of "model" and "lead", against the whole document.

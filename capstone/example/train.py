@@ -34,7 +34,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same function; the front door wants (batch, seqlen, heads, head_dim)."""
+    """The same function; `attention` takes (batch, seqlen, heads, head_dim)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return front_door(q, k, v).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Is it the same function, and what did it gain? A report's numbers, with their provenance.
+"""A report's numbers, with their provenance: errors, times and memory of both attentions.
 
 `python measure.py` compares the attentions of `train.py` in whole training steps (forward and
 backward), length by length, and writes `results/steps/`. It knows nothing of the model: any program
@@ -30,7 +30,7 @@ def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def make_step(attention: Attention, seqlen: int, device: str) -> Callable[[], None]:
-    """A call that runs one pass forward and backward, and leaves no gradients behind."""
+    """Return a call that runs one pass forward and backward, and leaves no gradients."""
     model = make_model(attention).to(device)
     inputs, labels = (x.to(device) for x in make_batch(seqlen))
 

@@ -45,7 +45,7 @@ class KilledError(RuntimeError):
 def grade_one(
     submission: Submission, settings: Settings, *, alone: bool = True
 ) -> SubmissionResult:
-    """Grade one submission; whatever it does, there is a result, and no process of it is left.
+    """Grade one submission; there is always a result, and no process of it is left.
 
     Raises:
         KilledError: the system ended its program, and it was not `alone`: that does not count.
@@ -77,7 +77,7 @@ def grade_one(
 def not_run(
     one: Submission, settings: Settings, why: str, *flags: Flag, status: str = "graded"
 ) -> SubmissionResult:
-    """Return the result of what could not be run: all its points to lose, and why."""
+    """Return the result of a submission that could not be run: no points, and the reason."""
     checks: tuple[CheckResult, ...] = ()
     if known := pristine_notebooks(settings.notebooks).get(one.notebook):
         checks = tuple(
@@ -166,7 +166,7 @@ class _Run:
                     message += f" A cell ended with {box.first_error[:300]}"
             self.record(check, status, message)
             if unexpected:
-                text = "The check stumbled over what came back: was it the student's fault?"
+                text = "The check crashed on the returned value: was it the student's fault?"
                 self.flags.append(Flag(check.grade_id, "not judged", text))
 
 

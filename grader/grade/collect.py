@@ -21,7 +21,7 @@ def collect_command(
 ) -> None:
     """Clone students' repositories as they were when the work was due (instructors).
 
-    The dates of commits are the student's own: a server's log of pushes says more.
+    Students can set the dates of commits; a server's log of pushes is more reliable.
     """
     failed = 0
     for row in read_table(git, "student", "url"):

@@ -20,7 +20,7 @@ def grade_command(
     students: Annotated[
         Path | None, typer.Option(help="The class: a system's list, or a column student.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an earlier run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an earlier run.")] = False,
     due: Annotated[datetime | None, typer.Option(help="Later files are marked.")] = None,
     notebook: Annotated[str, typer.Option(help="Only this one, such as 01.")] = "",
     notebooks: Annotated[Path | None, typer.Option(help="The folder of solved ones.")] = None,
@@ -35,13 +35,14 @@ def grade_command(
         float, typer.Option(min=0.001, help="GiB of memory for one submission.")
     ] = Settings.memory_bytes / 2**30,
     unconfined: Annotated[
-        bool, typer.Option("--unconfined", help="Grade though nothing holds submissions back.")
+        bool,
+        typer.Option("--unconfined", help="Grade without a sandbox: trusted submissions only."),
     ] = False,
 ) -> None:
-    """Grade what students handed in (instructors): points, a page for each, the class.
+    """Grade submissions (instructors): points, a page for each student, an overview.
 
-    Submissions run confined, and are never believed. Results are written as they come; after an
-    interruption --resume goes on. Points in OUT/overrides.csv take the place of those of a check.
+    Submissions run in a sandbox. Results are written as they come; after an interruption --resume
+    continues. Points in OUT/overrides.csv replace those of a check.
     """
     from tqdm import tqdm
 
@@ -83,7 +84,7 @@ def grade_command(
         raise
     finally:
         bar.close()
-    # First of all: whatever a terminal makes of the lines below, the reports are there.
+    # First of all: the reports are there even if a terminal fails on the lines below.
     results, files = write_reports(results, out, found, notebooks=notebooks, class_list=class_list)
     wide = min(30, max(len(result.student) for result in results))
     for result in results:

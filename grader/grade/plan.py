@@ -1,4 +1,4 @@
-"""From a submission to what runs: the student's code cells in their order.
+"""The cells of a submission that run, in the student's order.
 
 Of the cells that the lab gave, those run that only import or define something, and those that bind
 a name which the student's code needs; what measures and draws stays out. At each check cell the
@@ -88,7 +88,7 @@ def make_plan(pristine: Pristine, submission: Submission) -> Plan:
             text = "Its cell holds the markers of the instructor's notebook, which no student gets."
             flags.append(Flag(name, "instructor's text", text))
         if len(own) > 1:
-            text = f"{len(own)} cells say that they are this exercise: the last definition counts."
+            text = f"{len(own)} cells have this exercise's grade_id: the last definition counts."
             flags.append(Flag(name, "duplicate", text))
     unneeded, steps = _unneeded_cells(pristine, submission.cells), []
     for cell in submission.cells:

@@ -92,7 +92,7 @@ class SubmissionResult:
 def write_result(out: Path, result: SubmissionResult) -> None:
     """Add a line to OUT/results.jsonl; when this returns, it is on the disk."""
     with (out / NAME).open("ab") as file:
-        # What an interruption cut off stays a line of its own, and harms none.
+        # What an interruption cut off stays on its own line, and harms none.
         file.write(b"\n" + json.dumps(asdict(result)).encode())
         file.flush()
         os.fsync(file.fileno())

@@ -73,7 +73,7 @@ def package_folder() -> Path:
 
 @functools.cache
 def wall_missing() -> str:
-    """Say why submissions cannot be walled in on this machine; "" if they can."""
+    """Return why submissions cannot be sandboxed on this machine; "" if they can."""
     try:
         subprocess.run([*_wall(), "/bin/true"], capture_output=True, check=True, text=True)
     except subprocess.CalledProcessError as error:
@@ -85,7 +85,7 @@ def wall_missing() -> str:
 
 @functools.cache
 def confinement_missing(unconfined: bool) -> tuple[str, ...]:
-    """Say what submissions are not kept from on this machine: a sentence each.
+    """List what this machine does not forbid submissions, a sentence each.
 
     Raises:
         RuntimeError: there is no wall at all, and `unconfined` is False.

@@ -206,7 +206,7 @@ def files_in(given: Path) -> Iterator[File]:
     for here, folders, names in os.walk(given):
         folders[:] = sorted(name for name in folders if not _hidden(name))
         if Path(here) == given:
-            # Whoever has nothing else in their folder.
+            # Students with nothing else in their folder.
             yield from (File(f"{name}/", nothing) for name in folders)
         for name in sorted(names):
             path = Path(here, name)
@@ -294,7 +294,7 @@ MAX_FILES, MAX_NAME = 40, 200
 class Submission:
     """A file that was handed in for a notebook of the lab, "" if that is unknown.
 
-    Its digest is SHA-256, so that a later version is graded anew. `refused` says why it cannot be
+    Its digest is SHA-256, so that a later version is graded again. `refused` says why it cannot be
     graded, or "": then it has no points, and stops nothing.
     """
 
@@ -428,7 +428,7 @@ def _newest(found: list[Submission]) -> Iterator[Submission]:
         texts = []
         if older := [one.path for one in works if one is not newest]:
             names = ", ".join(older[:5])
-            texts = [f"Several files for this notebook; the newest counts. Passed over: {names}."]
+            texts = [f"Several files for this notebook; the newest counts. Ignored: {names}."]
         texts += [
             f"{one.path} was refused ({one.refused}); this file was graded instead."
             for one in group

@@ -81,7 +81,7 @@ def _limit(
     if used > most:
         raise CheckFailed(
             f"{what} the process took {format_bytes(used)} more than before, seen from outside; "
-            f"{format_bytes(most)} are plenty without it."
+            f"{format_bytes(most)} are enough without it."
         )
 
 

@@ -1,4 +1,4 @@
-"""No other program: a seccomp filter for the sandbox's process, which may start threads only.
+"""A seccomp filter for the sandbox's process: it may start threads, but no programs.
 
 So nobody works where attention is not refused and memory is not watched. It cannot be undone.
 """

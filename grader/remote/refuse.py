@@ -36,7 +36,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def hide_kernels() -> None:
-    """Take away PyTorch's way to call an operator's kernel past the dispatcher."""
+    """Disable calls of an operator's kernel that bypass PyTorch's dispatcher."""
     torch._C._dispatch_get_computed_kernel_for_dispatch_key = functools.partial(
         _refuse, "get_kernel"
     )

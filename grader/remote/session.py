@@ -29,7 +29,7 @@ _NO_ANSWER = "the process sent something that is no answer"
 
 
 class SessionDied(BaseException):
-    """The student's process ended, or sent what is no answer. Checks must not catch it."""
+    """The student's process ended, or sent an invalid answer. Checks must not catch it."""
 
 
 class SessionTimeout(BaseException):

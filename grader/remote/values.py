@@ -30,11 +30,11 @@ Frame = tuple[bytes, list[Any]]  # header; buffers
 
 
 class FrameError(Exception):
-    """Bytes that are no frame, or a value that is too large for one."""
+    """Invalid bytes, or a value too large for a frame."""
 
 
 class Foreign:
-    """Stands for a value of a kind that does not travel; only its type's name is known."""
+    """Placeholder for a value that cannot be sent; only its type's name is known."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -277,7 +277,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
 def receive(
     connection: socket.socket, *, limit: int, deadline: float | None = None
 ) -> tuple[bytes, Tensor]:
-    """Return one whole frame, of at most `limit` bytes of tensors; None as deadline waits for ever.
+    """Return one whole frame, of at most `limit` bytes of tensors; a deadline of None never ends.
 
     Raises:
         FrameError, EOFError, TimeoutError: it is larger, the other end is gone, it is late.

@@ -57,7 +57,7 @@ class CellTimeout(BaseException):
 def main(descriptor: str) -> None:
     """Run the cells of the plan on stdin, and serve.
 
-    Before each cell the grader is told its number through the socket of this descriptor; after the
+    Before each cell its number goes to the grader through the socket of this descriptor; after the
     last, the first error of a cell.
     """
     with contextlib.suppress(OSError):  # the grader knows, and says so
@@ -151,7 +151,7 @@ class _Worker:
         try:
             with out, err, torch.set_grad_enabled(request["grad"]):
                 frame = getattr(self, f"do_{request['do']}")(request)
-        except BaseException as error:  # the student's, whatever it is: sys.exit() too
+        except BaseException as error:  # any error of the student's: sys.exit() too
             frame = pack({"id": number, "error": _chain(error)})
         del request  # and the arguments with it, before the next ones arrive
         send(self.connection, frame)

@@ -127,7 +127,7 @@ class Course:
         class_list: ClassList = NO_CLASS,
     ) -> Self:
         """Order results as `write_reports` takes them, and find out what was asked."""
-        # A file that was refused may not tell which notebook it is: then each counts by itself.
+        # A refused file may not say which notebook it is: then each counts alone.
         latest = {(r.student, r.notebook, "" if r.notebook else r.path): r for r in results}
         unknown = Flag("", "unknown student", "The class list does not hold this student.")
         for key, result in latest.items():
@@ -169,7 +169,7 @@ class Course:
     def mistakes(self, name: str) -> list[tuple[str, str, int]]:
         """Return (exercise, message, number of students) of one notebook, the commonest first.
 
-        Diagnoses that differ only in their numbers count as the same: inputs are drawn anew.
+        Diagnoses that differ only in their numbers count as the same: inputs differ in each run.
         """
         said_to: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for result in self.graded(name):
@@ -238,7 +238,7 @@ _PAGES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
-    # Whatever a template prints passes through here.
+    # Everything that a template prints passes through here.
     finalize=lambda value: plain(value) if type(value) is str else value,
 )
 _PAGES.filters |= {function.__name__: function for function in (message, points, chapter)}

@@ -1,6 +1,6 @@
 """Block sizes, fast memory and traffic, to play with: controls, a picture and a sentence.
 
-`tile_choices`, the table behind it, is in `labsupport.analysis.tiles`, which also says what its
+Its table, `tile_choices`, is in `labsupport.analysis.tiles`, which also says what its
 model leaves out.
 """
 

@@ -44,7 +44,7 @@ class Recommendation:
         first = self.prediction
         lines = [f"{self.backend} on {self.device}: the fastest predicted, {first}"]
         if first.peak_memory_bytes is not None:
-            lines.append(f"It needs {format_bytes(first.peak_memory_bytes)} beside its inputs.")
+            lines.append(f"It needs {format_bytes(first.peak_memory_bytes)} besides its inputs.")
         if len(self.ranking) > 1:
             name, other = self.ranking[1]
             times = other.ms / first.ms

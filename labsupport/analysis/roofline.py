@@ -38,7 +38,7 @@ class Roof:
 
     @classmethod
     def of(cls, ceilings: Roof | Ceilings | HardwareSpec) -> Roof:
-        """From a row of data/hardware.csv, or from what `measured_ceilings` found."""
+        """Build it from a row of data/hardware.csv, or from what `measured_ceilings` found."""
         if isinstance(ceilings, Roof):
             return ceilings
         if isinstance(ceilings, HardwareSpec):

@@ -58,7 +58,7 @@ def tile_choices(
         moves at least in a memory of needed_bytes: N^2 d^2 / M times LEAST_CONSTANT; with a mask
         the visible pairs stand in the place of N^2).
         `.attrs["case"]` keeps the arguments, and compulsory_bytes (each tensor once) and
-        textbook_bytes (with the best blocks of its own; NaN if none fits).
+        textbook_bytes (with its own best blocks; NaN if none fits).
 
     Raises:
         ValueError: a length that 16 does not divide.
@@ -131,7 +131,7 @@ def best_choice(table: pd.DataFrame) -> tuple[int, int] | None:
 
 
 def describe_choice(table: pd.DataFrame, block_q: int, block_k: int) -> str:
-    """One sentence about a pair of the table: does it fit, what does it move?"""
+    """Describe a pair of the table in one sentence: its fit and its traffic."""
     row = table[(table["block_q"] == block_q) & (table["block_k"] == block_k)].iloc[0]
     ratio = row["times_textbook"]
     pair = f"Br = {block_q}, Bc = {block_k}"

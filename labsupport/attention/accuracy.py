@@ -21,7 +21,7 @@ OUTPUT_FACTOR, GRADIENT_FACTOR, FLOOR = 2.0, 3.0, 1e-5
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Errors of a result against the oracle, beside textbook attention's in the same dtype."""
+    """Errors of a result against the oracle, and textbook attention's in the same dtype."""
 
     max_error: float
     textbook_max_error: float

@@ -94,7 +94,7 @@ def missing_gluon() -> str | None:
 
 
 def gluon_reasons(call: AttentionCall) -> list[str]:
-    """Return what the kernel is not made for: it knows Hopper's instructions and two head_dims."""
+    """Return why the kernel cannot run a call: it needs a Hopper GPU and one of two head_dims."""
     from labsupport.attention.kernels.autograd import can_be_described
 
     reasons = []
@@ -243,7 +243,7 @@ def _flash_cpu_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def _flash_cuda_with_lse(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Result:
-    # The operator behind SDPA wants head_dim in multiples of 8; SDPA itself pads and cuts as here.
+    # SDPA's operator wants head_dim in multiples of 8; SDPA itself pads and cuts as here.
     q, k, v = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, not call.band.unlimited, False, scale=call.scale
@@ -318,7 +318,7 @@ def run_flex(call: AttentionCall) -> Result:
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
     band = call.band
-    # Each shape compiles a kernel of its own. Past a limit PyTorch would run uncompiled, which
+    # Each shape compiles its own kernel. Past a limit PyTorch would run uncompiled, which
     # stores the scores: raise the limit, and fail rather than do that silently.
     with torch._dynamo.config.patch(recompile_limit=512, fail_on_recompile_limit_hit=True):
         # Without a block mask the CPU's kernel keeps scratch of seqlen_q x seqlen_k.
@@ -342,7 +342,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 @lru_cache(maxsize=64)
 def _block_mask(band: AttentionMask, device: torch.device) -> Any:
-    """FlexAttention's list of visible tiles; cached, because a new one compiles the kernel anew."""
+    """FlexAttention's list of visible tiles; cached: a new one compiles the kernel again."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     everything, offset = band.seqlen_q + band.seqlen_k, band.offset

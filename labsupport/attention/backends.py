@@ -89,7 +89,7 @@ def attention(
         backend: a name from `available_backends()`, or "auto".
         return_lse: also return the log-sum-exp (not differentiable itself).
         check_layout: refuse inputs whose heads and seqlen look swapped: more than 128 heads, and
-            more heads than keys. (Shorter swapped inputs cannot be told from right ones.)
+            more heads than keys. (Shorter swapped inputs look like right ones.)
 
     Returns:
         out (batch, seqlen_q, heads, head_dim) in q's dtype; with `return_lse` also lse
@@ -218,7 +218,7 @@ def _attend(
 
 
 def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
-    """Everything that checks and choice depend on; None where each call is planned anew.
+    """Everything that checks and choice depend on; None where each call is planned again.
 
     Packed calls depend on the values of their offsets. While PyTorch traces, sizes may be symbols.
     """
@@ -244,7 +244,7 @@ def _signature(call: AttentionCall, *rest: Any) -> tuple[Any, ...] | None:
 
 
 def _check(call: AttentionCall, check_layout: bool) -> None:
-    """Raise AttentionInputError for whatever does not fit together."""
+    """Raise AttentionInputError for inputs that do not fit together."""
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         check_packed_layout(call.q, call.k, call.v, call.cu_seqlens_q, call.cu_seqlens_k)
         sequences = len(call.cu_seqlens_q) - 1
@@ -349,7 +349,7 @@ def last_call() -> CallReport | None:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """The answer whether one backend can run a call here, with every reason if it cannot."""
+    """One backend's answer: it can run a call here, or every reason why it cannot."""
 
     name: str
     runs: bool
@@ -362,7 +362,7 @@ class BackendTable(list[BackendStatus]):
     """The backends' states, in order of preference; prints as a table."""
 
     def __getitem__(self, key: Any) -> Any:
-        """By position, or by name: `available_backends()["sdpa_flash"].runs`."""
+        """Return a state by position or name: `available_backends()["sdpa_flash"].runs`."""
         if isinstance(key, str):
             return next(status for status in self if status.name == by_name(key).name)
         return super().__getitem__(key)
@@ -395,7 +395,7 @@ def available_backends(
     check_layout: bool = True,
     **options: Any,
 ) -> BackendTable:
-    """Say of every backend whether it can run a call here, and if not, why not.
+    """List every backend, and all reasons why it cannot run a call here.
 
     Args:
         q, k, v: the inputs in question, as for `attention` (or packed, with `cu_seqlens_q` and
@@ -433,7 +433,7 @@ def register_backend(name: str, function: Callable[[Tensor, Tensor, Tensor, bool
         name: a new one, or one that was registered before; its function is replaced.
         function: (q, k, v, is_causal) -> out, all (batch, heads, seqlen, head_dim), with the
             default scale and bottom-right causal masks. Shared key/value heads are repeated before.
-            For training it needs gradients of its own (`torch.autograd.Function`).
+            For training it needs its own gradients (`torch.autograd.Function`).
 
     Raises:
         ValueError: the name of one of the lab's backends.

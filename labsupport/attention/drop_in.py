@@ -1,4 +1,4 @@
-"""flash-attn 2's functions by its own names and argument order, on whatever backend runs here.
+"""flash-attn 2's functions with the same names and argument order, on any backend that runs here.
 
 A script written for flash-attn runs, on a CPU too, once it imports `flash_attn_func` and its like
 from `labsupport.attention`. Dropout and soft-capping are refused. Signatures and meaning follow
@@ -155,7 +155,7 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen_q, heads, head_dim).
         k_cache, v_cache: (rows, room, kv_heads, head_dim), changed in place; with a block table
             (pages, page size, kv_heads, head_dim).
-        k, v: (batch, new, kv_heads, head_dim), written behind the keys that are there.
+        k, v: (batch, new, kv_heads, head_dim), written after the keys that are there.
         rotary_cos, rotary_sin: (positions, pairs): new keys are turned by their positions, and
             queries by theirs; all queries by that of the first, if neither causal nor windowed.
         cache_seqlens: how many keys are there, one number or (batch,); all of them by default.

@@ -1,4 +1,4 @@
-"""FlashAttention, forward and backward, in plain PyTorch: the algorithm to read beside the paper.
+"""FlashAttention, forward and backward, in plain PyTorch: read it along with the paper.
 
 The score matrix S = Q K^T has seqlen_q x seqlen_k entries, and textbook attention stores it. Here
 it is cut into tiles of Br x Bc entries, and only one tile exists at a time:

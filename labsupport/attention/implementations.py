@@ -43,7 +43,7 @@ def _cudnn_in_auto(call: AttentionCall) -> bool:
 
 
 def _gluon_in_auto(call: AttentionCall) -> bool:
-    """Where cuDNN is slower (measured: `data/runs/peers-h200`) or cannot run the call."""
+    """Return whether cuDNN is slower (measured: `data/runs/peers-h200`) or cannot run the call."""
     if not shape_comes_back(call):
         return False
     if by_name("sdpa_cudnn").limits.option_reasons(call):

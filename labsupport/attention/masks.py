@@ -58,7 +58,7 @@ class AttentionMask:
 
     @property
     def unlimited(self) -> bool:
-        """True when every query sees every key, whatever `left` and `right` say."""
+        """True when every query sees every key, for any `left` and `right`."""
         left_open = self.left is None or self.left >= self.seqlen_k - 1
         right_open = self.right is None or self.right >= self.seqlen_k - 1 - self.offset
         return left_open and right_open

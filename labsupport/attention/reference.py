@@ -85,7 +85,7 @@ def oracle_attention(
     window_size: tuple[int, int] = (-1, -1),
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same mathematics computed in float64, whatever the inputs' dtype.
+    """The same mathematics, computed in float64 for inputs of any dtype.
 
     Args: as `standard_attention`; `window_size` and `alibi_slopes` (broadcastable to the leading
         dimensions) as in `labsupport.attention.attention`.

@@ -1,4 +1,4 @@
-"""One attention call, and what a backend is: data, with its limits, that says why it cannot run."""
+"""One attention call, and the description of a backend: its limits and reasons to refuse a call."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class Backend:
         return self.in_auto(call) and not (large and self.stores_mask(call))
 
     def parts(self, call: AttentionCall) -> list[AttentionCall]:
-        """The calls that this backend really gets: one per document where it packs none itself."""
+        """The calls that this backend gets: one per document if it takes no packed sequences."""
         if not call.packed or self.run_packed is not None:
             return [call]
         documents = (document for _, document in call.documents() if document is not None)

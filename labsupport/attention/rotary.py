@@ -3,7 +3,7 @@
 Take two numbers of a head as a point (x, y), and turn it by an angle t·f: t is the token's position
 and f a frequency, another one for each pair of numbers (RoFormer, arXiv 2104.09864, section 3.2.2).
 A dot product of two points only knows the angle between them. So the score of query t and key u
-depends on t - u only: positions are relative, although each token is turned by itself.
+depends on t - u only: positions are relative, although each token is turned separately.
 
     pair i of head_dim / 2:  f = base^(-2i / head_dim)     the first turns by 1 radian a token,
                                                            the last by about 1 / base

@@ -56,7 +56,7 @@ When the buffers grow, the old tokens are lost: copy the filled part into the ne
     new[:, :, :length] = old[:, :, :length] -> pass
 The whole buffers come back, empty slots included: return the first `length` tokens only.
     x[:, :, :length].clone() -> x.clone()
-Each piece is written over the first tokens: it belongs behind those that are there.
+Each piece overwrites the first tokens: write it after those that are there.
     length:end] = -> : end - length] =
 `length` grows by 1 for each piece: a prefill brings many tokens at once.
     length = end -> length += 1
@@ -144,12 +144,12 @@ def quantise_keys(k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 QUANTISE_MISTAKES = mistakes("""
-All heads share one scale, so the largest head decides about the error of all: take the maximum over
+All heads share one scale, so the largest head sets the error of all: take the maximum over
 tokens and head_dim, for each head.
     k.abs().amax((1, 2), keepdim=True) -> k.abs().amax().expand(len(k), 1, 1)
-There is a scale for each token; one for each head was asked.
+There is a scale for each token: return one for each head.
     amax((1, 2), -> amax(2,
-The numbers are cut off, not rounded: `.to(torch.int8)` drops what is behind the point. Round first.
+The numbers are cut off, not rounded: `.to(torch.int8)` drops the decimals. Round first.
     .round() ->
 The scale comes from the largest number instead of the largest absolute one: negative keys leave the
 range.
@@ -180,16 +180,16 @@ def check_cache_growth(student: Student, seed: int = 0) -> None:
     rooms = [room for _, _, room in history]
     lengths = list(range(3, 101))
     if any(room < length for room, length in zip(rooms, lengths, strict=True)):
-        raise CheckFailed("the buffer `k` has less room than the tokens that it should hold.")
+        raise CheckFailed("the buffer `k` is too small for its tokens.")
     if (grown := sum(a != b for a, b in pairwise(rooms))) > 8:
         raise CheckFailed(
-            f"The buffers were made anew {grown} times for 97 tokens; each time copies all that is "
-            "there, N²/2 tokens in all. Double their room when it ends: 7 times are enough."
+            f"The buffers were replaced {grown} times for 97 tokens. Each time copies all earlier "
+            "tokens, N²/2 in all. Double a buffer when it is full: 7 times are enough."
         )
     if max(rooms) > 2 * lengths[-1]:
         raise CheckFailed(
-            f"There is room for {max(rooms)} tokens, and 100 came: where the room ends, make it "
-            "twice as large, no more."
+            f"There is room for {max(rooms)} tokens, but only 100 came: double a full buffer, no "
+            "more."
         )
     passed("the buffers double: few copies, and at most half of them empty", seed)
 
@@ -237,7 +237,7 @@ def check_quantise_keys(student: Student, seed: int = 0) -> None:
     right = reference(lambda: quantise_keys(k))
     known = results(quantise_keys, QUANTISE_MISTAKES, lambda f: list(f(k)))
     if codes.dtype != torch.int8:
-        raise CheckFailed(f"codes are {short(codes.dtype)}: int8 was asked, `.to(torch.int8)`.")
+        raise CheckFailed(f"codes are {short(codes.dtype)}: use `.to(torch.int8)`.")
     if scale.numel() == 3 and scale.shape != right[1].shape and codes.shape == k.shape:
         raise CheckFailed(
             f"scale has shape {tuple(scale.shape)}: with keepdim=True it is (heads, 1, 1), and "

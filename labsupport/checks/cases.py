@@ -1,7 +1,7 @@
 """Stored cases: inputs, and what references and their mistakes give, for an edition without them.
 
 A check computes its right results inside of `reference`, and draws inputs (`verdict.draw`) and
-applies mistakes (`verdict.results`) there too. With one seed it does so in one order, whoever's
+applies mistakes (`verdict.results`) there too. With one seed it does so in one order, whatever
 function it checks. So a machine that has the solutions can write all of it down (`recording`), and
 an edition that lacks them reads it back in that order (`stored`): the check judges and names
 mistakes as before, with the same inputs every time.
@@ -45,7 +45,7 @@ def reference(compute: Callable[[], T]) -> T:
 
 
 def is_recording() -> bool:
-    """Return whether results are being written down, which has to be all of them."""
+    """Return whether results are being recorded; then all of them must be."""
     return _written is not None
 
 

@@ -122,7 +122,7 @@ def average_in_buckets(
 OVERLAP_MISTAKES = mistakes(r"""
 The sums are not divided by the number of ranks.
     part.view_as(p) / comm.world -> part.view_as(p)
-The second step averages nothing: the counts of missing gradients must begin anew after each step.
+The second step averages nothing: reset the counts of missing gradients after each step.
     missing[:] = [len(bucket) for bucket in buckets] -> pass
 All hooks serve the last bucket: a lambda looks the loop's variable up when it is called. Bind it:
 `lambda _, n=number: ...`.

@@ -37,7 +37,7 @@ def round_to_fp8(x: Tensor, block: int | None = None) -> Tensor:
 
 
 FP8_MISTAKES = mistakes("""
-`block` is ignored: all numbers share one scale, so small blocks vanish beside large ones.
+`block` is ignored: all numbers share one scale, so blocks of small numbers vanish.
     block is None -> True
     block or x.shape[-2] -> x.shape[-2]
 Each row has its own scale: `block` rows share one.
@@ -89,7 +89,7 @@ The minus sign is in the lower left block: it belongs to the lower right one.
     [h, -h] -> [-h, h]
 The minus sign is in the upper left block: it belongs to the lower right one.
     torch.cat([h, h], 1), torch.cat([h, -h], 1) -> torch.cat([-h, h], 1), torch.cat([h, h], 1)
-It is half as large as asked: the loop must end with n rows.
+It is half as large as it should be: the loop must end with n rows.
     len(h) < n -> 2 * len(h) < n
 It is the identity: H starts as the number 1, and grows from four copies of itself.
     h / n**0.5 -> torch.eye(n)
@@ -103,7 +103,7 @@ def rotate(q: Tensor, k: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ROTATE_MISTAKES = mistakes("""
-Only q is turned, so the scores are other ones: turn k by the same matrix.
+Only q is turned, which changes the scores: turn k by the same matrix.
     k * signs @ h -> k
 The signs of q's columns were flipped, and not those of k's: both get the same.
     k * signs @ h -> k @ h
@@ -111,7 +111,7 @@ The signs are ignored.
     * signs ->
 Nothing is turned: signs alone leave an outlier as large as it was.
      @ h ->
-The signs were flipped after the turn, where they change nothing about the rounding: flip first.
+The signs were flipped after the turn, where they don't change the rounding: flip first.
     * signs @ h -> @ h * signs
 """)
 

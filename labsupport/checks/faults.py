@@ -48,7 +48,7 @@ def accumulated_gradient(weight: Tensor, hidden: Tensor, labels: Tensor, parts: 
 
 
 ACCUMULATION_MISTAKES = mistakes(r"""
-It is what the given program computes, too: each part has its own mean, and all parts weigh alike.
+The given program computes the same: each part has its own mean, and all parts weigh alike.
     , reduction="sum") / count -> ) / parts
 The parts' means are added up, and nothing divides them.
     , reduction="sum") / count -> )
@@ -149,8 +149,7 @@ def median_ms(gpu: VirtualGpu, repeats: int) -> float:
 
 
 CLOCK_MISTAKES = mistakes(r"""
-The given program measures the same. If you wait now, then not between the refill and the first
-reading of the clock.
+The given program measures the same. Wait between the refill and the first reading of the clock.
     gpu.launch("refill")\n        gpu.synchronize() -> gpu.launch("refill")
 You wait, but not between the refill and the first reading of the clock.
     gpu.synchronize()\n        start = gpu.now() -> start = gpu.now(); gpu.synchronize()

@@ -117,9 +117,9 @@ def held_out_error(table: pd.DataFrame) -> tuple[float, float, float]:
 
 
 TEST_MISTAKES = mistakes("""
-That is the error on the rows that were fitted. Ask the rows that are held out.
+That is the error on the fitted rows. Take the held-out rows.
     ran[ran.held_out] -> ran[~ran.held_out]
-That is the error on all rows. Ask only those that are held out.
+That is the error on all rows. Take only the held-out ones.
     ran[ran.held_out] -> ran
 Divide by the measured time, not by the predicted one.
     / measured) -> / predicted)

@@ -57,7 +57,7 @@ def flash_forward(
 
 
 FORWARD_MISTAKES = mistakes(r"""
-The running maximum starts at 0: a row whose scores all lie far below vanishes. Start it at -inf.
+The running maximum starts at 0: a row with scores far below 0 vanishes. Start it at -inf.
     q.new_full(q[..., rows, 0].shape, -torch.inf) -> q.new_zeros(q[..., rows, 0].shape)
 The maximum is never subtracted, and exp overflows with large scores: P is exp(S - m_new).
     torch.exp(s - shift[..., None]), torch.exp(m - shift) -> s.exp(), torch.ones_like(m)

@@ -133,13 +133,13 @@ def roof(flops: float, moved: float, tflops: float, gb_s: float) -> tuple[float,
 
 
 ROOF_MISTAKES = mistakes("""
-That is bytes a FLOP: turn it over.
+That is bytes a FLOP: invert it.
     flops / moved -> moved / flops
 You added the two times. They overlap: the longer one is the bound.
     max(arithmetic, memory) -> arithmetic + memory
 That is the shorter of the two times. Both must be over: take the longer one.
     max(arithmetic, memory) -> min(arithmetic, memory)
-The time for the bytes is ignored: it is the longer one sometimes.
+The time for the bytes is ignored: sometimes it is the longer one.
     max(arithmetic, memory) -> arithmetic
 """)
 
@@ -174,7 +174,8 @@ def check_roof(student: Student, seed: int = 0) -> None:
             say = "The longer time is the bound; the shorter one hides in it."
             if len(set(given)) == 1:
                 say = (
-                    "You say so in every case: compare two times in one unit, 1e12 and 1e9 put in."
+                    "You give the same answer in every case: compare times in one unit (TFLOP/s "
+                    "means 1e12, GB/s 1e9)."
                 )
             raise CheckFailed(f"for {', '.join(map(readable, case))} bound_by is {by!r}. {say}")
     passed("the intensity, the least time, and what bounds it", seed)

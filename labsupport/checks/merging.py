@@ -186,7 +186,7 @@ def _judge_half(student: Student, parts: Sequence[Result], given: Any = None) ->
     where = f"({len(parts)} parts in {short(dtype)}{', from a generator' if given else ''}) "
     out, lse = unpack(call(student, given or list(parts)), NAMES)
     if out.dtype != dtype:
-        raise CheckFailed(f"{where}out is {out.dtype}: cast the result to {dtype}, once, at last.")
+        raise CheckFailed(f"{where}out is {out.dtype}: cast the result to {dtype} at the end.")
     if lse.dtype != torch.float32:
         raise CheckFailed(f"{where}lse is {lse.dtype}, and stays float32 throughout.")
     doubled = exactly(parts)

@@ -37,7 +37,7 @@ def held_bytes(
         seqlen: tokens (of all sequences, if there is a batch of them and no scores are stored).
         width, layers, heads, mlp_width, vocab: the decoder's shape.
         stores_scores: textbook attention, which keeps a matrix for each head.
-        checkpoint: only each block's input is kept.
+        checkpoint: only each block's input is stored.
         loss_chunk: tokens at a time in the loss; None for all.
         itemsize: bytes of a number.
 
@@ -87,7 +87,7 @@ q, k and v are missing: 3 * seqlen * width in each block.
     8 * seqlen -> 5 * seqlen
 Every layer keeps its tensors: multiply by layers.
     else block) -> else block / layers)
-`checkpoint` is ignored: only each block's input is kept with it.
+`checkpoint` is ignored: only each block's input is stored with it.
     if checkpoint -> if False
 With checkpoint a block still stores its input, seqlen * width in each layer.
     (seqlen * width if -> (0 if

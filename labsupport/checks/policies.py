@@ -43,8 +43,8 @@ def check_policy_devices(student: Student, seed: int = 0) -> None:
         low = [f for f in COMPUTES if getattr(policy, f) == torch.bfloat16]
         if low and not _has_bfloat16(capability):
             raise CheckFailed(
-                f"{where}{low[0]} is bfloat16. The matrix units of GPUs before compute capability "
-                "8.0 do not have it, and neither have the attention kernels for them."
+                f"{where}{low[0]} is bfloat16. GPUs before compute capability 8.0 have no "
+                "tensor cores and no attention kernels for it."
             )
         flash_on_gpu = capability is not None and capability >= (8, 0)
         if flash_on_gpu and policy.attention not in (torch.float16, torch.bfloat16):

@@ -180,7 +180,7 @@ def check_registered_refusals(student: Student, seed: int = 0) -> None:
     """Exercise 2-2: a mask or dropout, which it cannot do, is refused and not left out.
 
     Raises:
-        CheckFailed: it returned a result, or stumbled instead of refusing.
+        CheckFailed: it returned a result, or failed instead of refusing.
     """
     given = (_module(is_causal=True), *_inputs(6, 6, 2, seed))
     _output(student, *given, None, dropout=0.0)

@@ -52,7 +52,7 @@ MISTAKES = mistakes(r"""
 dK and dV do not travel: what this rank adds to them belongs to the keys that are here now, which
 are another rank's.
     dk, dv = comm.send_on((dk, dv))() -> pass
-dK and dV end one rank before home. Each step adds a share and sends them on, the last one too: W
+dK and dV stop one rank too early. Each step adds a share and sends them on, the last one too: W
 hops in W steps.
     (dk, dv))() -> (dk, dv))() if step + 1 < comm.world else (dk, dv)
 dK and dV travel the other way round than their keys.
@@ -85,7 +85,7 @@ Keys that only step 0 brings count: all earlier ranks' keys do.
     if step <= comm.rank -> if step == 0
 P is a softmax of the block: it must be exp(scores - lse), with the whole row's log-sum-exp.
     (scores - lse[..., None]).exp() -> scores.softmax(-1)
-The keys and values stay: all W ranks' must come by.
+The keys and values do not travel: each rank needs those of all W ranks.
     k, v = arriving() -> arriving()
 The gradients are in another order: return dq, dk, dv.
     return dq, dk, dv -> return dk, dv, dq

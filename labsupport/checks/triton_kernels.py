@@ -70,13 +70,13 @@ def row_softmax(x: Tensor, block: int) -> Tensor:
 
 
 SOFTMAX_MISTAKES = mistakes("""
-Each block has a softmax of its own: m and l must come from the whole row before anything is stored.
+Each block has its own softmax: m and l must come from the whole row before anything is stored.
     return (x - m).exp() / l -> return torch.cat([p.softmax(1) for p in x.split(block, 1)], 1)
 l is not rescaled when the maximum rises: l * exp(m - m_new).
     l * (m - m_new).exp() -> l
 m is the maximum of the last block alone: keep the larger one, tl.maximum(m, tl.max(x, 0)).
     torch.maximum(m, part.amax(1, keepdim=True)) -> part.amax(1, keepdim=True)
-Lanes behind the row's end count as score 0: load them as -inf (other=-float("inf")), or the sum
+Lanes beyond the row's end count as score 0: load them as -inf (other=-float("inf")), or the sum
 holds exp(0 - m) for each.
     x.split(block, 1) -> F.pad(x, (0, -x.shape[1] % block)).split(block, 1)
 The result is not divided by the sum l.
@@ -115,12 +115,12 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, block: int) -> tuple[Te
 
 FLASH_MISTAKES = mistakes(r"""
 The last, partial block of queries is missing: the grid needs triton.cdiv(seqlen_q, block) programs,
-and each has rows of its own, from tl.program_id(0) * BLOCK_Q on.
+and each has its own rows, from tl.program_id(0) * BLOCK_Q on.
     range(0, n_q, block) -> range(0, n_q - n_q % block, block)
 The last, partial tile of keys is missing, or another one is in its place: the loop must reach
 seqlen_k, and the tile's keys are j + tl.arange(0, BLOCK_K).
     range(0, n_k, block) -> range(0, n_k - n_k % block, block)
-Keys behind the end of a partial tile are loaded as 0 and count as keys with score 0: set their
+Keys beyond the end of a partial tile are loaded as 0 and count as keys with score 0: set their
 scores to -inf, like those of hidden keys.
     out, lse = -> k, v = (F.pad(x, (0, 0, 0, -n_k % block)) for x in (k, v))\n    out, lse =
     min(j + block, n_k) -> j + block

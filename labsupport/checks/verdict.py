@@ -50,7 +50,7 @@ _TRITON = str(Path(torch.__file__).parents[1] / "triton")
 
 
 class _Shown:
-    """An error of which a notebook shows the message alone, in lines that fit into its window."""
+    """An error that a notebook shows as its message alone, wrapped to its window."""
 
     begins = "Check failed: "
 
@@ -240,7 +240,7 @@ def _raised(
     if isinstance(error, TypeError) and given and "argument" in str(error):
         said += "\nKeep the names of the parameters as they are in the exercise's first line."
     elif re.search(r"\.T\b", where):
-        said += "\n`.T` turns all dimensions round; `.mT` swaps the last two."
+        said += "\n`.T` reverses all dimensions; `.mT` swaps the last two."
     elif "must match the size of tensor b" in str(error):
         said += (
             "\nOne number for each row needs a last dimension of 1 beside a tile (keepdim=True, or "
@@ -588,8 +588,8 @@ def judge_numbers(
         if not same([ours], [theirs]):
             say = explain(given, known := list(known), same)
             if not say and (here := explain([theirs], [(s, w[i : i + 1]) for s, w in known], same)):
-                say = f"Right is {show(ours)}. Perhaps: {here}"
-            say = say or f"Right is {show(ours)}."
+                say = f"Expected {show(ours)}. Perhaps: {here}"
+            say = say or f"Expected {show(ours)}."
             arguments = inspect.signature(solution).bind(*args, **options).arguments
             sizes = ", ".join(f"{key} {readable(value)}" for key, value in arguments.items())
             raise CheckFailed(f"for {sizes} you return {show(theirs)}. {say}")

@@ -43,7 +43,9 @@ def solution_or_reference(
             return ours
         exercise = re.search(r"Exercise (\d-\d)", checks[0].__doc__ or "")
         number = exercise[1] if exercise else "above"
-        print(f"{name} does not pass its checks yet: what needs it waits for exercise {number}.")
+        print(
+            f"{name} does not pass its checks yet: cells that need it wait for exercise {number}."
+        )
         if hasattr(ours, "fn"):  # a kernel's function: left out, it would fail deep inside Triton
             ours.fn(*inspect.signature(ours.fn).parameters)
         return ours
@@ -58,7 +60,7 @@ def compare_prediction(
     unit: str = "",
     possible: tuple[float, float] = (-math.inf, math.inf),
 ) -> None:
-    """Print a prediction beside the measurement, and the factor between them.
+    """Print a prediction, the measurement and the factor between them.
 
     Args:
         what: the predicted quantity.

@@ -25,11 +25,11 @@ def bench_command(
     preset: options.Preset = None,
     list_presets: Annotated[bool, Option("--list-presets", help="Print the presets.")] = False,
     save_baseline: Annotated[
-        Path | None, Option(help="Keep how long this case takes in a file, for later checks.")
+        Path | None, Option(help="Save this case's time to a file, for later checks.")
     ] = None,
     check_baseline: Annotated[
         Path | None,
-        Option(help="Measure the file's case again: status 1 if slower, 3 if one cannot tell."),
+        Option(help="Measure the file's case again: exit status 1 if slower, 3 if undecided."),
     ] = None,
     tolerance: Annotated[
         float, Option(min=0.001, max=1, help="Slower than this is an alarm; twice this is caught.")
@@ -38,7 +38,7 @@ def bench_command(
     to_json: options.Json = None,
     to_csv: options.Csv = None,
 ) -> None:
-    """Measure one attention call: time, speed, memory, and how far from this device's ceilings.
+    """Measure one attention call: time, speed, memory, and share of this device's ceilings.
 
     \b
     labsupport bench --seqlen 4096 --causal --no-grad

@@ -23,8 +23,8 @@ def compare_command(
 ) -> None:
     """Compare all implementations that run here: the fastest, the leanest, and what to do next.
 
-    of ceiling: of what this device's own matrix products and copies reach, measured just now.
-    good: half of it or more; fair: a quarter.
+    of ceiling: share of the speed that matrix products and copies reach on this device, measured
+    just now. good: half of it or more; fair: a quarter.
 
     \b
     labsupport compare --seqlen 2048 --causal --no-grad

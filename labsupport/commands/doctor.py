@@ -8,7 +8,7 @@ import typer
 
 def doctor_command(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only what takes no time: does not import PyTorch.")
+        bool, typer.Option("--quick", help="Quick checks only: does not import PyTorch.")
     ] = False,
     report: Annotated[
         Path | None, typer.Option(help="Write a file with everything that a bug report needs.")

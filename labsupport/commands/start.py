@@ -12,7 +12,7 @@ def start_command(
         typer.Argument(help="The folder of your copies. Default: work/, in the project if cloned."),
     ] = None,
 ) -> None:
-    """Give you copies of notebooks and checklist, and renew old ones with your work kept."""
+    """Make your copies of notebooks and checklist, or update them; your work stays."""
     from labsupport.course.start import start_work
 
     for line in start_work(folder).lines():

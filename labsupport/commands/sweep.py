@@ -34,7 +34,7 @@ def sweep_command(
     to_json: options.Json = None,
     to_csv: options.Csv = None,
 ) -> None:
-    """Measure many cases: lengths, batches, heads, backends. Control-C keeps what was measured.
+    """Measure many cases: lengths, batches, heads, backends. Control-C keeps the rows so far.
 
     \b
     labsupport sweep --seqlen 512,1024,2048,4096 --no-grad --chart time.png

@@ -32,13 +32,17 @@ def train_command(
         Option(help="gpt2 (layer norm, GELU) or llama (RMS norm, SwiGLU). Default: the preset's."),
     ] = None,
     positions: Annotated[
-        str | None, Option(help="rotary, without an end, or learned, up to --length.")
+        str | None, Option(help="rotary (any length) or learned (up to --length).")
     ] = None,
-    rope_base: Annotated[float | None, Option(help="Larger for longer contexts.")] = None,
-    rope_scaling: Annotated[float | None, Option(help="Position interpolation: divides.")] = None,
-    layers: Annotated[int | None, Option(help="In place of the preset's.")] = None,
-    width: Annotated[int | None, Option(help="In place of the preset's.")] = None,
-    heads: Annotated[int | None, Option(help="In place of the preset's.")] = None,
+    rope_base: Annotated[
+        float | None, Option(help="RoPE's base; larger for longer contexts.")
+    ] = None,
+    rope_scaling: Annotated[
+        float | None, Option(help="Position interpolation: divide by this.")
+    ] = None,
+    layers: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
+    width: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
+    heads: Annotated[int | None, Option(help="Replaces the preset's.")] = None,
     kv_heads: Annotated[int | None, Option(help="Key/value heads. Default: one a head.")] = None,
     data: Annotated[
         str,
@@ -57,7 +61,7 @@ def train_command(
     learning_rate: Annotated[float, Option(help="At its highest.")] = 6e-4,
     warmup_steps: Annotated[int | None, Option(help="Default: a tenth of --decay-steps.")] = None,
     decay_steps: Annotated[
-        int | None, Option(help="The learning rate is at its lowest then. Default: --steps.")
+        int | None, Option(help="Step of the lowest learning rate. Default: --steps.")
     ] = None,
     dtype: Annotated[
         str | None,
@@ -76,24 +80,28 @@ def train_command(
     checkpoint_layers: Annotated[
         bool, Option("--checkpoint-layers", help="Keep each block's input only; compute it twice.")
     ] = False,
-    mlp_chunk: Annotated[int | None, Option(help="Tokens at a time through the MLP.")] = None,
-    loss_chunk: Annotated[int | None, Option(help="The same of the classifier.")] = None,
+    mlp_chunk: Annotated[int | None, Option(help="Tokens at a time in the MLP.")] = None,
+    loss_chunk: Annotated[int | None, Option(help="Tokens at a time in the loss.")] = None,
     residual: Annotated[str | None, Option(help="Dtype of the stream between blocks.")] = None,
-    memory_limit: Annotated[str | None, Option(help="16GiB: a device without more.")] = None,
+    memory_limit: Annotated[
+        str | None, Option(help="Pretend to have no more, such as 16GiB.")
+    ] = None,
     folder: Annotated[
         Path | None,
-        Option(help="For checkpoints (SIGTERM saves one), history.csv, loss.png. A run goes on."),
+        Option(
+            help="For checkpoints (SIGTERM saves one), history.csv, loss.png. A run in it resumes."
+        ),
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="Delete the run in --folder.")] = False,
     checkpoint_every: Annotated[
         int, Option(help="Steps between checkpoints, validation losses and samples of text.")
     ] = 50,
-    seed: Annotated[int, Option(help="Of weights, texts and order.")] = 0,
+    seed: Annotated[int, Option(help="Seed of weights, texts and order.")] = 0,
     parallel: Annotated[
         str | None,
         Option(
-            help="On several devices: ddp (other sequences on each), fsdp (the model is shared out "
-            "too), ring (each sequence is shared out). Under torchrun, or with --processes."
+            help="On several devices: ddp (other sequences on each), fsdp (the model is divided "
+            "too), ring (each sequence is divided). Under torchrun, or with --processes."
         ),
     ] = None,
     processes: Annotated[int | None, Option(help="Ranks here. Default: one for each GPU.")] = None,
@@ -170,7 +178,7 @@ def train_command(
         typer.echo(out_of_memory(error, run), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo("stopped; with --folder, the same command goes on", err=True)
+        typer.echo("stopped; with --folder, the same command resumes", err=True)
         raise typer.Exit(interrupted_status()) from None
     typer.echo(summary(history, last_call() if taken else None))
     if folder is not None:

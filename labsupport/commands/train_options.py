@@ -20,7 +20,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that make no sense together."""
     parallel, folder = options["parallel"], options["folder"]
     if options["fresh"] and folder is None:
-        raise ValueError("--fresh begins the run in --folder FOLDER anew: name the folder")
+        raise ValueError("--fresh restarts the run in --folder FOLDER: name the folder")
     if options["dtype"] is not None and options["policy"] is not None:
         raise ValueError("--dtype and --policy both choose dtypes: give one (--policy of weights)")
     if parallel not in (None, "ddp", "fsdp", "ring"):
@@ -184,17 +184,17 @@ def keep_curves(history: History, folder: Path) -> None:
 
 
 def stopped_early(history: History, steps: int) -> None:
-    """Say on stderr that SIGTERM ended the run before its last step, if it did."""
+    """Print on stderr that SIGTERM ended the run before its last step, if it did."""
     if len(history) < steps:
         done = f"stopped by SIGTERM after {len(history):,} of {steps:,} steps, with a checkpoint"
-        typer.echo(f"{done}; the same command goes on", err=True)
+        typer.echo(f"{done}; the same command resumes", err=True)
 
 
 # --- messages -------------------------------------------------------------------------------------
 
 
 def plan(run: Prepared, device: torch.device) -> str:
-    """Say what will be trained, in two lines: model and step; how memory is saved."""
+    """Describe the run in two lines: model and step; options that save memory."""
     import torch
 
     from labsupport.precision.dtypes import short
@@ -208,7 +208,7 @@ def plan(run: Prepared, device: torch.device) -> str:
     dtype = short(settings.autocast or torch.float32)
     if settings.policy is not None:
         dtype = f"{short(settings.policy.mlp)} policy"
-    saved = "each block's input is kept" if savings.checkpoint else "all activations are kept"
+    saved = "each block's input is stored" if savings.checkpoint else "all activations are stored"
     if savings.residual is not None:
         saved += f", residual stream in {short(savings.residual)}"
     for part, chunk in (("MLP", savings.mlp_chunk), ("loss", savings.loss_chunk)):
@@ -222,7 +222,7 @@ def plan(run: Prepared, device: torch.device) -> str:
 
 
 def summary(history: History, call: Any) -> str:
-    """Say what came of it: losses, speed, memory, a sample, and which attention ran (or None)."""
+    """Describe the result: losses, speed, memory, a sample, the attention that ran (or None)."""
     from labsupport.profiling.units import format_bytes
 
     first, last = history.rows[0], history.rows[-1]
@@ -244,13 +244,13 @@ def summary(history: History, call: Any) -> str:
 
 
 def out_of_memory(error: BaseException, run: Prepared) -> str:
-    """Say what happened, and what helps that is not in use yet, the best first."""
+    """Explain an out-of-memory error, and list the remedies not in use yet, the best first."""
     savings, settings = run.savings, run.settings
     low = settings.autocast is not None or settings.policy is not None
     remedies = {
         "--attention auto: no matrix of length x length": savings.attention != "standard",
         "--loss-chunk 1024: never all the logits; costs no time": savings.loss_chunk is not None,
-        "--checkpoint-layers: only a block's input is kept": savings.checkpoint,
+        "--checkpoint-layers: only a block's input is stored": savings.checkpoint,
         "--mlp-chunk 4096: the MLP's wide tensors for some tokens": savings.mlp_chunk is not None,
         "--dtype bfloat16: activations of two bytes, not four": low,
         "--residual bfloat16: half between blocks": savings.residual or settings.policy,

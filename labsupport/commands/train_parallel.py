@@ -84,7 +84,7 @@ def train_in_parallel(options: dict[str, Any]) -> None:
         typer.echo(short(error), err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo("stopped; with --folder, the same command goes on", err=True)
+        typer.echo("stopped; with --folder, the same command resumes", err=True)
         raise typer.Exit(interrupted_status()) from None
 
 
@@ -182,7 +182,7 @@ def _train(
 
 
 def _division(options: Mapping[str, Any], run: Prepared, place: RankInfo) -> str:
-    """Say in one line how the work is divided."""
+    """Describe in one line how the work is divided."""
     if options["parallel"] == "ring":
         from labsupport.distributed.sequence_parallel import shard_length
 

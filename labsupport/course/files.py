@@ -1,4 +1,4 @@
-"""Files written so that nothing is lost: new ones replace none, and none is half replaced."""
+"""Safe writing of files: nothing is overwritten by accident, and no file is half written."""
 
 import os
 from pathlib import Path

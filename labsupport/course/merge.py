@@ -1,10 +1,9 @@
 """A newer edition of a notebook and a student's copy of an older one, made into one notebook.
 
-The newer edition gives the order. Into it come the student's solution cells, found by their
-`grade_id`, and the cells of their own, each behind the cell that it stood behind. Other cells are
-the instructor's, and renewed, unless the student changed one (a prediction, say) that the newer
-edition did not change: then the student's stays. Which cells are whose, and which were changed, an
-edition tells itself: its metadata hold the hash of each of its cells (`source_hashes`).
+The newer edition gives the order. The student's solution cells go to the same `grade_id`, and their
+own cells follow the cell that they followed before. All other cells come from the newer edition,
+except for one that the student changed (a prediction, for example) and the edition did not: then
+the student's stays. An edition's metadata hold the hash of each of its cells (`source_hashes`).
 
 Only the standard library is needed, and nothing is read or written here.
 """
@@ -35,7 +34,7 @@ def source_of(cell: Cell) -> str:
 
 
 def source_hash(source: str) -> str:
-    """Twelve hexadecimal digits; that a working copy finds the theory elsewhere is ignored."""
+    """Return twelve hexadecimal digits; paths to the theory differ in copies, and are ignored."""
     text = source.replace("](../theory/", "](theory/").rstrip()
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -25,7 +25,7 @@ PASSED, FAILED, NOT_RUN, NOT_WRITTEN = "passed", "not passed", "not run", "not w
 
 @dataclass(frozen=True)
 class Check:
-    """One check cell: to which exercise it belongs, what it is worth, and how it stands."""
+    """One check cell: its exercise, its points and its state."""
 
     exercise: str
     points: float
@@ -77,7 +77,7 @@ def _table(checks: list[Check]) -> list[str]:
 
 
 def name_of(exercise: str) -> str:
-    """An exercise as people read it: "ex-1-3-online-softmax" is "1-3 online softmax"."""
+    """Return an exercise's readable name: "ex-1-3-online-softmax" is "1-3 online softmax"."""
     parts = exercise.removeprefix("ex-").split("-")
     return f"{'-'.join(parts[:2])} {' '.join(parts[2:])}".strip()
 
@@ -101,7 +101,7 @@ def _checks_of(cells: list[Any], status: Callable[[dict[str, Any]], str]) -> lis
 
 
 def progress_of_folder(folder: Path | None = None) -> Progress:
-    """Read the progress off the saved notebooks of a folder; nothing is run.
+    """Read the progress from the saved notebooks of a folder; nothing is run.
 
     Args:
         folder: of the student's copies; `paths.work_dir()` if None.

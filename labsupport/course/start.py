@@ -2,14 +2,14 @@
 
 Where the lab has moved on since a copy was made, the newer edition is merged into it, cell by cell
 (`labsupport.course.merge`). First the student's file is saved beside, as it was; so nothing is
-lost, whatever happens in between. A file that is not ours, or that cannot be read, is left alone.
+lost. A file that is not ours, or that cannot be read, is left alone.
 
 The checklist is treated likewise: boxes of a newer edition are added to the student's copy, and no
 line of theirs is touched.
 
 The theory appears in the student's folder as a link to the project's, because JupyterLab opens
 nothing outside of the folder that it was started in. A link that leads nowhere, as after a move to
-another Python, is made anew.
+another Python, is replaced.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class StartReport:
 
 
 def _links_within_the_folder(text: str) -> str:
-    """From notebooks/ the theory is ../theory/, from the student's folder it is theory/."""
+    """Turn links to ../theory/, as in notebooks/, into theory/, as in the student's folder."""
     return text.replace("](../theory/", "](theory/")
 
 
@@ -141,7 +141,7 @@ def _exchange(
 def start_work(to: Path | None = None, notebooks: Path | None = None) -> StartReport:
     """Give the student a copy of each notebook and of the checklist, and renew older ones.
 
-    To begin a notebook anew, a student renames or deletes their copy and starts again.
+    To start a notebook again, a student renames or deletes their copy and starts again.
 
     Args:
         to: the student's folder, created if need be; `paths.work_dir()` if None.

@@ -145,7 +145,7 @@ def rehearse(function: Callable[[Comm], T], world: int) -> list[T]:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:  # a rank that waits in vain is a consequence
+    if errors:  # a rank whose wait never ends is a consequence
         raise min(errors, key=lambda error: isinstance(error, RehearsalError))
     return results  # type: ignore[return-value]
 
@@ -281,7 +281,7 @@ def gradients_on_rank(
         comm: of this rank.
         weights: of layers without bias, (out, in) each.
         inputs: (world, micro-batches, rows, in), of all ranks.
-        steps: times that the gradients are computed, each time anew, without an update.
+        steps: number of times that the gradients are computed, without an update.
 
     Returns:
         the gradients of the first step, then those of the next; and the log of the last step: that

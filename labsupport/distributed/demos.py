@@ -65,7 +65,7 @@ def _group() -> Iterator[RankInfo]:
 def ring_on_ranks(
     *, seqlen: int = 512, timed: int = 4096, lengths: Sequence[int] = (1024, 2048)
 ) -> dict[str, Rows]:
-    """Look at ring attention of the processes that `launch` started from several sides.
+    """Demonstrate ring attention on the processes that `launch` started.
 
     Returns:
         errors (of `seqlen` tokens): case, tensor, max, rmse, relative (norms), against float64 on

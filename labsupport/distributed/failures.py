@@ -1,4 +1,4 @@
-"""Errors of ranks: which explain themselves, and which only follow from another rank's.
+"""Errors of ranks: causes, and mere consequences of another rank's error.
 
 Imports no PyTorch, since the program `labsupport` imports it.
 """

@@ -159,7 +159,7 @@ class _Worker:
     """One rank's process, and the files that it leaves in the run's folder."""
 
     def __init__(self, rank: int, folder: Path, environment: Mapping[str, str]) -> None:
-        """Start the process in a session of its own: the terminal's Control-C is the launcher's."""
+        """Start the process in a new session: the terminal's Control-C is for the launcher."""
         self.rank, self.folder = rank, folder
         code = (
             f"import sys; sys.path[:] = {[entry or os.getcwd() for entry in sys.path]!r}; "

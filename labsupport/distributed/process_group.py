@@ -93,7 +93,7 @@ def setup_ddp(backend: str | None = None, timeout: float | None = None) -> RankI
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= gpus:
             raise ValueError(
-                f"local rank {local} needs a GPU of its own, and there are {gpus}: start {gpus} "
+                f"local rank {local} needs its own GPU, and there are {gpus}: start {gpus} "
                 'processes, or take backend="gloo", which computes on the CPU'
             )
         # Before anything is put on "cuda": otherwise all ranks would share GPU 0.

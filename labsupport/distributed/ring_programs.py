@@ -1,4 +1,4 @@
-"""`labsupport ring`: are these devices linked, do rings on them compute right, and how fast?
+"""`labsupport ring`: test links and rings of several devices, and time them.
 
 CHECK. Each rank makes the same whole sequence from a seed, and computes its attention alone, in
 float64 (the oracle). Then the ring computes it from shards, by each kernel that can. The output and
@@ -147,7 +147,7 @@ def attempt(action: Callable[..., Any], *args: Any) -> str | None:
 
 
 def advice(text: str) -> str | None:
-    """Return what helps against an error with this text, if it is known."""
+    """Return the remedy for an error with this text, if known."""
     text = text.lower()
     return next((help for signs, help in ADVICE if any(s in text for s in signs.split(" "))), None)
 

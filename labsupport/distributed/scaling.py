@@ -252,7 +252,7 @@ def predict_ddp(
 
 
 def check_against(table: pd.DataFrame, *, memory_gb_s: float | None = None) -> pd.DataFrame:
-    """Set predictions beside a recorded ring's times.
+    """Compare predictions with a recorded ring's times.
 
     Args:
         table: of `ring_programs.measure_ring`, on devices with NVLink.

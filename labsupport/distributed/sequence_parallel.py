@@ -1,7 +1,7 @@
 """A sequence that no single device holds: its tokens are sharded over the ranks, in every layer.
 
 Attention needs the other ranks: K and V go around the ring, dK and dV come home. All else computes
-each token by itself, so activations are 1/W of the sequence's; weights and states are whole.
+each token separately, so activations are 1/W of the sequence's; weights and states are whole.
 Source: Li et al., "Sequence Parallelism: Long Sequence Training from System Perspective"
 (arXiv 2105.13120), section 3; with a ring of FlashAttention's blocks, arXiv 2310.01889.
 

@@ -4,11 +4,11 @@ A checkpoint is 28 bytes of header and then nothing but float32 numbers, little-
 order (Andrej Karpathy, llama2.c: `memory_map_weights` in run.c and `legacy_export` in export.py):
 
     header    7 int32: dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len;
-              a negative vocab_size says that the classifier has weights of its own
+              a negative vocab_size says that the classifier has separate weights
     weights   token embeddings, then of all layers together: attention norms, wq, wk, wv, wo,
               feed-forward norms, w1, w2, w3; then the final norm
     tables    cosines and sines of RoPE, (seq_len, head_dim / 2) each; run.c skips them now
-    wcls      the classifier, if it has weights of its own
+    wcls      the classifier, if it has separate weights
 
 llama2.c pairs the numbers of a head for RoPE as neighbours, Transformers half a head apart
 (`labsupport.attention.rotary`): the rows of wq and wk move. Forgetting it gives no error, only a

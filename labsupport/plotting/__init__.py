@@ -1,7 +1,7 @@
 """Charts from DataFrames and pictures of the algorithm, in one style.
 
 An implementation has the same colour and marker in every chart (colours of Okabe and Ito, and of
-Paul Tol, told apart by readers with any colour vision).
+Paul Tol, distinct for readers with any colour vision).
 
     charts       time and memory against sequence length; predictions; rooflines
     explorer     the score matrix: weights, tiles; block sizes, fast memory and traffic

@@ -18,7 +18,7 @@ _LINES = {
     "gpu_used_bytes": ("GPU memory", SKY, "GPU memory of all processes"),
     "gpu_util_percent": ("GPU in use", GREEN, "share of time in which some kernel ran"),
 }
-_NEAR = 3.0  # a limit is a line in the panel if it is at most so many times the peak
+_NEAR = 3.0  # a limit is a line in the panel if it is at most this many times the peak
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 

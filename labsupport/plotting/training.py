@@ -155,7 +155,7 @@ def plot_runs(table: pd.DataFrame, *, title: str, small_print: str = "") -> Char
         }
         panels[0].plot(run.index, run["loss"], label=label, **look)
         words.append(
-            f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at last."
+            f"{label}: {run['loss'].iloc[0]:.3g} at first, {run['loss'].iloc[-1]:.3g} at the end."
         )
         panels[1].plot(run.index, run["grad_norm"], **look)
         if first is None:

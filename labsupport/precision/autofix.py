@@ -67,10 +67,10 @@ def auto_fix_precision_for_flash_attention(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float32, float16, bfloat16 or float64.
-        k, v: (batch, seqlen_k, kv_heads, head_dim), the same, each in a dtype of its own.
+        k, v: (batch, seqlen_k, kv_heads, head_dim), the same, each in any dtype.
         backend: the backend to fit; "auto" is the first one in the lab's order of preference that
             can run the call in some acceptable dtype. (`"sdpa_efficient"` keeps float32 on a GPU.)
-        dtypes: the dtypes to choose from; None: whatever the backend takes. On a laptop,
+        dtypes: the dtypes to choose from; None: all that the backend takes. On a laptop,
             `dtypes=(torch.float16, torch.bfloat16)` shows what a GPU's kernels would make of it.
         float64: "refuse" float64 inputs, which are usually NumPy's default and no decision; "keep"
             computing in float64; or "cast" them as if they were float32.
@@ -268,7 +268,7 @@ def _plan(
         cautions.append(
             f"scores may reach {bound:.2g}: rounding to {short(compute)} (relative {u:.1g}) moves "
             f"them by up to {2 * bound * u:.2g}, so that near-ties may flip: where two keys score "
-            "nearly the same, the output may follow the other one, whatever kernel computes it"
+            "nearly the same, the output may follow the other one, with any kernel"
         )
     # Measuring takes a share of the time of attention itself.
     error = _sampled_error(call, entry.name, compute) if with_bound else None

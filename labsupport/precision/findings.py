@@ -278,7 +278,7 @@ def _bad_input(call: Record, before: Record | None) -> Violation:
     assert held is not None
     message = f"its input ({call.inputs}) holds {held.nonfinite}"
     if before is None:
-        message += "; it came so from outside"
+        message += "; it was in the input already"
         return Violation(_kind(held), call.where, message, "Look at the data and its preprocessing")
     message += f"; the output of {before.name} before it was finite"
     if (out := before.output.range) is not None:

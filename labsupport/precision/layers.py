@@ -31,7 +31,7 @@ class _Norm(nn.Module):
 
 
 class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
-    """LayerNorm with its statistics in float32, whatever dtypes its weights and its input have.
+    """LayerNorm with its statistics in float32, for weights and inputs of any dtypes.
 
     PyTorch's own `layer_norm` already adds up 16-bit inputs in float32 and rounds once. This layer
     calls it, and adds: on a CPU a copy of 16-bit inputs to float32 (PyTorch's backward pass
@@ -69,7 +69,7 @@ class MixedPrecisionLayerNorm(_Norm, nn.LayerNorm):
 
 
 class MixedPrecisionRMSNorm(_Norm, nn.RMSNorm):
-    """RMSNorm with its mean square in float32, whatever dtypes its weights and its input have.
+    """RMSNorm with its mean square in float32, for weights and inputs of any dtypes.
 
     Args:
         normalized_shape, options: as in `nn.RMSNorm`; `dtype` is the weights'. `eps=None` means the

@@ -9,7 +9,7 @@
     tracker.plot()
 
 Hooks write records, and `findings` judges them: hooks on modules (inputs, weights, outputs), a
-TorchFunctionMode (attention calls, whoever makes them), hooks on tensors (gradients; PyTorch's full
+TorchFunctionMode (all attention calls), hooks on tensors (gradients; PyTorch's full
 backward hooks would add an operation after each output). None of them
 changes a value or keeps a tensor: a record has the dtype of each tensor and, if ranges are
 recorded, eight numbers, which stay on the device until they are read. What gradient checkpointing
@@ -61,7 +61,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def is_compute_leaf(module: nn.Module) -> bool:
-    """Recognise a module that computes: it has parameters of its own, or no children.
+    """Recognise a module that computes: it has its own parameters, or no children.
 
     That includes linear layers, embeddings, norms, activations, losses and rotary embeddings, and
     excludes containers, dropout, and modules that pass their input through.
@@ -79,7 +79,7 @@ class PrecisionTracker:
     attention call (SDPA, and the lab's `attention`, `flash_attention`, `attention_varlen`) is
     recorded, forward and, if `backward()` is called inside too, backward. Results and gradients
     are bitwise the same as without it, and all hooks are gone afterwards, also after an exception.
-    Each with-block starts anew. Do not copy, pickle or compile the model inside the block. With
+    Each with-block starts empty. Do not copy, pickle or compile the model inside the block. With
     `ranges=False` a recorded call costs about 20 µs (GPT-2 small, one token, CPU: 15% more time).
 
     Limits. Attention that a module computes itself from matrix products ("eager" in Transformers),

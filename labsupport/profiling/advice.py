@@ -141,7 +141,7 @@ def why_not(row: Mapping[str, Any], case: Case, device: torch.device) -> list[st
 
 
 def what_would_fit(case: Case, available: int) -> list[str]:
-    """The nearest cases that would fit into so many bytes, by prediction."""
+    """The nearest cases that would fit into `free` bytes, by prediction."""
     halved = [case.seqlen >> i for i in range(1, case.seqlen.bit_length() - 4)]
     options = [(f"--seqlen {n}", replace(case, seqlen=n, kv_seqlen=n)) for n in halved]
     if case.backend in QUADRATIC_BACKENDS:
@@ -170,11 +170,11 @@ def why_slow(row: Mapping[str, Any], case: Case, device: torch.device, share: fl
     if share < ABNORMAL and case.seqlen >= 256:
         suspect = others
         if case.backend == "flash_triton" and device.type == "cpu":
-            suspect = "Triton interprets its kernels here, to be read and not to be timed"
+            suspect = "Triton interprets its kernels here: don't time them"
         elif device.type == "cpu" and case.dtype in ("float16", "bfloat16"):
             suspect = f"many CPUs have no fast {case.dtype} arithmetic: try --dtype fp32"
         elif case.backend in ("standard", "sdpa_math", "flash_torch"):
-            suspect = "this backend is there to be read: try --backend auto"
+            suspect = "this backend is for reading, not for speed: try --backend auto"
         lines.append(f"abnormally slow, {share:.1%} of the ceiling: {suspect}")
     if share > IMPOSSIBLE:
         lines.append(f"the ceiling was measured too low, while others worked: {others}")

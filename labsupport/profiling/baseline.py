@@ -139,7 +139,7 @@ def read_baseline(path: Path) -> Baseline:
         job = Job(**fields["job"] | {"case": Case(**fields["job"]["case"])})
         return Baseline(**fields | {"job": job})
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no baseline of this program: save it anew") from error
+        raise ValueError(f"{path} is no baseline of this program: save it again") from error
 
 
 def plan(case: Case, device: str | None = None) -> Job:

@@ -70,7 +70,7 @@ def run_grid(
         measure_error: compare the output with the float64 oracle, up to 4,096 tokens; above that
             the error columns are empty.
         max_seconds: time limit for the repeats of one case (at least three are made).
-        repeats: exactly so many, however long they take, in place of the time limit.
+        repeats: exact number, however long they take, in place of the time limit.
         progress: show a tqdm bar, which names the backend at work.
 
     Returns:
@@ -156,7 +156,7 @@ def refusal(error: Exception) -> dict[str, str]:
     reason = " ".join(str(error).split())
     if isinstance(error, BackendUnavailableError | AttentionInputError | NotImplementedError):
         return {"status": "unsupported", "reason": reason}
-    # The CPU allocator has no exception class of its own.
+    # The CPU allocator has no exception class.
     refused = any(word in str(error) for word in ("can't allocate memory", "std::bad_alloc"))
     if refused or isinstance(error, torch.OutOfMemoryError | MemoryError):
         return {"status": "out of memory", "reason": reason}

@@ -24,7 +24,7 @@ SECONDS = 180.0
 LOG_LINES = 200
 BEFORE_POSTING = (
     "Read it before you post it: it becomes public. It holds paths of this machine and, with "
-    "--log, whatever your program printed; take out names and secrets.\n"
+    "--log, everything your program printed; take out names and secrets.\n"
     "Add what no program can know: what you ran, what you expected, what happened instead."
 )
 

@@ -4,7 +4,7 @@ The FLOPs of a forward pass are 4 * batch * heads * head_dim * (visible query-ke
 products, Q K^T and P V, of 2 FLOPs per multiply-add.  A causal mask counts only what it leaves
 visible.  Forward plus backward counts 3.5 times as much: the backward recomputes S and needs four
 more products (FlashAttention-2 paper, section 4.1).  Every implementation is charged the same
-FLOPs, whatever it really executes, so that TFLOP/s compare times.
+FLOPs, not what it really executes, so that TFLOP/s compare times.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from labsupport.profiling.units import format_bytes
 UNREADABLE = "not readable here"
 BUSY_SHARE = 0.25
 BUSY_GPU_PERCENT = 10
-QUIET = "measure again when they have ended, or on a machine of your own"
+QUIET = "measure again when they have ended, or on an idle machine"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def judge_gpu(gpu: GpuState) -> list[Check]:
     clocks = Check(f"{name} clocks", "ok", clock)
     if slowed := gpu.held_down_by():
         remedy = "let it cool down or end other work, and compare only runs of one session"
-        clocks = Check(clocks.name, "warn", f"{clock}; held down by: {slowed}", remedy)
+        clocks = Check(clocks.name, "warn", f"{clock}; limited by: {slowed}", remedy)
 
     watts, default = gpu.limit_w, gpu.default_limit_w
     power = Check(f"{name} power limit", "ok", UNREADABLE if watts is None else f"{watts:.0f} W")

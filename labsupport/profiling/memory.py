@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# The profiler of PyTorch 2.13 writes lines to stderr at every start unless told so before the
+# The profiler of PyTorch 2.13 writes lines to stderr at every start unless switched off before the
 # first one; in a notebook, or in a graded check, they would be noise at best.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -73,7 +73,7 @@ def measure_peak_memory(
             takes workspaces that stay (cuBLAS), and 0 on a CPU.
 
     Raises:
-        RuntimeError: another profiler is active on the CPU.  Whatever `fn` raises passes through
+        RuntimeError: another profiler is active on the CPU.  Errors of `fn` pass through
             (`torch.OutOfMemoryError` for one).
 
     Example:
@@ -140,7 +140,7 @@ def cpu_memory_changes(profiler: torch.profiler.profile) -> list[tuple[int, int]
 def without_allocator_warning() -> Iterator[None]:
     """Drop the allocator's harmless warning that a block from before the profile is released.
 
-    C++ writes it straight to file descriptor 2. Whatever else is written there is passed on.
+    C++ writes it straight to file descriptor 2. Everything else there is passed on.
     """
     sys.stderr.flush()
     real = os.dup(2)
@@ -179,7 +179,7 @@ def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> MemoryUse:
 class LargestTensor(TorchDispatchMode):
     """Watches a block of code, its backward pass included, for the largest tensor it creates.
 
-    Tensors are told apart by their storage: views, transposes and `expand` create nothing, and
+    Tensors are distinguished by their storage: views, transposes and `expand` create nothing, and
     neither do tensors that existed before.  Space that a kernel takes internally is not seen; ask
     `measure_peak_memory` for it.
 
@@ -248,7 +248,7 @@ def stored_tensors(value: Any) -> list[torch.Tensor]:
     return [one for one in tensors if one.layout == torch.strided and not one.is_meta]
 
 
-# They write their first argument, whatever it was.
+# They write their first argument.
 _OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_"}
 # They make room and write nothing.
 _RESERVE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -183,7 +183,7 @@ class monitor:  # lower case: it reads as a statement, `with monitor() as watch:
                 lines.append(words.format(mean_over_time(table, column)))
         if "gpu_throttle" in table:
             shares = table["gpu_throttle"].replace("", None).value_counts() / len(table)
-            lines += [f"GPU clocks held down by: {k} ({v:.0%})" for k, v in shares.items()]
+            lines += [f"GPU clocks limited by: {k} ({v:.0%})" for k, v in shares.items()]
         return "\n".join([*lines, self._small_print()])
 
     __repr__ = __str__
@@ -257,7 +257,7 @@ def live_line() -> str:
             (gpu.memory_mhz, f"memory {gpu.memory_mhz} MHz"),
             (gpu.power_w, f"{gpu.power_w or 0:.0f} W"),
             (gpu.celsius, f"{gpu.celsius} °C"),
-            (gpu.held_down_by() or None, f"held down by {gpu.held_down_by()}"),
+            (gpu.held_down_by() or None, f"limited by {gpu.held_down_by()}"),
         )
         read = ", ".join(text for value, text in figures if value is not None)
         parts.append(f"GPU {gpu.index} {read or 'not readable here'}")
@@ -265,7 +265,7 @@ def live_line() -> str:
 
 
 def checked_interval(interval: float) -> float:
-    """The interval itself; raise ValueError for one that is too short, or endless."""
+    """Return the interval; raise ValueError if it is too short or infinite."""
     if not SHORTEST_INTERVAL_S <= interval < math.inf:
         raise ValueError(
             f"the interval is {interval} s; it must be {SHORTEST_INTERVAL_S} s or more"

@@ -92,7 +92,7 @@ def list_runs(folder: Path | None = None) -> list[str]:
 
 
 def check_run_name(name: str) -> str:
-    """The name itself; raise ValueError for what is no name of a run."""
+    """Return the name; raise ValueError if it cannot be a run's."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(f"{name!r} is no name for a run: use letters, digits, '-', '_' and '.'")
     return name

@@ -148,7 +148,7 @@ def trace(
             for compiled functions (`torch.compile`): that counts them as they were written.
 
     Raises:
-        RuntimeError: a profiler is active already. Whatever `fn` raises passes through.
+        RuntimeError: a profiler is active already. Errors of `fn` pass through.
 
     Example:
         >>> seen = trace(lambda: torch.softmax(scores, dim=-1))

@@ -94,7 +94,7 @@ class Checkpoints:
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(
                 f"{paths[0]} cannot be read: {error}. Delete it to go on from the one before, or "
-                "begin anew (fresh=True, --fresh)"
+                "start again (fresh=True, --fresh)"
             ) from error
 
     @contextmanager
@@ -162,5 +162,5 @@ def check_same_run_config(
         hint = f" (for another number of steps, keep decay_steps={saved['decay_steps']})"
     raise ResumeError(
         f"{folder} holds a run with other settings: {'; '.join(different)}{hint}. Give it the "
-        "same settings, or another folder, or begin anew (fresh=True, --fresh)"
+        "same settings, or another folder, or start again (fresh=True, --fresh)"
     )

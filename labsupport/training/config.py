@@ -191,7 +191,7 @@ class TrainConfig:
         max_grad_norm: gradients of a larger total norm are scaled down to it; None: they are not.
         gradient_accumulation_steps: micro-batches of each step, whose gradients add up.
         autocast: the dtype of matrix products (bfloat16, float16); None: that of the weights.
-            Weights stay float32, and are rounded anew for each use.
+            Weights stay float32, and are rounded for each use.
         policy: a dtype for each component, in place of autocast's rules: weights are stored in the
             policy's dtypes, and float32 masters take the updates (`labsupport.precision`).
         seed: of the random numbers during training (dropout). Weights are made before.
@@ -235,7 +235,7 @@ class TrainConfig:
         if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"autocast is {self.autocast}: bfloat16, float16, or None for float32")
         if self.autocast is not None and self.policy is not None:
-            raise ValueError(f"autocast is {self.autocast}, beside a policy: give one of them")
+            raise ValueError(f"autocast is {self.autocast}, and there is a policy: choose one")
 
     @property
     def last_step(self) -> int:

@@ -1,4 +1,4 @@
-"""Does training with FlashAttention follow training with textbook attention?
+"""Comparison of two trainings: FlashAttention's losses against textbook attention's.
 
 Two implementations round differently, and training lets differences grow. Three questions still
 have answers: are the first step's gradients as near to the exact ones as the textbook's? How long

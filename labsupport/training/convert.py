@@ -53,7 +53,7 @@ _LAYERS = {
 def from_transformers(model: GPT2LMHeadModel | LlamaForCausalLM) -> Decoder:
     """Return a decoder with copies of the model's weights, in their dtype and on their device.
 
-    A Decoder has no dropout, and GPT-2 has 0.1 unless told otherwise: compare in eval mode.
+    A Decoder has no dropout, and GPT-2 has 0.1 by default: compare in eval mode.
 
     Raises:
         ValueError: the model is of another family, or computes what a Decoder cannot.

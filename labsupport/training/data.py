@@ -1,4 +1,4 @@
-"""From documents to batches: texts, packed into sequences of one length, as a function of the step.
+"""Documents as batches: texts, packed into sequences of one length, as a function of the step.
 
     documents   A A A A A |  B B B |  C C C C C          each one gets an end token (e)
     sequence 0  A A A A A e B B                          length 8
@@ -8,7 +8,7 @@
 Nothing is padded but the last sequence, so no computation is lost on padding. `cu_seqlens` keeps
 the documents apart: `attention_varlen` lets none see another one, and positions begin at 0 in each.
 
-A document that does not fit is cut, and continues in the next sequence as a document of its own.
+A document that does not fit is cut, and continues in the next sequence as a separate document.
 Its first token there (the last B above) is still a label: of the last token before the cut.
 """
 

@@ -75,7 +75,7 @@ def train(
         sample: lets the model write a text, before each checkpoint; without global random numbers.
         folder: for checkpoints. If a run is in it, that run goes on; if that run is complete,
             nothing is done.
-        fresh: delete the checkpoints in the folder and begin anew.
+        fresh: delete the checkpoints in the folder and start again.
         run_config: what else the weights depend on, by name, as plain values (which texts, say); it
             is saved, and must be equal when the run is resumed, as must the settings and the
             model's `config`, if that is a dataclass.

@@ -1,4 +1,4 @@
-"""Gives JupyterLab the style sheet in custom/, unless the reader has one of their own."""
+"""Give JupyterLab the style sheet in custom/, unless the reader has another one."""
 
 from pathlib import Path
 

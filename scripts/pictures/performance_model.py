@@ -107,7 +107,7 @@ def waves(panels):
         "Time goes up in steps: one program more than fits can cost a whole wave",
         "NVIDIA H200 (132 multiprocessors). Recorded: data/runs/loop-orders-h200, version 2 with "
         "tiles of 128 x 64, bfloat16, 16,384 tokens, no mask, 1, 2, 4 and 8 heads.\n"
-        "No point was recorded just behind a step; each line's height is that of one point.",
+        "No point was recorded just after a step; each line's height is that of one point.",
     )
 
 

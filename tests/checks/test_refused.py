@@ -63,7 +63,7 @@ boolean tensor
 SPEEDUPS = mistakes("""
 must be a number, not a str
     1 / (1 - share + share / speedup) -> "twice"
-Right is the speed-up 1.333
+Expected the speed-up 1.333
     1 / (1 - share + share / speedup) -> 2 + share
 is NaN
     1 / (1 - share + share / speedup) -> math.nan
@@ -140,19 +140,19 @@ not 3
     return flops, moved -> return flops, moved, 1
 not a float32 tensor of shape (2,)
     return flops, moved -> return torch.ones(2), moved
-Right is flops
+Expected flops
     return flops, moved -> return flops + 1e9, moved
 """)
 ROOFS = mistakes("""
 The longer time is the bound
     arithmetic >= memory -> arithmetic < memory
-You say so in every case
+You give the same answer in every case
     arithmetic >= memory -> False
 not 'compute'
     by = ARITHMETIC -> by = "compute"
 """)
 TRAFFIC = mistakes("""
-Right is read 12,800, written 8,704.
+Expected read 12,800, written 8,704.
     return read, written -> return read + seqlen, written
 """)
 TIMES = mistakes("""

@@ -174,7 +174,7 @@ def test_a_mistake_that_explains_one_case_but_not_all_is_a_perhaps():
         ("else 2 * q + 2 * k + lse", "else 2 * q + 2 * k + lse // 4 * dtype.itemsize"),
     )
     said = diagnosis(checks.check_cost_bytes, student)
-    assert "Right is moved" in said
+    assert "Expected moved" in said
     assert "Perhaps: L is float32 whatever dtype is" in said
 
 
@@ -198,4 +198,4 @@ def test_an_exam_refuses_the_labs_functions_and_names_the_exercise_that_is_await
     unsolved = textbook_cell("scores")
     ours = object()
     assert checks.solution_or_reference(unsolved, ours, checks.check_textbook_values) is ours
-    assert "what needs it waits for exercise 1-1." in capsys.readouterr().out
+    assert "cells that need it wait for exercise 1-1." in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_trouble_and_abnormal_times_have_their_advice():
         assert words in rest[0]
     row = {"median_ms": 10.0, "q1_ms": 8.0, "q3_ms": 12.0}
     lines = advice.why_slow(row, Case("standard", 512), CPU, 0.01)
-    assert "there to be read" in lines[0]
+    assert "for reading" in lines[0]
     assert "unsteady" in lines[1]
     assert advice.why_slow(row | {"q3_ms": 8.0}, Case("x", 512), CPU, math.nan) == []
 

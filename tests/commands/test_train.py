@@ -52,8 +52,8 @@ def test_it_prints_the_plan_and_the_result():
 def test_the_plan_says_what_was_chosen():
     frugal = {"checkpoint_layers": True, "mlp_chunk": 64, "loss_chunk": 100}
     for options, words in (
-        ({}, "all activations are kept, MLP at once, loss at once; attention: auto"),
-        (frugal, "each block's input is kept, MLP in chunks of 64 tokens, loss in chunks of 100 "),
+        ({}, "all activations are stored, MLP at once, loss at once; attention: auto"),
+        (frugal, "each block's input is stored, MLP in chunks of 64 tokens, loss in chunks of 100"),
         ({"attention": "standard"}, "attention: standard"),
         ({"dtype": "float16", "residual": "bfloat16"}, "float16 on cpu\n"),
         ({"residual": "bfloat16"}, "residual stream in bfloat16"),

@@ -83,4 +83,4 @@ def test_control_c_ends_all_processes_and_says_how_to_go_on(nobody_is_left):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done.exit_code == 130
-    assert done.stderr.strip() == "stopped; with --folder, the same command goes on"
+    assert done.stderr.strip() == "stopped; with --folder, the same command resumes"

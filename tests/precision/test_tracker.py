@@ -290,7 +290,7 @@ MLP_0 = "model.layers.0.mlp"
         # act_fn(gate) * up is computed by no module.
         (lambda: filled(llama(), up_proj=2e3, gate_proj=2e3), tokens(), None, "overflow",
          f"{MLP_0}.down_proj", (f"the output of {MLP_0}.up_proj before it was", "use bfloat16")),
-        (Mlp, torch.full((1, 8), math.nan), None, "NaN", "(model)", ("from outside",)),
+        (Mlp, torch.full((1, 8), math.nan), None, "NaN", "(model)", ("in the input already",)),
         (lambda: two_layers(1e-5), ZEROS, 1e-4, "underflow", "the gradient of the output of 0",
          ("100.0% of its entries are 0 in float16", "Scale the loss")),
         (lambda: two_layers(100.0), ZEROS, 6e4, "overflow", "the gradient of the output of 0",

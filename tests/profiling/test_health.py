@@ -39,7 +39,7 @@ def test_an_idle_gpu_in_order_gives_no_warning_and_what_cannot_be_read_is_no_fau
     [
         ({}, "clocks", "ok", "SM 345 of 1980 MHz, 37 °C"),
         ({"reasons": 0x1 | 0x4 | 0x20}, "clocks", "warn",
-         "held down by: power limit, temperature (the driver slows it)"),
+         "limited by: power limit, temperature (the driver slows it)"),
         ({"reasons": 0x1 | 0x2 | 0x100}, "clocks", "ok", "SM 345"),  # idle, or a user's choice
         ({"users": OURS | {4_000_001: 3 * 2**30, 4_000_002: 2**30}}, "other processes", "warn",
          "2, with 4.0 GiB of its memory: 4000001, 4000002"),

@@ -124,6 +124,6 @@ def test_the_live_line_names_machine_and_gpus(monkeypatch):
     monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [BUSY])
     line = live_line()
     assert "  |  GPU 0 98% in use, 2.0 GiB of 140.0 GiB, SM 1395 of 1980 MHz" in line
-    assert line.endswith("699 W, 61 °C, held down by power limit")
+    assert line.endswith("699 W, 61 °C, limited by power limit")
     monkeypatch.setattr("labsupport.profiling.monitoring.read_gpus", lambda: [GpuState(1, "a GPU")])
     assert live_line().endswith("GPU 1 not readable here")

@@ -1,4 +1,4 @@
-"""One form for each term, in all texts: the table is terms.toml."""
+"""One form for each term, in all texts: the table is terms.toml. And how docstrings open."""
 
 import re
 import tomllib
@@ -37,9 +37,35 @@ def wrong_forms(passage: texts.Passage, term: dict) -> list[str]:
     return out
 
 
+def applies(term: dict, path: Path) -> bool:
+    notebook = path.parent.name == "notebooks"
+    left_out = {"pages": path.suffix == ".py" and not notebook, "not notebooks": notebook}
+    return not left_out.get(term.get("where"), False)
+
+
 def test_pages_and_docstrings_use_one_form_for_each_term():
-    everywhere = [term for term in TERMS if term.get("where") != "pages"]
-    passages = [(passage, TERMS) for path in texts.pages() for passage in texts.prose(path)]
-    passages += [(p, everywhere) for path in texts.sources() for p in texts.docstrings(path)]
-    found = [m for passage, terms in passages for term in terms for m in wrong_forms(passage, term)]
+    passages = [passage for path in texts.pages() for passage in texts.prose(path)]
+    passages += [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    found = [
+        message
+        for passage in passages
+        for term in TERMS
+        if applies(term, passage.path)
+        for message in wrong_forms(passage, term)
+    ]
+    assert not found, "\n".join(found)
+
+
+# A docstring names a thing, or says what to do (PEP 257). A question, or half a clause, makes the
+# reader wait for the noun: "What every backend is asked with" for "Inputs of one attention call".
+OPENING = re.compile(r"(What|How|Whether|Which|Why|Who|Whose|Where|When|Of|As|Does|Is|Are)\b|.*\?$")
+
+
+def badly_opened(passage: texts.Passage) -> bool:
+    return OPENING.match(passage.text.strip().split("\n")[0]) is not None
+
+
+def test_docstrings_open_with_a_noun_or_an_imperative():
+    passages = [passage for path in texts.sources() for passage in texts.docstrings(path)]
+    found = [f"{p.path}:{p.line}: {p.text[:60]}" for p in passages if badly_opened(p)]
     assert not found, "\n".join(found)

@@ -77,7 +77,7 @@ def device_from_specification(name: str, like: Device) -> Device:
     """A GPU that need not be here, from its row of data/hardware.csv.
 
     No device reaches its specification. This one is taken to reach the same share of it as `like`,
-    a measured GPU of the table, reaches of its own.
+    a measured GPU of the table, reaches of its specification.
 
     Raises:
         ValueError: a name that is not in the table, or a `like` that is not.

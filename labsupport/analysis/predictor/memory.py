@@ -78,7 +78,7 @@ def peak_memory(case: Case, units: int = 1) -> int | None:
 class _Fused(NamedTuple):
     """A fused kernel on a GPU.
 
-    forward, both: vectors of `rows`; constant: bytes of its own; widened: dk and dv of grouped
+    forward, both: vectors of `rows`; constant: extra bytes; widened: dk and dv of grouped
     heads are written for every query head first.
     """
 
@@ -119,7 +119,7 @@ def _fused(case: Case, sizes: _Sizes, units: int) -> int:
 def flash_splits(case: Case, units: int) -> int:
     """Number of parts into which flash-attn 2 cuts the keys, so that few queries keep a GPU busy.
 
-    Each part has an output and an lse of its own in float32, which are then merged. The smallest
+    Each part has its own output and lse in float32, which are then merged. The smallest
     number of parts counts that keeps at least 85% as many programs busy as the best. Source:
     num_splits_heuristic in csrc/flash_attn/flash_api.cpp of flash-attention; its forward tiles
     are 64 queries by 256, 128 or 64 keys (head_dim up to 64, up to 128, above).

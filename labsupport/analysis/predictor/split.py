@@ -5,7 +5,7 @@ run's lengths the shortest, the middle and the longest calibrate, in both masks;
 tested. On the CPU a larger batch and grouped heads are tested at every length and never calibrate.
 
 Held-out errors were looked at once: attention-h200, first split at 2048, showed that launches
-overlap with work. The model was changed, the run split anew at its other middle length, and
+overlap with work. The model was changed, the run split again at its other middle length, and
 peers-h200:calls, which nobody had looked at, tested as well. The rule for the interval's width,
 which reads calibration shapes only, was settled after its coverage was seen.
 """

@@ -3,7 +3,7 @@
 Each feature is a time in milliseconds: what that part of the work would take at the device's
 ceiling. A calibrated weight says how many times as long the implementation needs.
 
-    launch   one call, whatever its size                                (in calls, not a time)
+    launch   one call of any size                                       (in calls, not a time)
     tiles    small kernels started one after the other by a Python loop (in tiles, not a time)
     matmul   products of the tiles that are computed, at the rate of a large matrix product
     exp      one exponential for each computed score, at 16 a clock and multiprocessor (a GPU)

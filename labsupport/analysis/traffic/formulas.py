@@ -5,7 +5,7 @@ from __future__ import annotations
 from labsupport.analysis.traffic.problem import Sizes
 from labsupport.analysis.traffic.standard import ROW_VECTORS, row_fits
 
-# Elements (read), (written): so many times N_q d, N_q, N_k d, and for each tile with a visible pair
+# Elements (read), (written): multiples of N_q d, N_q, N_k d, and for each tile with a visible pair
 # B_r d, B_r, B_c d. The zeros that sums begin with are written, too.
 _FORMS = {
     ("version1", "forward"): ((0, 0, 2, 2, 2, 0), (1, 2, 0, 1, 2, 0)),

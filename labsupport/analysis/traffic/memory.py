@@ -1,4 +1,4 @@
-"""A fast memory of M elements beside a slow one: what does not fit is refused, what passes counts.
+"""A fast memory of M elements and a slow one: refuses what does not fit, counts what moves.
 
     slow memory                fast memory: at most M elements at any time
       Slow Q, K, V, O  -load-> tensors that operators may compute with, and what they make

@@ -1,4 +1,4 @@
-"""Textbook attention, each step a kernel of its own: what it leaves in slow memory, it must load.
+"""Textbook attention, one kernel for each step, which loads what the step before has stored.
 
     forward    S = tau Q K^T     (mask)     P = softmax(S)     O = P V
     backward   dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(P * dP))

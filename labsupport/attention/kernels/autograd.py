@@ -1,4 +1,4 @@
-"""From tensors to a kernel, with autograd, `torch.compile` and fake tensors.
+"""Calls of the kernels with tensors: autograd, `torch.compile` and fake tensors.
 
 `forward` runs the Gluon kernel where the geometry says so. Otherwise both passes run the kernels
 for Hopper where `hopper_takes` a call, and the plain ones elsewhere. Operators make them opaque to

@@ -337,7 +337,7 @@ def _gluon_bwd(
     work = (buffers, barriers, sizes, cu_q, cu_k)
     inputs = (Q, dO, K, V, Rows)
     outputs = (dQ, dK, dV, scale)
-    # All jobs start with the same registers (maxnreg); then the producer gives up most of its own.
+    # All jobs start with the same registers (maxnreg); then the producer gives up most of them.
     gl.warp_specialize(
         [
             (_consume, (0, work, outputs, mask)),

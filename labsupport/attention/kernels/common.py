@@ -21,7 +21,7 @@ from labsupport.attention.kernels.config import Geometry, KernelConfig, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * log2(e)), and exp2 is one instruction
 
-# Triton compiles anew for sizes that are 1, or a multiple of 16. Of these it would gain nothing.
+# Triton compiles again for sizes that are 1, or a multiple of 16. Of these it would gain nothing.
 SIZES = (
     *("heads", "seqlen", "seqlen_q", "seqlen_k", "left", "right", "blocks"),
     *("stride_lb", "stride_lh", "stride_slope"),

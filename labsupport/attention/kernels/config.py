@@ -25,7 +25,7 @@ from labsupport.attention.kernels.mode import interpreted as is_interpreted
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything about a call of the kernels but q, k and v.
+    """All arguments of a kernel's call except q, k and v.
 
     Attributes:
         scale: factor on the scores.
@@ -73,7 +73,7 @@ class KernelConfig:
     stages: int
 
 
-# Interpreted, a program costs some milliseconds of Python whatever its size.
+# Interpreted, a program of any size costs some milliseconds of Python.
 INTERPRETED = KernelConfig(64, 64, 4, 1)
 
 # kernel -> padded head_dim, for float16 and bfloat16. "keys" is `_bwd_dkdv`, "queries" `_bwd_dq`.
@@ -100,7 +100,7 @@ HOPPER: dict[str, dict[int, KernelConfig]] = {
     "keys": {64: KernelConfig(64, 64, 4, 3), 128: KernelConfig(64, 64, 4, 2)},
     "queries": {64: KernelConfig(128, 64, 8, 3), 128: KernelConfig(128, 64, 8, 3)},
 }
-# Their forward for head_dim 64 from so many keys on: wide tiles pay once there are several of them.
+# Their forward for head_dim 64 from this many keys on: wide tiles pay if there are several.
 MANY_KEYS, HOPPER_MANY_KEYS = 1024, KernelConfig(64, 128, 4, 2)
 # float32 without TF32 does not use the tensor cores, and each number takes twice the room.
 SINGLE: dict[str, dict[int, KernelConfig]] = {

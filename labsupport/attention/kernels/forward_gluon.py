@@ -292,8 +292,8 @@ def _consume(
     old_batch, old_head, old_row, old_rows, old_tiles = 0, 0, 0, 0, 0
     n = 0  # blocks so far
     t = 0  # tiles so far
-    # The first block has none before it: it multiplies zeros with whatever V's buffer holds, and
-    # stores no rows. The last slot has no block of its own: it stores the block before.
+    # The first block has none before it: it multiplies zeros with anything in V's buffer, and
+    # stores no rows. The last slot has no block: it stores the block before.
     for slot in range(slots + 1):
         batch, head, row, rows, _k_row, seqlen_k, diagonal, col, tiles = _block(
             slot, sizes, cu_q, cu_k, mask, tile
@@ -397,7 +397,7 @@ def _gluon_fwd(
     work = (buffers, barriers, sizes, cu_q, cu_k, slots)
     inputs = (Q, K, V)
     outputs = (O, L, (Clock, marks), scale)
-    # All jobs start with the same registers (maxnreg). Then the producer gives up most of its own,
+    # All jobs start with the same registers (maxnreg). Then the producer gives up most of them,
     # and the consumers take them.
     if CONSUMERS == 1:
         gl.warp_specialize(

@@ -1,13 +1,13 @@
-"""Outputs with room behind their end, so that a store without a mask is noticed."""
+"""Outputs with room after their end, so that a store without a mask is noticed."""
 
 import torch
 from torch import Tensor
 
-ROOM = 4096  # elements; a program that runs behind the end writes less
+ROOM = 4096  # elements; a program that runs beyond the end writes less
 
 
 def guarded_zeros(*shape: int, like: Tensor) -> Tensor:
-    """Return zeros of this shape, in the dtype and on the device of `like`, with room behind."""
+    """Return zeros of this shape, in the dtype and on the device of `like`, with room after."""
     size = torch.Size(shape).numel()
     whole = like.new_zeros(size + ROOM)
     whole[size:] = torch.nan
@@ -15,17 +15,17 @@ def guarded_zeros(*shape: int, like: Tensor) -> Tensor:
 
 
 def check_guard(*outputs: Tensor) -> None:
-    """Refuse outputs of `guarded_zeros` behind whose end something was written.
+    """Refuse outputs of `guarded_zeros` if something was written beyond their end.
 
     Looks on a CPU only: on a GPU it would wait for the kernel, and cost time.
 
     Raises:
-        IndexError: a store went behind the end.
+        IndexError: a store went beyond the end.
     """
     for one in outputs:
         if one.device.type == "cpu" and not _room(one).isnan().all():
             raise IndexError(
-                "a store went behind the end of its tensor: on a GPU it destroys what lies there. "
+                "a store wrote beyond the end of its tensor: on a GPU it overwrites other data. "
                 "Mask each tl.store, as each tl.load"
             )
 

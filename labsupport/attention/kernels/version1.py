@@ -1,4 +1,4 @@
-"""FlashAttention in the order of its first version, to be measured beside the second one.
+"""FlashAttention's first loop order, to compare with the second one.
 
     version 1: one program a head                     version 2 (forward.py): one a block of queries
       for each block of keys j:                         for each block of keys j:

@@ -103,7 +103,7 @@ class DistributedCheckpoints:
         except (OSError, KeyError, json.JSONDecodeError, dcp.CheckpointException) as error:
             raise CheckpointError(
                 f"{paths[0]} cannot be loaded: {error}. Delete it to go on from the one before, or "
-                "begin anew (fresh=True)"
+                "start again (fresh=True)"
             ) from error
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

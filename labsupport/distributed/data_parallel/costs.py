@@ -43,7 +43,7 @@ def fsdp_bytes_sent(
     Args:
         parameter_bytes, gradient_bytes: of the whole model, in the dtypes in which they travel.
         ranks: how many share the model.
-        micro_batches: of each rank; each of them gathers the parameters anew.
+        micro_batches: of each rank; each of them gathers the parameters again.
         sync_every: whether gradients are reduced after each, and not after the last only.
         kept_bytes: of those parameters that are kept from forward to backward, as the root's are
             (those outside of the blocks): gathered once a micro-batch, not twice.
@@ -66,7 +66,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.parameters + self.gradients + self.optimizer
 
 

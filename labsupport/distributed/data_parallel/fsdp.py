@@ -10,7 +10,7 @@ One step, with W ranks, for each block:
 The root (embedding, last norm, classifier) is kept from forward to backward, since the backward
 pass begins with it. FSDP2 has no no_sync(): `set_requires_gradient_sync(False)` puts off the
 reduce-scatter, and the gradients that wait for it are whole on every rank; each micro-batch gathers
-the parameters anew, however that is set. `costs` has the bytes, theory chapter 11 the comparison.
+the parameters again, however that is set. `costs` has the bytes, theory chapter 11 the comparison.
 
 Ranks may have sequences of different lengths, also with compiled blocks (two CPU ranks, PyTorch
 2.13, 32 to 224 tokens: gradients as in one process, compiled to 2e-7). All ranks wait while one
@@ -54,7 +54,7 @@ def shard(
     cpu_offload: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
-    """Shard a model in place over the process group: each block by itself, then what is left.
+    """Shard a model in place over the process group: each block separately, then what is left.
 
     Blocks, which are gathered and freed as one, are the members of the model's `ModuleList`s.
 

@@ -1,7 +1,7 @@
 """The training loop that DDP, FSDP and the sharded sequence share.
 
 Step k depends on nothing but the weights, the optimizer's state and k; random numbers are seeded
-anew in each step, from k and the rank. So a run may go on with another number of ranks.
+in each step, from k and the rank. So a run may go on with another number of ranks.
 
 WEIGHTS. The step's loss is the mean over ALL N labels of all ranks' micro-batches; micro-batch i of
 rank r has n_ri of them. DDP as FSDP *averages* gradients over the W ranks, so
@@ -87,8 +87,8 @@ class Share:
 def share_of(batches: Batches, info: RankInfo) -> Batches:
     """Return this rank's part of a stream: micro-batches `rank`, `rank + world`, ... of each step.
 
-    All ranks together then take the same steps as one process with the whole stream, whatever
-    their number: for streams this is what `torch.utils.data.DistributedSampler` is for datasets.
+    All ranks together then take the same steps as one process with the whole stream, for any
+    number of ranks: a `torch.utils.data.DistributedSampler` for streams.
 
     >>> stream = batches(documents, 512, end_token=256, accumulation=8)
     >>> own = share_of(stream, info)  # of 2 ranks, 4 micro-batches each
@@ -201,7 +201,7 @@ def run_steps(
             communicates, and returns this rank's part of the loss.
         same_number: all ranks need equally many micro-batches.
         folder: for distributed checkpoints, the same for all ranks. If a run is in it, that run
-            goes on, whatever number of ranks it had.
+            resumes, with any number of ranks.
         fresh, run_config, on_step: as for `labsupport.training.train`; on_step on each rank.
         stop: as for `labsupport.training.train`, given on all ranks: all stop after the same step
             if it returns True on one.

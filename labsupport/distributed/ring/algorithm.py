@@ -1,4 +1,4 @@
-"""Ring attention: every rank keeps its queries, and all keys and values come past.
+"""Ring attention: every rank keeps its queries, and all keys and values pass by.
 
 `labsupport.distributed.minimal_ring` has the table of who holds whose keys when, and the same
 algorithm in 60 lines: read it first. Besides its own, a rank holds two ranks' keys at most: those
@@ -10,7 +10,7 @@ Backward. Given L, the log-sum-exp of the WHOLE row, and D = rowsum(dO * O) with
     P = exp(S - L)    dV = P^T dO    dS = P * (dO V^T - D)    dQ = dS K    dK = dS^T Q
 
 splits over blocks of keys: each block's P is the right slice of the whole row's. dQ adds up where Q
-is. dK and dV belong to another rank: a second ring carries them behind their keys, in float32, each
+is. dK and dV belong to another rank: a second ring carries them after their keys, in float32, each
 rank adds its share, and the last one that sees the keys sends the sums home:
 
               step 0     step 1        step 2         step 3

@@ -90,7 +90,7 @@ class RingReport:
 
 
 # Of the process, not of a thread: on a GPU autograd runs backwards, and layers that are computed
-# again for them, in a thread of its own.
+# again for them, in another thread.
 _last: RingReport | None = None
 
 
@@ -169,7 +169,7 @@ def triton_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any)
 
 
 def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    """`ring_attention` of zigzag shards, causal unless told otherwise.
+    """`ring_attention` of zigzag shards, causal by default.
 
     >>> info = setup_ddp()
     >>> whole = torch.randn(1, 16, 4, 8)

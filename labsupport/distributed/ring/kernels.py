@@ -2,7 +2,7 @@
 
 A kernel's forward must return the log-sum-exp, or partial results cannot be merged. Its backward
 must take the output and the log-sum-exp of the whole row from outside: autograd's would use those
-of its own block, and give gradients of another function.
+of one block, and give gradients of another function.
 
 To add a kernel, write its forward and backward, and add an entry to `KERNELS`. All tensors are in
 flash-attn's layout, (batch, seqlen, heads, head_dim); lse is (batch, heads, seqlen), natural log.
@@ -81,7 +81,7 @@ class BlockKernel:
         return reasons
 
 
-# --- FlashAttention in PyTorch: the operators behind F.scaled_dot_product_attention ---------------
+# --- FlashAttention in PyTorch: the operators that F.scaled_dot_product_attention calls ----------
 
 
 def _native_forward(
@@ -216,7 +216,7 @@ def _triton_backward(
     return backward(dout, q, k, v, out, lse, geometry)
 
 
-# --- flash-attn-4: its public forward, and the private backward behind autograd's -----------------
+# --- flash-attn-4: its public forward, and the private backward that autograd calls ---------------
 
 
 def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, options: BlockOptions) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ A plan is a function of sizes and options alone. So all ranks come to the same o
 without asking what its neighbours will send.
 
 BLOCKS. A block is one chunk of n queries against one chunk of n keys. In the whole sequence, query
-i of the block stands `delta` places behind key i: delta = 0 on the diagonal, n for the chunk before
+i of the block comes `delta` places after key i: delta = 0 on the diagonal, n for the chunk before
 it, -n for the one after it. Causal masks and windows look at positions in the whole sequence, so
 
     query i sees key j    when    delta - left  <=  j - i  <=  delta + right
@@ -190,12 +190,12 @@ class Plan:
         ]
 
     def owner(self, rank: int, distance: int) -> int:
-        """Return whose keys a rank holds when they have come `distance` ranks."""
+        """Return the owner of the keys that `rank` has after they travelled `distance` ranks."""
         return (rank - distance) % self.world_size
 
     @cached_property
     def route(self) -> tuple[int, ...]:
-        """Ranks that what is held has come, by step; negative: against the ring's direction."""
+        """Ranks that the keys have travelled, by step; negative: against the ring's direction."""
         world = self.world_size
         ranks = range(world)
         needed = {(r - owner) % world for r in ranks for owner in ranks if self.table[r][owner]}

@@ -2,7 +2,7 @@
 
 All messages of one step are posted together (`batch_isend_irecv`), on every rank in the same order:
 NCCL runs them as one group, which cannot wait in a circle. On a GPU nothing here waits: NCCL copies
-on a stream of its own, and awaiting a message makes the compute's stream wait. A hop hides behind a
+on a separate stream, and awaiting a message makes the compute's stream wait. A hop hides behind a
 step's compute only if NCCL gets some multiprocessors while a kernel with thousands of blocks has
 them all: give its stream priority by TORCH_NCCL_HIGH_PRIORITY=1 before the process group is made,
 as `labsupport ring` does.

@@ -87,7 +87,7 @@ class GraphedDecoder:
             )
         self.graphs: list[torch.cuda.CUDAGraph] = []
         if gpu:
-            # Each span is a compilation of its own; so is each decoder that was made before.
+            # Each span is a separate compilation; so is each decoder that was made before.
             with torch._dynamo.config.patch(recompile_limit=64), torch.cuda.device(device):
                 self.graphs = [self._capture(span) for span in self.spans]
 
@@ -146,7 +146,7 @@ class GraphedDecoder:
         self.output[:, batch.width] = self.token
 
     def _advance(self, span: int) -> None:
-        """From the newest token to the next one; attention sees slots below `span`."""
+        """Compute the next token from the newest one; attention sees slots below `span`."""
         slots = self.slots[:span]
         hidden = (slots > self.slot) | (slots < self.first)  # (batch, span)
         hidden = hidden[:, None, None]

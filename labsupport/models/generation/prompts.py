@@ -1,4 +1,4 @@
-"""From texts to one batch of tokens, and from columns of new tokens back to rows.
+"""Texts as one batch of tokens, and columns of new tokens as rows.
 
 Texts of different lengths are padded on the left: so the last column holds every row's newest
 token, and the next one is appended to all rows together. Two things then follow from the padding:

@@ -51,7 +51,7 @@ def choices() -> list[str]:
 def registered_name(choice: str) -> str:
     """Return Transformers' name for a choice: "flash_torch" is "lab_fa_torch" there.
 
-    Transformers takes every name that contains "flash" for one of its own kernels, and would try to
+    Transformers takes every name that contains "flash" for its own kernel, and would try to
     load it from its hub.
     """
     return choice if choice in _own else "lab_" + choice.replace("flash", "fa")

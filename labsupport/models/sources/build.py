@@ -1,4 +1,4 @@
-"""From a package to a folder that Transformers opens; it stays in the user's cache.
+"""Build a folder that Transformers opens from a package; it stays in the user's cache.
 
 A folder is built under a temporary name and renamed when it is complete, with a note of what it was
 made from. A folder made from another package, or by another recipe, is made again.

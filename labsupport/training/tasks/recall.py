@@ -58,7 +58,7 @@ def recall_batches(
     """Return a stream for `labsupport.training.train`: step → one micro-batch of new texts.
 
     Args:
-        stages: one after the other; the last one goes on for ever.
+        stages: one after the other; the last one never ends.
         others: which share of the bytes outside of questions are labels, too.
         first_seed: of the first text; the following ones count up.
 
