@@ -1311,22 +1311,28 @@ starts.assign(share=starts.median_ms / starts.call_ms).round(3)
 # `torch.compile` help; a faster kernel does not.
 #
 # **Enough programs?** An H200 has 132 multiprocessors. FlashAttention's first version starts one program for each head of each
-# sequence; the second one for each block of 128 queries, too. What if there are few heads? N = 16,384, head_dim 64, no mask
-# (`loop-orders-h200`):
+# sequence; the second one for each block of 128 queries, too. What if there are few heads? 16,384 tokens in all, head_dim 64, no mask
+# (`loop-orders-h200`). Two things differ between the versions: the loop order, and the tiles. `same_tiles_ms` is version 2 with
+# version 1's small tiles, so that `order` is what the loop order alone brings, and `tiles` what larger tiles bring:
 
 # %%
-orders = load_run("loop-orders-h200").query("seqlen == 16384 and head_dim == 64 and not causal")
-names = ["heads", "version1_programs", "version1_ms", "version2_programs", "version2_ms"]
-orders[names].round(2)
+orders = load_run("loop-orders-h200").query("head_dim == 64 and not causal")
+orders = orders.assign(
+    order=orders.version1_ms / orders.same_tiles_ms, tiles=orders.same_tiles_ms / orders.version2_ms
+)
+names = ["seqlen", "version1_programs", "version1_ms", "same_tiles_ms", "version2_programs"]
+orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 
 
 # %% [markdown]
-# Version 1: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116 still idle. *That* is why
-# version 2 turned the loops round. (Idle multiprocessors explain 132 / 16 = 8 of the 76 times between the two at 16 heads. The rest is
-# the lone program's waiting, and smaller tiles: this is a plain version 1. The paper's gain over its own, a tuned one, is about 2;
-# [chapter 5](../theory/05-from-v1-to-v4.md).) And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128
-# programs leave four multiprocessors idle, and each of the others with one program, where two could hide each other's waiting. From
-# 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
+# Version 1, from 1 to 16 programs: 16 times the work takes nearly the same time, because 15 more multiprocessors join in, and 116
+# still idle. *That* is why version 2 turned the loops round. With 16 programs the order brings a factor of 19: idle multiprocessors explain
+# 132 / 16 = 8 of it, and the lone program's waiting the rest. With 128 programs hardly any multiprocessor idles, and the order alone
+# brings 2, about what the paper gains over its own, tuned version 1 ([chapter 5](../theory/05-from-v1-to-v4.md)). Large tiles bring
+# another 3.5 to 4.5: a comparison of whole programs, 9 to 779 here, would credit the loop order with that, too.
+#
+# And version 2: from 128 to 256 programs the work doubles, the time grows by half: 128 programs leave four multiprocessors idle, and
+# each of the others with one program, where two could hide each other's waiting. From 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
 # wave costs as much as a full one.
 #
 # ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half behind the first wave and to less and less of a loss behind later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
