@@ -11,7 +11,7 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
-    4-3 triton_kernels
+    4-3 triton_kernels   4-7 two_tricks
 
 `verdict` judges results and finds the mistake. A check calls its reference by `cases.reference`, so
 that stored results can take the place of the solutions in an exam.
@@ -159,6 +159,15 @@ from labsupport.checks.triton_kernels import (
     check_triton_flash_skips,
     check_triton_flash_values,
     check_triton_softmax,
+)
+from labsupport.checks.two_tricks import (
+    check_exp2_bits,
+    check_lazy_edges,
+    check_lazy_update,
+    check_smallest_degree,
+    exp2_by_bits,
+    lazy_update,
+    smallest_degree,
 )
 from labsupport.checks.verdict import CheckFailed
 from labsupport.checks.yours import compare_prediction, solution_or_reference

@@ -491,7 +491,7 @@ def exactly(value: Any) -> Any:
 
 def _tolerance(rounded: Tensor, right: Tensor, factor: float) -> float:
     finite = right.isfinite() & rounded.isfinite()
-    if not finite.any():
+    if not finite.any() or not rounded.is_floating_point():
         return 1e-5
     error = float((rounded.double() - right)[finite].abs().max())
     steps = 3 * torch.finfo(rounded.dtype).eps * float(right[finite].abs().max())

@@ -28,6 +28,7 @@ from labsupport.plotting.distributed import plot_scaling, plot_timeline
 from labsupport.plotting.drawing import STYLES, Reference, style
 from labsupport.plotting.explorer import (
     plot_block_mask,
+    plot_rescalings,
     plot_tile_choices,
     plot_tiles,
     plot_weights,
@@ -53,6 +54,7 @@ __all__ = [
     "plot_memory",
     "plot_memory_parts",
     "plot_predictions",
+    "plot_rescalings",
     "plot_roofline",
     "plot_runs",
     "plot_scaling",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import LogNorm
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -131,6 +131,32 @@ def plot_weights(weights: Mapping[str, Any]) -> Chart:
         axes.locator_params(integer=True)
     panels[0].set_ylabel("queries")
     figure.description = f"Attention weights, dark for large ones: {', '.join(weights)}."
+    return figure
+
+
+def plot_rescalings(rescaled: Mapping[str, Any], *, title: str, small_print: str = "") -> Chart:
+    """Draw in which tiles a group of rows was rescaled, two panels side by side.
+
+    Args:
+        rescaled: boolean matrices (groups of rows, tiles), by the panels' titles.
+        title: the finding, as a sentence.
+
+    >>> chart = plot_rescalings({"random": torch.eye(4) > 0}, title="4 of 16 tiles are rescaled")
+    """
+    lines = (len(rescaled) + 1) // 2
+    figure = Chart(figsize=(9.5, 1 + 1.4 * lines))
+    panels = figure.subplots(lines, 2, sharex=True, sharey=True, squeeze=False)
+    words = []
+    for axes, (name, matrix) in zip(panels.flat, rescaled.items(), strict=False):
+        axes.imshow(matrix, cmap=ListedColormap([PALE, BLUE]), vmin=0, vmax=1, aspect="auto")
+        words.append(f"{name}: {int(matrix.sum()):,} of {matrix.numel():,}")
+        axes.set_title(words[-1], fontsize=10, loc="left")
+        axes.locator_params(integer=True)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("warps")
+    for axes in panels[-1]:
+        axes.set_xlabel("tiles of keys; blue: rescaled")
+    figure.say(title, small_print, [f"{'; '.join(words)}."])
     return figure
 
 

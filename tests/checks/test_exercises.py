@@ -28,6 +28,7 @@ from labsupport.checks import (
     rotary,
     softmax,
     textbook,
+    two_tricks,
     zigzag_order,
 )
 from tests.checks.solutions import diagnosis, each, function, solution_source
@@ -57,6 +58,7 @@ COST = (checks.check_cost_flops, checks.check_cost_bytes)
 BUCKETS = (checks.check_average_in_buckets, checks.check_overlap)
 SHARDED = (checks.check_sharded_layer, checks.check_sharded_memory)
 TILED = (checks.check_tiled_traffic, checks.check_tiled_causal)
+UPDATE = (checks.check_lazy_update, checks.check_lazy_edges)
 CHOICE = (checks.check_choice_limits, checks.check_choice_ties, checks.check_choice_sources)
 
 # grade_id, the solution's functions, and the checks of each that draw inputs
@@ -141,6 +143,11 @@ SOLVED = {
     },
     "ex-4-5-choose": {"choose": CHOICE},
     "ex-4-6-fault": {"after_repair": (checks.check_clock,)},
+    "ex-4-7-exp2": {
+        "exp2_by_bits": (checks.check_exp2_bits,),
+        "smallest_degree": (checks.check_smallest_degree,),
+    },
+    "ex-4-7-lazy": {"lazy_update": UPDATE},
 }
 FUNCTIONS = [(cell, name, some) for cell, names in SOLVED.items() for name, some in names.items()]
 WITHOUT_SEED = {
@@ -288,6 +295,9 @@ def clock(median):
     (limits, choosing.choice, choosing.LIMIT_MISTAKES),
     (ties, choosing.choice, choosing.TIE_MISTAKES),
     (sources, choosing.choice, choosing.SOURCE_MISTAKES),
+    (checks.check_exp2_bits, two_tricks.exp2_by_bits, two_tricks.BIT_MISTAKES),
+    (checks.check_smallest_degree, two_tricks.smallest_degree, two_tricks.DEGREE_MISTAKES),
+    (UPDATE, two_tricks.lazy_update, two_tricks.UPDATE_MISTAKES),
 )
 def test_each_mistake_gets_its_own_diagnosis(check, student, said):
     assert said in diagnosis(check, student)
