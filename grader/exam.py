@@ -39,7 +39,8 @@ class Answer:
 
 
 # Not in the table, because the package runs on them: masks (`attention/masks.py`, exercise 2-3),
-# and what Transformers calls (`models/integration/`, 2-2).
+# what Transformers calls (`models/integration/`, 2-2), training in 16 bits
+# (`precision/optimizer.py`, 2-9).
 with Path(__file__).with_name("answers.csv").open(encoding="utf-8") as _table:
     ANSWERS = tuple(
         Answer(row["path"], row["exercises"], *(tuple(row[n].split()) for n in ("gone", "needed")))

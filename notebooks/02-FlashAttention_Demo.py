@@ -22,7 +22,7 @@
 # - predict the gain from attention's share, and name the cases where there is none;
 # - choose dtypes for inference, and check them.
 #
-# **Time** about 215 minutes; the exercises take 152 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
+# **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
 # 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
 # model has 135 million parameters.
 #
@@ -1861,6 +1861,383 @@ with torch.inference_mode():
 # guide](../theory/10-field-guide.md#nan).
 
 # %% [markdown]
+# ## 2.16 · Training in low precision
+# *Further (optional) · 35 minutes*
+#
+# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any error. Here is one that
+# does not: one layer of attention, which shall learn 33 letters by heart. It is small enough for the CPU, on every machine.
+
+# %%
+LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
+SHARE = 32 / (15_360 * 4_096)  # our 32 of the tokens of one step
+
+
+class OneLayer(torch.nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(128, width)
+        self.position = torch.nn.Embedding(32, width)
+        self.norm = torch.nn.LayerNorm(width)
+        self.attention = torch.nn.Linear(width, 3 * width)
+        self.head = torch.nn.Linear(width, 128)
+        self.loss = torch.nn.CrossEntropyLoss()
+
+    def logits(self, letters):
+        x = self.embedding(letters) + self.position.weight
+        q, k, v = self.attention(self.norm(x)).unflatten(-1, (3, 2, -1)).unbind(2)
+        return self.head(self.norm(x + flash_attention(q, k, v, causal=True).flatten(2)))
+
+    def forward(self, letters):
+        return self.loss(self.logits(letters[:, :-1])[0].float(), letters[0, 1:])
+
+
+def one_layer(dtype):
+    torch.manual_seed(0)
+    return OneLayer().to(dtype)
+
+
+# %% [markdown]
+# `SHARE` is there because large models take large steps. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens in each
+# ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step
+# contributes its own loss times its share. We compute one such part only. Adam doesn't mind: it divides each gradient by the usual size of
+# that gradient. What does the tracker say?
+
+# %%
+frames, trackers = {}, {}
+for dtype in (torch.float32, torch.float16):
+    tiny = one_layer(dtype)
+    with PrecisionTracker(tiny) as trackers[dtype]:
+        (tiny(LETTERS) * SHARE).backward()
+    frames[dtype] = trackers[dtype].to_dataframe()
+print(trackers[torch.float16].report())
+
+# %% [markdown]
+# And the same gradients in float32, against the range of float16 (dotted):
+
+# %%
+trackers[torch.float32].plot()
+
+# %% [markdown]
+# ### Exercise 2-9 · Loss scaling and master weights
+# ●●○ · 28 minutes · 0 points (optional)
+#
+# #### Step 1 · What is lost, and how far away is the other end? · 8 minutes
+#
+# `frame` has one row for each call and each gradient. You need these columns:
+#
+# | column | |
+# | --- | --- |
+# | `pass` | "forward", or "backward" for the gradient of a call's output |
+# | `largest`, `smallest` | magnitudes |
+# | `zero`, `bottom`, `entries` | numbers of entries: that are 0; that have 1 to 3 bits left in float16; of all |
+#
+# | function | returns |
+# | --- | --- |
+# | `lost_share(frame)` | the share of all entries of all gradients that are 0, a number from 0 to 1 |
+# | `largest_scale(frame)` | the largest power of 2 by which all gradients may be multiplied, so that none of them exceeds 65,504 |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Both look at some of the rows only. `frame.pass` is a syntax error, because `pass` is a word of Python.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a quotient of two sums.
+# A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# lost_share:    of the rows of the backward pass: the sum of one column, divided by the sum of another
+# largest_scale: the largest of their largest magnitudes
+#                how often does it fit into 65,504?
+#                the binary logarithm of that, rounded down, is the exponent
+# ```
+# </details></details></details>
+
+# %%
+import math
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-9-range", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def lost_share(frame):
+    """The share of the gradients' entries that are 0."""
+    ### BEGIN SOLUTION
+    back = frame[frame["pass"] == "backward"]
+    return back["zero"].sum() / back["entries"].sum()
+    ### END SOLUTION
+
+
+def largest_scale(frame):
+    """The largest power of 2 that takes no gradient beyond 65,504."""
+    ### BEGIN SOLUTION
+    back = frame[frame["pass"] == "backward"]
+    return 2.0 ** math.floor(math.log2(65_504 / back["largest"].max()))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-9-range-share", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_lost_share(lost_share)
+### BEGIN HIDDEN TESTS
+checks.check_lost_share(lost_share, seed=91)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-9-range-scale", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_largest_scale(largest_scale)
+### BEGIN HIDDEN TESTS
+checks.check_largest_scale(largest_scale, seed=92)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Now your functions on the two frames. The scale is asked of the float32 run: in float16 there is nothing left to measure.
+
+# %%
+from labsupport.checks import loss_scaling
+
+own = {
+    name: checks.solution_or_reference(
+        globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
+    )
+    for name in ("lost_share", "largest_scale")
+}
+for dtype, frame in frames.items():
+    print(f"{dtype}: {own['lost_share'](frame):.1%} of the gradients' entries are 0")
+start = own["largest_scale"](frames[torch.float32])
+print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
+
+
+# %% [markdown]
+# #### Step 2 · A scale that adapts · 10 minutes
+#
+# Multiply the loss by a *scale*, and all gradients are multiplied by it, as the chain rule says. Small ones are no longer lost. Divide them
+# in float32, and Adam sees what it would have seen. The best scale is as large as possible, and it changes during training: gradients grow
+# and shrink, and those of weights, which the tracker does not record, are sums over all tokens. So one tries:
+#
+# - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
+# - `interval` good steps in a row: **double** it.
+#
+# | function | returns |
+# | --- | --- |
+# | `unscale(gradients, scale)` | two values: a list of the gradients in float32, divided by `scale`; and `True` if all entries of all gradients are finite, otherwise `False`. `gradients` is a list of tensors in float16, bfloat16 or float32, of any shapes |
+# | `next_scale(scale, good_steps, finite, interval)` | two values: the next step's scale and `good_steps`. `good_steps` counts the good steps since the scale last changed, without this one; `finite` says if this one is good |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# float16 divided by a Python number is float16. And a step that completes the interval is itself a good one.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth values.
+# `next_scale` has three cases; in two of them the count begins with 0 again.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# unscale:    for each gradient: to float32 first, then divide
+#             finite: for each gradient, are all entries finite? all of these together
+# next_scale: not finite:                   half the scale, count 0
+#             this step makes it interval:  twice the scale, count 0
+#             otherwise:                    the same scale, one more
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-9-scaler", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def unscale(gradients, scale):
+    """The gradients in float32, divided by the scale; and whether all of them are finite."""
+    ### BEGIN SOLUTION
+    divided = [gradient.float() / scale for gradient in gradients]
+    return divided, all(gradient.isfinite().all().item() for gradient in divided)
+    ### END SOLUTION
+
+
+def next_scale(scale, good_steps, finite, interval):
+    """The scale and the number of good steps after this one."""
+    ### BEGIN SOLUTION
+    if not finite:
+        return scale / 2, 0
+    if good_steps + 1 == interval:
+        return 2 * scale, 0
+    return scale, good_steps + 1
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-9-scaler-unscale", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_unscale(unscale)
+### BEGIN HIDDEN TESTS
+checks.check_unscale(unscale, seed=93)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-9-scaler-next", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_next_scale(next_scale)
+### BEGIN HIDDEN TESTS
+checks.check_next_scale(next_scale, seed=94)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# #### Step 3 · Master weights · 10 minutes
+#
+# A gradient that arrives is not yet a weight that changes. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add 0.001 to a weight of 1, and
+# it is 1 again, in every step. So the optimizer changes *master weights* in float32, and the model gets a rounded copy of them.
+#
+# | `master_step(weights, masters, gradients, optimizer)` | one step; changes tensors in place and returns nothing |
+# | --- | --- |
+# | `weights` | list of the model's parameters, in float16 or bfloat16 |
+# | `masters` | list of tensors in float32, one for each weight, of its shape; the optimizer's parameters |
+# | `gradients` | list of tensors in float32, what `unscale` returned |
+# | `optimizer` | a PyTorch optimizer of the masters: `step()` reads each master's `.grad` and changes the master |
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Three lists of the same length, and three things to do. Nothing goes from the weights to the masters: what was rounded away has to stay.
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter that requires gradients
+# PyTorch allows this only inside `with torch.no_grad():`.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# each master's .grad is its gradient
+# the optimizer steps
+# without gradients: each weight gets its master's numbers
+# ```
+# </details></details></details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "ex-2-9-masters", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def master_step(weights, masters, gradients, optimizer):
+    """Change the masters, and round them into the model's weights."""
+    ### BEGIN SOLUTION
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    optimizer.step()
+    with torch.no_grad():
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-2-9-masters-steps", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_master_step(master_step)
+### BEGIN HIDDEN TESTS
+checks.check_master_step(master_step, seed=95)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# Your three functions train now. Each run has the same weights and letters; without masters, what was rounded away is forgotten after each step.
+# Guess: which of the two does *bfloat16* need, "scaling" or "masters"?
+
+# %%
+predicted_need = None  # "scaling", "masters", "both" or "neither"
+
+# %%
+own |= {
+    name: checks.solution_or_reference(
+        globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
+    )
+    for name in ("unscale", "next_scale", "master_step")
+}
+
+
+def train(dtype, scaled=False, masters=True, steps=100):
+    """The loss and the scale of each step."""
+    tiny, scale, good, record = one_layer(dtype), start if scaled else 1.0, 0, []
+    weights = list(tiny.parameters())
+    wide = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.Adam(wide, lr=5e-4, fused=True)
+    for _ in range(steps):
+        loss = tiny(LETTERS)
+        record.append((loss.item(), scale))
+        gradients = torch.autograd.grad(loss * SHARE * scale, weights)
+        gradients, finite = own["unscale"](gradients, scale)
+        if finite:
+            own["master_step"](weights, wide, gradients, optimizer)
+        if scaled:
+            scale, good = own["next_scale"](scale, good, finite, interval=25)
+        if not masters:
+            for master, weight in zip(wide, weights, strict=True):
+                master.copy_(weight.detach())
+    return pd.DataFrame(record, columns=["loss", "scale"])
+
+
+# %%
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # tensors this small are faster so
+F16, BF16 = torch.float16, torch.bfloat16
+runs = {
+    "float32": train(torch.float32),
+    "float16": train(F16, masters=False),
+    "float16, scaling and masters": train(F16, scaled=True),
+    "bfloat16": train(BF16, masters=False),
+    "bfloat16, masters": train(BF16),
+}
+torch.set_num_threads(threads)
+final = {name: run.loss.iloc[-1] for name, run in runs.items()}
+assert final["float16"] > 0.99 * runs["float16"].loss[0]  # it does not fall
+assert abs(final["float16, scaling and masters"] / final["float32"] - 1) < 0.01
+off = pd.Series(final) / final["float32"] - 1
+scales = runs["float16, scaling and masters"].scale
+print(f"skipped: {int((scales.diff() < 0).sum())} of {len(scales)} steps")
+pd.DataFrame({"final loss": pd.Series(final).round(3), "off float32": off.map("{:+.1%}".format)})
+
+# %%
+from labsupport.plotting.drawing import BLUE, ORANGE, PINK
+
+figure = plotting.Chart(figsize=(7.6, 3.8))
+axes = figure.subplots()
+for (name, run), colour in zip(runs.items(), (BLUE, PINK, PINK, ORANGE, ORANGE), strict=True):
+    repaired_run = "masters" in name
+    look = (0, (4, 4)) if repaired_run else "-"
+    axes.plot(run.loss, color=colour, linestyle=look, linewidth=4 - 2 * repaired_run, label=name)
+axes.set(xlabel="step", ylabel="loss (nats a letter)")
+axes.legend(frameon=False, fontsize=9, loc="lower left")
+near = [name for name in runs if "masters" in name and abs(off[name]) < 0.01]
+figure.say(
+    f"{len(near)} of the 2 repaired runs end within 1% of float32; "
+    f"plain float16 ends {off['float16']:.0%} above it, plain bfloat16 {off['bfloat16']:.0%}",
+    "CPU, one layer, 32 letters, Adam with 5e-4",
+)
+figure
+
+# %%
+needs = "masters" if off["bfloat16"] > 0.05 and abs(off["bfloat16, masters"]) < 0.01 else "unclear"
+print(f"bfloat16 needs: you predicted {predicted_need}, it is {needs}.")
+
+# %% [markdown]
+# - **float16** has the digits, but not the range. Unscaled, every gradient is 0, and the weights stay where they are. With a scale it follows
+#   float32, except for the steps that were skipped.
+# - **bfloat16** has float32's range: it needs no scaling. But a step of 0.0005 is below half of the distance between its numbers from 0.25
+#   on, so that updates of larger weights are lost.
+# - Both have their price: the masters cost 4 bytes a parameter, a skipped step costs a batch.
+#
+# In the lab's library, `apply_precision_policy` puts `MixedPrecisionLayerNorm` (statistics in float32) in the place of the norm, `compute_loss` casts the
+# logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is your `next_scale` with an interval of 2,000:
+
+# %%
+from labsupport.precision import MixedPrecisionOptimizer, compute_loss
+
+torch.set_num_threads(1)
+tiny, policy = one_layer(torch.float32), FlashAttentionConfig.float16()
+apply_precision_policy(tiny, policy)
+optimizer = MixedPrecisionOptimizer(tiny, policy, torch.optim.Adam, lr=5e-4, init_scale=start)
+for _ in range(100):
+    loss = compute_loss(tiny.logits(LETTERS[:, :-1]), LETTERS[:, 1:])
+    optimizer.backward(loss * SHARE)
+    optimizer.step()
+    optimizer.zero_grad()
+torch.set_num_threads(threads)
+print(
+    f"{type(tiny.norm).__name__}; final loss {loss:.3f}, scale 2^{math.log2(optimizer.scale):.0f}"
+)
+assert abs(loss.item() / final["float32"] - 1) < 0.01
+
+# %% [markdown]
+# The formulas, and how small an update may be: [chapter 6](../theory/06-precision.md#mixed-precision-training). Source: P. Micikevicius et al.:
+# *Mixed Precision Training* (2018), arXiv:1710.03740.
+
+# %% [markdown]
 # ## What you measured
 #
 # - Exchanging the attention of a model changes its outputs by rounding only: NLL, logits, gradients, greedy text.
@@ -1872,6 +2249,7 @@ with torch.inference_mode():
 # - Amdahl's law ties it together: share and gain in, gain of the whole out.
 # - Range decides about a dtype before precision does.
 # - FlexAttention compiles a mask given as a function, and skips the tiles that it hides.
+# - Training in float16 needs a scaled loss; bfloat16 needs master weights.
 #
 # ### Three questions
 #
@@ -1896,7 +2274,7 @@ with torch.inference_mode():
 # ### Read on
 #
 # - [Chapter 9 of the theory](../theory/09-inference.md): both phases on the roofline, split-KV decoding, paging, speculation.
-# - [Chapter 6](../theory/06-precision.md), for section 2.11.
+# - [Chapter 6](../theory/06-precision.md), for sections 2.11 and 2.16.
 # - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et al.:
 #   *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
 # - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a Llama in

@@ -7,7 +7,7 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     1-1, 1-2 textbook    1-3 softmax       1-4, 1-5 flash    1-6 dtypes
     1-7 eight_bits       1-8 lookahead
     2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
-    2-6 caching          2-7 flex          2-8 nan_layer
+    2-6 caching          2-7 flex          2-8 nan_layer     2-9 loss_scaling
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
     3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
@@ -119,6 +119,13 @@ from labsupport.checks.intensity import (
 from labsupport.checks.kernel import check_update_dtype, check_update_extremes, check_update_values
 from labsupport.checks.layout import check_flash_layout, check_split_heads, check_split_qkv
 from labsupport.checks.lookahead import check_leak_cause, check_leaking_rows, check_recall
+from labsupport.checks.loss_scaling import (
+    check_largest_scale,
+    check_lost_share,
+    check_master_step,
+    check_next_scale,
+    check_unscale,
+)
 from labsupport.checks.merging import check_merge_all, check_merge_edges, check_merge_values
 from labsupport.checks.nan_layer import check_careful_attention, check_nan_cause
 from labsupport.checks.planning import (

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import jupytext
+import pandas as pd
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
@@ -17,7 +19,9 @@ from labsupport.checks.flex import (
     tile_counts,
     window_mask,
 )
-from tests.checks.solutions import diagnosis, function, solution_source
+from labsupport.paths import notebooks_dir
+from labsupport.precision import PrecisionTracker, apply_precision_policy
+from tests.checks.solutions import KNOWN, diagnosis, function, solution_source
 
 CUTS = torch.tensor([0, 20, 44, 60], dtype=torch.int32)
 IDS = torch.arange(3).repeat_interleave(CUTS.diff())[None]
@@ -38,6 +42,28 @@ def test_a_rotation_halves_the_error_of_fp8_where_two_channels_are_large_and_blo
 
     assert error(*turned) < error(q, k) / 3
     assert error(q, k, 64) > 0.8 * error(q, k)
+
+
+@pytest.mark.slow
+def test_float16_learns_with_a_scaled_loss_only_and_bfloat16_needs_masters_and_no_scale():
+    """The notebook's own section, with the student's functions: 500 small steps."""
+    (path,) = notebooks_dir().glob("02*.ipynb")
+    cells = jupytext.read(path).cells
+    heads = [cell.source.split("\n")[0] for cell in cells]
+    section = slice(heads.index("## 2.16 · Training in low precision"),
+                    heads.index("## What you measured"))  # fmt: skip
+    names = {"pd": pd, "checks": checks, "plotting": plotting, "PrecisionTracker": PrecisionTracker}
+    names |= {"apply_precision_policy": apply_precision_policy, **KNOWN}
+    for cell in cells[section]:
+        if cell.cell_type == "code":
+            exec(cell.source, names)
+    runs, off = names["runs"], names["off"]
+    assert names["own"]["lost_share"](names["frames"][torch.float16]) > 0.99
+    assert runs["float16"].loss.min() > 0.99 * runs["float32"].loss[0]
+    assert off["bfloat16"] > 0.05
+    for name in ("float16, scaling and masters", "bfloat16, masters"):
+        assert abs(off[name]) < 0.01
+    assert (runs["float16, scaling and masters"].scale.diff() < 0).any(), "a skipped step"
 
 
 @pytest.fixture(scope="module")
