@@ -49,9 +49,11 @@ class RowWatch(TorchDispatchMode):
 
 
 class _Kernels(TorchDispatchMode):
-    """A watch that keeps the name of the last ready attention kernel."""
+    """A watch that notes the last ready attention kernel."""
 
-    name = ""
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
