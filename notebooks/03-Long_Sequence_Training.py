@@ -9,6 +9,8 @@
 # %% [markdown]
 # # 3 · Training on long sequences
 #
+# ![Number of operations of a training step against its tokens: the part of attention grows with the square, and overtakes the rest.](../theory/figures/long-context-flops.png)
+#
 # **After this notebook you can**
 #
 # - show, with a real model and a real text, what a longer context is good for, and what it is not;
@@ -129,6 +131,8 @@ plotting.plot_by_window(
 # $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
 # halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
 # `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
+#
+# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -308,7 +312,7 @@ readable(steps).assign(kernel=steps.kernel.str.split(".").str[-1])
 static = 16 * tiny.parameters / 2**20
 plotting.plot_memory(
     steps,
-    title="Memory: standard grows nearly as N², FlashAttention as N",
+    title=f"At 8 times the length, FlashAttention takes {growth:.1f} times the memory",
     label="peak memory of a step, weights included (MiB)",
     references=[plotting.Reference("weights, gradients and AdamW's states", static)],
 )
@@ -1204,6 +1208,15 @@ predicted_imbalance = None  # your guess, a number
 eight = Plan.of(8, 1024, causal=True)
 work = pd.Series([sum(eight.pairs(rank)) for rank in range(8)])
 checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work.mean(), "times")
+figure = plotting.Chart(figsize=(7.2, 2.8))
+axes = figure.subplots()
+axes.bar(work.index, work / work.mean())
+axes.axhline(1, color="black", linestyle=":")
+axes.set(xlabel="rank", ylabel="work, average = 1")
+figure.headline(
+    "The last rank has most to do", "Pairs of query and key, eight contiguous shards, causal"
+)
+figure
 
 
 # %% [markdown]
@@ -1322,6 +1335,9 @@ shards = [whole[:, :, positions] for positions in zigzag]
 for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chunk(4))):
     found = own_unzigzag(ring_by_hand(shards, positions))
     print(f"{name} positions: right to 2e-6: {bool((found - exact).abs().max() < 2e-6)}")
+plotting.plot_weights(  # what rank 1's queries see, step by step
+    {f"rank 1, keys of {o}": zigzag[1][:, None] >= zigzag[o] for o in (1, 0, 3, 2)}
+)
 
 
 # %% [markdown]
@@ -1402,13 +1418,14 @@ checks.compare_prediction(
 )
 plotting.plot_timeline(
     spans,
-    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. "
-    f"Zigzag: {took['zigzag']:.0f} ms",
+    title=f"Contiguous: {took['contiguous']:.0f} ms. Zigzag: {took['zigzag']:.0f} ms",
     small_print="CPU, 2 processes, 4 heads of 64, float32. "
     "Message: from its post to the end of the wait for it.",
 )
 
 # %% [markdown]
+# ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
+#
 # By the count it is $1.5$ blocks to $1$. A rank starts to send and receive before it computes its first block, and waits
 # for the message only afterwards. By then it has arrived, and the next block begins without a gap (in the picture, two blocks are one
 # bar). So a hop costs nothing, as long as the block takes longer. The work grows with the
@@ -1533,11 +1550,7 @@ plotting.plot_scaling(
 # In a *rehearsal*, each rank is a thread of this process: it takes milliseconds, and where real processes would hang, it raises an
 # error. Afterwards the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
 #
-# ```text
-# backward     layer 4 ... layer 3 ... layer 2 ... layer 1            a gradient is complete when its layer is done
-# step 1       [wait ][..] [wait ][..] [wait ][..] [wait ]            one all-reduce each; the backward waits for it
-# step 3       ............[bucket: 4, 3 ]........ [bucket: 2, 1 ]    whole buckets travel while the backward goes on
-# ```
+# ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
 #
 # ### Exercise 3-6 · Data parallelism by hand
 # ●●● · 43 minutes · 0 points (optional)
