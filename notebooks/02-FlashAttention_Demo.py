@@ -1261,13 +1261,15 @@ steps = load_run("decode-h200").query("batch == 1 and implementation in ['flash_
 share = steps.pivot(index="keys", columns="implementation", values="of_copy").round(2)
 checks.compare_prediction("Share", predicted_share, share.flash_triton.iloc[0])
 more = share.decode.iloc[-1] / share.flash_triton.iloc[-1]
-plotting.plot_by_window(
+chart = plotting.plot_by_window(
     share.reset_index().rename(columns={"keys": "window"}),
     {"flash_triton": "one program for each head", "decode": "keys in parts"},
     title=f"With {share.index[-1]:,} keys, reading them in parts is {more:.0f} times as fast",
     ylabel="share of a copy's bandwidth",
     small_print="recorded: NVIDIA H200, one query, 32 heads, one request (decode-h200)",
 )
+chart.axes[0].set_xlabel("keys")
+chart
 
 # %% [markdown]
 # *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel

@@ -9,7 +9,9 @@
 # %% [markdown]
 # # 3 · Training on long sequences
 #
-# ![Number of operations of a training step against its tokens: the part of attention grows with the square, and overtakes the rest.](../theory/figures/long-context-flops.png)
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+#
+# The same model in the same 16 GiB: 4,096 tokens at first, several hundred thousand in the end. In this notebook you write what it takes.
 #
 # **After this notebook you can**
 #
@@ -1015,6 +1017,8 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
+# ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
+#
 # An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
 # seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
 # FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
@@ -1757,7 +1761,11 @@ checks.check_overlap(rehearse_buckets, seed=64)
 # #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
 #
 # Under DDP each rank holds all weights. Under FSDP it holds some rows of each, its *shard*: the whole weight is put together shortly before
-# it is needed, and dropped again. Write this layer, `y = x Wᵀ`, as an autograd function.
+# it is needed, and dropped again.
+#
+# ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and of the whole gradient a shard remains.](../theory/figures/sharded-layer.png)
+#
+# Write this layer, `y = x Wᵀ`, as an autograd function.
 #
 # | | gets | returns |
 # | --- | --- | --- |
@@ -1909,13 +1917,7 @@ held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, 
 # *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
 # more, and gradients with them. Which gradients must travel, and after how many steps are they back on their own rank?
 #
-# ```text
-#              step 0        step 1        step 2        step 3
-#   rank 0     K0            (K3)          (K2)          (K1)         whose keys are here; in brackets: hidden by the mask
-#   rank 1     K1            K0            (K3)          (K2)
-#   rank 2     K2            K1            K0            (K3)
-#   rank 3     K3            K2            K1            K0
-# ```
+# ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step; where that is a later rank, the mask hides them.](../theory/figures/ring-steps.png)
 #
 # ### Exercise 3-7 · A ring's backward
 # ●●● · 20 minutes · 0 points (optional)

@@ -141,8 +141,8 @@ for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
     print(f"{name:10} profiler {profiler:.2f}, counter {other:.2f}, true {true:.2f} GFLOP")
 
 # %% [markdown]
-# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Whoever
-# divides that by the time gets a FLOP rate of nothing. So count by formula: exercise 4-1.
+# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Divide
+# that by the time, and the FLOP rate is 0. So count by formula: exercise 4-1.
 #
 # **The first call.** It pays for what happens once: choosing, loading or compiling a kernel, starting threads, fetching workspaces. The
 # first seven calls of textbook attention in this notebook, which we timed above:
@@ -153,7 +153,10 @@ print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
 # %% [markdown]
 # How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 this lab's own Triton
 # kernels take 0.6 to 2.2 s, when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). And
-# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median.
+# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median. One call, timed again and again
+# while other programs came and went:
+#
+# ![Recorded times of one unchanged call during 14 minutes on a busy machine: they fall by a quarter, while the time relative to a reference, measured in turns, changes far less.](../theory/figures/performance-noise.png)
 #
 # **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you measure the
 # *launch*: the time in which Python hands a kernel over to the GPU. `torch.cuda.synchronize()` before each reading waits for the
@@ -170,10 +173,6 @@ print(f"without waiting {without:.3f} ms, with {milliseconds(flash):.3f} ms")
 # %% [markdown]
 # On a CPU the two differ by noise only: the call returns when the work is done. On a GPU the first number is the time of a launch, nearly
 # the same for any length: many a "thousandfold speed-up" was made that way.
-#
-# How large is noise? One call, timed again and again while other programs came and went:
-#
-# ![Recorded times of one unchanged call during 14 minutes on a busy machine: they fall by a quarter, while the time relative to a reference, measured in turns, changes far less.](../theory/figures/performance-noise.png)
 #
 # **A busy GPU is not a well-used one.** `nvidia-smi` shows a *utilisation* of 100% when some kernel ran all the time, be it a single
 # thread. It says nothing about how much of the hardware that kernel used.
@@ -671,7 +670,11 @@ except OutOfFastMemoryError as error:
 # ### The law
 #
 # Some texts say that FlashAttention needs $O(N)$ memory *accesses*. It is its extra memory that is $O(N)$. How do the accesses grow
-# with the length, the head dimension, and the fast memory? **Predict first**: the sequence gets twice as long, the memory stays.
+# with the length, the head dimension, and the fast memory? The last one first:
+#
+# ![Numbers moved for each entry of S against the size of the fast memory: both versions of FlashAttention fall in proportion, the textbook only up to a point.](../theory/figures/io-traffic.png)
+#
+# **Predict first**: the sequence gets twice as long, the memory stays.
 
 # %%
 predicted_growth = None  # your guess: times as much traffic
@@ -706,8 +709,6 @@ growth = accesses("version2", 2**16, 64, 2**17) / accesses("version2", 2**15, 64
 checks.compare_prediction("Twice the length", predicted_growth, growth, "times")
 
 # %% [markdown]
-# ![Numbers moved for each entry of S against the size of the fast memory: both versions of FlashAttention fall in proportion, the textbook only up to a point.](../theory/figures/io-traffic.png)
-#
 # So it is $N^2 d^2 / M$: theorem 2 of the FlashAttention paper. *Quadratic* in the length, as for the textbook; the gain is a constant
 # factor, and a large one: about $M / d^2$. (The powers are not whole numbers, because blocks are powers of two here, and because $Q$
 # and $O$ pass once whatever the tiles; theory chapter 4 has the derivation, with its constants.) Doubling `head_dim` costs four times
@@ -1352,7 +1353,7 @@ orders[names].round(2)
 # 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
 # wave costs as much as a full one.
 #
-# ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half behind the first wave and to less and less of a loss behind later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
+# ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half after the first wave, and by less and less after later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
 #
 # ## 4.6 · Can it be predicted?
 #

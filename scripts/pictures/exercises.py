@@ -178,3 +178,45 @@ def triton_programs(axes):
         "Three programs of four lanes for ten numbers: the mask keeps the last one inside",
         "n = 10, BLOCK = 4",
     )
+
+
+@d.picture("sharded-layer.png", (9.6, 2.7))
+def sharded_layer(axes):
+    """The weight of a layer on one of two ranks, during a forward and a backward pass."""
+    axes.set(xlim=(-2.4, 15.6), ylim=(4.3, -1.0))
+    axes.axis("off")
+    for y, name in ((0, "weight"), (2.4, "gradient")):
+        d.words(axes, -2.4, y + 0.9, name, 9, "black")
+    for x, name in ((0, "forward"), (8, "backward")):
+        d.words(axes, x, -0.4, name, 9, "black")
+    for x in (0, 3.5, 8, 14):
+        d.box(axes, x, 0.8, d.BLUE, "shard", 1.4, 0.8)
+    for x, name in ((1.7, "gather"), (9.7, "gather")):
+        d.box(axes, x, 0, d.TILE, f"whole\n({name})", 1.5, 1.6)
+    d.box(axes, 11.6, 2.2, d.ORANGE, "whole", 1.5, 1.6)
+    d.box(axes, 14, 3.0, d.GREEN, "shard", 1.4, 0.8)
+    d.arrow(axes, (13.15, 3.2), (13.95, 3.35))
+    d.words(axes, 11.4, 1.9, "reduce, and scatter", 8.5)
+    return (
+        "The whole weight is there only while the layer computes",
+        "One of two ranks, one layer, from left to right",
+    )
+
+
+@d.picture("ring-steps.png", (8.6, 3.0))
+def ring_steps(axes):
+    """Whose keys each of four ranks has in each step; pale where the causal mask hides them."""
+    colours = (d.BLUE, d.GREEN, d.ORANGE, d.RED)
+    blank(axes, xlim=(-2.2, 10), ylim=(4.1, -0.8))
+    for step in range(4):
+        d.words(axes, 2.4 * step + 1.1, -0.2, f"step {step}", 9, "black", ha="center")
+        for rank in range(4):
+            owner = (rank - step) % 4
+            colour = colours[owner] if owner <= rank else d.PALE
+            d.box(axes, 2.4 * step, rank, colour, f"K{owner}", 2.2)
+    for rank in range(4):
+        d.words(axes, -2.1, rank + 0.62, f"rank {rank}", 9)
+    return (
+        "Keys go around the ring: whose are where, in each step",
+        "Pale: the causal mask hides them, and they travel on all the same",
+    )
