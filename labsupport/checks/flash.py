@@ -303,7 +303,9 @@ def _judge_forward(
 ) -> None:
     arguments = (*inputs, is_causal, *blocks)
     options: Any = {"judged": names, "where": where, "allowed": allowed}
-    judge_call(by_hand(student), flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options)
+    judge_call(
+        by_hand(student), flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options
+    )
 
 
 def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:

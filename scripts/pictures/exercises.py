@@ -144,8 +144,9 @@ def gradient_buckets(axes):
     """Messages during a backward pass of four layers: awaited one by one, or in buckets."""
     axes.set(xlim=(-2.6, 11.5), ylim=(4.6, -0.5))
     axes.axis("off")
-    for y, name in ((0, "step 1: computes"), (0.95, "sends"), (2.6, "step 3: computes"), (3.55, "sends")):  # fmt: skip
-        d.words(axes, -2.6, y + 0.55, name, 9, "black")
+    for y, step in ((0, 1), (2.6, 3)):
+        d.words(axes, -2.6, y + 0.55, f"step {step}: computes", 9, "black")
+        d.words(axes, -2.6, y + 1.5, "sends", 9, "black")
     for i in range(4):
         layer = f"layer {4 - i}"
         d.box(axes, 2.6 * i, 0, d.TILE, layer, 1.5, 0.85)
@@ -172,7 +173,8 @@ def triton_programs(axes):
         for lane in range(4):
             exists = 4 * program + lane < 10
             text = "True" if exists else "False"
-            d.words(axes, 4 * program + lane + 0.5, 2.7, text, 8.5, d.GREY if exists else d.RED, ha="center")  # fmt: skip
+            colour = d.GREY if exists else d.RED
+            d.words(axes, 4 * program + lane + 0.5, 2.7, text, 8.5, colour, ha="center")
     d.words(axes, -2.1, 2.7, "mask", 9, "black")
     return (
         "Three programs of four lanes for ten numbers: the mask keeps the last one inside",
