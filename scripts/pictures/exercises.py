@@ -65,7 +65,7 @@ def outliers_turned(panels):
     turned = q * signs @ matrix / 64**0.5
     limit = 1.1 * q.abs().max().item()
     for axes, values, name in ((panels[0], q, "as it is"), (panels[1], turned, "turned")):
-        axes.bar(range(64), values, color=[d.RED if abs(x) > limit / 3 else d.BLUE for x in values])
+        axes.bar(range(64), values, color=[d.RED if abs(x) > limit / 2 else d.BLUE for x in values])
         axes.set(xlabel="channel", ylim=(-limit, limit))
         d.above(axes, f"{name}: length {values.norm():.1f}, largest {values.abs().max():.1f}")
         d.clear(axes)
@@ -220,5 +220,5 @@ def ring_steps(axes):
         d.words(axes, -2.1, rank + 0.62, f"rank {rank}", 9)
     return (
         "Keys go around the ring: whose are where, in each step",
-        "Pale: the causal mask hides them, and they travel on all the same",
+        "Pale: the causal mask hides them, and they still travel on",
     )
