@@ -96,6 +96,7 @@ except RuntimeError as error:
     print("-1e9 in float16:", error)
 
 print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).tolist())
+plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6, 6).tril()})
 
 
 # %% [markdown]
@@ -342,6 +343,8 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 # | $S = QK^\top$ | $Q, K$ | $S$ |
 # | $P = \operatorname{softmax}(S)$ | $S$ | $P$ |
 # | $O = PV$ | $P, V$ | $O$ |
+#
+# ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
 # (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
 # once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
@@ -900,6 +903,8 @@ checks.check_score_gradient(score_gradient, seed=54)
 # %% [markdown]
 # #### Step 3 · dQ and dK, and the mask · 15 minutes, 4 points
 #
+# ![Two loop orders. Left, queries outside: O of a block stays. Right, keys outside: dK and dV of a block stay, while the queries pass.](../theory/figures/loop-order.png)
+#
 # Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up. (Call
 # `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then the causal mask, as in exercise 1-4.
 #
@@ -1165,6 +1170,8 @@ for row in wall.itertuples():
 # ## 1.9 · Are they equal?
 # *Core · 2 minutes*
 #
+# ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
+#
 # In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
 # differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
 # nothing without a dtype and a measure. The table compares each implementation with an *oracle*: the same mathematics in float64,
@@ -1260,6 +1267,8 @@ overflow
 #
 # (Why 65,520, when float16 ends at 65,504? Its last step is 32 wide. What lies less than half a step above the end is rounded down to
 # it; from half a step on, 65,504 + 16, rounding gives infinity.)
+#
+# ![The last numbers of float16 on a line, 32 apart: what lies below 65,520 rounds to 65,504, and from 65,520 on to infinity.](../theory/figures/float16-end.png)
 #
 # `half_attention(q, k, v)` calls `attention` in that dtype, and returns the result in the dtype of `q`. All tensors are
 # `(batch, seqlen, heads, head_dim)`. Each input gets its gradient in its own dtype.
@@ -1414,6 +1423,9 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 # %% [markdown]
 # Rounding costs up to 6% of a number, as long as it is not below $2^{-6}$; smaller numbers lose more. The range ends at 448. So a
 # tensor is divided by a *scale* first, and multiplied by it afterwards.
+#
+# ![The positive numbers of FP8 and of int8 up to 448: FP8's lie close together near 1 and far apart near 448, those of int8 at equal distances.](../theory/figures/fp8-steps.png)
+#
 # Which numbers should share a scale?
 
 # %% [markdown]
@@ -1484,6 +1496,8 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 # $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
+#
+# ![The 64 channels of one query: as it is, two are far larger than the rest; turned, all are of similar size, and the length is the same.](../theory/figures/outliers-turned.png)
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -1593,7 +1607,11 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 # *Further (optional) · 15 minutes*
 #
 # The following program lets each token look for similar tokens that stand *at least* `gap` places before it. The last token lies in the
-# future of all others. So if it changes, no output but its own may change:
+# future of all others:
+#
+# ![An 8 by 8 square of tokens for a gap of 3: token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../theory/figures/gap-mask.png)
+#
+# So if the last token changes, no output but its own may change:
 
 
 # %% tags=["nbval-check-output"]

@@ -558,9 +558,10 @@ for name, guess in ((fused, predicted_flash), ("standard", predicted_textbook)):
 masks.pivot(index="backend", columns="causal", values=["GFLOPs needed", "time, ms"]).round(1)
 
 # %% [markdown]
-# The GFLOPs of a causal call are half. FlashAttention uses that: its time falls (not quite to a half, since the tiles on the
-# diagonal are computed in full, and short rows occupy the cores less well). The textbook computes everything, and then spends
-# another pass on hiding: that makes causal slower for it.
+# The GFLOPs of a causal call are half. FlashAttention can use that: on a quiet machine its time falls, though not to a half, since the
+# tiles on the diagonal are computed in full, and short rows occupy the cores less well. Did it here? (A ratio near or above 1 in its
+# row is noise, or a kernel that skips little at this length.) The textbook computes everything, and then spends another pass on
+# hiding.
 #
 # In a model, the direction comes from the layer (`module.is_causal`), as in your function. A BERT with random weights, and a
 # batch with padding, under the textbook and under FlashAttention:
@@ -1074,6 +1075,10 @@ checks.check_policy_range(my_policy, seed=52)
 checks.check_policy_memory(my_policy)
 
 # %% [markdown]
+# The picture is from a recorded *training*, where the gradients need range, too:
+#
+# ![Recorded: a small GPT-2 trained under several policies. bfloat16, and float16 with a scaled loss, follow float32 more closely than another seed does; float16 with an unscaled loss does not.](../theory/figures/gpt2-policies.png)
+#
 # And the real model? The same text, once under `FlashAttentionConfig.bfloat16()` and once in float32. Guess: by how much does
 # the NLL of 2.50 change?
 
@@ -1255,10 +1260,19 @@ predicted_share = None  # your guess, from 0 to 1
 steps = load_run("decode-h200").query("batch == 1 and implementation in ['flash_triton', 'decode']")
 share = steps.pivot(index="keys", columns="implementation", values="of_copy").round(2)
 checks.compare_prediction("Share", predicted_share, share.flash_triton.iloc[0])
-print(share.to_string())
+more = share.decode.iloc[-1] / share.flash_triton.iloc[-1]
+chart = plotting.plot_by_window(
+    share.reset_index().rename(columns={"keys": "window"}),
+    {"flash_triton": "one program for each head", "decode": "keys in parts"},
+    title=f"With {share.index[-1]:,} keys, reading them in parts is {more:.0f} times as fast",
+    ylabel="share of a copy's bandwidth",
+    small_print="recorded: NVIDIA H200, one query, 32 heads, one request (decode-h200)",
+)
+chart.axes[0].set_xlabel("keys")
+chart
 
 # %% [markdown]
-# The column `decode` is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
+# *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
 # merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, probably
 # because a program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
 # copy, and reading alone can be a little faster.)
@@ -1331,7 +1345,11 @@ checks.check_split_decode(split_decode, seed=33)
 # #### Step 3 · Pages, and 8 bits · 8 minutes, 2 points
 #
 # A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
-# memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages. Write:
+# memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages:
+#
+# ![A pool of eight pages. Text A lies in pages 5, 0 and 7, text B in pages 2 and 6, each in the order of its table; three pages are free.](../theory/figures/kv-pages.png)
+#
+# Write:
 #
 # - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one text, its first page first;
 #   return its first `length` tokens, `(length, kv_heads, head_dim)`.
@@ -1613,6 +1631,14 @@ pairs = {
 }
 for name, (ours, theirs) in pairs.items():
     print(f"{name:12} largest difference {(ours - theirs).abs().max():.0e}")
+seen = {"window of 8": partial(mods["window_mask"], window)}
+seen["three documents"] = partial(mods["document_mask"], ids_of)
+plotting.plot_weights(
+    {
+        name: create_mask(m, 1, 1, seqlen, seqlen, device.type)[0, 0].cpu()
+        for name, m in seen.items()
+    }
+)
 
 
 # %% [markdown]
@@ -1768,6 +1794,7 @@ with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
     ten_layers(words)
 print(tracker.report())
 frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
+plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, NaN")
 
 
 # %% [markdown]

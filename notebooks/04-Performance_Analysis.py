@@ -9,6 +9,10 @@
 # %% [markdown]
 # # 4 · Performance analysis
 #
+# ![Speed of the textbook's and of FlashAttention's kernels on an H200 against FLOPs per byte: the textbook lies far down the slope that the memory sets, the fused kernels near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
+#
+# The same mathematics on the same GPU. By the end of this notebook you can draw such a picture, say what each point lacks, and predict the next one.
+#
 # **After this notebook you can**
 #
 # - see with a profiler where the time of a call goes, and know what the profiler does not tell;
@@ -137,8 +141,8 @@ for name, call in {"standard": textbook, "sdpa_flash": flash}.items():
     print(f"{name:10} profiler {profiler:.2f}, counter {other:.2f}, true {true:.2f} GFLOP")
 
 # %% [markdown]
-# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Whoever
-# divides that by the time gets a FLOP rate of nothing. So count by formula: exercise 4-1.
+# On a CPU both say 0 for the fused kernel. (On a GPU the counter knows it, but counts a causal mask as if there were none.) Divide
+# that by the time, and the FLOP rate is 0. So count by formula: exercise 4-1.
 #
 # **The first call.** It pays for what happens once: choosing, loading or compiling a kernel, starting threads, fetching workspaces. The
 # first seven calls of textbook attention in this notebook, which we timed above:
@@ -149,7 +153,10 @@ print("ms:", " ".join(f"{ms:.2f}" for ms in first_calls))
 # %% [markdown]
 # How much the first one costs depends on the kernel. On a CPU it may be little. On an H200 this lab's own Triton
 # kernels take 0.6 to 2.2 s, when the compiler's cache is empty (`data/runs/peers-h200/notes.md`). And
-# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median.
+# the later ones scatter, too. That is why `measure_time` warms up, repeats, and reports a median. One call, timed again and again
+# while other programs came and went:
+#
+# ![Recorded times of one unchanged call during 14 minutes on a busy machine: they fall by a quarter, while the time relative to a reference, measured in turns, changes far less.](../theory/figures/performance-noise.png)
 #
 # **A clock that does not wait.** A GPU works while Python goes on. If you read the clock right after the call, you measure the
 # *launch*: the time in which Python hands a kernel over to the GPU. `torch.cuda.synchronize()` before each reading waits for the
@@ -355,6 +362,8 @@ digits = {"GFLOP": 1, "MB": 1, "FLOPs a byte": 1, "least ms": 4}
 print(forms_table.round(digits).to_string())
 
 # %% [markdown]
+# ![Recorded on an H200: decode steps lie on the slope of the roof, prefills far to the right, below its flat part.](../theory/figures/performance-roofline.png)
+#
 # FlashAttention over a long text is bound by *arithmetic*, forward and backward: intensity grows with $N$. (The backward has 2.5 times
 # the FLOPs of the forward: five products for two.) What is bound by memory: short texts, and a decode step, whatever the length of its
 # cache. Its single query does one FLOP for each byte it reads, and 4 with grouped heads: four queries share a key. More tokens at
@@ -532,6 +541,8 @@ for name, (ms, gb, tflop) in seen_by_ncu.items():
 # | `textbook_traffic(seqlen, head_dim, block_q)` | `(read, written)` |
 # | `tiled_traffic(seqlen, head_dim, block_q, block_k, *, outside, causal=False)` | `(read, written)` |
 #
+# ![Version 1: a block of keys stays, the blocks of queries pass, and O, m and l are read and written each time. Version 2: a block of queries stays, the keys pass, and O is written once.](../theory/figures/versions-orders.png)
+#
 # **Textbook**: three kernels, no mask.
 #
 # 1. $S = QK^\top$: a block of `block_q` rows of $Q$ stays while all of $K$ passes; then the next block. $S$ is written.
@@ -659,7 +670,11 @@ except OutOfFastMemoryError as error:
 # ### The law
 #
 # Some texts say that FlashAttention needs $O(N)$ memory *accesses*. It is its extra memory that is $O(N)$. How do the accesses grow
-# with the length, the head dimension, and the fast memory? **Predict first**: the sequence gets twice as long, the memory stays.
+# with the length, the head dimension, and the fast memory? The last one first:
+#
+# ![Numbers moved for each entry of S against the size of the fast memory: both versions of FlashAttention fall in proportion, the textbook only up to a point.](../theory/figures/io-traffic.png)
+#
+# **Predict first**: the sequence gets twice as long, the memory stays.
 
 # %%
 predicted_growth = None  # your guess: times as much traffic
@@ -724,6 +739,8 @@ shapes = counters[["seqlen", "head_dim", "kv_heads", "causal"]].assign(kernel=na
 print(shapes.join(gigabytes.round(2)).to_string(index=False))
 
 # %% [markdown]
+# ![Bytes of three kernels at three borders, counted and read by Nsight Compute: equal at the multiprocessors, less at L2, far less at the memory.](../theory/figures/io-borders.png)
+#
 # The count is exact to the byte. What the theorem speaks of, and what you counted by hand, is what the hardware moves. Behind that
 # border it gets less, as a rule: requests for the same block are joined on their way to L2 (with `head_dim` 64 the backward pass has
 # 6% *more* there, and we do not know why). HBM gives each tensor about once, at most 1.28 times here (with grouped heads), since K and
@@ -838,6 +855,8 @@ if can_run:
 # launchers leave some room there (`guarded_zeros`), and look at it afterwards.
 #
 # #### Step 1 · Add two vectors · 5 minutes, 1 point
+#
+# ![Ten numbers in memory and three programs of four lanes: two lanes of the last program lie beyond the end, and the mask is False there.](../theory/figures/triton-programs.png)
 #
 # Complete the kernel; its launcher is there.
 
@@ -1013,7 +1032,9 @@ checks.check_update_dtype(update)
 # %% [markdown]
 # #### Step 4 · The whole kernel · 30 minutes, 4 points
 #
-# Around the heart, one program computes `BLOCK_Q` queries of one head:
+# Around the heart, one program computes `BLOCK_Q` queries of one head: the left half of this drawing.
+#
+# ![Two loop orders. Left, queries outside: one program keeps O of its block while the keys pass. Right, keys outside, as in the backward pass.](../theory/figures/loop-order.png)
 #
 # | argument | |
 # | --- | --- |
@@ -1235,9 +1256,12 @@ print(f"16 times the heads: {times_as_long(by_heads, 'heads'):.3g} times")
 # %%
 from labsupport.profiling import arithmetic_bound_ms
 
+flash_ms = by_length[by_length.backend == "sdpa_flash"].sort_values("seqlen").median_ms.to_numpy()
+steps_of_n = np.log(flash_ms[1:] / flash_ms[:-1]) / np.log(np.divide(lengths[1:], lengths[:-1]))
 plotting.plot_time(
     by_length,
-    title="Long sequences grow with N²; short ones pay for the start",
+    title=f"FlashAttention's time grows as N to the power of {steps_of_n[0]:.1f} among the "
+    f"shortest, of {steps_of_n[-1]:.1f} among the longest",
     references=[plotting.Reference("arithmetic alone", arithmetic_bound_ms(by_length, peak))],
 )
 
@@ -1335,7 +1359,7 @@ orders[[*names, "version2_ms", "order", "tiles"]].round(2)
 # each of the others with one program, where two could hide each other's waiting. From 256 to 512 it doubles. Such steps are called *wave quantisation*: programs start in *waves*, as many as fit at a time, and the last
 # wave costs as much as a full one.
 #
-# ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half behind the first wave and to less and less of a loss behind later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
+# ![Left, by formula: the share of slots at work is a saw-tooth that falls to a half after the first wave, and by less and less after later ones. Right: recorded times of a kernel with 128, 256, 512 and 1024 programs lie on staircases of 132 programs a step for head_dim 128 and of 264 for head_dim 64; with 128 programs head_dim 64 lies below its first step](../theory/figures/performance-waves.png)
 #
 # ## 4.6 · Can it be predicted?
 #
@@ -1468,7 +1492,9 @@ checks.compare_prediction("Two numbers, cuDNN, no mask", predicted_error, cudnn,
 print(found.round(1).to_string(index=False))
 
 # %% [markdown]
-# Without a mask, two numbers hit cuDNN's times to about one percent, which is better than the package's one fit for everything. With a
+# ![Predicted over measured times of held-out shapes in two recorded runs: most points lie within a few percent of 1, the outliers are short calls.](../theory/figures/performance-predicted.png)
+#
+# (The package, on two whole runs.) Without a mask, two numbers hit cuDNN's times to about one percent, which is better than the package's one fit for everything. With a
 # causal mask they are several times as wrong. Why? A tile on the diagonal is computed whole, and half of it is thrown away; besides,
 # it must be masked. There are $N / B$ such tiles, so this costs in proportion to $N$: neither a start, which is always the same, nor
 # $N^2$. Let us test the explanation: count the FLOPs of the tiles that are computed, instead of visible pairs.
@@ -1676,6 +1702,8 @@ for n, limit in (
     print(f"{n:6} tokens, {limit:4} MiB: {taken}, {source}")
 
 # %% [markdown]
+# ![Time of each implementation over the fastest one, by length, on an H200: from 2K tokens on fa4 and cuDNN lead; below, the cost of a call from Python decides.](../theory/figures/field-choice.png)
+#
 # Compare with your guess. At 16,384 tokens even the output has 128 MiB: nothing fits into 64. And look at 1,536: the prediction
 # prefers FlashAttention-4, although cuDNN was faster when 1,024 and 2,048 were measured. The difference is smaller than what such
 # predictions are off by (section 4.6).

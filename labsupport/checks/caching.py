@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labsupport.checks.cases import reference
-from labsupport.checks.row_watch import RowWatch
+from labsupport.checks.row_watch import RowWatch, by_hand
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -290,6 +290,5 @@ def _decode_inputs(heads: int, keys: int, seed: int) -> tuple[Tensor, Tensor, Te
 
 
 def _split(student: Student, arguments: Any, where: str, allowed: float | None = None) -> None:
-    judge_call(
-        student, split_decode, SPLIT_MISTAKES, arguments, ("out",), where=where, allowed=allowed
-    )
+    options: Any = {"where": where, "allowed": allowed}
+    judge_call(by_hand(student), split_decode, SPLIT_MISTAKES, arguments, ("out",), **options)

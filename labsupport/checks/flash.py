@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from labsupport.checks.cases import reference
+from labsupport.checks.row_watch import by_hand
 from labsupport.checks.verdict import (
     CheckFailed,
     Student,
@@ -302,7 +303,9 @@ def _judge_forward(
 ) -> None:
     arguments = (*inputs, is_causal, *blocks)
     options: Any = {"judged": names, "where": where, "allowed": allowed}
-    judge_call(student, flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options)
+    judge_call(
+        by_hand(student), flash_forward, FORWARD_MISTAKES, arguments, FORWARD_NAMES, **options
+    )
 
 
 def _far_below(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
@@ -377,7 +380,7 @@ def _judge_backward(
     arguments = (dout, *inputs, *forward, is_causal, 8, 16)
     names, known = BACKWARD_NAMES, BACKWARD_MISTAKES
     options: Any = {"judged": judged, "where": where, "factor": 3}
-    judge_call(student, flash_backward, known, arguments, names, **options)
+    judge_call(by_hand(student), flash_backward, known, arguments, names, **options)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -395,7 +398,7 @@ def _judge_memory(
     for is_causal in (False, True):
         arguments = inputs(is_causal)
         with LargestTensor() as largest:
-            result = call(student, *arguments, is_causal, 32, 32)
+            result = call(by_hand(student), *arguments, is_causal, 32, 32)
         if largest.numel > n * d:
             raise CheckFailed(
                 f"a tensor of shape {largest.shape} was created (by {largest.op}) for seqlen {n}, "

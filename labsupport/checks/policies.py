@@ -142,7 +142,12 @@ def _of_overflow(policy: FlashAttentionConfig, size: float, seed: int) -> str:
 
 
 def _policies(student: Student) -> Iterator[tuple[FlashAttentionConfig, Capability, str]]:
-    """Yield each device's policy and capability, and the beginning of a message."""
+    """Yield each device's policy and capability, and the beginning of a message.
+
+    Raises:
+        CheckFailed: no policy comes back, or the same one for all devices.
+    """
+    given = set()
     for device, capability, name in DEVICES:
         try:
             policy = _quietly(call, student, device, capability)
@@ -157,7 +162,14 @@ def _policies(student: Student) -> Iterator[tuple[FlashAttentionConfig, Capabili
             raise CheckFailed(
                 f"return a policy such as FlashAttentionConfig.bfloat16(), not {kind(policy)}."
             )
+        given.add(policy)
         yield policy, capability, f"my_policy({device!r}, {capability}), {name}: "
+    if len(given) == 1:
+        raise CheckFailed(
+            "All eight devices get the same policy, and none is right for all: GPUs before "
+            "compute capability 8.0 have no bfloat16, and float16 cannot hold the massive "
+            "activations of the others."
+        )
 
 
 def _quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

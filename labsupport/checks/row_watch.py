@@ -1,11 +1,18 @@
-"""A watch on how far a computation reads along rows. It knows no answer."""
+"""Watches on a computation: how far it reads along rows, and whether a ready kernel does it all.
+
+They know no answer.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from labsupport.attention import last_call
+from labsupport.checks.verdict import CheckFailed, Student
 
 
 class RowWatch(TorchDispatchMode):
@@ -39,3 +46,34 @@ class RowWatch(TorchDispatchMode):
                 self.longest, self.operator = first.shape[-1], name
             self.maxima_before_exp += name in self.MAXIMA and not self._exp_seen
         return func(*args, **(kwargs or {}))
+
+
+class _Kernels(TorchDispatchMode):
+    """A watch that notes the last ready attention kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "attention" in name:
+            self.name = name
+        return func(*args, **(kwargs or {}))
+
+
+def by_hand(student: Student) -> Student:
+    """Return the student's function, which raises `CheckFailed` where a ready kernel ran in it."""
+
+    @functools.wraps(student)
+    def run(*args: Any, **options: Any) -> Any:
+        before = last_call()
+        with _Kernels() as seen:
+            result = student(*args, **options)
+        report = last_call()
+        if seen.name or report is not before:
+            ready = seen.name or f"attention(...), by {report.backend if report else ''},"
+            raise CheckFailed(f"{ready} did the work: write the loop yourself.")
+        return result
+
+    return run

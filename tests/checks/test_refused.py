@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from labsupport import checks
+from labsupport.attention import attention
 from labsupport.checks import (
     amdahl,
     choosing,
@@ -22,8 +23,17 @@ from labsupport.checks import (
     zigzag_order,
 )
 from labsupport.checks.verdict import mistakes, mutant
+from labsupport.precision import FlashAttentionConfig
 from tests.checks.solutions import diagnosis, each, function, solution_source
-from tests.checks.test_exercises import BACKWARD, FORWARD, MERGE, TEXTBOOK, VISIBLE, choose_by_rows
+from tests.checks.test_exercises import (
+    BACKWARD,
+    FORWARD,
+    MERGE,
+    POLICY,
+    TEXTBOOK,
+    VISIBLE,
+    choose_by_rows,
+)
 from tests.checks.test_right_ways import Recomputes
 
 TEXTBOOKS = mistakes("""
@@ -386,6 +396,43 @@ def right_for_lists_only(parts):
 )
 def test_parts_that_come_one_at_a_time_must_be_merged_as_they_come(student, said):
     assert said in diagnosis(checks.check_merge_all, student)
+
+
+def called(q, k, v, is_causal, *blocks):
+    """Attention as one call, in the exercise's layout."""
+    by_length = [x.reshape(1, -1, *x.shape[-2:]).transpose(1, 2) for x in (q, k, v)]
+    out, lse = attention(*by_length, causal=is_causal, return_lse=True)
+    return out.transpose(1, 2).reshape(q.shape), lse.reshape(q.shape[:-1])
+
+
+@torch.enable_grad()
+def differentiated(dout, q, k, v, out, lse, is_causal, *blocks):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(called(*inputs, is_causal)[0], inputs, dout)
+
+
+def decoded(q, k, v, num_splits):
+    return called(q, k, v, False)[0]
+
+
+@pytest.mark.parametrize(
+    ("student", "which"),
+    [
+        (called, (*FORWARD, checks.check_forward_memory)),
+        (differentiated, (*BACKWARD, checks.check_backward_memory)),
+        (decoded, (checks.check_split_decode,)),
+        (called, (checks.check_triton_flash_values, checks.check_triton_flash_skips)),
+    ],
+)
+def test_a_ready_kernel_is_not_the_loop_that_was_asked_for(student, which):
+    for check in which:
+        assert "did the work: write the loop" in diagnosis(check, student)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
+def test_no_ready_policy_gets_a_point(policy):
+    for check in POLICY:
+        diagnosis(check, lambda *device: getattr(FlashAttentionConfig, policy)())
 
 
 NOTHING = ("grad_hidden * grad_loss", "0 * grad_hidden")

@@ -439,6 +439,46 @@ def test_in_the_exam_solutions_pass_and_stubs_are_called_stubs(whole_exam, tmp_p
     assert all("is not written yet" in said for _, said in failed.values())
 
 
+def stand_ins(notebook):
+    """The cells' imports; each stand-in of a page, called by a function of one's own; its checks.
+
+    A page names a stand-in where it takes the student's function, or the lab's until that passes.
+    """
+    trees = [
+        ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.MULTILINE))
+        for cell in nbformat.read(notebook, as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imports = [ast.unparse(n) for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    yield "", "\n".join(imports)
+    for node in nodes:
+        if not (isinstance(node, ast.Call) and "solution_or_reference" in ast.unparse(node.func)):
+            continue
+        _, ours, *which = map(ast.unparse, node.args)
+        plain = [check for check in which if check.startswith("checks.check_")]
+        if plain and not ours.startswith("labs_chunks"):  # a function of the page, below
+            for check in plain:
+                yield f"{ours} | {check}", f"{check}(lambda *a, **o: ({ours})(*a, **o))"
+
+
+def test_stand_ins_are_found():
+    found = [name for notebook in NOTEBOOKS for name, _ in stand_ins(notebook)]
+    assert {"checks.choose | checks.check_choice_limits"} < set(found)
+    assert len(found) > 30
+
+
+@pytest.mark.slow
+def test_in_the_exam_no_stand_in_that_a_page_names_passes_a_check(whole_exam, tmp_path):
+    cells = [list(stand_ins(whole_exam / "notebooks" / path.name)) for path in NOTEBOOKS]
+    (tmp_path / "cells.json").write_text(json.dumps(cells))
+    _, *lines = run_in(whole_exam, "-c", RUN_CELLS, tmp_path / "cells.json").splitlines()
+    failed = {name for name, *_ in map(json.loads, lines)}
+    passed = {name for cell in cells for name, _ in cell} - failed - {""}
+    # The repaired line of an optional exercise without points: any right kernel may do it.
+    assert {name for name in passed if "check_careful_attention" not in name} == set()
+
+
 # One line of each solution, wrong, and the words by which the check names that.
 WRONG = {
     "01": {
