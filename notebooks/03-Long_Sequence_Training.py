@@ -19,8 +19,8 @@
 # - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 130, with exercises of 92
-# (73 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 156, with exercises of 112
+# (93 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
 # tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
 # afternoon.
 #
@@ -2110,6 +2110,202 @@ checks.check_accumulation(after_repair, seed=81)
 ### END HIDDEN TESTS
 
 # %% [markdown]
+# ## 3.19 · Longer than in training
+#
+# *Further (optional), 26 minutes.* Back to one device. RoPE has no last position, but each model has a longest text it was trained on.
+# For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps had 4,096. Now it reads lists of 4,096 bytes, with
+# questions everywhere. The questions and their answers are scored, by where they stand.
+#
+# **Predict first**: how many times as large is the NLL in the last 1,024 bytes as in the first?
+
+# %%
+predicted_rise = None  # your guess, a number
+
+# %%
+from labsupport.training.tasks.positions import nll_by_position, with_frequencies
+
+factor, trained = 2, recall.LENGTH
+finder = recall.load_recall(device)
+stage = recall.Stage(1, factor * trained, documents=4, facts=30 * factor, questions=80 * factor)
+(lists,) = recall.recall_batches([stage], others=0.0, first_seed=700)(0)
+by_position = nll_by_position(finder, **lists).rename(columns={"nll": "plain"})
+rise = by_position.plain.iloc[-1] / by_position.plain.iloc[0]
+checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, rise, "times")
+by_position.round(2)
+
+# %% [markdown]
+# A later answer is harder anyway: there are more facts to choose from. But from 2,048 on there is something else. Pair $i$ turns by
+# $t f_i$, and `recall` has $d/2 = 8$ pairs. Pair 5 made a quarter of a turn in 2,048 bytes, and pair 7 a hundredth. The angles that
+# follow are new to the model. All remedies turn more slowly, by a factor $\sigma$ (here 2), but not the same pairs:
+#
+# ```text
+# pair i                           0      1      2      3      4      5      6      7
+# turns in 2,048 bytes           326     77     18    4.3    1.0   0.24   0.06   0.01
+#
+# slowed by: interpolation         2      2      2      2      2      2      2      2
+#            NTK-aware             1    1.1    1.2    1.3    1.5    1.6    1.8      2
+#            YaRN                  1      1    1.1    1.3    1.6      2      2      2
+# ```
+#
+# ### Exercise 3-9 · Three ways to turn more slowly
+# ●●○ · 20 minutes · 0 points (optional)
+#
+# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more); $f_i = \beta^{-2i/d}$ are the plain frequencies, $i = 0 \dots d/2 - 1$. All
+# three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` returns a second value.
+#
+# | function | returns |
+# | --- | --- |
+# | `interpolated(head_dim, base, factor)` | *position interpolation* (Chen et al. 2023): all positions are divided by $\sigma$. An angle is $t f_i$, so you can divide each $f_i$ instead |
+# | `ntk_aware(head_dim, base, factor)` | the plain formula with a larger base $\beta'$, chosen so that the *last* pair becomes $\sigma$ times as slow. (Pair 0 stays: its frequency is 1 with any base) |
+# | `yarn(head_dim, base, factor, trained)` | a tuple: the frequencies $f'_i$ below, and the *attention factor* $0.1 \ln\sigma + 1$, a number. `trained`: tokens of the training, $T$ |
+#
+# YaRN (Peng et al. 2023) leaves fast pairs alone and interpolates slow ones, with a ramp $\gamma$ between them:
+#
+# $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
+#
+# $c(n)$ is where a pair would stand that makes $n$ turns in $T$ tokens: *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up.
+# For `recall` they are 1 and 5. (The paper's formula makes the ramp linear in the turns; its program and Transformers make it linear in
+# $i$, as here.) The attention factor multiplies queries and keys, so scores grow by its square,
+# which sharpens the softmax.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Begin with $\sigma = 1$: what must all three return? Then look at the last pair in the table above. What do all three do with it?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# The last pair is $i = d/2 - 1$. Write down its frequency with $\beta'$ and with $\beta$. The first must be the second divided by
+# $\sigma$; solve for $\beta'$. For YaRN compute *low* and *high* first and compare them with 1 and 5.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# interpolated   the plain frequencies, divided
+# ntk_aware      the base, times factor to a power that is a little above 1;  the plain formula with it
+# yarn           the plain frequencies;  low and high by math.log, math.floor, math.ceil
+#                the ramp of torch.arange(head_dim // 2), clamped;  the mixture of plain and divided;  the attention factor
+# ```
+# </details>
+# </details>
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-9-frequencies", "locked": false, "schema_version": 3, "solution": true, "task": false}
+import math
+
+
+def interpolated(head_dim, base, factor):
+    """The frequencies, (head_dim // 2,), that divide all positions by `factor`."""
+    ### BEGIN SOLUTION
+    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return plain / factor
+    ### END SOLUTION
+
+
+def ntk_aware(head_dim, base, factor):
+    """The frequencies of a larger base, which makes the last pair `factor` times as slow."""
+    ### BEGIN SOLUTION
+    larger = base * factor ** (head_dim / (head_dim - 2))
+    return interpolated(head_dim, larger, 1)
+    ### END SOLUTION
+
+
+def yarn(head_dim, base, factor, trained):
+    """YaRN's frequencies, and its attention factor."""
+    ### BEGIN SOLUTION
+    plain = interpolated(head_dim, base, 1)
+    at_32, at_1 = (
+        head_dim / 2 * math.log(trained / (2 * math.pi * turns)) / math.log(base)
+        for turns in (32, 1)
+    )
+    low, high = max(math.floor(at_32), 0), math.ceil(at_1)
+    ramp = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * plain + ramp * plain / factor, 0.1 * math.log(factor) + 1
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-interpolated", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_interpolated(interpolated)
+### BEGIN HIDDEN TESTS
+checks.check_interpolated(interpolated, seed=91)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-ntk", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_ntk_aware(ntk_aware)
+### BEGIN HIDDEN TESTS
+checks.check_ntk_aware(ntk_aware, seed=92)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-yarn", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_yarn(yarn)
+### BEGIN HIDDEN TESTS
+checks.check_yarn(yarn, seed=93)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The same weights and the same lists, with your frequencies. Nothing is trained.
+#
+# **Predict first**: which of the three comes closest to the NLL of the first 1,024 bytes?
+
+# %%
+own_interpolated = checks.solution_or_reference(
+    interpolated, checks.long_positions.interpolated, checks.check_interpolated
+)
+own_ntk = checks.solution_or_reference(
+    ntk_aware, checks.long_positions.ntk_aware, checks.check_ntk_aware
+)
+own_yarn = checks.solution_or_reference(yarn, checks.long_positions.yarn, checks.check_yarn)
+
+# %%
+shape = finder.config.head_dim, finder.config.rope_base
+turned = {
+    "interpolated": (own_interpolated(*shape, factor),),
+    "NTK-aware": (own_ntk(*shape, factor),),
+    "YaRN": own_yarn(*shape, factor, trained),
+}
+for name, frequencies in turned.items():
+    by_position[name] = nll_by_position(with_frequencies(finder, *frequencies), **lists).nll
+by_position.round(2)
+
+# %%
+last = by_position.iloc[-1]
+plotting.plot_by_window(
+    by_position,
+    {name: name for name in ("plain", "NTK-aware", "YaRN")},
+    title=f"The last 1,024 bytes: plain {last.plain:.2f}, NTK-aware {last['NTK-aware']:.2f}, "
+    f"YaRN {last.YaRN:.2f}; interpolated {last.interpolated:.1f}, off the chart",
+    ylabel="NLL (nats a byte)",
+    unit="bytes",
+    small_print=f"recall, trained on {trained:,} bytes; the mean of 1,024 bytes before each point; "
+    f"{by_position.labels.sum():,} bytes in 4 lists",
+)
+
+# %% [markdown]
+# At $\sigma = 2$ YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling pays with the first bytes, which
+# plain frequencies read better: it slows pairs that had nothing to fear. Interpolation destroys this model. Its first layers were built to look
+# 1 to 12 bytes back, and now all distances are halved. It is meant to be followed by training: Chen
+# et al. took 1,000 steps. And the ranking is no law: set `factor = 4` above, and in the last of 8,192 bytes NTK-aware scaling is ahead
+# of YaRN. A model of 8 pairs is a small witness.
+#
+# A larger one: SmolLM2 has 32 pairs, and was trained on up to 8,192 tokens. It reads 16,384 tokens of Python's source, in a recorded
+# run (`python -m benchmarks long_positions`):
+
+# %%
+longer = load_run("long-positions-cpu")
+ways = ["plain", "interpolated", "NTK-aware", "YaRN"]
+at = longer.pivot_table(index="window", columns="method", values="nll").reset_index()[
+    ["window", *ways]
+]
+plotting.plot_by_window(
+    at,
+    {name: name for name in ways},
+    title="SmolLM2 at 16,384 tokens: "
+    + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
+    ylabel="NLL (nats a token)",
+    small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; the mean of "
+    "2,048 tokens before each point",
+)
+
+# %% [markdown]
 # ## What you measured on several devices
 #
 # - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
@@ -2118,6 +2314,7 @@ checks.check_accumulation(after_repair, seed=81)
 # - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
 # - A rank that dies takes the run with it. Look for the first one that failed.
+# - Beyond the trained length a model fails at angles that it has not seen; pairs that turn more slowly help, untrained, to a degree.
 # - DDP is a hook, a bucket and an all-reduce; FSDP gathers a layer, uses it and drops it; a ring's dK and dV travel with their keys.
 #
 # ## Six questions

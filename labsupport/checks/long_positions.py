@@ -104,8 +104,8 @@ Both ends of the ramp are rounded to the nearest pair: `low` down, `high` up.
     max(math.floor(head_dim / 2 * ends[0]), 0) -> math.floor(head_dim / 2 * ends[0])
 The ramp is linear in the number of turns. That is the paper's formula; its program, and
 Transformers, make it linear in the pair's number, and so do we.
-    (torch.arange(head_dim // 2) - low) / (high - low) ->
-    (32 - trained * plain / (2 * math.pi)) / 31
+    (torch.arange(head_dim // 2) - low) -> (32 - trained / 2 / math.pi * plain)
+    (high - low) -> 31
 The pairs are counted from `low` to the last one: the ramp ends at `high`.
     (high - low) -> (head_dim // 2 - low)
 You count numbers of a head, not pairs: there are head_dim / 2 of them.
@@ -128,7 +128,8 @@ The attention factor takes the natural logarithm, math.log.
     math.log(factor) + 1 -> math.log10(factor) + 1
 The attention factor takes the natural logarithm, math.log.
     math.log(factor) + 1 -> math.log2(factor) + 1
-That is its square, which the scores get: queries and keys are each multiplied by 0.1 ln(factor) + 1.
+That is its square, which the scores get: queries and keys are each multiplied by
+0.1 ln(factor) + 1.
     0.1 * math.log(factor) + 1 -> (0.1 * math.log(factor) + 1) ** 2
 That is the temperature t, which divides the scores; return sqrt(1 / t), which multiplies queries
 and keys.
@@ -155,7 +156,7 @@ def check_ntk_aware(student: Student, seed: int = 0) -> None:
 
 
 def check_yarn(student: Student, seed: int = 0) -> None:
-    """Exercise 3-9: a ramp between pairs that stay and pairs that are slowed; attention's factor."""
+    """Exercise 3-9: fast pairs stay, slow pairs are slowed, scores sharpened."""
     for case in (
         (16, 100_000.0, 2.0, 2048),
         (64, 100_000.0, 3.0 + seed, 8192),
@@ -187,12 +188,11 @@ def _judge(
 
     right, known = reference(lambda: run(solution)), results(solution, table, run)
     given = tensor(call(student, *case), "the frequencies")
-    if given.shape == right.shape:
-        known = ((say, wrong / right) for say, wrong in known if wrong.shape == right.shape)
-        given, right = given / right, torch.ones_like(right)
+    ratios = ((say, wrong / right) for say, wrong in known if wrong.shape == right.shape)
+    fits = given.shape == right.shape
     judge(
         f"{_named(case)}the tensor of frequencies, each divided by the right one,",
-        given, right, allowed=1e-5, mistakes=known,
+        given / right if fits else given, torch.ones_like(right), allowed=1e-5, mistakes=ratios,
     )  # fmt: skip
 
 
