@@ -31,9 +31,9 @@ def measure(options: Namespace) -> pd.DataFrame:
     model = from_transformers(loaded.model)
     shape, factor = (model.config.head_dim, model.config.rope_base), options.length / trained
     methods = {
-        "plain": (interpolated(*shape, 1.0),),
-        "interpolated": (interpolated(*shape, factor),),
-        "NTK-aware": (ntk_aware(*shape, factor),),
+        "plain": (interpolated(*shape, 1.0), 1.0),
+        "interpolated": (interpolated(*shape, factor), 1.0),
+        "NTK-aware": (ntk_aware(*shape, factor), 1.0),
         "YaRN": yarn(*shape, factor, trained),
     }
 
