@@ -9,10 +9,6 @@
 # %% [markdown]
 # # 3 · Training on long sequences
 #
-# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
-#
-# The same model in the same 16 GiB: 4,096 tokens at first, several hundred thousand in the end. In this notebook you write what it takes.
-#
 # **After this notebook you can**
 #
 # - show, with a real model and a real text, what a longer context is good for, and what it is not;
@@ -23,8 +19,8 @@
 # - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 130, with exercises of 92
-# (73 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 156, with exercises of 112
+# (93 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
 # tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
 # afternoon.
 #
@@ -133,8 +129,6 @@ plotting.plot_by_window(
 # $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
 # halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
 # `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
-#
-# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -314,7 +308,7 @@ readable(steps).assign(kernel=steps.kernel.str.split(".").str[-1])
 static = 16 * tiny.parameters / 2**20
 plotting.plot_memory(
     steps,
-    title=f"At 8 times the length, FlashAttention takes {growth:.1f} times the memory",
+    title="Memory: standard grows nearly as N², FlashAttention as N",
     label="peak memory of a step, weights included (MiB)",
     references=[plotting.Reference("weights, gradients and AdamW's states", static)],
 )
@@ -1017,8 +1011,6 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
-# ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
-#
 # An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
 # seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
 # FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
@@ -1212,15 +1204,6 @@ predicted_imbalance = None  # your guess, a number
 eight = Plan.of(8, 1024, causal=True)
 work = pd.Series([sum(eight.pairs(rank)) for rank in range(8)])
 checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work.mean(), "times")
-figure = plotting.Chart(figsize=(7.2, 2.8))
-axes = figure.subplots()
-axes.bar(work.index, work / work.mean())
-axes.axhline(1, color="black", linestyle=":")
-axes.set(xlabel="rank", ylabel="work, average = 1")
-figure.headline(
-    "The last rank has most to do", "Pairs of query and key, eight contiguous shards, causal"
-)
-figure
 
 
 # %% [markdown]
@@ -1339,9 +1322,6 @@ shards = [whole[:, :, positions] for positions in zigzag]
 for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chunk(4))):
     found = own_unzigzag(ring_by_hand(shards, positions))
     print(f"{name} positions: right to 2e-6: {bool((found - exact).abs().max() < 2e-6)}")
-plotting.plot_weights(  # what rank 1's queries see, step by step
-    {f"rank 1, keys of {o}": zigzag[1][:, None] >= zigzag[o] for o in (1, 0, 3, 2)}
-)
 
 
 # %% [markdown]
@@ -1422,14 +1402,13 @@ checks.compare_prediction(
 )
 plotting.plot_timeline(
     spans,
-    title=f"Contiguous: {took['contiguous']:.0f} ms. Zigzag: {took['zigzag']:.0f} ms",
+    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. "
+    f"Zigzag: {took['zigzag']:.0f} ms",
     small_print="CPU, 2 processes, 4 heads of 64, float32. "
     "Message: from its post to the end of the wait for it.",
 )
 
 # %% [markdown]
-# ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
-#
 # By the count it is $1.5$ blocks to $1$. A rank starts to send and receive before it computes its first block, and waits
 # for the message only afterwards. By then it has arrived, and the next block begins without a gap (in the picture, two blocks are one
 # bar). So a hop costs nothing, as long as the block takes longer. The work grows with the
@@ -1554,7 +1533,11 @@ plotting.plot_scaling(
 # In a *rehearsal*, each rank is a thread of this process: it takes milliseconds, and where real processes would hang, it raises an
 # error. Afterwards the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
 #
-# ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
+# ```text
+# backward     layer 4 ... layer 3 ... layer 2 ... layer 1            a gradient is complete when its layer is done
+# step 1       [wait ][..] [wait ][..] [wait ][..] [wait ]            one all-reduce each; the backward waits for it
+# step 3       ............[bucket: 4, 3 ]........ [bucket: 2, 1 ]    whole buckets travel while the backward goes on
+# ```
 #
 # ### Exercise 3-6 · Data parallelism by hand
 # ●●● · 43 minutes · 0 points (optional)
@@ -1761,11 +1744,7 @@ checks.check_overlap(rehearse_buckets, seed=64)
 # #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
 #
 # Under DDP each rank holds all weights. Under FSDP it holds some rows of each, its *shard*: the whole weight is put together shortly before
-# it is needed, and dropped again.
-#
-# ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and of the whole gradient a shard remains.](../theory/figures/sharded-layer.png)
-#
-# Write this layer, `y = x Wᵀ`, as an autograd function.
+# it is needed, and dropped again. Write this layer, `y = x Wᵀ`, as an autograd function.
 #
 # | | gets | returns |
 # | --- | --- | --- |
@@ -1917,7 +1896,13 @@ held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, 
 # *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
 # more, and gradients with them. Which gradients must travel, and after how many steps are they back on their own rank?
 #
-# ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step; where that is a later rank, the mask hides them.](../theory/figures/ring-steps.png)
+# ```text
+#              step 0        step 1        step 2        step 3
+#   rank 0     K0            (K3)          (K2)          (K1)         whose keys are here; in brackets: hidden by the mask
+#   rank 1     K1            K0            (K3)          (K2)
+#   rank 2     K2            K1            K0            (K3)
+#   rank 3     K3            K2            K1            K0
+# ```
 #
 # ### Exercise 3-7 · A ring's backward
 # ●●● · 20 minutes · 0 points (optional)
@@ -2125,6 +2110,207 @@ checks.check_accumulation(after_repair, seed=81)
 ### END HIDDEN TESTS
 
 # %% [markdown]
+# ## 3.19 · Longer than in training
+#
+# *Further (optional), 26 minutes.* Back to one device. RoPE has no last position, but each model has a longest text it was trained on.
+# For `recall` (section 3.9) that is 2,048 bytes; only 40 of its 2,780 steps had 4,096. Now it reads lists of 4,096 bytes, with
+# questions everywhere. The questions and their answers are scored, by where they stand.
+#
+# **Predict first**: how many times as large is the NLL in the last 1,024 bytes as in the first?
+
+# %%
+predicted_rise = None  # your guess, a number
+
+# %%
+from labsupport.training.tasks.positions import nll_by_position, with_frequencies
+
+factor, trained = 2, recall.LENGTH
+finder = recall.load_recall(device)
+stage = recall.Stage(1, factor * trained, documents=4, facts=30 * factor, questions=80 * factor)
+(lists,) = recall.recall_batches([stage], others=0.0, first_seed=700)(0)
+by_position = nll_by_position(finder, **lists).rename(columns={"nll": "plain"})
+rise = by_position.plain.iloc[-1] / by_position.plain.iloc[0]
+checks.compare_prediction("Last 1,024 bytes over the first", predicted_rise, rise, "times")
+by_position.round(2)
+
+# %% [markdown]
+# A later answer is harder anyway: there are more facts to choose from. But from 2,048 on there is something else. Pair $i$ turns by
+# $t f_i$, and `recall` has $d/2 = 8$ pairs. Pair 5 made a quarter of a turn in 2,048 bytes, and pair 7 a hundredth. The angles that
+# follow are new to the model. All remedies turn more slowly, by a factor $\sigma$ (here 2), but not the same pairs:
+#
+# ```text
+# pair i                           0      1      2      3      4      5      6      7
+# turns in 2,048 bytes           326     77     18    4.3    1.0   0.24   0.06   0.01
+#
+# slowed by: interpolation         2      2      2      2      2      2      2      2
+#            NTK-aware             1    1.1    1.2    1.3    1.5    1.6    1.8      2
+#            YaRN                  1      1    1.1    1.3    1.6      2      2      2
+# ```
+#
+# ### Exercise 3-9 · Three ways to turn more slowly
+# ●●○ · 20 minutes · 0 points (optional)
+#
+# $d$ = `head_dim`, $\beta$ = `base`, $\sigma$ = `factor` (1 or more); $f_i = \beta^{-2i/d}$ are the plain frequencies, $i = 0 \dots d/2 - 1$. All
+# three functions return the new frequencies, `(head_dim // 2,)`, float32 or float64; `yarn` returns a second value.
+#
+# | function | returns |
+# | --- | --- |
+# | `interpolated(head_dim, base, factor)` | *position interpolation* (Chen et al. 2023): all positions are divided by $\sigma$. An angle is $t f_i$, so you can divide each $f_i$ instead |
+# | `ntk_aware(head_dim, base, factor)` | the plain formula with a larger base $\beta'$, chosen so that the *last* pair becomes $\sigma$ times as slow. (Pair 0 stays: its frequency is 1 with any base) |
+# | `yarn(head_dim, base, factor, trained)` | a tuple: the frequencies $f'_i$ below, and the *attention factor* $0.1 \ln\sigma + 1$, a number. `trained`: tokens of the training, $T$ |
+#
+# YaRN (Peng et al. 2023) leaves fast pairs alone and interpolates slow ones, with a ramp $\gamma$ between them:
+#
+# $$f'_i = (1 - \gamma_i) f_i + \gamma_i \frac{f_i}{\sigma}, \qquad \gamma_i = \frac{i - \text{low}}{\text{high} - \text{low}} \text{ clamped to } 0 \dots 1, \qquad c(n) = \frac d2 \cdot \frac{\ln\frac{T}{2\pi n}}{\ln\beta}$$
+#
+# $c(n)$ is where a pair would stand that makes $n$ turns in $T$ tokens: *low* is $c(32)$ rounded down, at least 0; *high* is $c(1)$ rounded up.
+# For `recall` they are 1 and 5. (The paper's formula makes the ramp linear in the turns; its program and Transformers make it linear in
+# $i$, as here.) The attention factor multiplies queries and keys, so scores grow by its square,
+# which sharpens the softmax.
+#
+# <details><summary>Hint 1: a nudge</summary>
+#
+# Begin with $\sigma = 1$: what must all three return? Then look at the last pair in the table above. What do all three do with it?
+#
+# <details><summary>Hint 2: the idea</summary>
+#
+# The last pair is $i = d/2 - 1$. Write down its frequency with $\beta'$ and with $\beta$. The first must be the second divided by
+# $\sigma$; solve for $\beta'$. For YaRN compute *low* and *high* first and compare them with 1 and 5.
+#
+# <details><summary>Hint 3: an outline</summary>
+#
+# ```text
+# interpolated   the plain frequencies, divided
+# ntk_aware      the base, times factor to a power that is a little above 1;  the plain formula with it
+# yarn           the plain frequencies;  low and high by math.log, math.floor, math.ceil
+#                the ramp of torch.arange(head_dim // 2), clamped;  the mixture of plain and divided;  the attention factor
+# ```
+# </details>
+# </details>
+# </details>
+
+# %% nbgrader={"grade": false, "grade_id": "ex-3-9-frequencies", "locked": false, "schema_version": 3, "solution": true, "task": false}
+import math
+
+
+def interpolated(head_dim, base, factor):
+    """The frequencies, (head_dim // 2,), that divide all positions by `factor`."""
+    ### BEGIN SOLUTION
+    plain = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return plain / factor
+    ### END SOLUTION
+
+
+def ntk_aware(head_dim, base, factor):
+    """The frequencies of a larger base, which makes the last pair `factor` times as slow."""
+    ### BEGIN SOLUTION
+    larger = base * factor ** (head_dim / (head_dim - 2))
+    return interpolated(head_dim, larger, 1)
+    ### END SOLUTION
+
+
+def yarn(head_dim, base, factor, trained):
+    """YaRN's frequencies, and its attention factor."""
+    ### BEGIN SOLUTION
+    plain = interpolated(head_dim, base, 1)
+    at_32, at_1 = (
+        head_dim / 2 * math.log(trained / (2 * math.pi * turns)) / math.log(base)
+        for turns in (32, 1)
+    )
+    low, high = max(math.floor(at_32), 0), math.ceil(at_1)
+    ramp = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0, 1)
+    return (1 - ramp) * plain + ramp * plain / factor, 0.1 * math.log(factor) + 1
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-interpolated", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_interpolated(interpolated)
+### BEGIN HIDDEN TESTS
+checks.check_interpolated(interpolated, seed=91)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-ntk", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_ntk_aware(ntk_aware)
+### BEGIN HIDDEN TESTS
+checks.check_ntk_aware(ntk_aware, seed=92)
+### END HIDDEN TESTS
+
+# %% nbgrader={"grade": true, "grade_id": "ex-3-9-frequencies-yarn", "locked": true, "points": 0, "schema_version": 3, "solution": false, "task": false}
+checks.check_yarn(yarn)
+### BEGIN HIDDEN TESTS
+checks.check_yarn(yarn, seed=93)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# The same weights and the same lists, with your frequencies. Nothing is trained.
+#
+# **Predict first**: which of the three comes closest to the NLL of the first 1,024 bytes?
+
+# %%
+own_interpolated = checks.solution_or_reference(
+    interpolated, checks.long_positions.interpolated, checks.check_interpolated
+)
+own_ntk = checks.solution_or_reference(
+    ntk_aware, checks.long_positions.ntk_aware, checks.check_ntk_aware
+)
+own_yarn = checks.solution_or_reference(yarn, checks.long_positions.yarn, checks.check_yarn)
+
+# %%
+shape = finder.config.head_dim, finder.config.rope_base
+turned = {
+    "interpolated": (own_interpolated(*shape, factor),),
+    "NTK-aware": (own_ntk(*shape, factor),),
+    "YaRN": own_yarn(*shape, factor, trained),
+}
+for name, frequencies in turned.items():
+    by_position[name] = nll_by_position(with_frequencies(finder, *frequencies), **lists).nll
+by_position.round(2)
+
+# %%
+last = by_position.iloc[-1]
+plotting.plot_by_window(
+    by_position,
+    {name: name for name in ("plain", "NTK-aware", "YaRN")},
+    title=f"The last 1,024 bytes: plain {last.plain:.2f}, NTK-aware {last['NTK-aware']:.2f}, "
+    f"YaRN {last.YaRN:.2f}; interpolated {last.interpolated:.1f}, off the chart",
+    ylabel="NLL (nats a byte)",
+    unit="bytes",
+    small_print=f"recall, trained on {trained:,} bytes; the mean of 1,024 bytes before each point; "
+    f"{by_position.labels.sum():,} bytes in 4 lists",
+)
+
+# %% [markdown]
+# At $\sigma = 2$ YaRN helps most, then NTK-aware scaling, as in the paper. NTK-aware scaling pays with the first bytes, which
+# plain frequencies read better: it slows pairs that had nothing to fear. Interpolation destroys this model. Its first layers were built to look
+# 1 to 12 bytes back, and now all distances are halved. It is meant to be followed by training: Chen
+# et al. took 1,000 steps. And the ranking is no law: set `factor = 4` above, and in the last of 8,192 bytes NTK-aware scaling is ahead
+# of YaRN. A model of 8 pairs is a small witness.
+#
+# A larger one: SmolLM2 has 32 pairs, and was trained on up to 8,192 tokens. It reads 16,384 tokens of Python's source, in a recorded
+# run (`python -m benchmarks long_positions`):
+
+# %%
+longer = load_run("long-positions-cpu")
+ways = ["plain", "interpolated", "NTK-aware", "YaRN"]
+at = longer.pivot_table(index="window", columns="method", values="nll").reset_index()[
+    ["window", *ways]
+]
+plotting.plot_by_window(
+    at,
+    {name: name for name in ways},
+    title="SmolLM2 at 16,384 tokens: "
+    + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
+    ylabel="NLL (nats a token)",
+    small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; the mean of "
+    "2,048 tokens before each point",
+)
+
+# %% [markdown]
+# Up to 8,192 tokens plain frequencies are best. From 10,240 on they fail; NTK-aware scaling and YaRN read on, without one step of
+# training. Interpolation costs 1 nat a token everywhere, and does not fail. That is one file and one small model. And a low NLL does not
+# say that anything 16,000 tokens away was used: section 3.9 measures that. Libraries have all three: in Transformers they are the
+# `rope_type`s `linear`, `dynamic` (whose base grows with the text) and `yarn`.
+#
 # ## What you measured on several devices
 #
 # - Partial results with their log-sum-exps merge into attention over all keys, to the last rounding. A plain average does not.
@@ -2133,6 +2319,7 @@ checks.check_accumulation(after_repair, seed=81)
 # - A ring divides what grows with $N$; FSDP what belongs to weights; DDP nothing, and it sends least.
 # - `no_sync` saves all but one of the all-reduces of an accumulated step.
 # - A rank that dies takes the run with it. Look for the first one that failed.
+# - Beyond the trained length a model fails at angles that it has not seen; pairs that turn more slowly help, untrained, to a degree.
 # - DDP is a hook, a bucket and an all-reduce; FSDP gathers a layer, uses it and drops it; a ring's dK and dV travel with their keys.
 #
 # ## Six questions

@@ -9,7 +9,7 @@ reference solution, its mistakes as edits of that solution with their diagnoses,
     2-1 layout           2-2 registered    2-3 decoding      2-4 amdahl      2-5 policies
     2-6 caching          2-7 flex          2-8 nan_layer     2-9 loss_scaling
     3-1 rotary           3-2 chunked_loss  3-3 planning      3-4 merging     3-5 zigzag_order
-    3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults
+    3-6 data_parallel    3-7 ring_backward 3-8, 4-6 faults   3-9 long_positions
     4-1 intensity        4-2 counting      4-3 kernel        4-4 fitting     4-5 choosing
     4-3 triton_kernels   4-7 two_tricks
 
@@ -118,6 +118,7 @@ from labsupport.checks.intensity import (
 )
 from labsupport.checks.kernel import check_update_dtype, check_update_extremes, check_update_values
 from labsupport.checks.layout import check_flash_layout, check_split_heads, check_split_qkv
+from labsupport.checks.long_positions import check_interpolated, check_ntk_aware, check_yarn
 from labsupport.checks.lookahead import check_leak_cause, check_leaking_rows, check_recall
 from labsupport.checks.loss_scaling import (
     check_largest_scale,

@@ -51,6 +51,12 @@ def test_every_program_is_listed_with_what_it_measures(capsys):
         ("agreement --data records --length 64 --steps 2", 6, "the worst gradient"),
         ("training --lengths 64 --rungs 4", 1, "+ checkpointing"),
         ("planner --preset tiny --lengths 64", 1, "predicted_bytes"),
+        pytest.param(
+            "long_positions --model stories15m --modules heapq --length 320 --bucket 160",
+            8,
+            "NTK-aware",
+            marks=pytest.mark.slow,
+        ),
         (
             "peers --tokens 128 --hidden 32 --seqlen 64 --head-dim 16 --dtype float32 "
             "--ours flash_torch --peers sdpa_flash,fa4 --seconds 0.01",

@@ -1,4 +1,4 @@
-"""Claims of the further exercises: of FP8 and a rotation, of FlexAttention, of the faults."""
+"""Claims of the further exercises: FP8, FlexAttention, the faults, long positions."""
 
 from functools import partial
 
@@ -19,8 +19,11 @@ from labsupport.checks.flex import (
     tile_counts,
     window_mask,
 )
+from labsupport.checks.long_positions import interpolated, ntk_aware, yarn
 from labsupport.paths import notebooks_dir
 from labsupport.precision import PrecisionTracker, apply_precision_policy
+from labsupport.training.tasks.positions import nll_by_position, with_frequencies
+from labsupport.training.tasks.recall import LENGTH, Stage, load_recall, recall_batches
 from tests.checks.solutions import KNOWN, diagnosis, function, solution_source
 
 CUTS = torch.tensor([0, 20, 44, 60], dtype=torch.int32)
@@ -173,3 +176,73 @@ def test_a_bound_below_each_scale_and_a_capital_letter_pass():
     student = function(solution_source("01", "ex-1-7-fp8"), "round_to_fp8", *bound)
     checks.check_fp8_blocks(student)
     checks.check_clock(function(REPAIRED, "after_repair", '"d"', '"D"'))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "base", "factor", "trained"),
+    [(64, 100_000.0, 2, 8192), (128, 500_000.0, 16, 8192), (16, 10_000.0, 4, 128)],
+)
+def test_longer_positions_are_those_of_transformers(head_dim, base, factor, trained):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    def theirs(kind, seqlen=None, **more):
+        rope = {"rope_type": kind, "rope_theta": base, "factor": factor} | more
+        config = LlamaConfig(
+            hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim,
+            max_position_embeddings=trained, rope_parameters=rope,
+        )  # fmt: skip
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seqlen)
+
+    def same(ours, theirs):
+        return torch.allclose(ours.float(), theirs, rtol=1e-5, atol=0.0)
+
+    assert same(interpolated(head_dim, base, factor), theirs("linear")[0])
+    # Theirs grows with the text; with a factor of 1 it is ours at `factor` times the length.
+    grown = theirs("dynamic", factor * trained, factor=1.0)[0]
+    assert same(ntk_aware(head_dim, base, factor), grown)
+    (ours, ours_factor), (other, other_factor) = (
+        yarn(head_dim, base, factor, trained),
+        theirs("yarn", original_max_position_embeddings=trained),
+    )
+    assert same(ours, other)
+    assert ours_factor == pytest.approx(other_factor)
+
+
+def test_the_pairs_of_recall_are_slowed_as_the_notebook_lists_them():
+    plain = interpolated(16, 100_000.0, 1)
+    turns = (LENGTH * plain / (2 * torch.pi)).tolist()
+    assert [round(t, 2) for t in turns[4:]] == [1.03, 0.24, 0.06, 0.01]
+    assert [round(t, 1) for t in turns[:4]] == [325.9, 77.3, 18.3, 4.3]
+    for slowed, listed in (
+        (ntk_aware(16, 100_000.0, 2), [1, 1.1, 1.2, 1.3, 1.5, 1.6, 1.8, 2]),
+        (yarn(16, 100_000.0, 2, LENGTH)[0], [1, 1, 1.1, 1.3, 1.6, 2, 2, 2]),
+    ):
+        assert [round(x, 1) for x in (plain / slowed).tolist()] == listed
+
+
+@pytest.mark.slow
+def test_recall_ranks_the_ways_as_the_notebook_says():
+    model = load_recall("cpu")
+    shape = model.config.head_dim, model.config.rope_base
+
+    def first_and_last(factor):
+        stage = Stage(1, factor * LENGTH, 4, facts=30 * factor, questions=80 * factor)
+        (lists,) = recall_batches([stage], others=0.0, first_seed=700)(0)
+        found = {}
+        for name, values in {
+            "plain": (interpolated(*shape, 1),),
+            "interpolated": (interpolated(*shape, factor),),
+            "ntk": (ntk_aware(*shape, factor),),
+            "yarn": yarn(*shape, factor, LENGTH),
+        }.items():
+            nll = nll_by_position(with_frequencies(model, *values), **lists).nll
+            found[name] = nll.iloc[0], nll.iloc[-1]
+        return found
+
+    two = first_and_last(2)
+    assert sorted(two, key=lambda name: two[name][1]) == ["yarn", "ntk", "plain", "interpolated"]
+    assert two["plain"][0] < two["ntk"][0]
+    assert two["interpolated"][0] > 5
+    four = first_and_last(4)
+    assert four["ntk"][1] < four["yarn"][1] < four["plain"][1]

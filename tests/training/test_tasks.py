@@ -9,8 +9,9 @@ from labsupport.models import source_text
 from labsupport.models.sources.build import fetch
 from labsupport.models.sources.load import load_tokenizer
 from labsupport.paths import data_dir
-from labsupport.training import ByteTokenizer, records
-from labsupport.training.data import FIRST_SEED
+from labsupport.training import ByteTokenizer, Decoder, DecoderConfig, records
+from labsupport.training.data import FIRST_SEED, IGNORED
+from labsupport.training.tasks.positions import nll_by_position, with_frequencies
 from labsupport.training.tasks.recall import (
     Stage,
     load_recall,
@@ -144,3 +145,28 @@ def test_the_file_is_small_and_loads_as_it_was_saved_without_drawing_numbers(mod
     for ours, saved in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, saved.float())
     assert not model.training
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+def test_a_part_of_a_text_is_scored_as_the_model_scores_it_and_plain_frequencies_change_nothing():
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(vocab_size=50, width=32, layers=2, heads=2)).eval()
+    text = torch.randint(50, (2, 41), generator=torch.Generator().manual_seed(1))
+    inputs, labels = text[:, :-1], text[:, 1:].clone()
+    labels[:, :10] = IGNORED
+    found = nll_by_position(model, inputs, labels, bucket=16)
+    assert found.window.tolist() == [16, 32, 40]
+    assert found.labels.tolist() == [12, 32, 16]
+    with torch.no_grad():
+        assert (found.nll * found.labels).sum() / 60 == pytest.approx(model(inputs, labels).item())
+
+    plain = 10_000.0 ** -(torch.arange(8) / 8)
+    same = nll_by_position(with_frequencies(model, plain), inputs, labels, bucket=16)
+    assert same.nll.tolist() == pytest.approx(found.nll.tolist(), rel=1e-5)
+    slower = nll_by_position(with_frequencies(model, plain / 2), inputs, labels, bucket=16)
+    assert slower.nll.tolist() != pytest.approx(found.nll.tolist(), rel=1e-5)
+    q = torch.randn(1, 7, 2, 16)
+    (before, after), at = (model, with_frequencies(model, plain, 1.5)), torch.arange(7)
+    assert torch.allclose(after.turn(at)(q), 1.5 * before.turn(at)(q), atol=1e-5)

@@ -1,0 +1,72 @@
+"""How well a decoder predicts each part of a text, with other frequencies for its positions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labsupport.attention.rotary import apply_rotary_emb
+from labsupport.training.config import IGNORED
+from labsupport.training.decoder import Decoder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def with_frequencies(model: Decoder, frequencies: Tensor, attention_factor: float = 1.0) -> Decoder:
+    """Return the decoder with other rotary frequencies; it shares all weights with the given one.
+
+    Args:
+        model: with rotary positions.
+        frequencies: (head_dim / 2,), radians a token of each pair.
+        attention_factor: multiplies cosines and sines, so that queries and keys grow by it, and
+            scores by its square (YaRN's temperature t is 1 / attention_factor^2).
+    """
+
+    def turn(positions: Tensor) -> Callable[[Tensor], Tensor]:
+        # Apple's GPUs have no float64.
+        angles = positions.cpu().unsqueeze(-1) * frequencies.detach().cpu().double()
+        cos, sin = (
+            (attention_factor * table).to(positions.device, torch.float32)
+            for table in (angles.cos(), angles.sin())
+        )
+        interleaved = model.config.rope_interleaved
+        return partial(apply_rotary_emb, cos=cos, sin=sin, interleaved=interleaved)
+
+    other = copy.copy(model)
+    other.turn = turn  # type: ignore[method-assign]
+    return other
+
+
+@torch.no_grad()
+def nll_by_position(
+    model: Decoder, tokens: Tensor, labels: Tensor, *, bucket: int = 1024
+) -> pd.DataFrame:
+    """Measure the mean negative log-likelihood of a text's labels, by their position.
+
+    Args:
+        model: reads the whole text once.
+        tokens, labels: (batch, seqlen) int64, as `Decoder` takes them; -100 does not count.
+        bucket: positions that are averaged over; their logits exist together.
+
+    Returns:
+        One row a bucket: window, its last position, counted from 1; nll, in nats a label, NaN if
+        there is none; labels, how many were scored.
+    """
+    import pandas as pd
+
+    device = model.embedding.weight.device
+    hidden, labels = model.hidden(tokens.to(device)), labels.to(device)
+    rows = []
+    for start in range(0, tokens.shape[1], bucket):
+        part = labels[:, start : start + bucket]
+        logits = model.head(hidden[:, start : start + bucket]).float()
+        nll = F.cross_entropy(logits.flatten(0, 1), part.flatten(), ignore_index=IGNORED).item()
+        rows.append((start + part.shape[1], nll, int((part != IGNORED).sum())))
+    return pd.DataFrame(rows, columns=["window", "nll", "labels"])
