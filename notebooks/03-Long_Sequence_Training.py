@@ -9,6 +9,10 @@
 # %% [markdown]
 # # 3 · Training on long sequences
 #
+# ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
+#
+# The same model in the same 16 GiB: 4,096 tokens at first, several hundred thousand in the end. In this notebook you write what it takes.
+#
 # **After this notebook you can**
 #
 # - show, with a real model and a real text, what a longer context is good for, and what it is not;
@@ -129,6 +133,8 @@ plotting.plot_by_window(
 # $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
 # halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
 # `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
+#
+# ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -308,7 +314,7 @@ readable(steps).assign(kernel=steps.kernel.str.split(".").str[-1])
 static = 16 * tiny.parameters / 2**20
 plotting.plot_memory(
     steps,
-    title="Memory: standard grows nearly as N², FlashAttention as N",
+    title=f"At 8 times the length, FlashAttention takes {growth:.1f} times the memory",
     label="peak memory of a step, weights included (MiB)",
     references=[plotting.Reference("weights, gradients and AdamW's states", static)],
 )
@@ -1011,6 +1017,8 @@ for name, config in {"GPT-2 small": gpt2_small, "Llama 3 8B": llama3_8b}.items()
     print(f"{name}: {plan.peak_bytes / 2**30:.0f} GiB, of which weights and states {state:.0f}")
 
 # %% [markdown]
+# ![Seconds of a training step, at least, against tokens: matrices grow in proportion, attention with the square; the two are equal near 11 thousand tokens, and a million tokens take minutes.](../theory/figures/long-context-flops.png)
+#
 # An H200, one of the largest GPUs, has 140 GiB, of which about 139 are free for PyTorch. There the small model computes for 235
 # seconds, each step (section 3.6): $N^2$ again; even at the GPU's peak rate it would be 93 seconds (theory chapter 7 counts the
 # FLOPs). The large one does not fit, for two reasons: 16 bytes for each of its weights, and a million tokens. Several devices can
@@ -1204,6 +1212,15 @@ predicted_imbalance = None  # your guess, a number
 eight = Plan.of(8, 1024, causal=True)
 work = pd.Series([sum(eight.pairs(rank)) for rank in range(8)])
 checks.compare_prediction("Busiest rank", predicted_imbalance, work.max() / work.mean(), "times")
+figure = plotting.Chart(figsize=(7.2, 2.8))
+axes = figure.subplots()
+axes.bar(work.index, work / work.mean())
+axes.axhline(1, color="black", linestyle=":")
+axes.set(xlabel="rank", ylabel="work, average = 1")
+figure.headline(
+    "The last rank has most to do", "Pairs of query and key, eight contiguous shards, causal"
+)
+figure
 
 
 # %% [markdown]
@@ -1322,6 +1339,9 @@ shards = [whole[:, :, positions] for positions in zigzag]
 for name, positions in (("zigzag", zigzag), ("contiguous", torch.arange(64).chunk(4))):
     found = own_unzigzag(ring_by_hand(shards, positions))
     print(f"{name} positions: right to 2e-6: {bool((found - exact).abs().max() < 2e-6)}")
+plotting.plot_weights(  # what rank 1's queries see, step by step
+    {f"rank 1, keys of {o}": zigzag[1][:, None] >= zigzag[o] for o in (1, 0, 3, 2)}
+)
 
 
 # %% [markdown]
@@ -1402,13 +1422,14 @@ checks.compare_prediction(
 )
 plotting.plot_timeline(
     spans,
-    title=f"Contiguous: {took['contiguous']:.0f} ms, rank 0 is done early. "
-    f"Zigzag: {took['zigzag']:.0f} ms",
+    title=f"Contiguous: {took['contiguous']:.0f} ms. Zigzag: {took['zigzag']:.0f} ms",
     small_print="CPU, 2 processes, 4 heads of 64, float32. "
     "Message: from its post to the end of the wait for it.",
 )
 
 # %% [markdown]
+# ![Time of a step of a ring against the tokens of one rank: the compute grows with the square, the hop over four kinds of links in proportion; each pair of lines crosses, and beyond that the compute hides the hop.](../theory/figures/long-context-hops.png)
+#
 # By the count it is $1.5$ blocks to $1$. A rank starts to send and receive before it computes its first block, and waits
 # for the message only afterwards. By then it has arrived, and the next block begins without a gap (in the picture, two blocks are one
 # bar). So a hop costs nothing, as long as the block takes longer. The work grows with the
@@ -1533,11 +1554,7 @@ plotting.plot_scaling(
 # In a *rehearsal*, each rank is a thread of this process: it takes milliseconds, and where real processes would hang, it raises an
 # error. Afterwards the same functions run on real processes (`labsupport/distributed/by_hand.py` has both kinds of `comm`).
 #
-# ```text
-# backward     layer 4 ... layer 3 ... layer 2 ... layer 1            a gradient is complete when its layer is done
-# step 1       [wait ][..] [wait ][..] [wait ][..] [wait ]            one all-reduce each; the backward waits for it
-# step 3       ............[bucket: 4, 3 ]........ [bucket: 2, 1 ]    whole buckets travel while the backward goes on
-# ```
+# ![A backward pass of four layers. In step 1 each layer's gradient is sent when it is complete, and the pass waits. In step 3 two buckets, of layers 4 and 3 and of 2 and 1, travel while it goes on.](../theory/figures/gradient-buckets.png)
 #
 # ### Exercise 3-6 · Data parallelism by hand
 # ●●● · 43 minutes · 0 points (optional)
@@ -1744,7 +1761,11 @@ checks.check_overlap(rehearse_buckets, seed=64)
 # #### Step 4 · A layer in parts, as FSDP does it · 12 minutes
 #
 # Under DDP each rank holds all weights. Under FSDP it holds some rows of each, its *shard*: the whole weight is put together shortly before
-# it is needed, and dropped again. Write this layer, `y = x Wᵀ`, as an autograd function.
+# it is needed, and dropped again.
+#
+# ![One layer on one of two ranks: its shard is always there, the whole weight only during the forward and the backward pass, and of the whole gradient a shard remains.](../theory/figures/sharded-layer.png)
+#
+# Write this layer, `y = x Wᵀ`, as an autograd function.
 #
 # | | gets | returns |
 # | --- | --- | --- |
@@ -1896,13 +1917,7 @@ held.rename(columns={"held_bytes": "held, MiB", "extra_bytes": "extra, at most, 
 # *Further (optional), 23 minutes.* The ring of section 3.13 goes one way: forward. Its backward sends keys and values around once
 # more, and gradients with them. Which gradients must travel, and after how many steps are they back on their own rank?
 #
-# ```text
-#              step 0        step 1        step 2        step 3
-#   rank 0     K0            (K3)          (K2)          (K1)         whose keys are here; in brackets: hidden by the mask
-#   rank 1     K1            K0            (K3)          (K2)
-#   rank 2     K2            K1            K0            (K3)
-#   rank 3     K3            K2            K1            K0
-# ```
+# ![Whose keys each of four ranks has in each of four steps: rank r has those of rank r minus the step; where that is a later rank, the mask hides them.](../theory/figures/ring-steps.png)
 #
 # ### Exercise 3-7 · A ring's backward
 # ●●● · 20 minutes · 0 points (optional)
@@ -2262,7 +2277,7 @@ turned = {
     "NTK-aware": (own_ntk(*shape, factor),),
     "YaRN": own_yarn(*shape, factor, trained),
 }
-for name, frequencies in turned.items():
+for name, frequencies in turned.items():  # on a CPU a few seconds
     by_position[name] = nll_by_position(with_frequencies(finder, *frequencies), **lists).nll
 by_position.round(2)
 

@@ -1,4 +1,4 @@
-"""How well a decoder predicts each part of a text, with other frequencies for its positions."""
+"""Likelihood of each part of a text, with other frequencies for its positions."""
 
 from __future__ import annotations
 
