@@ -2291,15 +2291,14 @@ plotting.plot_by_window(
 
 # %%
 longer = load_run("long-positions-cpu")
-ways = ["plain", "interpolated", "NTK-aware", "YaRN"]
+ways = ["plain", "NTK-aware", "YaRN", "interpolated"]
 at = longer.pivot_table(index="window", columns="method", values="nll").reset_index()[
     ["window", *ways]
 ]
 plotting.plot_by_window(
     at,
     {name: name for name in ways},
-    title="SmolLM2 at 16,384 tokens: "
-    + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
+    title="At the end: " + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
     ylabel="NLL (nats a token)",
     small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; the mean of "
     "2,048 tokens before each point",
