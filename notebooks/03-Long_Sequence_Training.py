@@ -2367,6 +2367,7 @@ plotting.plot_by_window(
 #   go beyond the length that a model was trained on. [11, Several devices](../theory/11-several-devices.md): rings and data
 #   parallelism, with a model of their efficiency.
 # - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
+# - Peng et al., *YaRN* (arXiv 2309.00071), section 3: four ways to turn more slowly, compared.
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.
 # - Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (arXiv 2310.01889), section 3.
 # - Li et al., *PyTorch Distributed* (arXiv 2006.15704), section 3: buckets, overlap, `no_sync`. Rajbhandari et al., *ZeRO* (arXiv
