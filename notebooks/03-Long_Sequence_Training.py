@@ -2306,15 +2306,14 @@ plotting.plot_by_window(
 
 # %%
 longer = load_run("long-positions-cpu")
-ways = ["plain", "interpolated", "NTK-aware", "YaRN"]
+ways = ["plain", "NTK-aware", "YaRN", "interpolated"]
 at = longer.pivot_table(index="window", columns="method", values="nll").reset_index()[
     ["window", *ways]
 ]
 plotting.plot_by_window(
     at,
     {name: name for name in ways},
-    title="SmolLM2 at 16,384 tokens: "
-    + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
+    title="At the end: " + ", ".join(f"{name} {at[name].iloc[-1]:.2f}" for name in ways),
     ylabel="NLL (nats a token)",
     small_print="recorded, CPU, float32: SmolLM2-135M (weights of 4 bits), source of argparse; the mean of "
     "2,048 tokens before each point",
@@ -2383,6 +2382,7 @@ plotting.plot_by_window(
 #   go beyond the length that a model was trained on. [11, Several devices](../theory/11-several-devices.md): rings and data
 #   parallelism, with a model of their efficiency.
 # - Su et al., *RoFormer* (arXiv 2104.09864), section 3: where the rotation comes from.
+# - Peng et al., *YaRN* (arXiv 2309.00071), section 3: four ways to turn more slowly, compared.
 # - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (arXiv 1604.06174): checkpointing.
 # - Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (arXiv 2310.01889), section 3.
 # - Li et al., *PyTorch Distributed* (arXiv 2006.15704), section 3: buckets, overlap, `no_sync`. Rajbhandari et al., *ZeRO* (arXiv
