@@ -105,9 +105,10 @@ linkcheck_workers = 8
 
 def dashes_between(app: Sphinx, doctree: nodes.document) -> None:
     """Put a dash where Sphinx writes two hyphens between a parameter and its description."""
-    for text in list(doctree.findall(nodes.Text)):
-        if text == " -- " and isinstance(text.parent, nodes.paragraph):
-            text.parent.replace(text, nodes.Text(" – "))
+    for paragraph in doctree.findall(nodes.paragraph):
+        for child in list(paragraph.children):
+            if child == " -- ":
+                paragraph.replace(child, nodes.Text(" – "))
 
 
 def setup(app: Sphinx) -> None:
