@@ -77,7 +77,7 @@ def outliers_turned(panels):
 
 @d.picture("gap-mask.png", (6.4, 3.4))
 def gap_mask(axes):
-    """Which tokens each token may look at, if they stand at least three places before it."""
+    """Tokens that each token may look at: those at least three places before it."""
     blank(axes, xlim=(-1.2, 12), ylim=(8.2, -0.9))
     for row in range(8):
         d.words(axes, -1.0, row + 0.62, f"{row}", 8.5)
@@ -207,7 +207,7 @@ def sharded_layer(axes):
 
 @d.picture("ring-steps.png", (8.6, 3.0))
 def ring_steps(axes):
-    """Whose keys each of four ranks has in each step; pale where the causal mask hides them."""
+    """Keys that each of four ranks has in each step; pale where the causal mask hides them."""
     colours = (d.BLUE, d.GREEN, d.ORANGE, d.RED)
     blank(axes, xlim=(-2.2, 10), ylim=(4.1, -0.8))
     for step in range(4):
