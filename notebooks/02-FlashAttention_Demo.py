@@ -1892,7 +1892,7 @@ with torch.inference_mode():
 # *Further (optional) · 35 minutes*
 #
 # The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any error. Here is one that
-# does not: one layer of attention, which shall learn 33 letters by heart. It is small enough for the CPU, on every machine.
+# does not: one layer of attention, which begins to learn 33 letters. It is small enough for the CPU, on every machine.
 
 # %%
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
