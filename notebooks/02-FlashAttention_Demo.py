@@ -2021,15 +2021,15 @@ checks.check_largest_scale(largest_scale, seed=92)
 # %%
 from labsupport.checks import loss_scaling
 
-own = {
-    name: checks.solution_or_reference(
+own_share, own_scale = (
+    checks.solution_or_reference(
         globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
     )
     for name in ("lost_share", "largest_scale")
-}
+)
 for dtype, frame in frames.items():
-    print(f"{dtype}: {own['lost_share'](frame):.1%} of the gradients' entries are 0")
-start = own["largest_scale"](frames[torch.float32])
+    print(f"{dtype}: {own_share(frame):.1%} of the gradients' entries are 0")
+start = own_scale(frames[torch.float32])
 print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 
 

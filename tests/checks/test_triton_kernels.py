@@ -90,7 +90,7 @@ def test_a_store_without_a_mask_is_noticed(kernels):
         ("add", checks.check_triton_add, ("x + y, mask=inside)", "x + y)")),
         ("row_softmax", checks.check_triton_softmax, ("/ l, mask=start + c < n)", "/ l)")),
     ):
-        assert "went behind the end" in diagnosis(check, getattr(kernels(*edit), step))
+        assert "wrote beyond the end" in diagnosis(check, getattr(kernels(*edit), step))
 
 
 def test_pytorch_cannot_do_the_kernels_work():
