@@ -2160,7 +2160,7 @@ checks.check_master_step(master_step, seed=95)
 predicted_need = None  # "scaling", "masters", "both" or "neither"
 
 # %%
-own |= {
+own = {
     name: checks.solution_or_reference(
         globals()[name], getattr(loss_scaling, name), getattr(checks, f"check_{name}")
     )
