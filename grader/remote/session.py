@@ -188,6 +188,11 @@ class RemoteFunction:
         """Compute it over there; see `Session.compute`."""
         return self.session.compute("call", self.remote_target, args, kwargs)
 
+    def within(self, function: Any, *args: Any) -> Any:
+        """Run a function of the lab's over there, on this one: for what it changes in place."""
+        target = function.__module__, function.__name__
+        return self.session.compute("library", target, (self, *args), {})
+
     def __repr__(self) -> str:
         return f"<function {self.__name__}>"
 

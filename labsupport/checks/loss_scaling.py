@@ -360,22 +360,28 @@ def check_master_step(student: Student, seed: int = 0) -> None:
 
 
 def _stepped(step: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function that trains copies of weights by SGD, and returns masters and weights."""
+    """Return `stepped` with this step; a function in another process runs it there."""
+    within = getattr(step, "within", None)
 
     @wraps(step)
     def run(start: Tensors, steps: Sequence[Tensors]) -> tuple[Tensor, Tensor]:
-        weights = [torch.nn.Parameter(one.clone()) for one in start]
-        masters = [one.detach().float() for one in weights]
-        optimizer = torch.optim.SGD(masters, lr=1.0)
-        for gradients in steps:
-            step(weights, masters, [one.clone() for one in gradients], optimizer)
-        dtypes = [one.dtype for one in weights]
-        if dtypes != [one.dtype for one in start]:
+        masters, weights = within(stepped, start, steps) if within else stepped(step, start, steps)
+        if weights.dtype != start[0].dtype:
             raise CheckFailed(
-                f"the model's weights are {dtypes[0]} after a step. Write the numbers into them: "
-                "`weight.copy_(...)` rounds, and the dtype stays."
+                f"the model's weights are {weights.dtype} after a step. Write the numbers into "
+                "them: `weight.copy_(...)` rounds, and the dtype stays."
             )
-        flat = [torch.cat([x.detach().flatten() for x in some]) for some in (masters, weights)]
-        return flat[0], flat[1].float()
+        return masters, weights.float()
 
     return run
+
+
+def stepped(step: Any, start: Tensors, steps: Sequence[Tensors]) -> tuple[Tensor, Tensor]:
+    """Train copies of weights by SGD, and return masters and weights, each in one piece."""
+    weights = [torch.nn.Parameter(one.clone()) for one in start]
+    masters = [one.detach().float() for one in weights]
+    optimizer = torch.optim.SGD(masters, lr=1.0)
+    for gradients in steps:
+        step(weights, masters, [one.clone() for one in gradients], optimizer)
+    flat = [torch.cat([x.detach().flatten() for x in some]) for some in (masters, weights)]
+    return flat[0], flat[1]

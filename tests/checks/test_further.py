@@ -61,7 +61,7 @@ def test_float16_learns_with_a_scaled_loss_only_and_bfloat16_needs_masters_and_n
         if cell.cell_type == "code":
             exec(cell.source, names)
     runs, off = names["runs"], names["off"]
-    assert names["own"]["lost_share"](names["frames"][torch.float16]) > 0.99
+    assert names["lost_share"](names["frames"][torch.float16]) > 0.99
     assert runs["float16"].loss.min() > 0.99 * runs["float32"].loss[0]
     assert off["bfloat16"] > 0.05
     for name in ("float16, scaling and masters", "bfloat16, masters"):
