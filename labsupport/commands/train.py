@@ -83,6 +83,10 @@ def train_command(
     mlp_chunk: Annotated[int | None, Option(help="Tokens at a time in the MLP.")] = None,
     loss_chunk: Annotated[int | None, Option(help="Tokens at a time in the loss.")] = None,
     residual: Annotated[str | None, Option(help="Dtype of the stream between blocks.")] = None,
+    head_chunk: Annotated[int | None, Option(help="Key heads at a time in attention.")] = None,
+    offload: Annotated[
+        bool, Option("--offload", help="What --checkpoint-layers keeps waits in host memory (GPU).")
+    ] = False,
     memory_limit: Annotated[
         str | None, Option(help="Pretend to have no more, such as 16GiB.")
     ] = None,

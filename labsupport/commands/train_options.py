@@ -86,6 +86,8 @@ def prepare(options: Mapping[str, Any], device: torch.device) -> Prepared:
         options["mlp_chunk"],
         options["loss_chunk"],
         dtype_named(options, "residual"),
+        options["head_chunk"],
+        options["offload"],
     )
     policy, dtype = options["policy"], dtype_named(options, "dtype")
     dtype_named(options, "policy")  # its names are dtypes, too
@@ -254,6 +256,8 @@ def out_of_memory(error: BaseException, run: Prepared) -> str:
         "--mlp-chunk 4096: the MLP's wide tensors for some tokens": savings.mlp_chunk is not None,
         "--dtype bfloat16: activations of two bytes, not four": low,
         "--residual bfloat16: half between blocks": savings.residual or settings.policy,
+        "--head-chunk 1: queries, keys, values of some heads": savings.head_chunk is not None,
+        "--offload, on a GPU: what blocks keep waits in host memory": savings.offload,
         f"--length {max(run.length // 2, 1)}, or a smaller --preset": False,
     }
     # Without PyTorch's hints, and those of memory_limit, which are for Python.

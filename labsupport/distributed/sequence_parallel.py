@@ -206,6 +206,8 @@ class SequenceParallel:
         self._attentions: list[Any] = [block.attention for block in model.blocks]
         if any("forward" in vars(attention) for attention in self._attentions):
             raise ValueError("the model's attention goes around a ring already: restore() it first")
+        if model.savings.head_chunk is not None:
+            raise ValueError("around a ring attention takes all heads: head_chunk=None")
         for attention in self._attentions:
             attention.forward = partial(_around, attention, ring)
 

@@ -153,6 +153,10 @@ class MemoryOptions:
             (Chen et al., arXiv 1604.06174).
         mlp_chunk: tokens at a time through the norm and the MLP; None means all of them.
         loss_chunk: tokens at a time through the classifier; None makes all the logits.
+        head_chunk: key/value heads at a time, each with its query heads, through the norm, their
+            projections and attention, which the backward pass computes again; None means all.
+        offload: with `checkpoint` on a GPU: what it keeps waits in the host's memory, and comes
+            back one block ahead of the backward pass (`labsupport.training.memory.HostStore`).
         residual: dtype of the residual stream, and so of what `checkpoint` keeps. None leaves it as
             the embedding returns it: in its weights' dtype, or a precision policy's.
 
@@ -165,12 +169,16 @@ class MemoryOptions:
     mlp_chunk: int | None = None
     loss_chunk: int | None = None
     residual: torch.dtype | None = None
+    head_chunk: int | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("mlp_chunk", "loss_chunk"):
+        for name in ("mlp_chunk", "loss_chunk", "head_chunk"):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}: at least 1 token, or None.")
+                raise ValueError(f"{name} is {size}: at least 1, or None.")
+        if self.offload and not self.checkpoint:
+            raise ValueError("offload moves what checkpoint keeps: take checkpoint=True, too.")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from labsupport.attention import attention, attention_varlen
@@ -27,7 +29,7 @@ from labsupport.attention.flash_torch import autocast_off
 from labsupport.attention.rotary import apply_rotary_emb, rotary_angles
 from labsupport.precision.losses import compute_loss
 from labsupport.training.config import DecoderConfig, MemoryOptions
-from labsupport.training.memory import chunked_cross_entropy, in_chunks
+from labsupport.training.memory import HostStore, chunked_cross_entropy, in_chunks
 
 # Turns queries or keys by their tokens' positions; None where positions are learned.
 Turn = Callable[[Tensor], Tensor] | None
@@ -161,14 +163,18 @@ class Decoder(nn.Module):
             turn = self.turn(positions)
         if self.savings.residual is not None:
             x = x.to(self.savings.residual)
-        for block in self.blocks:
-            inputs = (x, turn, cu_seqlens, self.savings)
-            if self.savings.checkpoint and torch.is_grad_enabled():
+        again = self.savings.checkpoint and torch.is_grad_enabled()
+        # A block's input is all that is saved here; what is inside is computed again later.
+        away = again and self.savings.offload and x.is_cuda
+        with HostStore(x.device) if away else nullcontext():
+            for block in self.blocks:
+                inputs = (x, turn, cu_seqlens, self.savings)
                 # Nothing in a block is random: no generator's state to keep.
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(*inputs)
+                x = _checkpointed(block, *inputs) if again else block(*inputs)
         return self.norm(x)
+
+
+_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def _positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -193,7 +199,11 @@ class Block(nn.Module):
         self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, savings: MemoryOptions
     ) -> Tensor:
         """Map (batch, seqlen, width) to the same, in the same dtype."""
-        x = _add(x, self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention))
+        if savings.head_chunk is None:
+            change = self.attention(self.attention_norm(x), turn, cu_seqlens, savings.attention)
+        else:
+            change = self.attention.in_groups(x, self.attention_norm, turn, cu_seqlens, savings)
+        x = _add(x, change)
         change = in_chunks(lambda part: self.mlp(self.mlp_norm(part)), x, savings.mlp_chunk)
         return _add(x, change)
 
@@ -214,14 +224,44 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Turn, cu_seqlens: Tensor | None, backend: str) -> Tensor:
         """Map (batch, seqlen, width) to the same."""
-        q, k, v = self.project(x, turn)
-        if cu_seqlens is None:
-            out = attention(q, k, v, causal=True, backend=backend)
-        else:
-            q, k, v = (each.flatten(0, 1) for each in (q, k, v))
-            out = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, causal=True, backend=backend)
-        assert isinstance(out, Tensor)  # the log-sum-exp is not returned
-        return self.out(out.reshape(x.shape))
+        return self.out(_attend(*self.project(x, turn), cu_seqlens, backend))
+
+    def in_groups(
+        self,
+        x: Tensor,
+        norm: Callable[[Tensor], Tensor],
+        turn: Turn,
+        cu_seqlens: Tensor | None,
+        savings: MemoryOptions,
+    ) -> Tensor:
+        """Return `self(norm(x), ...)`, with `head_chunk` key/value heads in memory at a time."""
+        size, heads, keys = self.config.head_dim, self.config.heads, self.config.key_heads
+        chunk, each = savings.mlp_chunk, heads // keys
+
+        def group(first: int, last: int, x: Tensor) -> Tensor:
+            rows = [slice(first * n * size, last * n * size) for n in (each, 1, 1)]
+
+            def project(part: Tensor) -> Tensor:
+                normed = norm(part)
+                parts = [
+                    functional_call(
+                        layer, {name: p[of] for name, p in layer.named_parameters()}, normed
+                    )
+                    for layer, of in zip((self.query, self.key, self.value), rows, strict=True)
+                ]
+                return torch.cat(parts, -1)
+
+            qkv = in_chunks(project, x, chunk)
+            widths = [of.stop - of.start for of in rows]
+            q, k, v = (one.unflatten(-1, (-1, size)) for one in qkv.split(widths, -1))
+            if turn is not None:
+                q, k = turn(q), turn(k)
+            return _attend(q, k, v, cu_seqlens, savings.attention)
+
+        step = savings.head_chunk or keys
+        run = _checkpointed if torch.is_grad_enabled() else lambda function, *args: function(*args)
+        parts = [run(group, n, min(n + step, keys), x) for n in range(0, keys, step)]
+        return in_chunks(self.out, torch.cat(parts, -1), chunk)
 
     def project(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (batch, seqlen, heads, head_dim), and k and v with kv_heads; q, k turned."""
@@ -232,6 +272,19 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = turn(q), turn(k)
         return q, k, v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, backend: str) -> Tensor:
+    """Return causal attention's output, heads side by side: (batch, seqlen, heads * head_dim)."""
+    if cu_seqlens is None:
+        out = attention(q, k, v, causal=True, backend=backend)
+    else:
+        packed_q, packed_k, packed_v = (each.flatten(0, 1) for each in (q, k, v))
+        out = attention_varlen(
+            packed_q, packed_k, packed_v, cu_seqlens, cu_seqlens, causal=True, backend=backend
+        )
+    assert isinstance(out, Tensor)  # the log-sum-exp is not returned
+    return out.reshape(*q.shape[:2], -1)
 
 
 class Mlp(nn.Module):

@@ -2,6 +2,8 @@
 
 in_chunks               a function of single tokens, such as an MLP, for some of them at a time (Liu
                         and Abbeel, arXiv 2305.19370)
+HostStore               stored activations wait in the host's memory (Rajbhandari et al., arXiv
+                        2104.07857, section 5.1)
 chunked_cross_entropy   a loss that never has all the logits: theory/07-long-context.md derives it.
                         With z = W h and d = softmax(z) - onehot(label), the gradients Wᵀ d and
                         d hᵀ wait for nothing but one factor. So the forward pass computes them,
@@ -56,6 +58,65 @@ def in_chunks(fn: Callable[[Tensor], Tensor], x: Tensor, size: int | None) -> Te
     if torch.is_grad_enabled():
         return torch.cat([checkpoint(fn, part, use_reentrant=False) for part in parts], dim=-2)
     return torch.cat([fn(part) for part in parts], dim=-2)
+
+
+class HostStore:
+    """A context in which tensors saved for the backward pass move to the host's memory.
+
+    Each is copied to pinned memory, on a stream of its own, while the forward pass goes on. The
+    backward pass asks for them in the opposite order: with each, the copy of the next one begins.
+
+    Args:
+        device: of the tensors. On a CPU they are copied and nothing is gained.
+        least: bytes; smaller tensors stay.
+    """
+
+    def __init__(self, device: torch.device, least: int = 2**20) -> None:
+        self.device, self.least = device, least
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.parked: list[Tensor] = []
+        self.coming: dict[int, tuple[Tensor, Any]] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.park, self.fetch)
+
+    def __enter__(self) -> HostStore:
+        """Begin to move what is saved."""
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave what is saved from here on where it is."""
+        self.hooks.__exit__(*error)
+
+    def park(self, x: Tensor) -> Tensor | int:
+        """Copy x to the host's memory; return its place there."""
+        if x.nbytes < self.least:
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self.stream is not None)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            x.record_stream(self.stream)  # its memory is not given to others before the copy
+        with torch.cuda.stream(self.stream):
+            host.copy_(x, non_blocking=True)
+        self.parked.append(host)
+        return len(self.parked) - 1
+
+    def fetch(self, place: Tensor | int) -> Tensor:
+        """Return the tensor of a place on the device, and begin to copy the one before it."""
+        if isinstance(place, Tensor):
+            return place
+        x, copied = self.coming.pop(place, None) or self._bring(place)
+        if place and place - 1 not in self.coming:
+            self.coming[place - 1] = self._bring(place - 1)
+        if copied is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(copied)
+            x.record_stream(current)
+        return x
+
+    def _bring(self, place: int) -> tuple[Tensor, Any]:
+        with torch.cuda.stream(self.stream):
+            x = self.parked[place].to(self.device, non_blocking=True, copy=True)
+        return x, None if self.stream is None else self.stream.record_event()
 
 
 # --- the loss in chunks ---------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
 from labsupport.training import PRESETS, Decoder, DecoderConfig, MemoryOptions, from_transformers
+from labsupport.training.memory import HostStore
 from tests.models.tiny import tiny, tokens
 from tests.training.decoders import (
     ROTARY,
@@ -147,7 +149,8 @@ SAVINGS = [
     MemoryOptions(checkpoint=True),
     MemoryOptions(mlp_chunk=7),
     MemoryOptions(loss_chunk=7),
-    MemoryOptions("standard", True, 7, 7, torch.float32),
+    MemoryOptions(head_chunk=3),
+    MemoryOptions("standard", True, 7, 7, torch.float32, head_chunk=1),
 ]
 
 
@@ -161,6 +164,25 @@ def test_a_saving_changes_loss_and_gradients_by_rounding_only(shape):
         for saving in SAVINGS:
             got = loss_and_gradients(model(shape, saving), ids, labels, cu_seqlens=documents)
             assert_same_step(got, expected)
+
+
+def test_what_is_saved_in_host_memory_comes_back_one_ahead():
+    def layers(x):
+        for _ in range(3):
+            x = checkpoint(lambda x: (x.sin() * x).cos(), x, use_reentrant=False)
+        return x.sum()
+
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (expected,) = torch.autograd.grad(layers(x), x)
+    with HostStore(x.device, least=0) as store:
+        loss = layers(x)
+    assert len(store.parked) == 3
+    store.fetch(2)
+    assert list(store.coming) == [1]
+    (given,) = torch.autograd.grad(loss, x)
+    assert torch.equal(given, expected)
+    with pytest.raises(ValueError, match="checkpoint=True, too"):
+        MemoryOptions(offload=True)
 
 
 @pytest.mark.parametrize(("shape", "residual"), [("gpt2", torch.bfloat16), ("llama", None)])

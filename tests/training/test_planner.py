@@ -52,6 +52,7 @@ slow = pytest.mark.slow
         (SHALLOW, 256, replace(ALL, mlp_chunk=64, loss_chunk=64, residual=BF16), BF16, {}),
         pytest.param(LLAMA, 256, FLASH_TORCH, BF16, {}, marks=slow),
         (SHALLOW, 128, FLASH, None, {"accumulation": 2}),
+        (SHALLOW, 512, replace(ALL, residual=BF16, head_chunk=1), BF16, {}),
         (LLAMA, 256, CHECKPOINT, BF16, {}),
     ],
 )

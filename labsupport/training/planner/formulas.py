@@ -9,6 +9,7 @@ A formula is a text, and its value is computed from it: what is printed is what 
     r           bytes of a number in the residual stream (`MemoryOptions.residual`; else 4)
     W           weights in the model; Wb in a block, Wm of these in its MLP
     C, M        tokens at a time through the classifier (loss_chunk), through the MLP (mlp_chunk)
+    h, g        query heads, key/value heads at a time (head_chunk)
     K           blocks whose tensors still exist: L when the backward pass begins, then fewer
 
 What a block keeps for its backward pass follows from its derivatives: theory/07-long-context.md. A
@@ -126,7 +127,7 @@ class Step:
         if self.savings.checkpoint:
             # Each block's input; of one block all that is kept, computed again.
             attentions, mlps = "1", "1" if with_mlp else "0"
-            stream = ["K·T·w·r", *(["T·w·r"] if with_mlp else [])]
+            stream = [f"{self._inputs}·T·w·r", *(["T·w·r"] if with_mlp else [])]
         else:
             attentions, mlps = "K", "K" if with_mlp else "(K-1)"
             stream = ["K·T·w·r", f"{mlps}·T·w·r"]
@@ -137,6 +138,13 @@ class Step:
         # The textbook's matrix product wants K and V of every query head: it makes copies. It keeps
         # P, and one byte an entry for the causal mask; the others keep the log-sum-exp.
         heads, scores, lse = "(H + 2·G)", [], [f"{attentions}·T·H·4"]
+        if self.savings.head_chunk is not None:  # computed again, a few heads at a time
+            return [
+                self.part(STREAM, *stream),
+                self.part(NORMS, *norms[1:]),
+                self.part(OUTPUT, f"{attentions}·T·w·c"),
+                self.part(MLP, *inner),
+            ]
         if self.textbook:
             heads, lse = "3·H", []
             scores = [self.part(SCORES, f"{attentions}·B·H·N²·c", f"{attentions}·N²")]
@@ -153,8 +161,13 @@ class Step:
         """Return what blocks keep, and the stream after the last of them with its norm."""
         last = self.part("last norm", f"T·(w·r + w·c + {self._by_norm})")
         if self.savings.checkpoint:
-            return [self.part(STREAM, "L·T·w·r"), last]
+            return [self.part(STREAM, f"{self._inputs}·T·w·r"), last]
         return [*self.kept_by_blocks(), last]
+
+    @property
+    def _inputs(self) -> str:
+        """Inputs of blocks on the device: all; or the one in use and the one on its way."""
+        return "2" if self.savings.offload and not self.cpu and self.blocks > 2 else "K"
 
     @property
     def _block_copies(self) -> list[str]:
@@ -229,13 +242,27 @@ class Step:
         ]
 
     def _attention_backward(self) -> list[Part]:
+        temporary, group = self._attention_temporaries(), []
+        if self.savings.head_chunk is not None:  # the same of h heads; their gradient of x
+            temporary = [each.replace("H", "h").replace("G", "g") for each in temporary]
+            temporary.append("T·w·r")
+            group = [self._group()]
         return [
             *self.kept_by_blocks(with_mlp=False),
             *self._gradients("(L-K)·Wb", "V·w", "Wm"),
             self.part(COPIES, *self._block_copies),
             # The gradient of the stream, and of attention's output.
-            self.part(TEMPORARY, "T·w·r", "T·w·c", *self._attention_temporaries()),
+            self.part(TEMPORARY, "T·w·r", "T·w·c", *temporary),
+            *group,
         ]
+
+    def _group(self) -> Part:
+        """Return what a group of heads keeps when it is computed again; the norm's input is there.
+
+        Its q, k, v are parts of one tensor; rotary positions make new q and k.
+        """
+        turned = "T·(h + g)·d·c" if self.config.positions == "rotary" else "0"
+        return self.part("a group of heads", "T·(h + 2·g)·d·c", turned, "T·h·d·c", "T·h·4")
 
     def _attention_temporaries(self) -> list[str]:
         """Return the backward's temporaries, the gradients of q, k and v included."""
@@ -311,10 +338,13 @@ class Step:
         """The letters of the formulas."""
         config, savings = self.config, self.savings
         weights, tokens = config.parameters_by_part, self.batch * self.seqlen
+        keys = min(savings.head_chunk or config.key_heads, config.key_heads)
         return {
             "T": tokens,
             "B": self.batch,
             "N": self.seqlen,
+            "h": keys * (config.heads // config.key_heads),
+            "g": keys,
             "L": config.layers,
             "w": config.width,
             "H": config.heads,
