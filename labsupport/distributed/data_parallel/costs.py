@@ -70,17 +70,22 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def predict_state_bytes(parameters: int, *, ranks: int = 1) -> StateBytes:
+def predict_state_bytes(parameters: int, *, ranks: int = 1, stage: int = 3) -> StateBytes:
     """Predict what a rank holds of float32 parameters under AdamW, shared by `ranks`.
 
-    DDP shares nothing: ranks=1, 16 bytes a parameter. FSDP shares all, up to rounding: it cuts each
-    tensor along its rows, and rows may not divide by the number of ranks.
+    `stage` is ZeRO's: 1 shares AdamW's states, 2 the gradients, too, 3 all. Stage 0 is DDP: 16
+    bytes a parameter. Stage 3 is FSDP, up to rounding: it cuts each tensor along its rows, and rows
+    may not divide by the number of ranks.
 
-    >>> predict_state_bytes(1_000_000_000).total / 1e9
-    16.0
+    >>> predict_state_bytes(1_000_000_000, ranks=8, stage=1).total / 1e9
+    9.0
     """
-    share = 4 * parameters // ranks
-    return StateBytes(parameters=share, gradients=share, optimizer=2 * share)
+    whole, share = 4 * parameters, 4 * parameters // ranks
+    return StateBytes(
+        parameters=share if stage >= 3 else whole,
+        gradients=share if stage >= 2 else whole,
+        optimizer=2 * (share if stage >= 1 else whole),
+    )
 
 
 def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
