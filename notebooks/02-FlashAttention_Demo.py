@@ -11,23 +11,24 @@
 #
 # ![Time of SmolLM2-135M to read a text on two CPU cores against its length: with FlashAttention the whole model is several times as fast at 8,192 tokens, and hardly faster at 512.](../theory/figures/model-gain.png)
 #
-# Same weights, same answers; only the attention function was exchanged. In this notebook you do that, and learn when it pays and when not.
+# The weights and the answers are the same; only the attention function was exchanged. In this notebook you do that, and
+# learn when it pays off.
 #
 # **After this notebook you can**
 #
 # - exchange the attention of a Transformers model, keep its weights, and prove that nothing else changed;
-# - say which kernel ran in which layer, instead of hoping;
-# - measure what FlashAttention brings to a *whole* model: time, memory, tokens per second, in training and in inference;
-# - put the causal mask in the right place when keys outnumber queries, which is every step of generation;
-# - predict the gain from attention's share, and name the cases where there is none;
+# - say which kernel ran in which layer;
+# - measure what FlashAttention brings to a *whole* model: time, memory and tokens per second, in training and in inference;
+# - place the causal mask correctly when keys outnumber queries, as they do in every step of generation;
+# - predict the gain from attention's share, and name the cases without one;
 # - choose dtypes for inference, and check them.
 #
-# **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
-# 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
-# model has 135 million parameters.
+# **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to
+# 2.4, 2.6, 2.7, 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and some experience with
+# Hugging Face Transformers. A laptop is enough: the model has 135 million parameters.
 #
-# **To read beside it**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
-# [glossary](../theory/glossary.md) fixes the words.
+# **Read alongside**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
+# [glossary](../theory/glossary.md) explains the terms.
 #
 # **How to work.** As in notebook 1: run the cells in order, write your guesses down, and let the checks tell you which
 # mistake you made.
@@ -54,9 +55,9 @@ lengths = [512, 1024, 2048, 4096] if device.type == "cuda" else [256, 512, 1024]
 # ## 2.1 · A real model and a real text
 # *Core · 4 minutes*
 #
-# SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to 8,192
-# tokens. `make lab` has fetched it. Speed could be measured with random weights. But that two attention implementations give
-# the same *answers* shows only in a model that has some.
+# SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to
+# 8,192 tokens. `make lab` has fetched it. Random weights would do to measure speed, but only a trained model gives
+# *answers* that you can compare.
 
 # %%
 smollm2 = models.load_model("smollm2", attention=None, dtype=torch.float32, device=device)
@@ -72,10 +73,10 @@ answer = models.generate(model, tokenizer, question, chat=True, max_new_tokens=1
 print(answer.text)
 
 # %% [markdown]
-# Ask it something else, too: change `question`, and run the cell again.
+# Try other questions: change `question`, and run the cell again.
 #
-# The text to read is Python itself: a file of its standard library. How well a model predicts a text is measured by the
-# *negative log-likelihood*, NLL: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152
+# Next, the model reads a text: a file of Python's standard library. The *negative log-likelihood*, NLL, measures how
+# well it predicts the text: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152
 # tokens costs $\ln 49{,}152 = 10.8$.
 
 # %%
@@ -89,7 +90,8 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 # ## 2.2 · Two layouts
 # *Core · 13 minutes*
 #
-# A projection gives each token one long vector, in which the heads lie side by side. From there on, two conventions are in use:
+# A projection gives each token one long vector, in which the heads lie side by side. There are two common layouts for
+# what follows:
 #
 # | layout | shape | who uses it |
 # | --- | --- | --- |
@@ -98,8 +100,9 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 #
 # ![A token's vector, in which the heads lie side by side, read in two orders: token by token, or head by head.](../theory/figures/layouts.png)
 #
-# Both hold the same numbers. To go from one to the other, nothing has to move in memory: a *view* with other strides is
-# enough. But a `reshape` into the shape that you want is no conversion. Watch it mix up heads and tokens, without a word:
+# Both hold the same numbers. To convert one into the other, you don't have to move anything in memory: a *view* with
+# other strides is enough. `reshape` gives the right shape but the wrong data. It mixes up heads and tokens, without an
+# error:
 
 # %% tags=["nbval-check-output"]
 x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
@@ -109,14 +112,14 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 
 
 # %% [markdown]
-# The shapes are the same. No kernel can notice.
+# The shapes are the same, so no kernel can notice.
 
 # %% [markdown]
 # ### Exercise 2-1 · From a model's tensors to flash-attn's layout
 # ●○○ · 10 minutes · 4 points
 #
-# FlashAttention's kernels read strided tensors: they need the dimensions in the right order, not the numbers in a new place.
-# So do all three conversions without copying anything.
+# FlashAttention's kernels read strided tensors: they need the dimensions in the right order, wherever the numbers lie.
+# So write all three conversions without copying anything: every result is a *view* of the argument's memory.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -124,17 +127,15 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 # | `to_flash_layout(x)` | `x`: `(batch, heads, seqlen, head_dim)`, as Transformers passes it to attention | `(batch, seqlen, heads, head_dim)` |
 # | `split_qkv(qkv, heads, kv_heads)` | `qkv`: `(batch, seqlen, (heads + 2 * kv_heads) * head_dim)`, one projection for all: first all heads of q, then all of k, then all of v | `q`: `(batch, seqlen, heads, head_dim)`; `k` and `v`: `(batch, seqlen, kv_heads, head_dim)` |
 #
-# Every result is a *view*: it lives in the memory of the argument. In a projection's output the numbers of one head stand
-# together, head after head.
+# In a projection's output, the numbers of one head are next to each other, head after head.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which dimension must be cut, and into what? Which two must change places? The first picture of this section shows where the numbers lie.
+# Which dimension must be cut, and into what? Which two must change places? See the picture of this section.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `view` and `unflatten` keep the numbers in their order in memory, and only cut them differently; `transpose` swaps two dimensions.
-# The shape alone does not tell you which was right: both can give the same. `split` takes a list of widths, which need not be equal.
+# `view` and `unflatten` keep the numbers in their order in memory, and only cut them differently; `transpose` swaps two dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of widths, which may differ.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -194,7 +195,7 @@ checks.check_split_qkv(split_qkv, seed=13)
 # ## 2.3 · The same weights, another attention
 # *Core · 32 minutes*
 #
-# How does one tell a Transformers model to use FlashAttention? Many tutorials say `use_flash_attn=True`. Try it:
+# How do you tell a Transformers model to use FlashAttention? Many tutorials say `use_flash_attn=True`. Try it:
 
 # %% tags=["nbval-check-output"]
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -208,11 +209,11 @@ print("the same attention as without it:", same)
 
 
 # %% [markdown]
-# A configuration keeps every name that you give it, also one that nobody reads. There is no error, and no effect.
+# A configuration stores every name that you give it, even if nothing reads it. There is no error, and no effect.
 #
-# What works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from it. Each
-# layer then calls that function with queries, keys and values in SDPA's layout, and wants the output back in flash-attn's. You
-# can put a function of your own into the table.
+# This works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from
+# it. Each layer then calls that function with queries, keys and values in SDPA's layout, and expects the output in
+# flash-attn's. You can add your own function to the table.
 #
 # ![The layers of a model call one function of a table, which the configuration names: tensors go in as (batch, heads, seqlen, head_dim) and come back as (batch, seqlen, heads, head_dim).](../theory/figures/attention-table.png)
 
@@ -220,7 +221,7 @@ print("the same attention as without it:", same)
 # ### Exercise 2-2 · Your own attention in a Transformers model
 # ●●○ · 25 minutes · 5 points
 #
-# A model of Transformers calls whatever attention function its configuration names. Write one that calls `flash_attention`.
+# Write an attention function for Transformers that calls `flash_attention`. Its arguments:
 #
 # | argument | | |
 # | --- | --- | --- |
@@ -232,12 +233,10 @@ print("the same attention as without it:", same)
 # | `dropout` | a number | 0 in inference |
 # | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | overrules `module.is_causal`, unless `None` or absent |
 #
-# Return two values: the output `(batch, seqlen_q, heads, head_dim)`, and `None`. (There the attention weights would stand, which
-# FlashAttention never stores.)
+# Return two values: the output `(batch, seqlen_q, heads, head_dim)`, and `None`. (Other functions return the attention
+# weights there, which FlashAttention never stores.)
 #
-# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask
-# at the bottom right. It takes neither masks nor dropout. If a caller passes one of them, raise an error instead of ignoring it:
-# a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
+# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -245,8 +244,8 @@ print("the same attention as without it:", same)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# You wrote the conversion in exercise 2-1. The output of `flash_attention` is already in the layout that the model wants. Write
-# `kwargs.get("is_causal")`, and take `module.is_causal` when that is `None`.
+# You wrote the conversion in exercise 2-1. The output of `flash_attention` is already in the layout that the model
+# wants. Write `kwargs.get("is_causal")`, and use `module.is_causal` when that is `None`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -297,9 +296,9 @@ checks.check_registered_refusals(lab_attention, seed=24)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Put it into SmolLM2, and compare with Transformers' own textbook, which it calls `eager`. The weights stay where they are. The
-# logits, the scores of the 49,152 possible next tokens, lie between about -10 and 30. Guess: what is the largest
-# difference between the two sets of logits?
+# Put it into SmolLM2, and compare with Transformers' own textbook attention, which it calls `eager`. The weights stay
+# in place. The logits (the scores of the 49,152 possible next tokens) lie between about -10 and 30. Guess: what is the
+# largest difference between the two sets of logits?
 
 # %%
 predicted_difference = None  # your guess, a number
@@ -321,9 +320,10 @@ difference = (logits["mine"] - logits["eager"]).abs().max().item()
 checks.compare_prediction("Largest difference of a logit", predicted_difference, difference)
 
 # %% [markdown]
-# The same function, up to float32 rounding, and 30 layers do not make it grow.
+# The function is the same up to float32 rounding, and 30 layers do not amplify the rounding.
 #
-# And *your* FlashAttention, the loops over tiles of exercise 1-4? Here they are, from your saved notebook 1, inside all 30 layers:
+# And *your* FlashAttention, the loops over tiles of exercise 1-4? This cell takes them from your saved notebook 1, and
+# puts them into all 30 layers:
 
 # %%
 from labsupport.attention import register_backend
@@ -344,22 +344,22 @@ print(f"loops  NLL {nll:.6f}")
 print(models.generate(model, tokenizer, "The capital of France is", max_new_tokens=6).texts[0])
 
 # %% [markdown]
-# A Python loop, and the model says what it always says. It is slow because each line is an operation of its own; it is right because
-# the mathematics is.
+# The model says what it always says, with a Python loop for attention. The loop is slow because each line is a separate
+# operation; it is right because the mathematics is.
 #
-# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own kernels and
-# > looks for it on its hub. `models.register_attention` refuses such names, and says why.
+# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own
+# > kernels and looks for it on its hub. `models.register_attention` refuses such names, and says why.
 #
 # ### Padding
 #
-# Your function refuses masks, for a good reason. In a batch of prompts the short ones are filled up with *padding*, and a
-# function that ignores the mask lets real tokens look at it.
+# Your function refuses masks for a good reason. In a batch of prompts, the short ones are filled up with *padding*, and
+# a function that ignores the mask lets real tokens look at it.
 #
 # ![Two prompts of different length in one batch, the short one filled up on its left: without a mask its tokens look at the padding, with the padding cut out they see only the prompt.](../theory/figures/padding.png)
 #
-# Transformers even makes that easy. If you register an attention function, you also have to register, in a second table, a function
-# that *makes masks*. Without one, there is no mask, and no error either. What will the model say to the short prompt, "The capital of
-# Italy is", in a batch with a longer one?
+# In Transformers this mistake is easy to make. If you register an attention function, you also have to register, in a
+# second table, a function that *makes masks*. Without one there is no mask, and no error either. What will the model
+# say to the short prompt, "The capital of Italy is", in a batch with a longer one?
 
 # %%
 from transformers import AttentionInterface
@@ -395,9 +395,7 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that
-# never stores the N × N scores. Padding is cut out, so that nothing is computed for it; what a backend cannot do is refused,
-# with its reasons. And it keeps a record of what really ran:
+# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. If a backend cannot do something, the call is refused, with the reasons. It also records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -405,8 +403,9 @@ alone_and_padded()
 print(models.attention_used(model))
 
 # %% [markdown]
-# The lab's log (`logging.getLogger("labsupport.models")`) says the same, one line for each layer ("Using FlashAttention for layer 3 (sdpa_flash)"), and the environment variable
-# `LABSUPPORT_ATTENTION` makes the choice without touching the program.
+# The lab's log (`logging.getLogger("labsupport.models")`) says the same, one line for each layer ("Using FlashAttention
+# for layer 3 (sdpa_flash)"). The environment variable `LABSUPPORT_ATTENTION` makes the choice without changing the
+# program.
 
 # %% [markdown]
 # ## 2.4 · Reading a long text
@@ -455,21 +454,21 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# At the left end the gain is small; it grows with the length. So does the memory of `eager`: in short texts the logits of a chunk
-# of tokens are the largest thing, then it turns upward, along the line of *one* layer's $S$ and $P$ (one layer at a time is alive
-# in a forward pass). FlashAttention has no such term. And the last column of the table is the control: the losses agree
-# to the last digit shown. Same weights, same function.
+# The gain is small for short texts, and grows with the length. So does the memory of `eager`: in short texts the logits
+# of a chunk of tokens are the largest part, then it turns upward, along the line of *one* layer's $S$ and $P$ (a
+# forward pass has only one layer's in memory at a time). FlashAttention has no such term. The last column of the table
+# is the control: the losses agree to the last digit shown.
 #
-# How does the gain of the whole model compare with that of attention alone, in notebook 1? It should be smaller. Section 2.9 says why,
-# with numbers.
+# Compare the gain of the whole model with that of attention alone, in notebook 1. It should be smaller; section 2.9
+# says why, with numbers.
 
 # %% [markdown]
 # ## 2.5 · Training
 # *Further (optional) · 6 minutes*
 #
-# Training also runs backward, and must keep what the backward pass needs, in all layers at once. Here the textbook keeps its
-# N × N weights $P$ in each layer. The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words
-# does not hide attention). Its weights are random: for time and memory that makes no difference.
+# Training also runs backward, and must store what the backward pass needs, for all layers. The textbook stores its N ×
+# N weights $P$ in each layer. The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words
+# does not hide attention). Its weights are random, which makes no difference for time and memory.
 
 # %%
 sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
@@ -481,8 +480,8 @@ except RuntimeError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# GPT-2 drops a tenth of the attention weights at random while it learns, by default. The kernels here do not have that; it is
-# refused rather than left out in silence. Today's models train without it.
+# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot do that,
+# so the lab raises an error instead of ignoring it. Today's models train without it.
 
 # %%
 no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -503,8 +502,8 @@ error = (gradients("flash") - reference).norm() / reference.norm()
 print(f"relative difference of all {reference.numel():,} gradients: {error:.0e}")
 
 # %% [markdown]
-# The same gradients, so the same training. Guess before you measure: how many times the memory does one step take with `eager`, at
-# the longest length?
+# The gradients are the same, so the training is the same. Guess: how many times the memory does one step take with
+# `eager`, at the longest length?
 
 # %%
 predicted_saving = None  # your guess, a number
@@ -523,17 +522,17 @@ checks.compare_prediction("Memory of a step, eager over flash", predicted_saving
 shown(training.assign(backend=training.backend + ", " + training.direction)).drop(columns="NLL")
 
 # %% [markdown]
-# With `eager`, $P$ of *all* layers has to wait for the backward pass: the memory of a step contains one square for each layer.
-# FlashAttention keeps one number a row, and recomputes. At the short end there is hardly anything to gain, since recomputing $S$
-# costs arithmetic, too. Section 2.12 has the same measurement for a larger model and longer texts.
+# With `eager`, $P$ of *all* layers has to wait for the backward pass, so a step stores one square for each layer.
+# FlashAttention stores one number a row, and recomputes the rest. For short texts there is hardly any gain, since
+# recomputing $S$ costs arithmetic, too. Section 2.12 has the same measurement for a larger model and longer texts.
 
 # %% [markdown]
 # ## 2.6 · Who may look where: GPT and BERT
 # *Core · 4 minutes*
 #
-# A GPT writes from left to right: a *causal* mask. A BERT reads a whole sentence at once: each token sees all others, in both
-# directions. For $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips
-# the hidden tiles; the textbook computes all of the pairs, and then hides half.
+# A GPT writes from left to right, with a *causal* mask. A BERT reads a whole sentence, and each token sees all others,
+# in both directions. For $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile
+# by tile skips the hidden tiles; the textbook computes all pairs, and then hides half.
 #
 # ![Tiles of a causal mask: those above the diagonal are skipped, those on it need a mask; with fewer queries than keys; and with a window.](../theory/figures/tiles-visited.png)
 #
@@ -558,13 +557,13 @@ for name, guess in ((fused, predicted_flash), ("standard", predicted_textbook)):
 masks.pivot(index="backend", columns="causal", values=["GFLOPs needed", "time, ms"]).round(1)
 
 # %% [markdown]
-# The GFLOPs of a causal call are half. FlashAttention can use that: on a quiet machine its time falls, though not to a half, since the
-# tiles on the diagonal are computed in full, and short rows occupy the cores less well. Did it here? (A ratio near or above 1 in its
-# row is noise, or a kernel that skips little at this length.) The textbook computes everything, and then spends another pass on
-# hiding.
+# A causal call needs half of the GFLOPs. On a quiet machine FlashAttention's time falls, too, though not to a half: the
+# tiles on the diagonal are computed in full, and short rows use the cores less well. Did it fall here? (A ratio near or
+# above 1 in its row is noise, or a kernel that skips little at this length.) The textbook computes everything, and then
+# spends another pass on hiding.
 #
-# In a model, the direction comes from the layer (`module.is_causal`), as in your function. A BERT with random weights, and a
-# batch with padding, under the textbook and under FlashAttention:
+# In a model, the layer says whether attention is causal (`module.is_causal`), as in your function. Here is a BERT with
+# random weights on a batch with padding, with the textbook and with FlashAttention:
 
 # %%
 from transformers import BertConfig, BertModel
@@ -592,8 +591,8 @@ print(
 # ## 2.7 · Generating text: two phases, and a cache
 # *Core · 14 minutes*
 #
-# To write the next token, a model needs the keys and values of all tokens before it. They do not change any more: a causal
-# mask keeps the past from looking ahead. So they are kept, in the *KV cache*, and generation has two phases:
+# To write the next token, a model needs the keys and values of all earlier tokens. A causal mask keeps the past from
+# looking ahead, so these never change. The model stores them in the *KV cache*, and generation has two phases:
 #
 # | phase | queries | keys | |
 # | --- | --- | --- | --- |
@@ -602,8 +601,8 @@ print(
 #
 # ![Prefill: all queries meet all keys, a triangle, and the keys and values go into the cache. Decode: one query meets the whole cache, one row, and adds one key and value.](../theory/figures/prefill-decode.png)
 #
-# In the decode phase there are more keys than queries, and "causal" needs care. PyTorch's `is_causal=True` aligns the mask at the
-# top left. What does a single new query see then?
+# In the decode phase there are more keys than queries, so the causal mask needs care. PyTorch's `is_causal=True` aligns
+# it at the top left. What does a single new query see then?
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -615,7 +614,7 @@ print("is that right?", torch.allclose(top_left, right))
 
 
 # %% [markdown]
-# It sees the first token of the text, and nothing else. There is no error; the text just becomes nonsense.
+# It sees only the first token of the text. There is no error; the text just becomes nonsense.
 
 # %% [markdown]
 # ### Exercise 2-3 · Who sees whom, while text is generated
@@ -629,18 +628,18 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, without `valid` | `(seqlen_q, seqlen_k)`, boolean | `True` where a query may look |
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
-# A key is visible if it does not stand later than the query, and is not padding. Nothing else counts, also for a query that is
-# padding itself. With padding on the left such a query sees nothing, and its row stays `False` throughout. SDPA and FlashAttention
-# define its output as 0, and nobody reads it.
+# A key is visible if it does not come after the query, and is not padding. Nothing else counts, even if the query
+# itself is padding. With padding on the left, such a query sees nothing, and its row is all `False`. SDPA and
+# FlashAttention define its output as 0, and nothing reads it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# At which position of the whole text does query 0 stand, when 3 new tokens follow 8 old ones?
+# When 3 new tokens follow 8 old ones, at which position of the whole text is query 0?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Query `i` is at position `i + seqlen_k - seqlen_q`. `tril` takes a `diagonal`. Indexing with `None` adds a dimension of
-# size 1: which two does `valid` lack, and where?
+# Query `i` is at position `i + seqlen_k - seqlen_q`. `tril` takes a `diagonal`. Indexing with `None` adds a dimension
+# of size 1: which two does `valid` lack, and where?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -684,8 +683,8 @@ checks.check_visible_decoding(visible, seed=33)
 # %% [markdown]
 # ### What the cache is worth, and what it costs
 #
-# Without a cache each new token is a prefill of the whole text so far. Guess: how many times as long does a step take without it,
-# after a prompt of 256 tokens?
+# Without a cache, each new token is a prefill of the whole text so far. Guess: how many times as long does a step take
+# without it, after a prompt of 256 tokens?
 
 # %%
 predicted_cache = None  # your guess, a number
@@ -717,14 +716,14 @@ print(f"by formula: 2 · layers · kv_heads · head_dim · 4 bytes = {per_token:
 print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
-# The formula has `kv_heads` in it, not `heads`. SmolLM2's nine query heads share three of keys and values, and its cache is a
-# third of what it would be. That is what *grouped-query attention* is for. Long texts need it:
+# The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three heads of keys and values, so its
+# cache is a third of the size that nine would need. This sharing is *grouped-query attention*. Long texts need it:
 #
 # ![Size of the KV cache of Llama-3-8B against the number of tokens, for 32, 8 and 1 heads of keys and values: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
 # ### Both kinds of attention, one prompt
 #
-# Prefill and decode, timed apart. Guess: how many times as fast is *decoding* with FlashAttention?
+# The next cell times prefill and decode separately. Guess: how many times as fast is *decoding* with FlashAttention?
 
 # %%
 predicted_decode = None  # your guess, a number
@@ -738,21 +737,21 @@ checks.compare_prediction("Decoding, flash over standard", predicted_decode, rat
 print(compared)
 
 # %% [markdown]
-# The prefill gains a little at this length. A decode step gains next to nothing. Its scores are one *row* per head: there is no
-# N × N to avoid. What a step does is read all weights and the whole cache once, and FlashAttention reads them just as the
-# textbook does. By its FLOPs a byte it is *memory-bound*; in fact, at batch 1, the
-# overhead of starting hundreds of small operations takes the larger part of the time on most machines (section 2.12).
+# Prefill gains a little at this length, a decode step almost nothing. Its scores are one *row* per head, so there is no
+# N × N to avoid. A step reads all weights and the whole cache once, with FlashAttention as with the textbook. By its
+# FLOPs a byte it is *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time
+# on most machines (section 2.12).
 #
-# The report also compares the logits. The two differ, by rounding, within a bound that is measured rather than assumed:
-# the distance of each from the same model in float64. Where two tokens are almost equally likely, rounding may pick another one,
-# and from there on the texts differ. That is no mistake, as long as the logits are within the bound.
+# The report also compares the logits. The two differ by rounding, within a measured bound: the distance of each from
+# the same model in float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts
+# differ from there on. This is not an error, as long as the logits are within the bound.
 
 # %% [markdown]
 # ## 2.8 · One request, or many
 # *Further (optional) · 5 minutes*
 #
-# A decode step reads every weight of the model, for one token. It could multiply them with the tokens of other requests in the
-# same pass. Guess: how many times as many tokens per second does the model write for 16 requests at once?
+# A decode step reads every weight of the model for one token. It could use them for the tokens of other requests in the
+# same pass. Guess: how many times as many tokens per second does the model write for 16 requests together?
 
 # %%
 predicted_throughput = None  # your guess, a number
@@ -773,9 +772,10 @@ if not 1 < many < 16:
 serving.round(1)
 
 # %% [markdown]
-# A step for 16 requests takes longer than one for a single request. Is it 16 times as long? It should be far less, since the weights
-# are read once a step, for all requests together. So *throughput* (tokens per second, for all) and *latency* (time per token, for one) pull in different directions, and a benchmark
-# that names one without the batch size says little. FlashAttention has nothing to do with it.
+# A step for 16 requests takes longer than one for a single request, but it should take far less than 16 times as long,
+# since all requests share one reading of the weights. So *throughput* (tokens per second, for all) and *latency* (time
+# per token, for one) pull in different directions, and a benchmark without the batch size says little. FlashAttention
+# plays no part in this.
 #
 # ![Left, prefill and decode under the roof of an H200; right, tokens per second at most against the batch: batching lifts the linear layers, but not attention.](../theory/figures/inference-bounds.png)
 
@@ -783,8 +783,8 @@ serving.round(1)
 # ## 2.9 · What does not get faster, and why
 # *Core · 23 minutes*
 #
-# You have met three cases without much gain: short texts, decode steps, and everything in a model that is not attention. The
-# third one has a law.
+# You have met three cases with little gain: short texts, decode steps, and everything in a model that is not attention.
+# The third follows a law.
 
 # %%
 predicted_half = (
@@ -796,12 +796,9 @@ predicted_half = (
 # ### Exercise 2-4 · How much faster does the whole model get?
 # ●○○ · 20 minutes · 3 points
 #
-# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the
-# time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
+# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
 #
-# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns the fraction
-# of attention in the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens, from 0 to 1. Count a
-# multiplication with its addition as 2 FLOPs, and these terms only:
+# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns attention's fraction of the floating-point operations (FLOPs), 0 to 1, of one pass of a Llama over `seqlen` tokens. Count a multiplication with its addition as 2 FLOPs, and only these terms:
 #
 # | where | matrix products | how often |
 # | --- | --- | --- |
@@ -812,12 +809,12 @@ predicted_half = (
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Add up *times*, not speed-ups. And which of the table's rows grow with the square of the length?
+# Add up *times*, not speed-ups. Which of the table's rows grow with the square of the length?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Before: time 1. After: `1 - share`, and what is left of `share`. A product of a vector with a matrix of $a \times b$ numbers
-# takes $2ab$ FLOPs. Query heads that share a key head still compute their own scores.
+# The time before is 1. The time after is `1 - share`, plus what is left of `share`. A product of a vector with a matrix
+# of $a \times b$ numbers takes $2ab$ FLOPs. Query heads that share a key head still compute their own scores.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -884,9 +881,9 @@ plotting.plot_share(
 
 
 # %% [markdown]
-# Now use the law. It needs two numbers. How much faster does attention *alone* become? That is notebook 1's measurement, with
-# this model's heads. And which share of the *time* does attention take? After section 2.3 this is easy to measure: give the model
-# an attention that does *nothing*, and see what is left.
+# Now use the law. It needs two numbers. The first is the gain of attention *alone*: notebook 1's measurement, with this
+# model's heads. The second is attention's share of the *time*. To measure it, give the model an attention function that
+# does *nothing*, and see how much time is left.
 
 
 # %%
@@ -920,21 +917,21 @@ table = pd.DataFrame({f"here, {lengths[-1]:,} tokens": law})
 table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 
 # %% [markdown]
-# *Limit* is the gain if attention took no time at all. Three readings:
+# *Limit* is the gain if attention took no time. Three observations:
 #
-# - The textbook takes a larger share of the time than of the FLOPs. A part of that surplus is arithmetic after all: it computes the
-#   hidden pairs, too, which these FLOPs leave out (with `causal=False` they are 0.21 of all at 1,024 tokens). The rest is the
-#   traffic of $S$ and $P$, the mask, the exponentials.
-# - Prediction and measurement should be near each other, not equal: timed alone, attention finds its inputs in the caches. A share
-#   outside 0 to 1, or a gain far from the prediction, is noise.
+# - The textbook's share of the time is larger than its share of the FLOPs. Part of the surplus is arithmetic: it also
+#   computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The
+#   rest is the traffic of $S$ and $P$, the mask, and the exponentials.
+# - Prediction and measurement should be close but not equal: timed alone, attention finds its inputs in the caches. A
+#   share outside 0 to 1, or a gain far from the prediction, is noise.
 # - The share grows with the length. In a short text the MLPs decide, and no attention kernel can help.
 #
 # ## 2.10 · Heads, head dimension, dtype
 # *Further (optional) · 4 minutes*
 #
-# The same width of 512 can be cut into many small heads or few large ones. And what about half precision? Attention alone, 512
-# tokens, causal, in five variants: 16 heads of 32, 8 of 64, 4 of 128, a batch of 4, and bfloat16. Guess: in which of them does
-# FlashAttention gain most over the textbook, and in which least?
+# You can cut the same width of 512 into many small heads or few large ones. And what does half precision bring? The
+# next cell measures attention alone, 512 tokens, causal, in five variants: 16 heads of 32, 8 of 64, 4 of 128, a batch
+# of 4, and bfloat16. Guess: in which of them does FlashAttention gain most over the textbook, and in which least?
 
 # %%
 predicted_most, predicted_least = None, None  # such as "batch 4"
@@ -958,19 +955,21 @@ axes = ["batch", "heads", "head_dim", "dtype", "backend"]
 configured[[*axes, "time, ms", "speedup", "extra memory, MiB"]].round(2)
 
 # %% [markdown]
-# - **Heads.** The products take the same FLOPs however the width is cut. The textbook's memory does not: each head has scores of its
-#   own. FlashAttention's hardly changes.
-# - **Batch.** FLOPs and memory grow in proportion, and FlashAttention's time about so. The textbook's may grow faster: four times the
-#   scores may no longer fit into a cache.
-# - **dtype.** Is the gain smaller in bfloat16, or even a loss? On many CPUs it is: there the textbook calls matrix products that use the processor's bfloat16
-#   instructions, while PyTorch's CPU FlashAttention gains little from them. Memory is still saved (half of the bytes, as each score has half as many). On a GPU half precision is where FlashAttention is at home. Measure on the machine that counts.
+# - **Heads.** The products take the same FLOPs for every cut. The textbook's memory grows with the number of heads,
+#   since each has its own scores. FlashAttention's hardly changes.
+# - **Batch.** FLOPs, memory and roughly FlashAttention's time grow in proportion. The textbook's time may grow faster:
+#   four times the scores may no longer fit into a cache.
+# - **dtype.** On many CPUs the gain is smaller in bfloat16, or even a loss: the textbook's matrix products use the
+#   processor's bfloat16 instructions, while PyTorch's CPU FlashAttention gains little from them. It still saves memory
+#   (half of the bytes, as each score has half as many). On GPUs, FlashAttention is made for half precision. Measure on
+#   the machine that you will use.
 #
 # ## 2.11 · A precision policy
 # *Further (optional) · 17 minutes*
 #
-# Half precision halves the weights, and a decode step waits for the weights. But notebook 1 has shown what float16 cannot hold:
-# anything from 65,520 on. Is that a danger in practice? Look at the *residual stream*, the sum that runs through all
-# layers and to which each adds its part:
+# Half precision halves the weights, and a decode step waits for the weights. But notebook 1 has shown that float16
+# cannot hold numbers from 65,520 on. Does this happen in practice? Look at the *residual stream*, the sum that runs
+# through all layers and to which each adds its part:
 
 # %%
 with torch.inference_mode():
@@ -986,9 +985,10 @@ figure.headline("A few numbers of the stream are far larger than the rest", "Smo
 figure
 
 # %% [markdown]
-# Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, and it stays: more than a third of the
-# way to float16's end. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z. Kolter, Z. Liu: *Massive
-# Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for them, at the price of coarser steps.
+# Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, more than a third of
+# float16's limit, and it stays there. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J.
+# Z. Kolter, Z. Liu: *Massive Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for
+# them, but its steps are coarser.
 
 # %%
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
@@ -1000,8 +1000,7 @@ FlashAttentionConfig()
 # ### Exercise 2-5 · A precision policy for inference
 # ●●○ · 15 minutes · 4 points
 #
-# A `FlashAttentionConfig` names a dtype for each component of a model, and `apply_precision_policy(model, config)` puts the model
-# under it.
+# A `FlashAttentionConfig` names a dtype for each component of a model; `apply_precision_policy(model, config)` applies it.
 #
 # | component | what it is |
 # | --- | --- |
@@ -1012,7 +1011,7 @@ FlashAttentionConfig()
 # | `residual` | the stream that runs through all layers |
 # | `loss`, `optimizer` | training only |
 #
-# Write `my_policy(device_type, capability)`, which returns one for running a pretrained Llama.
+# Write `my_policy(device_type, capability)`, which returns a config for running a pretrained Llama.
 #
 # | `device_type` | `capability` | what it has |
 # | --- | --- | --- |
@@ -1020,16 +1019,16 @@ FlashAttentionConfig()
 # | `"cuda"` | a pair such as `(9, 0)`, at least `(8, 0)` | bfloat16 and float16; FlashAttention's kernels take these two only |
 # | `"cuda"` | before `(8, 0)`, such as `(7, 5)` | float16, but no bfloat16 |
 #
-# What the checks measure, on a small Llama, for eight devices:
+# The checks run a small Llama for eight devices:
 #
-# - **Dtypes.** Each component gets a dtype that the device has. `norm_statistics` stay in float32. (The softmax does so by itself,
-#   inside the kernel.)
-# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at the first token of a text, an MLP
-#   adds one huge number to the residual stream. Two MLPs do that. On devices with bfloat16 each of them adds 100,000. On older GPUs
-#   each adds 40,000: that fits into float16. Does the sum of both?
+# - **Dtypes.** The device has each component's dtype. `norm_statistics` stay in float32. (The kernel computes the
+#   softmax in float32 anyway.)
+# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at the first token of a
+#   text, two MLPs each add one huge number to the residual stream. On devices with bfloat16 it is 100,000. On older
+#   GPUs it is 40,000, which fits into float16. Does the sum of both?
 # - **Memory.** The weights take at most 55% of float32's bytes.
 #
-# What you say about the loss and the optimizer does not matter: there is neither in inference.
+# The loss and the optimizer do not matter: inference has neither.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1037,8 +1036,9 @@ FlashAttentionConfig()
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Begin with `FlashAttentionConfig()`, printed above, and name what has to differ, as in `FlashAttentionConfig(mlp=torch.float16)`.
-# Pairs are compared entry by entry: `(7, 5) < (8, 0)` is `True`. `None` is not comparable with a pair.
+# Begin with `FlashAttentionConfig()`, printed above, and name what has to differ, as in
+# `FlashAttentionConfig(mlp=torch.float16)`. Pairs are compared entry by entry: `(7, 5) < (8, 0)` is `True`. `None`
+# cannot be compared with a pair.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1075,11 +1075,11 @@ checks.check_policy_range(my_policy, seed=52)
 checks.check_policy_memory(my_policy)
 
 # %% [markdown]
-# The picture is from a recorded *training*, where the gradients need range, too:
+# This picture is from a recorded *training* run, where the gradients need range, too:
 #
 # ![Recorded: a small GPT-2 trained under several policies. bfloat16, and float16 with a scaled loss, follow float32 more closely than another seed does; float16 with an unscaled loss does not.](../theory/figures/gpt2-policies.png)
 #
-# And the real model? The same text, once under `FlashAttentionConfig.bfloat16()` and once in float32. Guess: by how much does
+# Now the real model reads the same text under `FlashAttentionConfig.bfloat16()` and in float32. Guess: by how much does
 # the NLL of 2.50 change?
 
 # %%
@@ -1098,22 +1098,22 @@ checks.compare_prediction("Change of the NLL", predicted_change, change, "nats")
 print(f"weights: {weights[0]:.0f} MiB in float32, {weights[1]:.0f} MiB under the policy")
 
 # %% [markdown]
-# Every layer now rounds to three digits, and still the model predicts as well: rounding errors average out. What does *not*
-# average out is an overflow. So the range decides first, and the digits second.
+# Every layer now rounds to three digits, and the model still predicts as well: rounding errors average out. An overflow
+# does not. So check the range first, and the digits second.
 #
 # ## 2.12 · Recorded: longer texts, and a data-centre GPU
 # *Further (optional) · 3 minutes*
 #
-# What follows was recorded with commands of this lab; `provenance` has the command, device and date of each. (The chart at the top of this
-# notebook is `smollm2-cpu`.) Guess: writing on an H200, one request at a time, how many times as many tokens per second does one CUDA
-# graph for the whole step bring over an ordinary loop?
+# These results were recorded with commands of this lab; `provenance` has the command, device and date of each. (The
+# chart at the top of this notebook is `smollm2-cpu`.) Guess: an H200 writes for one request. How many times as many
+# tokens per second does it write with one CUDA graph for the whole step as with an ordinary loop?
 
 # %%
 predicted_graph = None  # your guess, a number
 
 # %% [markdown]
-# A Llama of 110 million parameters in bfloat16, random weights (for the time they do not matter), one
-# request. *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
+# A Llama of 110 million parameters in bfloat16, with random weights (they don't change the time), serves one request.
+# *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
 
 # %% tags=["nbval-check-output"]
 from labsupport.profiling import load_run
@@ -1129,12 +1129,12 @@ checks.compare_prediction("Graph over loop", predicted_graph, times, "times")
 print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_string())
 
 # %% [markdown]
-# All loops compute the same. What separates 160 from 2,600 tokens a second is everything *around* the arithmetic: an ordinary loop
-# launches several hundred kernels for each token, from Python, one after the other. `graphed`
-# (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. Even so, it is seven times
-# slower than the memory would allow.
+# All loops compute the same. The difference between 160 and 2,600 tokens a second is everything *around* the
+# arithmetic: an ordinary loop launches several hundred kernels for each token from Python, one after the other.
+# `graphed` (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. It is
+# still seven times slower than the memory would allow.
 #
-# Finally, training GPT-2 medium there, 8,192 tokens a step, in sequences of growing length:
+# Finally, we train GPT-2 medium on this GPU, 8,192 tokens a step, in sequences of growing length:
 
 # %%
 steps = load_run("h200-training").rename(columns={"name": "backend"}).drop(columns="batch")
@@ -1147,28 +1147,28 @@ plotting.plot_memory(
 
 
 # %% [markdown]
-# 8,192 tokens in one sequence or in eight: for FlashAttention's memory it is the same. (What remains is the model, its
-# gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is full: the
-# cross. `flash_triton` is this lab's own kernel; notebook 4 opens it.
+# FlashAttention needs the same memory for 8,192 tokens in one sequence or in eight. (What remains is the model, its
+# gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is
+# full: the cross. `flash_triton` is this lab's own kernel; notebook 4 explains it.
 
 # %% [markdown]
 # ## 2.13 · A cache of your own
 #
 # *Core · 40 minutes*
 #
-# Until now Transformers kept the cache. Now you write one, and then do what serving programs do with it: attend in parts, store
-# it in pages, and squeeze the keys into 8 bits.
+# So far, Transformers managed the cache. Now you write one, and then do what serving programs do with it: attend in
+# parts, store it in pages, and compress the keys to 8 bits.
 #
 # ### Exercise 2-6 · A cache, in parts, in pages, in 8 bits
 # ●●● · 35 minutes · 5 points
 #
 # #### Step 1 · Append · 12 minutes, 2 points
 #
-# A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
-# first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`, and returns
-# all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make two new buffers and copy what
-# is there: twice the room, or as much as the new tokens need, if that is more. The checks call your class through the function `replay`
-# below it; don't change that function.
+# Two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`, hold a layer's keys and values. The
+# first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens,
+# `(batch, kv_heads, new, head_dim)`, and returns all keys and all values so far, `(batch, kv_heads, length, head_dim)`.
+# If the room is too small, make two new buffers and copy the old tokens: twice the room, or as much as the new tokens
+# need, if that is more. The checks call your class through the function `replay` below it; don't change that function.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1176,14 +1176,15 @@ plotting.plot_memory(
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# The new tokens go to `self.k[:, :, self.length : end]`, with `end = self.length + k.shape[2]`. If `end` is larger than the room,
-# enlarge both buffers first. `F.pad(x, (0, 0, 0, more))` adds `more` rows of zeros at the end of the second last dimension.
+# The new tokens go to `self.k[:, :, self.length : end]`, with `end = self.length + k.shape[2]`. If `end` is larger than
+# the room, enlarge both buffers first. `F.pad(x, (0, 0, 0, more))` adds `more` rows of zeros at the end of the second
+# last dimension.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # 1. First call: start with empty buffers, `k[:, :, :0]` and `v[:, :, :0]`.
 # 2. Compute `end`, and compare it with the room, `self.k.shape[2]`. Enlarge to `max(end, 2 * room)`.
-# 3. Write `k` and `v` behind the old tokens, and set `self.length = end`.
+# 3. Write `k` and `v` after the old tokens, and set `self.length = end`.
 # 4. Return the filled part of both, as slices: they copy nothing.
 # </details>
 # </details>
@@ -1233,7 +1234,8 @@ checks.check_cache_growth(replay, seed=32)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now it serves a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with Transformers' own?
+# Now use it in a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with
+# Transformers' cache?
 
 # %%
 models.set_attention(model, "flash")
@@ -1248,9 +1250,9 @@ print("the same text as with Transformers' cache:", texts[0] == texts[1])
 # %% [markdown]
 # #### Step 2 · Decode in parts · 15 minutes, 1 point
 #
-# A kernel starts one *program* for each block of queries of each head, and each of a GPU's
-# multiprocessors computes one or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32
-# heads: 32 programs. **Predict first**: the lab's forward kernel works like that. Which share of the memory's bandwidth does it
+# A kernel starts one *program* for each block of queries of each head, and each of a GPU's multiprocessors computes one
+# or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32 heads: 32
+# programs. The lab's forward kernel works like that. **Predict first**: which share of the memory's bandwidth does it
 # reach with 32 heads and 32,768 keys?
 
 # %%
@@ -1272,10 +1274,10 @@ chart.axes[0].set_xlabel("keys")
 chart
 
 # %% [markdown]
-# *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
-# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, probably
-# because a program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
-# copy, and reading alone can be a little faster.)
+# *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part, and a second, small
+# kernel merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less
+# than 32 of 132, probably because a program alone on its multiprocessor has too few loads in flight. (1.03 is no error:
+# the unit is the bandwidth of a plain copy, and reading alone can be a little faster.)
 #
 # The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:
 #
@@ -1292,25 +1294,25 @@ print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).
 
 
 # %% [markdown]
-# The second part's weight is the probability of its only key, and the first part's that of its two keys together.
+# The second part's weight is the probability of its only key; the first part's is that of its two keys together.
 #
-# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are `(heads, seqlen_k, head_dim)`, and the
-# result is like `q`. Attend to each of `num_splits` parts of the keys alone, and merge. `num_splits` need not divide `seqlen_k`, and may
-# be larger.
+# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are
+# `(heads, seqlen_k, head_dim)`; the result has the shape of `q`. Attend to each of `num_splits` parts of the keys
+# separately, and merge. `num_splits` need not divide `seqlen_k`, and may be larger.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What of each part do you have to keep? Two things: its output, and one number for each head.
+# What must you store for each part? Two things: its output, and one number for each head.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; some may be empty, and those are left out. The weights $w_p$ are
-# a softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
+# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; skip the empty ones. The weights $w_p$ are a softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# For each part: `scores` = q Kᵀ / √head_dim, `lse` = its `logsumexp` (with `keepdim=True`), output = `exp(scores - lse)` V. Stack outputs and
-# log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps along it, multiply, and add up.
+# For each part: `scores` = q Kᵀ / √head_dim, `lse` = its `logsumexp` (with `keepdim=True`), output =
+# `exp(scores - lse)` V. Stack outputs and log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps
+# along it, multiply, and add up.
 # </details>
 # </details>
 # </details>
@@ -1340,35 +1342,33 @@ checks.check_split_decode(split_decode, seed=33)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Notebook 3 needs the same merge: there the parts lie on several devices.
+# Notebook 3 uses the same merge for parts on several devices.
 #
 # #### Step 3 · Pages, and 8 bits · 8 minutes, 2 points
 #
-# A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
-# memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages:
+# A server does not know how long an answer becomes, and buffers for the longest case would waste most of the memory. So
+# it cuts memory into *pages* of 16 tokens, and each text has a table of its pages:
 #
 # ![A pool of eight pages. Text A lies in pages 5, 0 and 7, text B in pages 2 and 6, each in the order of its table; three pages are free.](../theory/figures/kv-pages.png)
 #
 # Write:
 #
-# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one text, its first page first;
-#   return its first `length` tokens, `(length, kv_heads, head_dim)`.
-# - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head a `scale`,
-#   `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
+# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one
+#   text in order; return its first `length` tokens, `(length, kv_heads, head_dim)`.
+# - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head
+#   a `scale`, `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# A tensor of indices between brackets picks rows, in any order. Over which dimensions does a head have its largest value?
+# A tensor of indices between brackets picks rows, in any order. Over which dimensions do you take a head's largest value?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several dimensions, and
-# `keepdim=True`.
+# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several dimensions, and `keepdim=True`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` = `(k / scale)`,
-# rounded, then `.to(torch.int8)`.
+# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` = `(k / scale)`, rounded, then `.to(torch.int8)`.
 # </details>
 # </details>
 # </details>
@@ -1403,8 +1403,8 @@ checks.check_quantise_keys(quantise_keys, seed=35)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# What does it cost in accuracy? The keys of one layer of SmolLM2, those that section 2.7 kept, in 8 bits and, for comparison, in
-# bfloat16. **Predict first**: whose keys have the smaller error?
+# How much accuracy does that cost? Take the keys of one layer of SmolLM2 from section 2.7, in 8 bits and, for
+# comparison, in bfloat16. **Predict first**: which have the smaller error?
 
 # %%
 predicted_smaller = None  # your guess, "int8" or "bfloat16"
@@ -1423,8 +1423,10 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
     print(f"{name:9} keys {error:.2%} off, output {(out - exact).norm() / exact.norm():.2%} off")
 
 # %% [markdown]
-# bfloat16 has 8 significant bits at every size. int8 has 7 and a sign for the largest number of the head, and fewer for smaller ones. One
-# outlier in a head costs all its other keys. That is why serving programs take a scale for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
+# bfloat16 has 8 significant bits at every size. int8 has 7 and a sign for the head's largest number, and fewer for
+# smaller ones, so one outlier makes all other keys of its head less precise. That is why serving programs use a scale
+# for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation)
+# continues from here.
 
 # %% [markdown]
 # ## 2.14 · Masks and scores of your own: FlexAttention
