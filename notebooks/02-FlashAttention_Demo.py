@@ -1432,14 +1432,15 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
 # ## 2.14 · Masks and scores of your own: FlexAttention
 # *Further (optional) · 30 minutes*
 #
-# A sliding window, documents side by side in one sequence, scores with a limit: each needed a new kernel once. PyTorch's *FlexAttention* takes
-# them as small functions of positions, and compiles these into a fused kernel. There are two kinds of functions, *mods*:
+# Sliding windows, several documents in one sequence, scores with a limit: each once needed a new kernel. PyTorch's
+# *FlexAttention* takes them as small functions of positions, *mods*, and compiles these into a fused kernel. There are
+# two kinds:
 #
 # - `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` may see key `kv_idx`, in text `b` of the batch and head `h`;
-# - `score_mod(score, b, h, q_idx, kv_idx)` returns what stands in the place of the score.
+# - `score_mod(score, b, h, q_idx, kv_idx)` returns the score to use instead.
 #
-# Both are called once, with tensors of *all* positions. So there is no `if`, no `and`, no `min`: write `&`, `|`, comparisons and
-# arithmetic on tensors. An example: each query sees itself and every third key before it.
+# Both are called once, with tensors of *all* positions. So don't use `if`, `and` or `min`: write `&`, `|`, comparisons
+# and arithmetic on tensors. For example, each query sees itself and every third key before it:
 
 # %%
 import warnings
@@ -1464,7 +1465,7 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # #### Step 1 · Three masks · 10 minutes
 #
-# There are as many queries as keys. Extra arguments come first, before the four indices: `partial(window_mask, 4)` makes a mod of it.
+# There are as many queries as keys. Extra arguments come before the four indices: `partial(window_mask, 4)` makes a mod of it.
 #
 # | function | `True` where query `q_idx` may see key `kv_idx` |
 # | --- | --- |
@@ -1476,12 +1477,11 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Each sentence of the table is one comparison, or two with "and" between them.
+# Each row of the table is one comparison, or two with "and" between them.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `&` binds more strongly than `<=`: put each comparison into parentheses. Indices may themselves be looked up in a tensor, one index for each of
-# its dimensions.
+# `&` binds more strongly than `<=`: put each comparison into parentheses. You can look an index up in a tensor, with one index for each of its dimensions.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1542,7 +1542,7 @@ checks.check_document_mask(document_mask, seed=72)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.tanh` works on tensors. A tensor of slopes is indexed by the number of the head, and `abs()` is a method.
+# `torch.tanh` works on tensors. Index the slopes by the number of the head; `abs()` is a method.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1581,8 +1581,8 @@ checks.check_alibi(alibi, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now let them work: `flex_attention` with your mods, against the options of the lab's `attention` that do the same, and against the formula for the
-# cap, which `attention` does not have. (SDPA's layout on one side, flash-attn's on the other.)
+# Now compare `flex_attention` with your mods against the same options of the lab's `attention`, and against the formula
+# for the cap, which `attention` does not have. (One side takes SDPA's layout, the other flash-attn's.)
 
 # %%
 from labsupport.attention import attention, attention_varlen
@@ -1646,8 +1646,9 @@ plotting.plot_weights(
 # %% [markdown]
 # #### Step 3 · Which tiles can be skipped? · 10 minutes
 #
-# A mask alone saves nothing: asking a function for each pair costs as much as the pair. `create_block_mask` asks beforehand, once, and notes for each *tile*
-# whether nothing, a part or all of it is visible. The kernel then skips, masks, or computes without asking. Write this count.
+# A mask alone saves nothing: evaluating it for each pair costs as much as the pair. `create_block_mask` evaluates it
+# beforehand, once, and notes for each *tile* whether nothing, a part or all of it is visible. The kernel then skips the
+# tile, masks it, or computes it without the mask. Write this count.
 #
 # | `tile_counts(mask, block_q, block_k)` | |
 # | --- | --- |
@@ -1661,8 +1662,7 @@ plotting.plot_weights(
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split` along one dimension and then along the other cuts a matrix into tiles. Those at the ends come out smaller; compare their sum
-# with the size of a whole tile.
+# `split` along one dimension and then along the other cuts a matrix into tiles. Those at the ends come out smaller; compare their sum with the size of a whole tile.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1709,9 +1709,9 @@ plotting.plot_block_mask(tiles)
 # %% [markdown]
 # ### When is it compiled again?
 #
-# What you ran here was not the fused kernel: called without `torch.compile`, `flex_attention` computes all scores, as the textbook does. That is for
-# trying mods out. `torch.compile(flex_attention)` makes the kernel, which takes seconds. A compiled function is valid for what it was
-# compiled for, so how often does that happen? Guess for each line of the next cell. Instead of a compiler, a function that counts its calls is plugged in:
+# So far you ran no fused kernel: without `torch.compile`, `flex_attention` computes all scores, as the textbook does.
+# Use that to try mods out. `torch.compile(flex_attention)` makes the kernel, which takes seconds. How often does it
+# compile again? Guess for each line of the next cell, which replaces the compiler by a function that counts its calls:
 
 # %%
 predicted_compilations = None  # five numbers of 0 or 1, such as (1, 0, 0, 0, 0)
@@ -1741,17 +1741,18 @@ for name, back, rows in (
     print(f"{name}: {len(compilations) - before}")
 
 # %% [markdown]
-# The code of a mod, and the Python numbers that it captures, are compiled in: another number, another compilation. (After the second one, PyTorch
-# takes an integer for a variable; a captured `float` it refused with an error in version 2.13.) A captured *tensor* is an input: it may change as it likes. Other
-# shapes, dtypes and devices compile again, too. So make a mod once, capture tensors, and keep a block mask for as long as the mask stays: it is
-# made anew for each batch of documents only. On a CPU FlexAttention has no backward pass. Further:
-# [chapter 10](../theory/10-field-guide.md#choose), for when `flex` is the backend to take, and [Dong 2024](../theory/references.md).
+# The code of a mod, and the Python numbers that it captures, are compiled in: another number needs another compilation.
+# (After the second one, PyTorch treats an integer as a variable; a captured `float` was refused with an error in
+# version 2.13.) A captured *tensor* is an input, so its values may change. Other shapes, dtypes and devices compile
+# again, too. So make a mod once, capture tensors, and keep a block mask as long as the mask is the same: with
+# documents, make one for each batch. On a CPU FlexAttention has no backward pass. Further reading: [chapter
+# 10](../theory/10-field-guide.md#choose), on when to choose `flex`, and [Dong 2024](../theory/references.md).
 
 # %% [markdown]
 # ## 2.15 · Find the fault
 # *Further (optional) · 15 minutes*
 #
-# The following model has ten layers, runs in float16, and computes its attention with a function of its own. Its logits are NaN.
+# The following model has ten layers, runs in float16, and has its own attention function. Its logits are NaN.
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -1803,7 +1804,7 @@ plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, N
 # ### Exercise 2-8 · NaN in one of ten layers
 # ●●○ · 12 minutes · 0 points (optional)
 #
-# Write two functions. Cells of your own are welcome: `frame` has the ranges of all modules, and `heard[i]` is q, k, v of layer `i`.
+# Write two functions. You can add cells: `frame` has the ranges of all modules, and `heard[i]` is q, k, v of layer `i`.
 #
 # | function | returns |
 # | --- | --- |
@@ -1825,8 +1826,8 @@ plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, N
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Take that layer's q and k out of `heard`, and compute `plain_attention` line by line, in float16 and in float32. What is the largest magnitude
-# after each step, and where does float16 end?
+# Take that layer's q and k from `heard`, and compute `plain_attention` line by line, in float16 and in float32. What is
+# the largest magnitude after each step, and where does float16 end?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1885,16 +1886,18 @@ with torch.inference_mode():
     print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
 
 # %% [markdown]
-# No NaN; but the largest score, 33,803, is where float16 has steps of 32, so that near keys tie. FlashAttention's kernels keep the tile of scores in float32,
-# and meet neither. A textbook in float16 meets both, as soon as one layer attends sharply. More ways to NaN, by likelihood: [the field
-# guide](../theory/10-field-guide.md#nan).
+# The NaN is gone. But at the largest score, 33,803, float16 has steps of 32, so scores close to each other become
+# equal. FlashAttention's kernels store the tile of scores in float32, and have neither problem. A textbook in float16
+# has both, as soon as one layer attends sharply. The [field guide](../theory/10-field-guide.md#nan) lists more causes
+# of NaN, by likelihood.
 
 # %% [markdown]
 # ## 2.16 · Training in low precision
 # *Further (optional) · 35 minutes*
 #
-# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any error. Here is one that
-# does not: one layer of attention, which begins to learn 33 letters. It is small enough for the CPU, on every machine.
+# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any
+# error. Here is one that doesn't: one layer of attention, which begins to learn 33 letters. It is small enough for
+# every CPU.
 
 # %%
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
@@ -1926,10 +1929,7 @@ def one_layer(dtype):
 
 
 # %% [markdown]
-# `SHARE` is there because large models take large steps. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens in each
-# ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step
-# contributes its own loss times its share. We compute one such part only. Adam doesn't mind: it divides each gradient by the usual size of
-# that gradient. What does the tracker say?
+# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it divides each gradient by its usual size. What does the tracker say?
 
 # %%
 frames, trackers = {}, {}
@@ -1941,7 +1941,7 @@ for dtype in (torch.float32, torch.float16):
 print(trackers[torch.float16].report())
 
 # %% [markdown]
-# And the same gradients in float32, against the range of float16 (dotted):
+# The same gradients in float32, against the range of float16 (dotted):
 
 # %%
 trackers[torch.float32].plot()
@@ -1971,8 +1971,7 @@ trackers[torch.float32].plot()
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a quotient of two sums.
-# A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
+# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a quotient of two sums. A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2018,7 +2017,7 @@ checks.check_largest_scale(largest_scale, seed=92)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now your functions on the two frames. The scale is asked of the float32 run: in float16 there is nothing left to measure.
+# Now run your functions on the two frames. The scale comes from the float32 run, since float16 has nothing left to measure.
 
 # %%
 from labsupport.checks import loss_scaling
@@ -2038,9 +2037,10 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 # %% [markdown]
 # #### Step 2 · A scale that adapts · 10 minutes
 #
-# Multiply the loss by a *scale*, and all gradients are multiplied by it, as the chain rule says. Small ones are no longer lost. Divide them
-# in float32, and Adam sees what it would have seen. The best scale is as large as possible, and it changes during training: gradients grow
-# and shrink, and those of weights, which the tracker does not record, are sums over all tokens. So one tries:
+# Multiply the loss by a *scale*, and the chain rule multiplies all gradients by it. Small ones are no longer lost.
+# Divide them in float32, and Adam gets gradients of the original size. The best scale is as large as possible, and it changes
+# during training: gradients grow and shrink, and those of weights, which the tracker does not record, are sums over all
+# tokens. So find it by trying:
 #
 # - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
 # - `interval` good steps in a row: **double** it.
@@ -2056,8 +2056,7 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth values.
-# `next_scale` has three cases; in two of them the count begins with 0 again.
+# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth values. `next_scale` has three cases; in two of them the count restarts at 0.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2106,8 +2105,9 @@ checks.check_next_scale(next_scale, seed=94)
 # %% [markdown]
 # #### Step 3 · Master weights · 10 minutes
 #
-# A gradient that arrives is not yet a weight that changes. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add 0.001 to a weight of 1, and
-# it is 1 again, in every step. So the optimizer changes *master weights* in float32, and the model gets a rounded copy of them.
+# Even a gradient that arrives may not change its weight. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add 0.001
+# to a weight of 1, and the result is 1, in every step. So the optimizer changes *master weights* in float32, and the
+# model gets a rounded copy of them.
 #
 # | `master_step(weights, masters, gradients, optimizer)` | one step; changes tensors in place and returns nothing |
 # | --- | --- |
@@ -2118,12 +2118,11 @@ checks.check_next_scale(next_scale, seed=94)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Three lists of the same length, and three things to do. Nothing goes from the weights to the masters: what was rounded away has to stay.
+# There are three lists of the same length, and three things to do. Never copy from the weights to the masters: the masters must keep what rounding removes.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter that requires gradients
-# PyTorch allows this only inside `with torch.no_grad():`.
+# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter that requires gradients, PyTorch allows this only inside `with torch.no_grad():`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2155,8 +2154,8 @@ checks.check_master_step(master_step, seed=95)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your three functions train now. Each run has the same weights and letters; without masters, what was rounded away is forgotten after each step.
-# Guess: which of the two does *bfloat16* need, "scaling" or "masters"?
+# Now train with your three functions. Each run has the same weights and letters. Without masters, each step loses what
+# rounding removes. Guess: which of the two does *bfloat16* need, "scaling" or "masters"?
 
 # %%
 predicted_need = None  # "scaling", "masters", "both" or "neither"
@@ -2235,14 +2234,15 @@ needs = "masters" if off["bfloat16"] > 0.05 and abs(off["bfloat16, masters"]) < 
 print(f"bfloat16 needs: you predicted {predicted_need}, it is {needs}.")
 
 # %% [markdown]
-# - **float16** has the digits, but not the range. Unscaled, every gradient is 0, and the weights stay where they are. With a scale it follows
-#   float32, except for the steps that were skipped.
-# - **bfloat16** has float32's range: it needs no scaling. But a step of 0.0005 is below half of the distance between its numbers from 0.25
-#   on, so that updates of larger weights are lost.
-# - Both have their price: the masters cost 4 bytes a parameter, a skipped step costs a batch.
+# - **float16** has the digits, but not the range. Without scaling, every gradient is 0, and the weights do not change.
+#   With a scale it follows float32, except for the skipped steps.
+# - **bfloat16** has float32's range, so it needs no scaling. But for weights from 0.25 on, a step of 0.0005 is less
+#   than half of the distance between its numbers, so those updates are lost.
+# - Both have a price: the masters cost 4 bytes a parameter, a skipped step costs a batch.
 #
-# In the lab's library, `apply_precision_policy` puts `MixedPrecisionLayerNorm` (statistics in float32) in the place of the norm, `compute_loss` casts the
-# logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is your `next_scale` with an interval of 2,000:
+# In the lab's library, `apply_precision_policy` replaces the norm by `MixedPrecisionLayerNorm` (statistics in float32),
+# `compute_loss` casts the logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is
+# your `next_scale` with an interval of 2,000:
 
 # %%
 from labsupport.precision import MixedPrecisionOptimizer, compute_loss
@@ -2263,20 +2263,20 @@ print(
 assert abs(loss.item() / final["float32"] - 1) < 0.01
 
 # %% [markdown]
-# The formulas, and how small an update may be: [chapter 6](../theory/06-precision.md#mixed-precision-training). Source: P. Micikevicius et al.:
-# *Mixed Precision Training* (2018), arXiv:1710.03740.
+# [Chapter 6](../theory/06-precision.md#mixed-precision-training) has the formulas, and says how small an update may be.
+# Source: P. Micikevicius et al.: *Mixed Precision Training* (2018), arXiv:1710.03740.
 
 # %% [markdown]
 # ## What you measured
 #
-# - Exchanging the attention of a model changes its outputs by rounding only: NLL, logits, gradients, greedy text.
-# - Names alone prove nothing: `use_flash_attn=True` does nothing at all. A record of what ran proves something.
-# - Reading and training long texts gain in time and memory, and more so the longer they are. Short ones do not.
-# - In decoding, queries are the *last* tokens: bottom-right. The KV cache is worth its memory.
+# - Exchanging a model's attention changes its NLL, logits, gradients and greedy text by rounding only.
+# - Names prove nothing: `use_flash_attn=True` has no effect. A record of what ran does.
+# - Long texts gain time and memory in reading and training, and more so the longer they are. Short ones do not.
+# - In decoding, queries are the *last* tokens: align the mask at the bottom right. The KV cache is worth its memory.
 # - A decode step waits for weights and cache. Batches, graphs, fewer key/value heads and smaller dtypes help it;
 #   FlashAttention does not.
-# - Amdahl's law ties it together: share and gain in, gain of the whole out.
-# - Range decides about a dtype before precision does.
+# - Amdahl's law connects these: from share and gain of a part follows the gain of the whole.
+# - When you choose a dtype, range comes before precision.
 # - FlexAttention compiles a mask given as a function, and skips the tiles that it hides.
 # - Training in float16 needs a scaled loss; bfloat16 needs master weights.
 #
@@ -2284,30 +2284,31 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 #
 # <details><summary>1. A colleague replaced attention by FlashAttention and sees no gain in tokens per second. The model answers short questions, one at a time. What do you say?</summary>
 #
-# That this was to be expected. Time goes to decode steps, which are bound by reading weights, and at batch 1 by launching
-# kernels. A CUDA graph, a larger batch or a smaller dtype would help. For long prompts the *time to the first token* will fall.
+# This was to be expected. The time goes to decode steps, which are bound by reading weights, and at batch 1 by
+# launching kernels. A CUDA graph, a larger batch or a smaller dtype would help. For long prompts the *time to the first
+# token* will fall.
 # </details>
 #
 # <details><summary>2. Why does a registered attention function also need a mask function?</summary>
 #
-# Transformers asks that function for the mask of each batch. Where there is none, layers get no mask, and padding is
-# attended to like text. There is no error; only the results are wrong.
+# Transformers calls it to make the mask of each batch. Without one, layers get no mask, and attend to padding like
+# text. There is no error; only the results are wrong.
 # </details>
 #
 # <details><summary>3. In a static cache 600 of 1,024 slots are filled, and 4 new tokens come. Which keys may the first of them see, and what would a bottom-right mask over all slots say?</summary>
 #
-# It is at position 600, so it sees keys 0 to 600. Aligned with the buffer's end, the mask would let it see keys up to 1,020: slots
-# that hold nothing yet. The end that counts is that of the *filled* keys, 604.
+# It is at position 600, so it sees keys 0 to 600. Aligned with the buffer's end, the mask would let it see keys up to
+# 1,020, in slots that are still empty. Align it with the end of the *filled* keys, 604.
 # </details>
 #
 # ### Read on
 #
 # - [Chapter 9 of the theory](../theory/09-inference.md): both phases on the roofline, split-KV decoding, paging, speculation.
 # - [Chapter 6](../theory/06-precision.md), for sections 2.11 and 2.16.
-# - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et al.:
-#   *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
-# - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a Llama in
-#   sixty lines.
+# - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et
+#   al.: *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
+# - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a
+#   Llama in sixty lines.
 
 # %% [markdown]
 # ### How far you are
