@@ -11,24 +11,23 @@
 #
 # ![Time of SmolLM2-135M to read a text on two CPU cores against its length: with FlashAttention the whole model is several times as fast at 8,192 tokens, and hardly faster at 512.](../theory/figures/model-gain.png)
 #
-# The weights and the answers are the same; only the attention function was exchanged. In this notebook you do that, and
+# Exchange a model's attention function, and it gives the same answers from the same weights. Here you do that, and
 # learn when it pays off.
 #
 # **After this notebook you can**
 #
-# - exchange the attention of a Transformers model, keep its weights, and prove that nothing else changed;
+# - exchange the attention of a Transformers model, and prove that nothing else changed;
 # - say which kernel ran in which layer;
-# - measure what FlashAttention brings to a *whole* model: time, memory and tokens per second, in training and in inference;
-# - place the causal mask correctly when keys outnumber queries, as they do in every step of generation;
+# - measure a *whole* model's gain in time, memory and tokens per second, in training and inference;
+# - place the causal mask when keys outnumber queries, as in every step of generation;
 # - predict the gain from attention's share, and name the cases without one;
 # - choose dtypes for inference, and check them.
 #
 # **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to
-# 2.4, 2.6, 2.7, 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and some experience with
-# Hugging Face Transformers. A laptop is enough: the model has 135 million parameters.
+# 2.4, 2.6, 2.7, 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, some experience with Hugging
+# Face Transformers, and a laptop: the model has 135 million parameters.
 #
-# **Read alongside**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
-# [glossary](../theory/glossary.md) explains the terms.
+# **Read alongside**: theory chapter [9, Inference](../theory/09-inference.md), and the [glossary](../theory/glossary.md).
 #
 # **How to work.** As in notebook 1: run the cells in order, write your guesses down, and let the checks tell you which
 # mistake you made.
@@ -57,7 +56,7 @@ lengths = [512, 1024, 2048, 4096] if device.type == "cuda" else [256, 512, 1024]
 #
 # SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to
 # 8,192 tokens. `make lab` has fetched it. Random weights would do to measure speed, but only a trained model gives
-# *answers* that you can compare.
+# *answers* to compare.
 
 # %%
 smollm2 = models.load_model("smollm2", attention=None, dtype=torch.float32, device=device)
@@ -65,7 +64,7 @@ model, tokenizer = smollm2.model, smollm2.tokenizer
 print(smollm2.source)
 
 # %% [markdown]
-# Does it work? *Greedy* decoding takes the likeliest token at each step, so it always gives the same answer.
+# *Greedy* decoding takes the likeliest token at each step, so it always gives the same answer:
 
 # %%
 question = "What is the capital of France?"
@@ -73,11 +72,11 @@ answer = models.generate(model, tokenizer, question, chat=True, max_new_tokens=1
 print(answer.text)
 
 # %% [markdown]
-# Try other questions: change `question`, and run the cell again.
+# Change `question` to ask something else.
 #
-# Next, the model reads a text: a file of Python's standard library. The *negative log-likelihood*, NLL, measures how
-# well it predicts the text: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152
-# tokens costs $\ln 49{,}152 = 10.8$.
+# Next, the model reads a file of Python's standard library. The *negative log-likelihood*, NLL, measures how well it
+# predicts the text: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152 tokens
+# costs $\ln 49{,}152 = 10.8$.
 
 # %%
 ids = models.tokens_of(tokenizer, models.source_text("argparse"), lengths[-1]).to(device)
@@ -90,8 +89,7 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 # ## 2.2 · Two layouts
 # *Core · 13 minutes*
 #
-# A projection gives each token one long vector, in which the heads lie side by side. There are two common layouts for
-# what follows:
+# A projection gives each token one long vector, in which the heads lie side by side. Two layouts are common after that:
 #
 # | layout | shape | who uses it |
 # | --- | --- | --- |
@@ -101,8 +99,8 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 # ![A token's vector, in which the heads lie side by side, read in two orders: token by token, or head by head.](../theory/figures/layouts.png)
 #
 # Both hold the same numbers. To convert one into the other, you don't have to move anything in memory: a *view* with
-# other strides is enough. `reshape` gives the right shape but the wrong data. It mixes up heads and tokens, without an
-# error:
+# other strides is enough. But `reshape` gives the right shape and the wrong data: it mixes up heads and tokens, without
+# an error.
 
 # %% tags=["nbval-check-output"]
 x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
@@ -119,7 +117,7 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 # ●○○ · 10 minutes · 4 points
 #
 # FlashAttention's kernels read strided tensors: they need the dimensions in the right order, wherever the numbers lie.
-# So write all three conversions without copying anything: every result is a *view* of the argument's memory.
+# So copy nothing: every result is a *view* of the argument's memory.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -127,15 +125,15 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 # | `to_flash_layout(x)` | `x`: `(batch, heads, seqlen, head_dim)`, as Transformers passes it to attention | `(batch, seqlen, heads, head_dim)` |
 # | `split_qkv(qkv, heads, kv_heads)` | `qkv`: `(batch, seqlen, (heads + 2 * kv_heads) * head_dim)`, one projection for all: first all heads of q, then all of k, then all of v | `q`: `(batch, seqlen, heads, head_dim)`; `k` and `v`: `(batch, seqlen, kv_heads, head_dim)` |
 #
-# In a projection's output, the numbers of one head are next to each other, head after head.
+# In a projection's output, one head's numbers are next to each other, head after head.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which dimension must be cut, and into what? Which two must change places? See the picture of this section.
+# Which dimension must be cut, and into what? Which two must change places? See the picture above.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `view` and `unflatten` keep the numbers in their order in memory, and only cut them differently; `transpose` swaps two dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of widths, which may differ.
+# `view` and `unflatten` keep the numbers' order in memory, and only cut them differently; `transpose` swaps two dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of widths, which may differ.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -195,7 +193,7 @@ checks.check_split_qkv(split_qkv, seed=13)
 # ## 2.3 · The same weights, another attention
 # *Core · 32 minutes*
 #
-# How do you tell a Transformers model to use FlashAttention? Many tutorials say `use_flash_attn=True`. Try it:
+# Many tutorials say `use_flash_attn=True` makes a Transformers model use FlashAttention. Try it:
 
 # %% tags=["nbval-check-output"]
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -209,11 +207,11 @@ print("the same attention as without it:", same)
 
 
 # %% [markdown]
-# A configuration stores every name that you give it, even if nothing reads it. There is no error, and no effect.
+# A configuration stores every name that you give it, even one that nothing reads. There is no error, and no effect.
 #
-# This works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from
-# it. Each layer then calls that function with queries, keys and values in SDPA's layout, and expects the output in
-# flash-attn's. You can add your own function to the table.
+# What works is `model.set_attn_implementation(name)`. It chooses from a table of attention functions, to which you can
+# add your own. Each layer calls the chosen function with queries, keys and values in SDPA's layout, and expects the
+# output in flash-attn's.
 #
 # ![The layers of a model call one function of a table, which the configuration names: tensors go in as (batch, heads, seqlen, head_dim) and come back as (batch, seqlen, heads, head_dim).](../theory/figures/attention-table.png)
 
@@ -233,8 +231,8 @@ print("the same attention as without it:", same)
 # | `dropout` | a number | 0 in inference |
 # | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | overrules `module.is_causal`, unless `None` or absent |
 #
-# Return two values: the output `(batch, seqlen_q, heads, head_dim)`, and `None`. (Other functions return the attention
-# weights there, which FlashAttention never stores.)
+# Return the output, `(batch, seqlen_q, heads, head_dim)`, and `None` (in the place of the attention weights, which
+# FlashAttention never stores).
 #
 # `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
 #
@@ -244,8 +242,8 @@ print("the same attention as without it:", same)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# You wrote the conversion in exercise 2-1. The output of `flash_attention` is already in the layout that the model
-# wants. Write `kwargs.get("is_causal")`, and use `module.is_causal` when that is `None`.
+# Convert as in exercise 2-1. The output of `flash_attention` already has the right layout. Write
+# `kwargs.get("is_causal")`, and use `module.is_causal` when that is `None`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -296,9 +294,9 @@ checks.check_registered_refusals(lab_attention, seed=24)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Put it into SmolLM2, and compare with Transformers' own textbook attention, which it calls `eager`. The weights stay
-# in place. The logits (the scores of the 49,152 possible next tokens) lie between about -10 and 30. Guess: what is the
-# largest difference between the two sets of logits?
+# Compare it in SmolLM2 with Transformers' own textbook attention, `eager`. The logits (the scores of the 49,152
+# possible next tokens) lie between about -10 and 30. Guess: what is the largest difference between the two sets of
+# logits?
 
 # %%
 predicted_difference = None  # your guess, a number
@@ -320,10 +318,9 @@ difference = (logits["mine"] - logits["eager"]).abs().max().item()
 checks.compare_prediction("Largest difference of a logit", predicted_difference, difference)
 
 # %% [markdown]
-# The function is the same up to float32 rounding, and 30 layers do not amplify the rounding.
+# They agree up to float32 rounding, which 30 layers do not amplify.
 #
-# And *your* FlashAttention, the loops over tiles of exercise 1-4? This cell takes them from your saved notebook 1, and
-# puts them into all 30 layers:
+# This cell puts *your* FlashAttention, the loops over tiles of exercise 1-4 in your saved notebook 1, into all 30 layers:
 
 # %%
 from labsupport.attention import register_backend
@@ -344,22 +341,22 @@ print(f"loops  NLL {nll:.6f}")
 print(models.generate(model, tokenizer, "The capital of France is", max_new_tokens=6).texts[0])
 
 # %% [markdown]
-# The model says what it always says, with a Python loop for attention. The loop is slow because each line is a separate
-# operation; it is right because the mathematics is.
+# With a Python loop for attention, the model still says the same. The loop is slow because each line is a separate
+# operation, and right because the mathematics is.
 #
 # > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own
 # > kernels and looks for it on its hub. `models.register_attention` refuses such names, and says why.
 #
 # ### Padding
 #
-# Your function refuses masks for a good reason. In a batch of prompts, the short ones are filled up with *padding*, and
-# a function that ignores the mask lets real tokens look at it.
+# In a batch of prompts, *padding* fills the short ones up. A function that ignores the mask lets real tokens look at
+# it, so yours refuses masks.
 #
 # ![Two prompts of different length in one batch, the short one filled up on its left: without a mask its tokens look at the padding, with the padding cut out they see only the prompt.](../theory/figures/padding.png)
 #
-# In Transformers this mistake is easy to make. If you register an attention function, you also have to register, in a
-# second table, a function that *makes masks*. Without one there is no mask, and no error either. What will the model
-# say to the short prompt, "The capital of Italy is", in a batch with a longer one?
+# In Transformers this mistake is easy to make: besides the attention function you have to register, in a second table,
+# a function that *makes masks*. Without one there is no mask, and no error either. What will the model say to the short
+# prompt, "The capital of Italy is", in a batch with a longer one?
 
 # %%
 from transformers import AttentionInterface
@@ -395,7 +392,7 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. If a backend cannot do something, the call is refused, with the reasons. It also records what really ran:
+# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. It refuses what a backend cannot do, with reasons, and records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -411,8 +408,8 @@ print(models.attention_used(model))
 # ## 2.4 · Reading a long text
 # *Core · 5 minutes*
 #
-# Now the whole model reads the same text, with `eager` and with FlashAttention. In notebook 1, attention *alone* became
-# several times as fast. Guess: how many times as fast is the *whole model*, at the longest length?
+# In notebook 1, attention *alone* became several times as fast. Now the whole model reads a text, with `eager` and with
+# FlashAttention. Guess: how many times as fast is the *whole model*, at the longest length?
 
 # %%
 predicted_gain = None  # your guess, a number, before you run the next cell
@@ -454,21 +451,20 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# The gain is small for short texts, and grows with the length. So does the memory of `eager`: in short texts the logits
-# of a chunk of tokens are the largest part, then it turns upward, along the line of *one* layer's $S$ and $P$ (a
-# forward pass has only one layer's in memory at a time). FlashAttention has no such term. The last column of the table
-# is the control: the losses agree to the last digit shown.
+# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are
+# the largest part, then it turns upward, along the line of *one* layer's $S$ and $P$ (a forward pass has only one
+# layer's in memory at a time). FlashAttention has no such term. The table's last column is the control: the losses
+# agree to the last digit shown.
 #
-# Compare the gain of the whole model with that of attention alone, in notebook 1. It should be smaller; section 2.9
-# says why, with numbers.
+# The whole model should gain less than attention alone did in notebook 1; section 2.9 says why.
 
 # %% [markdown]
 # ## 2.5 · Training
 # *Further (optional) · 6 minutes*
 #
-# Training also runs backward, and must store what the backward pass needs, for all layers. The textbook stores its N ×
-# N weights $P$ in each layer. The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words
-# does not hide attention). Its weights are random, which makes no difference for time and memory.
+# Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
+# The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words does not hide attention).
+# Its weights are random, which does not change time or memory.
 
 # %%
 sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
@@ -480,8 +476,8 @@ except RuntimeError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot do that,
-# so the lab raises an error instead of ignoring it. Today's models train without it.
+# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot, so the
+# lab raises an error. Today's models train without it.
 
 # %%
 no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -522,17 +518,17 @@ checks.compare_prediction("Memory of a step, eager over flash", predicted_saving
 shown(training.assign(backend=training.backend + ", " + training.direction)).drop(columns="NLL")
 
 # %% [markdown]
-# With `eager`, $P$ of *all* layers has to wait for the backward pass, so a step stores one square for each layer.
-# FlashAttention stores one number a row, and recomputes the rest. For short texts there is hardly any gain, since
-# recomputing $S$ costs arithmetic, too. Section 2.12 has the same measurement for a larger model and longer texts.
+# With `eager`, $P$ of *all* layers waits for the backward pass: one square for each layer. FlashAttention stores one
+# number a row, and recomputes the rest. For short texts there is hardly any gain, since recomputing $S$ costs
+# arithmetic, too. Section 2.12 has a larger model and longer texts.
 
 # %% [markdown]
 # ## 2.6 · Who may look where: GPT and BERT
 # *Core · 4 minutes*
 #
-# A GPT writes from left to right, with a *causal* mask. A BERT reads a whole sentence, and each token sees all others,
-# in both directions. For $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile
-# by tile skips the hidden tiles; the textbook computes all pairs, and then hides half.
+# A GPT writes from left to right, with a *causal* mask. In a BERT each token sees all others, in both directions. For
+# $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips the
+# hidden tiles; the textbook computes all pairs, and then hides half.
 #
 # ![Tiles of a causal mask: those above the diagonal are skipped, those on it need a mask; with fewer queries than keys; and with a window.](../theory/figures/tiles-visited.png)
 #
@@ -557,13 +553,13 @@ for name, guess in ((fused, predicted_flash), ("standard", predicted_textbook)):
 masks.pivot(index="backend", columns="causal", values=["GFLOPs needed", "time, ms"]).round(1)
 
 # %% [markdown]
-# A causal call needs half of the GFLOPs. On a quiet machine FlashAttention's time falls, too, though not to a half: the
-# tiles on the diagonal are computed in full, and short rows use the cores less well. Did it fall here? (A ratio near or
-# above 1 in its row is noise, or a kernel that skips little at this length.) The textbook computes everything, and then
-# spends another pass on hiding.
+# A causal call needs half of the GFLOPs. On a quiet machine FlashAttention's time falls, but not to a half: the tiles
+# on the diagonal are computed in full, and short rows use the cores less well. (If its ratio is near or above 1, that
+# is noise, or a kernel that skips little at this length.) The textbook computes everything, and spends another pass on
+# hiding.
 #
-# In a model, the layer says whether attention is causal (`module.is_causal`), as in your function. Here is a BERT with
-# random weights on a batch with padding, with the textbook and with FlashAttention:
+# In a model, the layer says whether attention is causal (`module.is_causal`). Here is a BERT with random weights on a
+# batch with padding, with both implementations:
 
 # %%
 from transformers import BertConfig, BertModel
@@ -591,8 +587,8 @@ print(
 # ## 2.7 · Generating text: two phases, and a cache
 # *Core · 14 minutes*
 #
-# To write the next token, a model needs the keys and values of all earlier tokens. A causal mask keeps the past from
-# looking ahead, so these never change. The model stores them in the *KV cache*, and generation has two phases:
+# To write the next token, a model needs the keys and values of all earlier tokens. These never change, because a causal
+# mask keeps the past from looking ahead. The model stores them in the *KV cache*, and generation has two phases:
 #
 # | phase | queries | keys | |
 # | --- | --- | --- | --- |
@@ -601,8 +597,8 @@ print(
 #
 # ![Prefill: all queries meet all keys, a triangle, and the keys and values go into the cache. Decode: one query meets the whole cache, one row, and adds one key and value.](../theory/figures/prefill-decode.png)
 #
-# In the decode phase there are more keys than queries, so the causal mask needs care. PyTorch's `is_causal=True` aligns
-# it at the top left. What does a single new query see then?
+# When decoding, there are more keys than queries. PyTorch's `is_causal=True` aligns the mask at the top left. What does
+# a single new query see then?
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -628,13 +624,13 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, without `valid` | `(seqlen_q, seqlen_k)`, boolean | `True` where a query may look |
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
-# A key is visible if it does not come after the query, and is not padding. Nothing else counts, even if the query
-# itself is padding. With padding on the left, such a query sees nothing, and its row is all `False`. SDPA and
-# FlashAttention define its output as 0, and nothing reads it.
+# A key is visible if it does not come after the query, and is not padding, even if the query itself is padding. With
+# padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
+# 0, and nothing reads it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# When 3 new tokens follow 8 old ones, at which position of the whole text is query 0?
+# When 3 new tokens follow 8 old ones, at which position is query 0?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -716,8 +712,8 @@ print(f"by formula: 2 · layers · kv_heads · head_dim · 4 bytes = {per_token:
 print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
-# The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three heads of keys and values, so its
-# cache is a third of the size that nine would need. This sharing is *grouped-query attention*. Long texts need it:
+# The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three key/value heads (*grouped-query
+# attention*), so its cache is a third of the size. Long texts need it:
 #
 # ![Size of the KV cache of Llama-3-8B against the number of tokens, for 32, 8 and 1 heads of keys and values: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
@@ -738,20 +734,20 @@ print(compared)
 
 # %% [markdown]
 # Prefill gains a little at this length, a decode step almost nothing. Its scores are one *row* per head, so there is no
-# N × N to avoid. A step reads all weights and the whole cache once, with FlashAttention as with the textbook. By its
-# FLOPs a byte it is *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time
-# on most machines (section 2.12).
+# N × N to avoid. With either attention it reads all weights and the whole cache once. By its FLOPs a byte it is
+# *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time on most machines
+# (section 2.12).
 #
-# The report also compares the logits. The two differ by rounding, within a measured bound: the distance of each from
-# the same model in float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts
-# differ from there on. This is not an error, as long as the logits are within the bound.
+# The two sets of logits differ by rounding, within a measured bound: the distance of each from the same model in
+# float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts differ from there
+# on. As long as the logits are within the bound, this is not an error.
 
 # %% [markdown]
 # ## 2.8 · One request, or many
 # *Further (optional) · 5 minutes*
 #
-# A decode step reads every weight of the model for one token. It could use them for the tokens of other requests in the
-# same pass. Guess: how many times as many tokens per second does the model write for 16 requests together?
+# A decode step reads every weight for one token. It could use them for other requests' tokens in the same pass. Guess:
+# how many times as many tokens per second does the model write for 16 requests together?
 
 # %%
 predicted_throughput = None  # your guess, a number
@@ -772,10 +768,10 @@ if not 1 < many < 16:
 serving.round(1)
 
 # %% [markdown]
-# A step for 16 requests takes longer than one for a single request, but it should take far less than 16 times as long,
-# since all requests share one reading of the weights. So *throughput* (tokens per second, for all) and *latency* (time
-# per token, for one) pull in different directions, and a benchmark without the batch size says little. FlashAttention
-# plays no part in this.
+# A step for 16 requests takes longer than one for a single request, but should take far less than 16 times as long,
+# since all share one reading of the weights. So *throughput* (tokens per second, for all) and *latency* (time per
+# token, for one) pull in different directions, and a benchmark without the batch size says little. FlashAttention plays
+# no part in this.
 #
 # ![Left, prefill and decode under the roof of an H200; right, tokens per second at most against the batch: batching lifts the linear layers, but not attention.](../theory/figures/inference-bounds.png)
 
@@ -783,8 +779,7 @@ serving.round(1)
 # ## 2.9 · What does not get faster, and why
 # *Core · 23 minutes*
 #
-# You have met three cases with little gain: short texts, decode steps, and everything in a model that is not attention.
-# The third follows a law.
+# Three cases gain little: short texts, decode steps, and everything in a model that is not attention. The third follows a law.
 
 # %%
 predicted_half = (
@@ -798,7 +793,7 @@ predicted_half = (
 #
 # `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
 #
-# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns attention's fraction of the floating-point operations (FLOPs), 0 to 1, of one pass of a Llama over `seqlen` tokens. Count a multiplication with its addition as 2 FLOPs, and only these terms:
+# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns attention's fraction (0 to 1) of the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens. Count a multiplication with its addition as 2 FLOPs, and only these terms:
 #
 # | where | matrix products | how often |
 # | --- | --- | --- |
@@ -809,7 +804,7 @@ predicted_half = (
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Add up *times*, not speed-ups. Which of the table's rows grow with the square of the length?
+# Add up *times*, not speed-ups. Which rows of the table grow with the square of the length?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -882,8 +877,8 @@ plotting.plot_share(
 
 # %% [markdown]
 # Now use the law. It needs two numbers. The first is the gain of attention *alone*: notebook 1's measurement, with this
-# model's heads. The second is attention's share of the *time*. To measure it, give the model an attention function that
-# does *nothing*, and see how much time is left.
+# model's heads. The second is attention's share of the *time*: give the model an attention that does *nothing*, and see
+# how much time is left.
 
 
 # %%
@@ -917,11 +912,11 @@ table = pd.DataFrame({f"here, {lengths[-1]:,} tokens": law})
 table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 
 # %% [markdown]
-# *Limit* is the gain if attention took no time. Three observations:
+# *Limit* is the gain if attention took no time. Note:
 #
-# - The textbook's share of the time is larger than its share of the FLOPs. Part of the surplus is arithmetic: it also
-#   computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The
-#   rest is the traffic of $S$ and $P$, the mask, and the exponentials.
+# - The textbook's share of the time is larger than its share of the FLOPs. It also computes the hidden pairs, which
+#   these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The rest is the traffic of $S$ and
+#   $P$, the mask, and the exponentials.
 # - Prediction and measurement should be close but not equal: timed alone, attention finds its inputs in the caches. A
 #   share outside 0 to 1, or a gain far from the prediction, is noise.
 # - The share grows with the length. In a short text the MLPs decide, and no attention kernel can help.
@@ -929,9 +924,9 @@ table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 # ## 2.10 · Heads, head dimension, dtype
 # *Further (optional) · 4 minutes*
 #
-# You can cut the same width of 512 into many small heads or few large ones. And what does half precision bring? The
-# next cell measures attention alone, 512 tokens, causal, in five variants: 16 heads of 32, 8 of 64, 4 of 128, a batch
-# of 4, and bfloat16. Guess: in which of them does FlashAttention gain most over the textbook, and in which least?
+# The next cell measures attention alone, 512 tokens, causal, width 512, in five variants: 16 heads of 32, 8 of 64, 4 of
+# 128, a batch of 4, and bfloat16. Guess: in which of them does FlashAttention gain most over the textbook, and in which
+# least?
 
 # %%
 predicted_most, predicted_least = None, None  # such as "batch 4"
@@ -955,21 +950,21 @@ axes = ["batch", "heads", "head_dim", "dtype", "backend"]
 configured[[*axes, "time, ms", "speedup", "extra memory, MiB"]].round(2)
 
 # %% [markdown]
-# - **Heads.** The products take the same FLOPs for every cut. The textbook's memory grows with the number of heads,
-#   since each has its own scores. FlashAttention's hardly changes.
+# - **Heads.** The products take the same FLOPs for every cut of the width. The textbook's memory grows with the number
+#   of heads, since each has its own scores; FlashAttention's hardly changes.
 # - **Batch.** FLOPs, memory and roughly FlashAttention's time grow in proportion. The textbook's time may grow faster:
 #   four times the scores may no longer fit into a cache.
 # - **dtype.** On many CPUs the gain is smaller in bfloat16, or even a loss: the textbook's matrix products use the
-#   processor's bfloat16 instructions, while PyTorch's CPU FlashAttention gains little from them. It still saves memory
-#   (half of the bytes, as each score has half as many). On GPUs, FlashAttention is made for half precision. Measure on
-#   the machine that you will use.
+#   processor's bfloat16 instructions, from which PyTorch's CPU FlashAttention gains little. It still saves memory (half
+#   of the bytes, as each score has half as many). On GPUs, FlashAttention is made for half precision. Measure on the
+#   machine that you will use.
 #
 # ## 2.11 · A precision policy
 # *Further (optional) · 17 minutes*
 #
-# Half precision halves the weights, and a decode step waits for the weights. But notebook 1 has shown that float16
-# cannot hold numbers from 65,520 on. Does this happen in practice? Look at the *residual stream*, the sum that runs
-# through all layers and to which each adds its part:
+# Half precision halves the weights, and a decode step waits for the weights. But float16 cannot hold numbers from
+# 65,520 on (notebook 1). Does this happen in practice? Look at the *residual stream*, the sum that runs through all
+# layers and to which each adds its part:
 
 # %%
 with torch.inference_mode():
@@ -986,9 +981,9 @@ figure
 
 # %% [markdown]
 # Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, more than a third of
-# float16's limit, and it stays there. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J.
-# Z. Kolter, Z. Liu: *Massive Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for
-# them, but its steps are coarser.
+# float16's limit, and stays there. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z.
+# Kolter, Z. Liu: *Massive Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for
+# them, but coarser steps.
 
 # %%
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
@@ -1021,14 +1016,14 @@ FlashAttentionConfig()
 #
 # The checks run a small Llama for eight devices:
 #
-# - **Dtypes.** The device has each component's dtype. `norm_statistics` stay in float32. (The kernel computes the
-#   softmax in float32 anyway.)
-# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at the first token of a
-#   text, two MLPs each add one huge number to the residual stream. On devices with bfloat16 it is 100,000. On older
-#   GPUs it is 40,000, which fits into float16. Does the sum of both?
+# - **Dtypes.** The device has each component's dtype. `norm_statistics` stay in float32. (Kernels compute the softmax
+#   in float32 anyway.)
+# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at a text's first token,
+#   two MLPs each add one huge number to the residual stream. On devices with bfloat16 it is 100,000. On older GPUs it
+#   is 40,000, which fits into float16. Does the sum of both?
 # - **Memory.** The weights take at most 55% of float32's bytes.
 #
-# The loss and the optimizer do not matter: inference has neither.
+# Inference has neither loss nor optimizer, so those dtypes do not matter.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1098,22 +1093,22 @@ checks.compare_prediction("Change of the NLL", predicted_change, change, "nats")
 print(f"weights: {weights[0]:.0f} MiB in float32, {weights[1]:.0f} MiB under the policy")
 
 # %% [markdown]
-# Every layer now rounds to three digits, and the model still predicts as well: rounding errors average out. An overflow
-# does not. So check the range first, and the digits second.
+# Every layer now rounds to three digits, and the model predicts as well as before: rounding errors average out. An
+# overflow does not. So check the range first, and the digits second.
 #
 # ## 2.12 · Recorded: longer texts, and a data-centre GPU
 # *Further (optional) · 3 minutes*
 #
-# These results were recorded with commands of this lab; `provenance` has the command, device and date of each. (The
-# chart at the top of this notebook is `smollm2-cpu`.) Guess: an H200 writes for one request. How many times as many
-# tokens per second does it write with one CUDA graph for the whole step as with an ordinary loop?
+# These results were recorded with the lab's commands; `provenance` has the command, device and date of each. (The chart
+# at the top of this notebook is `smollm2-cpu`.) Guess: writing for one request on an H200, how many times as many
+# tokens per second does one CUDA graph for the whole step bring over an ordinary loop?
 
 # %%
 predicted_graph = None  # your guess, a number
 
 # %% [markdown]
-# A Llama of 110 million parameters in bfloat16, with random weights (they don't change the time), serves one request.
-# *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
+# A Llama of 110 million parameters in bfloat16 serves one request (its weights are random, which does not change the
+# time). *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
 
 # %% tags=["nbval-check-output"]
 from labsupport.profiling import load_run
@@ -1134,7 +1129,7 @@ print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_str
 # `graphed` (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. It is
 # still seven times slower than the memory would allow.
 #
-# Finally, we train GPT-2 medium on this GPU, 8,192 tokens a step, in sequences of growing length:
+# Finally, training GPT-2 medium on this GPU, 8,192 tokens a step, in sequences of growing length:
 
 # %%
 steps = load_run("h200-training").rename(columns={"name": "backend"}).drop(columns="batch")
@@ -1149,30 +1144,30 @@ plotting.plot_memory(
 # %% [markdown]
 # FlashAttention needs the same memory for 8,192 tokens in one sequence or in eight. (What remains is the model, its
 # gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is
-# full: the cross. `flash_triton` is this lab's own kernel; notebook 4 explains it.
+# full: the cross. `flash_triton` is this lab's kernel; notebook 4 explains it.
 
 # %% [markdown]
 # ## 2.13 · A cache of your own
 #
 # *Core · 40 minutes*
 #
-# So far, Transformers managed the cache. Now you write one, and then do what serving programs do with it: attend in
-# parts, store it in pages, and compress the keys to 8 bits.
+# So far, Transformers managed the cache. Now you write one, and do what serving programs do with it: attend in parts,
+# store it in pages, and compress the keys to 8 bits.
 #
 # ### Exercise 2-6 · A cache, in parts, in pages, in 8 bits
 # ●●● · 35 minutes · 5 points
 #
 # #### Step 1 · Append · 12 minutes, 2 points
 #
-# Two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`, hold a layer's keys and values. The
-# first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens,
-# `(batch, kv_heads, new, head_dim)`, and returns all keys and all values so far, `(batch, kv_heads, length, head_dim)`.
-# If the room is too small, make two new buffers and copy the old tokens: twice the room, or as much as the new tokens
-# need, if that is more. The checks call your class through the function `replay` below it; don't change that function.
+# Two buffers, `self.k` and `self.v`, `(batch, kv_heads, room, head_dim)`, hold a layer's keys and values. The first
+# `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`,
+# and returns all keys and values so far, `(batch, kv_heads, length, head_dim)`. If the room is too small, make two new
+# buffers and copy the old tokens: twice the room, or as much as the new tokens need, if that is more. Don't change the
+# function `replay`, through which the checks call your class.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Where in the buffer does the first of the new tokens belong? It is not 0, except for the first call.
+# Where in the buffer does the first new token belong? It is 0 only for the first call.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1234,8 +1229,7 @@ checks.check_cache_growth(replay, seed=32)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now use it in a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with
-# Transformers' cache?
+# Each of SmolLM2's 30 layers now gets one of your caches. Is the text the same as with Transformers' cache?
 
 # %%
 models.set_attention(model, "flash")
@@ -1250,8 +1244,8 @@ print("the same text as with Transformers' cache:", texts[0] == texts[1])
 # %% [markdown]
 # #### Step 2 · Decode in parts · 15 minutes, 1 point
 #
-# A kernel starts one *program* for each block of queries of each head, and each of a GPU's multiprocessors computes one
-# or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32 heads: 32
+# A kernel starts one *program* for each block of queries of each head. Each multiprocessor of a GPU computes one or two
+# programs at a time, and an H200 has 132 of them. A decode step of one request has one query and, say, 32 heads: 32
 # programs. The lab's forward kernel works like that. **Predict first**: which share of the memory's bandwidth does it
 # reach with 32 heads and 32,768 keys?
 
@@ -1274,10 +1268,10 @@ chart.axes[0].set_xlabel("keys")
 chart
 
 # %% [markdown]
-# *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part, and a second, small
-# kernel merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less
-# than 32 of 132, probably because a program alone on its multiprocessor has too few loads in flight. (1.03 is no error:
-# the unit is the bandwidth of a plain copy, and reading alone can be a little faster.)
+# *Keys in parts* is the lab's decode kernel: each program attends to one part of the keys, and a second, small kernel
+# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32
+# of 132, probably because a program alone on its multiprocessor has too few loads in flight. (1.03 is no error: the
+# unit is the bandwidth of a plain copy, and reading alone can be a little faster.)
 #
 # The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:
 #
@@ -1302,7 +1296,7 @@ print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What must you store for each part? Two things: its output, and one number for each head.
+# Store two things for each part: its output, and one number for each head.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -1403,8 +1397,8 @@ checks.check_quantise_keys(quantise_keys, seed=35)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# How much accuracy does that cost? Take the keys of one layer of SmolLM2 from section 2.7, in 8 bits and, for
-# comparison, in bfloat16. **Predict first**: which have the smaller error?
+# What does that cost in accuracy? Compare the keys of one layer of SmolLM2 (from section 2.7) in 8 bits and in
+# bfloat16. **Predict first**: which have the smaller error?
 
 # %%
 predicted_smaller = None  # your guess, "int8" or "bfloat16"
