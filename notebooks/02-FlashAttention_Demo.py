@@ -888,7 +888,7 @@ def nothing(module, query, key, value, attention_mask, **kwargs):
 
 models.register_attention("nothing", nothing)
 attentions = ["standard", "nothing", "flash"]
-whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-1:])
+whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-1:])  # about 10 s
 ran = models.attention_used(model)[0].backend  # what "flash" stands for here
 ms = whole.set_index("backend").median_ms
 cases = grid(["standard", ran], lengths[-1:], **smollm2_heads)
@@ -1136,7 +1136,7 @@ steps = load_run("h200-training").rename(columns={"name": "backend"}).drop(colum
 steps["direction"] = "forward+backward"
 plotting.plot_memory(
     steps,
-    title="With eager, 8,192 tokens do not fit; with FlashAttention the length is free",
+    title="With eager, 8,192 tokens do not fit; FlashAttention's memory stays the same",
     references=[plotting.Reference("memory of the GPU", 139.8 * 1024)],
 )
 
@@ -1433,8 +1433,8 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
 # - `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` may see key `kv_idx`, in text `b` of the batch and head `h`;
 # - `score_mod(score, b, h, q_idx, kv_idx)` returns the score to use instead.
 #
-# Both are called once, with tensors of *all* positions. So don't use `if`, `and` or `min`: write `&`, `|`, comparisons
-# and arithmetic on tensors. For example, each query sees itself and every third key before it:
+# Each is called once, with tensors of *all* positions, so `if`, `and` and `min` do not work: write `&`, `|`,
+# comparisons and arithmetic on tensors. For example, each query sees itself and every third key before it:
 
 # %%
 import warnings
@@ -1459,7 +1459,7 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # #### Step 1 · Three masks · 10 minutes
 #
-# There are as many queries as keys. Extra arguments come before the four indices: `partial(window_mask, 4)` makes a mod of it.
+# There are as many queries as keys. Extra arguments come first: `partial(window_mask, 4)` makes a mod of it.
 #
 # | function | `True` where query `q_idx` may see key `kv_idx` |
 # | --- | --- |
@@ -1575,8 +1575,8 @@ checks.check_alibi(alibi, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now compare `flex_attention` with your mods against the same options of the lab's `attention`, and against the formula
-# for the cap, which `attention` does not have. (One side takes SDPA's layout, the other flash-attn's.)
+# Now compare `flex_attention` with your mods against the same options of the lab's `attention`, and the cap against its
+# formula, since `attention` has no cap. (One side takes SDPA's layout, the other flash-attn's.)
 
 # %%
 from labsupport.attention import attention, attention_varlen
@@ -1641,7 +1641,7 @@ plotting.plot_weights(
 # #### Step 3 · Which tiles can be skipped? · 10 minutes
 #
 # A mask alone saves nothing: evaluating it for each pair costs as much as the pair. `create_block_mask` evaluates it
-# beforehand, once, and notes for each *tile* whether nothing, a part or all of it is visible. The kernel then skips the
+# once, beforehand, and notes for each *tile* whether nothing, a part or all of it is visible. The kernel then skips the
 # tile, masks it, or computes it without the mask. Write this count.
 #
 # | `tile_counts(mask, block_q, block_k)` | |
@@ -1656,7 +1656,7 @@ plotting.plot_weights(
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split` along one dimension and then along the other cuts a matrix into tiles. Those at the ends come out smaller; compare their sum with the size of a whole tile.
+# `split` along one dimension and then along the other cuts a matrix into tiles. Tiles at the ends may be smaller; compare their sum with the size of a whole tile.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1703,9 +1703,9 @@ plotting.plot_block_mask(tiles)
 # %% [markdown]
 # ### When is it compiled again?
 #
-# So far you ran no fused kernel: without `torch.compile`, `flex_attention` computes all scores, as the textbook does.
-# Use that to try mods out. `torch.compile(flex_attention)` makes the kernel, which takes seconds. How often does it
-# compile again? Guess for each line of the next cell, which replaces the compiler by a function that counts its calls:
+# So far you ran no fused kernel: without `torch.compile`, `flex_attention` computes all scores, as the textbook does,
+# which is enough to try mods out. `torch.compile(flex_attention)` makes the kernel, in seconds. When does it compile
+# again? Guess for each line of the next cell, where a function that counts its calls replaces the compiler:
 
 # %%
 predicted_compilations = None  # five numbers of 0 or 1, such as (1, 0, 0, 0, 0)
@@ -1735,7 +1735,7 @@ for name, back, rows in (
     print(f"{name}: {len(compilations) - before}")
 
 # %% [markdown]
-# The code of a mod, and the Python numbers that it captures, are compiled in: another number needs another compilation.
+# A mod's code, and the Python numbers that it captures, are compiled in: another number needs another compilation.
 # (After the second one, PyTorch treats an integer as a variable; a captured `float` was refused with an error in
 # version 2.13.) A captured *tensor* is an input, so its values may change. Other shapes, dtypes and devices compile
 # again, too. So make a mod once, capture tensors, and keep a block mask as long as the mask is the same: with
@@ -1746,7 +1746,7 @@ for name, back, rows in (
 # ## 2.15 · Find the fault
 # *Further (optional) · 15 minutes*
 #
-# The following model has ten layers, runs in float16, and has its own attention function. Its logits are NaN.
+# This model with ten layers runs in float16 and has its own attention function. Its logits are NaN.
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -1772,7 +1772,7 @@ sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hi
 sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 ten_layers = LlamaForCausalLM(LlamaConfig(**sizes)).half().to(device).eval()
 sharpness = 900 * torch.rand(10, generator=torch.Generator().manual_seed(3009)) ** 2
-with torch.no_grad():  # as training may do it: some layers attend more sharply than others
+with torch.no_grad():  # some layers attend more sharply, as after training
     for layer, factor in zip(ten_layers.model.layers, sharpness, strict=True):
         layer.self_attn.q_proj.weight *= factor
         layer.self_attn.k_proj.weight *= factor
@@ -1791,7 +1791,7 @@ with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
     ten_layers(words)
 print(tracker.report())
 frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
-plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, NaN")
+plotting.plot_dtype_flow(frame, title="float16 throughout, and NaN from one module on")
 
 
 # %% [markdown]
@@ -1881,21 +1881,20 @@ with torch.inference_mode():
 
 # %% [markdown]
 # The NaN is gone. But at the largest score, 33,803, float16 has steps of 32, so scores close to each other become
-# equal. FlashAttention's kernels store the tile of scores in float32, and have neither problem. A textbook in float16
-# has both, as soon as one layer attends sharply. The [field guide](../theory/10-field-guide.md#nan) lists more causes
+# equal. A textbook in float16 meets both problems, as soon as one layer attends sharply; FlashAttention's kernels store
+# the tile of scores in float32, and meet neither. The [field guide](../theory/10-field-guide.md#nan) lists more causes
 # of NaN, by likelihood.
 
 # %% [markdown]
 # ## 2.16 · Training in low precision
 # *Further (optional) · 35 minutes*
 #
-# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any
-# error. Here is one that doesn't: one layer of attention, which begins to learn 33 letters. It is small enough for
-# every CPU.
+# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may not learn, without any error.
+# Here is one: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
 
 # %%
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
-SHARE = 32 / (15_360 * 4_096)  # our 32 of the tokens of one step
+SHARE = 32 / (15_360 * 4_096)  # our 32 tokens' share of one step
 
 
 class OneLayer(torch.nn.Module):
@@ -2031,10 +2030,10 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 # %% [markdown]
 # #### Step 2 · A scale that adapts · 10 minutes
 #
-# Multiply the loss by a *scale*, and the chain rule multiplies all gradients by it. Small ones are no longer lost.
-# Divide them in float32, and Adam gets gradients of the original size. The best scale is as large as possible, and it changes
-# during training: gradients grow and shrink, and those of weights, which the tracker does not record, are sums over all
-# tokens. So find it by trying:
+# Multiply the loss by a *scale*, and the chain rule multiplies all gradients by it, so that small ones are no longer
+# lost. Divide them in float32, and Adam gets gradients of the original size. The best scale is as large as possible,
+# and it changes during training: gradients grow and shrink, and those of weights, which the tracker does not record,
+# are sums over all tokens. So find it by trying:
 #
 # - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
 # - `interval` good steps in a row: **double** it.
@@ -2046,7 +2045,7 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# float16 divided by a Python number is float16. And a step that completes the interval is itself a good one.
+# float16 divided by a Python number is float16. The step that completes the interval is itself a good one.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -2099,9 +2098,9 @@ checks.check_next_scale(next_scale, seed=94)
 # %% [markdown]
 # #### Step 3 · Master weights · 10 minutes
 #
-# Even a gradient that arrives may not change its weight. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add 0.001
-# to a weight of 1, and the result is 1, in every step. So the optimizer changes *master weights* in float32, and the
-# model gets a rounded copy of them.
+# Even a gradient that is not lost may not change its weight. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add
+# 0.001 to a weight of 1, and the result is 1, in every step. So the optimizer changes *master weights* in float32, and
+# the model gets a rounded copy of them.
 #
 # | `master_step(weights, masters, gradients, optimizer)` | one step; changes tensors in place and returns nothing |
 # | --- | --- |
@@ -2112,7 +2111,8 @@ checks.check_next_scale(next_scale, seed=94)
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# There are three lists of the same length, and three things to do. Never copy from the weights to the masters: the masters must keep what rounding removes.
+# There are three lists of the same length, and three things to do. Never copy from the weights to the masters: the
+# masters must keep what rounding removes.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
@@ -2186,7 +2186,7 @@ def train(dtype, scaled=False, masters=True, steps=100):
 
 # %%
 threads = torch.get_num_threads()
-torch.set_num_threads(1)  # tensors this small are faster so
+torch.set_num_threads(1)  # faster for tensors this small
 F16, BF16 = torch.float16, torch.bfloat16
 runs = {
     "float32": train(torch.float32),
@@ -2215,10 +2215,10 @@ for (name, run), colour in zip(runs.items(), (BLUE, PINK, PINK, ORANGE, ORANGE),
     axes.plot(run.loss, color=colour, linestyle=look, linewidth=4 - 2 * repaired_run, label=name)
 axes.set(xlabel="step", ylabel="loss (nats a letter)")
 axes.legend(frameon=False, fontsize=9, loc="lower left")
-near = [name for name in runs if "masters" in name and abs(off[name]) < 0.01]
+near = sum("masters" in name and abs(off[name]) < 0.01 for name in runs)
 figure.say(
-    f"{len(near)} of the 2 repaired runs end within 1% of float32; "
-    f"plain float16 ends {off['float16']:.0%} above it, plain bfloat16 {off['bfloat16']:.0%}",
+    f"{'Both' if near == 2 else f'{near} of 2'} repaired runs ended within 1% of float32; "
+    f"plain float16 ended {off['float16']:.0%} above it, plain bfloat16 {off['bfloat16']:.0%}",
     "CPU, one layer, 32 letters, Adam with 5e-4",
 )
 figure
@@ -2232,7 +2232,7 @@ print(f"bfloat16 needs: you predicted {predicted_need}, it is {needs}.")
 #   With a scale it follows float32, except for the skipped steps.
 # - **bfloat16** has float32's range, so it needs no scaling. But for weights from 0.25 on, a step of 0.0005 is less
 #   than half of the distance between its numbers, so those updates are lost.
-# - Both have a price: the masters cost 4 bytes a parameter, a skipped step costs a batch.
+# - The masters cost 4 bytes a parameter, a skipped step costs a batch.
 #
 # In the lab's library, `apply_precision_policy` replaces the norm by `MixedPrecisionLayerNorm` (statistics in float32),
 # `compute_loss` casts the logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is
@@ -2264,12 +2264,12 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 # ## What you measured
 #
 # - Exchanging a model's attention changes its NLL, logits, gradients and greedy text by rounding only.
-# - Names prove nothing: `use_flash_attn=True` has no effect. A record of what ran does.
-# - Long texts gain time and memory in reading and training, and more so the longer they are. Short ones do not.
+# - `use_flash_attn=True` has no effect; only a record of what ran proves something.
+# - Long texts gain time and memory in reading and training; short ones do not.
 # - In decoding, queries are the *last* tokens: align the mask at the bottom right. The KV cache is worth its memory.
 # - A decode step waits for weights and cache. Batches, graphs, fewer key/value heads and smaller dtypes help it;
 #   FlashAttention does not.
-# - Amdahl's law connects these: from share and gain of a part follows the gain of the whole.
+# - Amdahl's law: the share and the gain of a part give the gain of the whole.
 # - When you choose a dtype, range comes before precision.
 # - FlexAttention compiles a mask given as a function, and skips the tiles that it hides.
 # - Training in float16 needs a scaled loss; bfloat16 needs master weights.
@@ -2285,8 +2285,8 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 #
 # <details><summary>2. Why does a registered attention function also need a mask function?</summary>
 #
-# Transformers calls it to make the mask of each batch. Without one, layers get no mask, and attend to padding like
-# text. There is no error; only the results are wrong.
+# Transformers calls it to make the mask of each batch. Without one, layers attend to padding like text. There is no
+# error; only the results are wrong.
 # </details>
 #
 # <details><summary>3. In a static cache 600 of 1,024 slots are filled, and 4 new tokens come. Which keys may the first of them see, and what would a bottom-right mask over all slots say?</summary>
@@ -2307,7 +2307,7 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on your definitions. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress
