@@ -11,8 +11,8 @@
 #
 # ![Time of SmolLM2-135M to read a text on two CPU cores against its length: with FlashAttention the whole model is several times as fast at 8,192 tokens, and hardly faster at 512.](../theory/figures/model-gain.png)
 #
-# Exchange a model's attention function, and it gives the same answers from the same weights. Here you do that, and
-# learn when it pays off.
+# With another attention function and the same weights, a model gives the same answers. Here you exchange that function,
+# and learn when it pays off.
 #
 # **After this notebook you can**
 #
@@ -451,8 +451,7 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are
-# the largest part, then it turns upward, along the line of *one* layer's $S$ and $P$ (a forward pass has only one
+# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are the largest part, then it grows along the line of *one* layer's $S$ and $P$ (a forward pass has only one
 # layer's in memory at a time). FlashAttention has no such term. The table's last column is the control: the losses
 # agree to the last digit shown.
 #
@@ -476,8 +475,8 @@ except RuntimeError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot, so the
-# lab raises an error. Today's models train without it.
+# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot do that, so
+# the lab raises an error instead of ignoring it. Today's models train without it.
 
 # %%
 no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -498,7 +497,7 @@ error = (gradients("flash") - reference).norm() / reference.norm()
 print(f"relative difference of all {reference.numel():,} gradients: {error:.0e}")
 
 # %% [markdown]
-# The gradients are the same, so the training is the same. Guess: how many times the memory does one step take with
+# The gradients agree, so training does, too. Guess: how many times the memory does one step take with
 # `eager`, at the longest length?
 
 # %%
@@ -624,7 +623,8 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, without `valid` | `(seqlen_q, seqlen_k)`, boolean | `True` where a query may look |
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
-# A key is visible if it does not come after the query, and is not padding, even if the query itself is padding. With
+# A key is visible if it does not come after the query, and is not padding. This also holds if the query itself is
+# padding. With
 # padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
 # 0, and nothing reads it.
 #
@@ -713,7 +713,7 @@ print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
 # The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three key/value heads (*grouped-query
-# attention*), so its cache is a third of the size. Long texts need it:
+# attention*), so its cache is a third as large as with nine. Long texts need it:
 #
 # ![Size of the KV cache of Llama-3-8B against the number of tokens, for 32, 8 and 1 heads of keys and values: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
@@ -738,7 +738,7 @@ print(compared)
 # *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time on most machines
 # (section 2.12).
 #
-# The two sets of logits differ by rounding, within a measured bound: the distance of each from the same model in
+# The report also compares the logits. They differ by rounding, within a measured bound: the distance of each from the same model in
 # float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts differ from there
 # on. As long as the logits are within the bound, this is not an error.
 
@@ -914,8 +914,8 @@ table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 # %% [markdown]
 # *Limit* is the gain if attention took no time. Note:
 #
-# - The textbook's share of the time is larger than its share of the FLOPs. It also computes the hidden pairs, which
-#   these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The rest is the traffic of $S$ and
+# - The textbook's share of the time is larger than its share of the FLOPs. Part of the surplus is
+#   arithmetic: it also computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The rest is the traffic of $S$ and
 #   $P$, the mask, and the exponentials.
 # - Prediction and measurement should be close but not equal: timed alone, attention finds its inputs in the caches. A
 #   share outside 0 to 1, or a gain far from the prediction, is noise.
@@ -1398,7 +1398,7 @@ checks.check_quantise_keys(quantise_keys, seed=35)
 
 # %% [markdown]
 # What does that cost in accuracy? Compare the keys of one layer of SmolLM2 (from section 2.7) in 8 bits and in
-# bfloat16. **Predict first**: which have the smaller error?
+# bfloat16. **Predict first**: which error is smaller?
 
 # %%
 predicted_smaller = None  # your guess, "int8" or "bfloat16"
@@ -1463,8 +1463,8 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # | function | `True` where query `q_idx` may see key `kv_idx` |
 # | --- | --- |
-# | `causal_mask(b, h, q_idx, kv_idx)` | the key is the query's own or stands before it |
-# | `window_mask(window, b, h, q_idx, kv_idx)` | the same, and it stands at most `window` places before it |
+# | `causal_mask(b, h, q_idx, kv_idx)` | the key is the query's own or comes before it |
+# | `window_mask(window, b, h, q_idx, kv_idx)` | the same, and it is at most `window` places before the query |
 # | `document_mask(ids, b, h, q_idx, kv_idx)` | causal, and both belong to the same document. `ids`, `(batch, seqlen)`, has the number of each token's document |
 #
 # The indices are integer tensors that can be broadcast to `(batch, heads, seqlen, seqlen)`.
@@ -1647,8 +1647,8 @@ plotting.plot_weights(
 # | `tile_counts(mask, block_q, block_k)` | |
 # | --- | --- |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean |
-# | `block_q`, `block_k` | rows and columns of a tile; the last tiles may reach beyond the mask; what lies beyond counts as hidden |
-# | returns | three integers: tiles that are skipped, that need the mask, and that are visible throughout |
+# | `block_q`, `block_k` | rows and columns of a tile; the last tiles may reach beyond the mask; pairs beyond it count as hidden |
+# | returns | three integers: skipped tiles, tiles that need the mask, and fully visible tiles |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1803,7 +1803,7 @@ plotting.plot_dtype_flow(frame, title="float16 throughout, and NaN from one modu
 # | function | returns |
 # | --- | --- |
 # | `cause()` | the layer in which the first NaN appears, counted from 0, and the letter of the cause, such as `(0, "A")` |
-# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line. (A cast of q and k to float32 on the way is allowed) |
+# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line. (You may cast q and k to float32 on the way.) |
 #
 # | | possible causes |
 # | --- | --- |
@@ -1889,8 +1889,8 @@ with torch.inference_mode():
 # ## 2.16 · Training in low precision
 # *Further (optional) · 35 minutes*
 #
-# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may not learn, without any error.
-# Here is one: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
+# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may fail to learn, without any error.
+# Here is an example: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
 
 # %%
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
@@ -1922,7 +1922,7 @@ def one_layer(dtype):
 
 
 # %% [markdown]
-# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it divides each gradient by its usual size. What does the tracker say?
+# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it divides each gradient by that gradient's usual size. What does the tracker say?
 
 # %%
 frames, trackers = {}, {}
@@ -1951,12 +1951,12 @@ trackers[torch.float32].plot()
 # | --- | --- |
 # | `pass` | "forward", or "backward" for the gradient of a call's output |
 # | `largest`, `smallest` | magnitudes |
-# | `zero`, `bottom`, `entries` | numbers of entries: that are 0; that have 1 to 3 bits left in float16; of all |
+# | `zero`, `bottom`, `entries` | numbers of entries: those that are 0; those with 1 to 3 bits left in float16; all |
 #
 # | function | returns |
 # | --- | --- |
-# | `lost_share(frame)` | the share of all entries of all gradients that are 0, a number from 0 to 1 |
-# | `largest_scale(frame)` | the largest power of 2 by which all gradients may be multiplied, so that none of them exceeds 65,504 |
+# | `lost_share(frame)` | the share of the entries of all gradients that are 0, from 0 to 1 |
+# | `largest_scale(frame)` | the largest power of 2 by which you may multiply all gradients, so that none exceeds 65,504 |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -2040,7 +2040,7 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 #
 # | function | returns |
 # | --- | --- |
-# | `unscale(gradients, scale)` | two values: a list of the gradients in float32, divided by `scale`; and `True` if all entries of all gradients are finite, otherwise `False`. `gradients` is a list of tensors in float16, bfloat16 or float32, of any shapes |
+# | `unscale(gradients, scale)` | two values: a list of the gradients in float32, divided by `scale`; and `True` if all their entries are finite, otherwise `False`. `gradients` is a list of tensors in float16, bfloat16 or float32, of any shapes |
 # | `next_scale(scale, good_steps, finite, interval)` | two values: the next step's scale and `good_steps`. `good_steps` counts the good steps since the scale last changed, without this one; `finite` says if this one is good |
 #
 # <details><summary>Hint 1: a nudge</summary>
@@ -2105,8 +2105,8 @@ checks.check_next_scale(next_scale, seed=94)
 # | `master_step(weights, masters, gradients, optimizer)` | one step; changes tensors in place and returns nothing |
 # | --- | --- |
 # | `weights` | list of the model's parameters, in float16 or bfloat16 |
-# | `masters` | list of tensors in float32, one for each weight, of its shape; the optimizer's parameters |
-# | `gradients` | list of tensors in float32, what `unscale` returned |
+# | `masters` | the optimizer's parameters: a list of tensors in float32, one of the same shape for each weight |
+# | `gradients` | list of tensors in float32, as returned by `unscale` |
 # | `optimizer` | a PyTorch optimizer of the masters: `step()` reads each master's `.grad` and changes the master |
 #
 # <details><summary>Hint 1: a nudge</summary>
