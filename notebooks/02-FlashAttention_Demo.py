@@ -133,7 +133,9 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `view` and `unflatten` keep the numbers' order in memory, and only cut them differently; `transpose` swaps two dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of widths, which may differ.
+# `view` and `unflatten` keep the numbers' order in memory, and only cut them differently; `transpose` swaps two
+# dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of
+# widths, which may differ.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -234,7 +236,9 @@ print("the same attention as without it:", same)
 # Return the output, `(batch, seqlen_q, heads, head_dim)`, and `None` (in the place of the attention weights, which
 # FlashAttention never stores).
 #
-# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
+# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a
+# causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is
+# not `None`, or `dropout` is not 0.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -392,7 +396,9 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. It refuses what a backend cannot do, with reasons, and records what really ran:
+# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any
+# that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. It refuses what a backend
+# cannot do, with reasons, and records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -451,7 +457,8 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are the largest part, then it grows along the line of *one* layer's $S$ and $P$ (a forward pass has only one
+# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are
+# the largest part, then it grows along the line of *one* layer's $S$ and $P$ (a forward pass has only one
 # layer's in memory at a time). FlashAttention has no such term. The table's last column is the control: the losses
 # agree to the last digit shown.
 #
@@ -738,7 +745,8 @@ print(compared)
 # *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time on most machines
 # (section 2.12).
 #
-# The report also compares the logits. They differ by rounding, within a measured bound: the distance of each from the same model in
+# The report also compares the logits. They differ by rounding, within a measured bound: the distance of each from the
+# same model in
 # float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts differ from there
 # on. As long as the logits are within the bound, this is not an error.
 
@@ -791,9 +799,12 @@ predicted_half = (
 # ### Exercise 2-4 · How much faster does the whole model get?
 # ●○○ · 20 minutes · 3 points
 #
-# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
+# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share`
+# of the time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
 #
-# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns attention's fraction (0 to 1) of the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens. Count a multiplication with its addition as 2 FLOPs, and only these terms:
+# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns
+# attention's fraction (0 to 1) of the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens.
+# Count a multiplication with its addition as 2 FLOPs, and only these terms:
 #
 # | where | matrix products | how often |
 # | --- | --- | --- |
@@ -915,7 +926,8 @@ table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 # *Limit* is the gain if attention took no time. Note:
 #
 # - The textbook's share of the time is larger than its share of the FLOPs. Part of the surplus is
-#   arithmetic: it also computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at 1,024 tokens). The rest is the traffic of $S$ and
+#   arithmetic: it also computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at
+#   1,024 tokens). The rest is the traffic of $S$ and
 #   $P$, the mask, and the exponentials.
 # - Prediction and measurement should be close but not equal: timed alone, attention finds its inputs in the caches. A
 #   share outside 0 to 1, or a gain far from the prediction, is noise.
@@ -1300,7 +1312,8 @@ print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; skip the empty ones. The weights $w_p$ are a softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
+# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; skip the empty ones. The weights $w_p$ are a
+# softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1358,11 +1371,13 @@ checks.check_split_decode(split_decode, seed=33)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several dimensions, and `keepdim=True`.
+# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several
+# dimensions, and `keepdim=True`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` = `(k / scale)`, rounded, then `.to(torch.int8)`.
+# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` =
+# `(k / scale)`, rounded, then `.to(torch.int8)`.
 # </details>
 # </details>
 # </details>
@@ -1475,7 +1490,8 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `&` binds more strongly than `<=`: put each comparison into parentheses. You can look an index up in a tensor, with one index for each of its dimensions.
+# `&` binds more strongly than `<=`: put each comparison into parentheses. You can look an index up in a tensor, with
+# one index for each of its dimensions.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1656,7 +1672,8 @@ plotting.plot_weights(
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split` along one dimension and then along the other cuts a matrix into tiles. Tiles at the ends may be smaller; compare their sum with the size of a whole tile.
+# `split` along one dimension and then along the other cuts a matrix into tiles. Tiles at the ends may be smaller;
+# compare their sum with the size of a whole tile.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1922,7 +1939,10 @@ def one_layer(dtype):
 
 
 # %% [markdown]
-# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it divides each gradient by that gradient's usual size. What does the tracker say?
+# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a
+# step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each
+# part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it
+# divides each gradient by that gradient's usual size. What does the tracker say?
 
 # %%
 frames, trackers = {}, {}
@@ -1964,7 +1984,8 @@ trackers[torch.float32].plot()
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a quotient of two sums. A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
+# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a
+# quotient of two sums. A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2049,7 +2070,8 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth values. `next_scale` has three cases; in two of them the count restarts at 0.
+# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth
+# values. `next_scale` has three cases; in two of them the count restarts at 0.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2116,7 +2138,8 @@ checks.check_next_scale(next_scale, seed=94)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter that requires gradients, PyTorch allows this only inside `with torch.no_grad():`.
+# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter
+# that requires gradients, PyTorch allows this only inside `with torch.no_grad():`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
