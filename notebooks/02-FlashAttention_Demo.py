@@ -98,9 +98,8 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 #
 # ![A token's vector, in which the heads lie side by side, read in two orders: token by token, or head by head.](../theory/figures/layouts.png)
 #
-# Both hold the same numbers. To convert one into the other, you don't have to move anything in memory: a *view* with
-# other strides is enough. But `reshape` gives the right shape and the wrong data: it mixes up heads and tokens, without
-# an error.
+# Both hold the same numbers. The conversion moves nothing in memory: a *view* with other strides is enough. But `reshape`
+# gives the right shape and the wrong data: it mixes up heads and tokens, without an error.
 
 # %% tags=["nbval-check-output"]
 x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
