@@ -11,23 +11,23 @@
 #
 # ![Time of SmolLM2-135M to read a text on two CPU cores against its length: with FlashAttention the whole model is several times as fast at 8,192 tokens, and hardly faster at 512.](../theory/figures/model-gain.png)
 #
-# Same weights, same answers; only the attention function was exchanged. In this notebook you do that, and learn when it pays and when not.
+# With another attention function and the same weights, a model gives the same answers. Here you exchange that function,
+# and learn when it pays off.
 #
 # **After this notebook you can**
 #
-# - exchange the attention of a Transformers model, keep its weights, and prove that nothing else changed;
-# - say which kernel ran in which layer, instead of hoping;
-# - measure what FlashAttention brings to a *whole* model: time, memory, tokens per second, in training and in inference;
-# - put the causal mask in the right place when keys outnumber queries, which is every step of generation;
-# - predict the gain from attention's share, and name the cases where there is none;
+# - exchange the attention of a Transformers model, and prove that nothing else changed;
+# - say which kernel ran in which layer;
+# - measure a *whole* model's gain in time, memory and tokens per second, in training and inference;
+# - place the causal mask when keys outnumber queries, as in every step of generation;
+# - predict the gain from attention's share, and name the cases without one;
 # - choose dtypes for inference, and check them.
 #
-# **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to 2.4, 2.6, 2.7,
-# 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, and to have seen Hugging Face Transformers before. A laptop is enough: the
-# model has 135 million parameters.
+# **Time** about 250 minutes; the exercises take 180 of them. Sections marked *further* are optional; the core, 2.1 to
+# 2.4, 2.6, 2.7, 2.9 and 2.13, fits an afternoon (135 minutes). **You need** notebook 1, some experience with Hugging
+# Face Transformers, and a laptop: the model has 135 million parameters.
 #
-# **To read beside it**, before or after: the theory chapter [9, Inference](../theory/09-inference.md). The
-# [glossary](../theory/glossary.md) fixes the words.
+# **Read alongside**: theory chapter [9, Inference](../theory/09-inference.md), and the [glossary](../theory/glossary.md).
 #
 # **How to work.** As in notebook 1: run the cells in order, write your guesses down, and let the checks tell you which
 # mistake you made.
@@ -54,9 +54,9 @@ lengths = [512, 1024, 2048, 4096] if device.type == "cuda" else [256, 512, 1024]
 # ## 2.1 · A real model and a real text
 # *Core · 4 minutes*
 #
-# SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to 8,192
-# tokens. `make lab` has fetched it. Speed could be measured with random weights. But that two attention implementations give
-# the same *answers* shows only in a model that has some.
+# SmolLM2-135M-Instruct is a small Llama: 30 layers, 9 query heads that share 3 key/value heads, head_dim 64, up to
+# 8,192 tokens. `make lab` has fetched it. Random weights would do to measure speed, but only a trained model gives
+# *answers* to compare.
 
 # %%
 smollm2 = models.load_model("smollm2", attention=None, dtype=torch.float32, device=device)
@@ -64,7 +64,7 @@ model, tokenizer = smollm2.model, smollm2.tokenizer
 print(smollm2.source)
 
 # %% [markdown]
-# Does it work? *Greedy* decoding takes the likeliest token at each step, so it always gives the same answer.
+# *Greedy* decoding takes the likeliest token at each step, so it always gives the same answer:
 
 # %%
 question = "What is the capital of France?"
@@ -72,11 +72,11 @@ answer = models.generate(model, tokenizer, question, chat=True, max_new_tokens=1
 print(answer.text)
 
 # %% [markdown]
-# Ask it something else, too: change `question`, and run the cell again.
+# Change `question` to ask something else.
 #
-# The text to read is Python itself: a file of its standard library. How well a model predicts a text is measured by the
-# *negative log-likelihood*, NLL: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152
-# tokens costs $\ln 49{,}152 = 10.8$.
+# Next, the model reads a file of Python's standard library. The *negative log-likelihood*, NLL, measures how well it
+# predicts the text: the mean of $-\ln p(\text{next token})$, in nats a token. Guessing blindly among 49,152 tokens
+# costs $\ln 49{,}152 = 10.8$.
 
 # %%
 ids = models.tokens_of(tokenizer, models.source_text("argparse"), lengths[-1]).to(device)
@@ -89,7 +89,7 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 # ## 2.2 · Two layouts
 # *Core · 13 minutes*
 #
-# A projection gives each token one long vector, in which the heads lie side by side. From there on, two conventions are in use:
+# A projection gives each token one long vector, in which the heads lie side by side. Two layouts are common after that:
 #
 # | layout | shape | who uses it |
 # | --- | --- | --- |
@@ -98,8 +98,8 @@ print(f"{ids.shape[1]:,} tokens; NLL of the first 512: {nll:.2f} nats a token")
 #
 # ![A token's vector, in which the heads lie side by side, read in two orders: token by token, or head by head.](../theory/figures/layouts.png)
 #
-# Both hold the same numbers. To go from one to the other, nothing has to move in memory: a *view* with other strides is
-# enough. But a `reshape` into the shape that you want is no conversion. Watch it mix up heads and tokens, without a word:
+# Both hold the same numbers. The conversion moves nothing in memory: a *view* with other strides is enough. But `reshape`
+# gives the right shape and the wrong data: it mixes up heads and tokens, without an error.
 
 # %% tags=["nbval-check-output"]
 x = torch.arange(2 * 3 * 2).view(1, 2, 3, 2)  # (batch, heads, seqlen, head_dim)
@@ -109,14 +109,14 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 
 
 # %% [markdown]
-# The shapes are the same. No kernel can notice.
+# The shapes are the same, so no kernel can notice.
 
 # %% [markdown]
 # ### Exercise 2-1 · From a model's tensors to flash-attn's layout
 # ●○○ · 10 minutes · 4 points
 #
-# FlashAttention's kernels read strided tensors: they need the dimensions in the right order, not the numbers in a new place.
-# So do all three conversions without copying anything.
+# FlashAttention's kernels read strided tensors: they need the dimensions in the right order, wherever the numbers lie.
+# So copy nothing: every result is a *view* of the argument's memory.
 #
 # | function | takes | returns |
 # | --- | --- | --- |
@@ -124,17 +124,17 @@ print("token 0, reshaped:  ", x.reshape(1, 3, 2, 2)[0, 0].tolist(), "<- two toke
 # | `to_flash_layout(x)` | `x`: `(batch, heads, seqlen, head_dim)`, as Transformers passes it to attention | `(batch, seqlen, heads, head_dim)` |
 # | `split_qkv(qkv, heads, kv_heads)` | `qkv`: `(batch, seqlen, (heads + 2 * kv_heads) * head_dim)`, one projection for all: first all heads of q, then all of k, then all of v | `q`: `(batch, seqlen, heads, head_dim)`; `k` and `v`: `(batch, seqlen, kv_heads, head_dim)` |
 #
-# Every result is a *view*: it lives in the memory of the argument. In a projection's output the numbers of one head stand
-# together, head after head.
+# In a projection's output, one head's numbers are next to each other, head after head.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which dimension must be cut, and into what? Which two must change places? The first picture of this section shows where the numbers lie.
+# Which dimension must be cut, and into what? Which two must change places? See the picture above.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `view` and `unflatten` keep the numbers in their order in memory, and only cut them differently; `transpose` swaps two dimensions.
-# The shape alone does not tell you which was right: both can give the same. `split` takes a list of widths, which need not be equal.
+# `view` and `unflatten` keep the numbers' order in memory, and only cut them differently; `transpose` swaps two
+# dimensions. Both can give the same shape, so the shape does not tell you which is right. `split` takes a list of
+# widths, which may differ.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -194,7 +194,7 @@ checks.check_split_qkv(split_qkv, seed=13)
 # ## 2.3 · The same weights, another attention
 # *Core · 32 minutes*
 #
-# How does one tell a Transformers model to use FlashAttention? Many tutorials say `use_flash_attn=True`. Try it:
+# Many tutorials say `use_flash_attn=True` makes a Transformers model use FlashAttention. Try it:
 
 # %% tags=["nbval-check-output"]
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -208,11 +208,11 @@ print("the same attention as without it:", same)
 
 
 # %% [markdown]
-# A configuration keeps every name that you give it, also one that nobody reads. There is no error, and no effect.
+# A configuration stores every name that you give it, even one that nothing reads. There is no error, and no effect.
 #
-# What works: Transformers has a table of attention functions, and `model.set_attn_implementation(name)` chooses from it. Each
-# layer then calls that function with queries, keys and values in SDPA's layout, and wants the output back in flash-attn's. You
-# can put a function of your own into the table.
+# What works is `model.set_attn_implementation(name)`. It chooses from a table of attention functions, to which you can
+# add your own. Each layer calls the chosen function with queries, keys and values in SDPA's layout, and expects the
+# output in flash-attn's.
 #
 # ![The layers of a model call one function of a table, which the configuration names: tensors go in as (batch, heads, seqlen, head_dim) and come back as (batch, seqlen, heads, head_dim).](../theory/figures/attention-table.png)
 
@@ -220,7 +220,7 @@ print("the same attention as without it:", same)
 # ### Exercise 2-2 · Your own attention in a Transformers model
 # ●●○ · 25 minutes · 5 points
 #
-# A model of Transformers calls whatever attention function its configuration names. Write one that calls `flash_attention`.
+# Write an attention function for Transformers that calls `flash_attention`. Its arguments:
 #
 # | argument | | |
 # | --- | --- | --- |
@@ -232,12 +232,12 @@ print("the same attention as without it:", same)
 # | `dropout` | a number | 0 in inference |
 # | `is_causal`, in `kwargs` | `True`, `False`, `None`, or absent | overrules `module.is_causal`, unless `None` or absent |
 #
-# Return two values: the output `(batch, seqlen_q, heads, head_dim)`, and `None`. (There the attention weights would stand, which
-# FlashAttention never stores.)
+# Return the output, `(batch, seqlen_q, heads, head_dim)`, and `None` (in the place of the attention weights, which
+# FlashAttention never stores).
 #
-# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a causal mask
-# at the bottom right. It takes neither masks nor dropout. If a caller passes one of them, raise an error instead of ignoring it:
-# a `ValueError` when `attention_mask` is not `None`, or `dropout` is not 0.
+# `flash_attention(q, k, v, causal=..., softmax_scale=...)` takes flash-attn's layout and grouped heads, and aligns a
+# causal mask at the bottom right. It takes neither masks nor dropout, so raise a `ValueError` when `attention_mask` is
+# not `None`, or `dropout` is not 0.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -245,8 +245,8 @@ print("the same attention as without it:", same)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# You wrote the conversion in exercise 2-1. The output of `flash_attention` is already in the layout that the model wants. Write
-# `kwargs.get("is_causal")`, and take `module.is_causal` when that is `None`.
+# Convert as in exercise 2-1. The output of `flash_attention` already has the right layout. Write
+# `kwargs.get("is_causal")`, and use `module.is_causal` when that is `None`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -297,9 +297,9 @@ checks.check_registered_refusals(lab_attention, seed=24)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Put it into SmolLM2, and compare with Transformers' own textbook, which it calls `eager`. The weights stay where they are. The
-# logits, the scores of the 49,152 possible next tokens, lie between about -10 and 30. Guess: what is the largest
-# difference between the two sets of logits?
+# Compare it in SmolLM2 with Transformers' own textbook attention, `eager`. The logits (the scores of the 49,152
+# possible next tokens) lie between about -10 and 30. Guess: what is the largest difference between the two sets of
+# logits?
 
 # %%
 predicted_difference = None  # your guess, a number
@@ -321,9 +321,9 @@ difference = (logits["mine"] - logits["eager"]).abs().max().item()
 checks.compare_prediction("Largest difference of a logit", predicted_difference, difference)
 
 # %% [markdown]
-# The same function, up to float32 rounding, and 30 layers do not make it grow.
+# They agree up to float32 rounding, which 30 layers do not amplify.
 #
-# And *your* FlashAttention, the loops over tiles of exercise 1-4? Here they are, from your saved notebook 1, inside all 30 layers:
+# This cell puts *your* FlashAttention, the loops over tiles of exercise 1-4 in your saved notebook 1, into all 30 layers:
 
 # %%
 from labsupport.attention import register_backend
@@ -344,22 +344,22 @@ print(f"loops  NLL {nll:.6f}")
 print(models.generate(model, tokenizer, "The capital of France is", max_new_tokens=6).texts[0])
 
 # %% [markdown]
-# A Python loop, and the model says what it always says. It is slow because each line is an operation of its own; it is right because
-# the mathematics is.
+# With a Python loop for attention, the model still says the same. The loop is slow because each line is a separate
+# operation, and right because the mathematics is.
 #
-# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own kernels and
-# > looks for it on its hub. `models.register_attention` refuses such names, and says why.
+# > **A common error.** A name with "flash" in it, such as `"my_flash"`: Transformers takes that for one of its own
+# > kernels and looks for it on its hub. `models.register_attention` refuses such names, and says why.
 #
 # ### Padding
 #
-# Your function refuses masks, for a good reason. In a batch of prompts the short ones are filled up with *padding*, and a
-# function that ignores the mask lets real tokens look at it.
+# In a batch of prompts, *padding* fills the short ones up. A function that ignores the mask lets real tokens look at
+# it, so yours refuses masks.
 #
 # ![Two prompts of different length in one batch, the short one filled up on its left: without a mask its tokens look at the padding, with the padding cut out they see only the prompt.](../theory/figures/padding.png)
 #
-# Transformers even makes that easy. If you register an attention function, you also have to register, in a second table, a function
-# that *makes masks*. Without one, there is no mask, and no error either. What will the model say to the short prompt, "The capital of
-# Italy is", in a batch with a longer one?
+# In Transformers this mistake is easy to make: besides the attention function you have to register, in a second table,
+# a function that *makes masks*. Without one there is no mask, and no error either. What will the model say to the short
+# prompt, "The capital of Italy is", in a batch with a longer one?
 
 # %%
 from transformers import AttentionInterface
@@ -395,9 +395,9 @@ model.set_attn_implementation("ignores_padding")
 alone_and_padded()
 
 # %% [markdown]
-# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any that
-# never stores the N × N scores. Padding is cut out, so that nothing is computed for it; what a backend cannot do is refused,
-# with its reasons. And it keeps a record of what really ran:
+# `models.set_attention(model, backend)` fills both tables. It knows all backends of notebook 1, and `"flash"` for any
+# that never stores the N × N scores. It cuts padding out, so that nothing is computed for it. It refuses what a backend
+# cannot do, with reasons, and records what really ran:
 
 # %%
 models.set_attention(model, "flash")
@@ -405,15 +405,16 @@ alone_and_padded()
 print(models.attention_used(model))
 
 # %% [markdown]
-# The lab's log (`logging.getLogger("labsupport.models")`) says the same, one line for each layer ("Using FlashAttention for layer 3 (sdpa_flash)"), and the environment variable
-# `LABSUPPORT_ATTENTION` makes the choice without touching the program.
+# The lab's log (`logging.getLogger("labsupport.models")`) says the same, one line for each layer ("Using FlashAttention
+# for layer 3 (sdpa_flash)"). The environment variable `LABSUPPORT_ATTENTION` makes the choice without changing the
+# program.
 
 # %% [markdown]
 # ## 2.4 · Reading a long text
 # *Core · 5 minutes*
 #
-# Now the whole model reads the same text, with `eager` and with FlashAttention. In notebook 1, attention *alone* became
-# several times as fast. Guess: how many times as fast is the *whole model*, at the longest length?
+# In notebook 1, attention *alone* became several times as fast. Now the whole model reads a text, with `eager` and with
+# FlashAttention. Guess: how many times as fast is the *whole model*, at the longest length?
 
 # %%
 predicted_gain = None  # your guess, a number, before you run the next cell
@@ -455,21 +456,20 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# At the left end the gain is small; it grows with the length. So does the memory of `eager`: in short texts the logits of a chunk
-# of tokens are the largest thing, then it turns upward, along the line of *one* layer's $S$ and $P$ (one layer at a time is alive
-# in a forward pass). FlashAttention has no such term. And the last column of the table is the control: the losses agree
-# to the last digit shown. Same weights, same function.
+# The gain grows with the length, and so does the memory of `eager`: in short texts the logits of a chunk of tokens are
+# the largest part, then it grows along the line of *one* layer's $S$ and $P$ (a forward pass has only one
+# layer's in memory at a time). FlashAttention has no such term. The table's last column is the control: the losses
+# agree to the last digit shown.
 #
-# How does the gain of the whole model compare with that of attention alone, in notebook 1? It should be smaller. Section 2.9 says why,
-# with numbers.
+# The whole model should gain less than attention alone did in notebook 1; section 2.9 says why.
 
 # %% [markdown]
 # ## 2.5 · Training
 # *Further (optional) · 6 minutes*
 #
-# Training also runs backward, and must keep what the backward pass needs, in all layers at once. Here the textbook keeps its
-# N × N weights $P$ in each layer. The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words
-# does not hide attention). Its weights are random: for time and memory that makes no difference.
+# Training must store what the backward pass needs, for all layers. The textbook stores its N × N weights $P$ in each.
+# The model is a GPT-2 with 4 layers that reads bytes (so that a vocabulary of 50,000 words does not hide attention).
+# Its weights are random, which does not change time or memory.
 
 # %%
 sizes = {"n_layer": 4, "n_head": 8, "n_embd": 512, "vocab_size": 256, "n_positions": 4096}
@@ -481,8 +481,8 @@ except RuntimeError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# GPT-2 drops a tenth of the attention weights at random while it learns, by default. The kernels here do not have that; it is
-# refused rather than left out in silence. Today's models train without it.
+# By default, GPT-2 drops a tenth of the attention weights at random during training. The kernels here cannot do that, so
+# the lab raises an error instead of ignoring it. Today's models train without it.
 
 # %%
 no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -503,8 +503,8 @@ error = (gradients("flash") - reference).norm() / reference.norm()
 print(f"relative difference of all {reference.numel():,} gradients: {error:.0e}")
 
 # %% [markdown]
-# The same gradients, so the same training. Guess before you measure: how many times the memory does one step take with `eager`, at
-# the longest length?
+# The gradients agree, so training does, too. Guess: how many times the memory does one step take with
+# `eager`, at the longest length?
 
 # %%
 predicted_saving = None  # your guess, a number
@@ -523,17 +523,17 @@ checks.compare_prediction("Memory of a step, eager over flash", predicted_saving
 shown(training.assign(backend=training.backend + ", " + training.direction)).drop(columns="NLL")
 
 # %% [markdown]
-# With `eager`, $P$ of *all* layers has to wait for the backward pass: the memory of a step contains one square for each layer.
-# FlashAttention keeps one number a row, and recomputes. At the short end there is hardly anything to gain, since recomputing $S$
-# costs arithmetic, too. Section 2.12 has the same measurement for a larger model and longer texts.
+# With `eager`, $P$ of *all* layers waits for the backward pass: one square for each layer. FlashAttention stores one
+# number a row, and recomputes the rest. For short texts there is hardly any gain, since recomputing $S$ costs
+# arithmetic, too. Section 2.12 has a larger model and longer texts.
 
 # %% [markdown]
 # ## 2.6 · Who may look where: GPT and BERT
 # *Core · 4 minutes*
 #
-# A GPT writes from left to right: a *causal* mask. A BERT reads a whole sentence at once: each token sees all others, in both
-# directions. For $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips
-# the hidden tiles; the textbook computes all of the pairs, and then hides half.
+# A GPT writes from left to right, with a *causal* mask. In a BERT each token sees all others, in both directions. For
+# $N$ tokens the causal mask leaves $N(N+1)/2$ of $N^2$ pairs. An implementation that works tile by tile skips the
+# hidden tiles; the textbook computes all pairs, and then hides half.
 #
 # ![Tiles of a causal mask: those above the diagonal are skipped, those on it need a mask; with fewer queries than keys; and with a window.](../theory/figures/tiles-visited.png)
 #
@@ -558,13 +558,13 @@ for name, guess in ((fused, predicted_flash), ("standard", predicted_textbook)):
 masks.pivot(index="backend", columns="causal", values=["GFLOPs needed", "time, ms"]).round(1)
 
 # %% [markdown]
-# The GFLOPs of a causal call are half. FlashAttention can use that: on a quiet machine its time falls, though not to a half, since the
-# tiles on the diagonal are computed in full, and short rows occupy the cores less well. Did it here? (A ratio near or above 1 in its
-# row is noise, or a kernel that skips little at this length.) The textbook computes everything, and then spends another pass on
+# A causal call needs half of the GFLOPs. On a quiet machine FlashAttention's time falls, but not to a half: the tiles
+# on the diagonal are computed in full, and short rows use the cores less well. (If its ratio is near or above 1, that
+# is noise, or a kernel that skips little at this length.) The textbook computes everything, and spends another pass on
 # hiding.
 #
-# In a model, the direction comes from the layer (`module.is_causal`), as in your function. A BERT with random weights, and a
-# batch with padding, under the textbook and under FlashAttention:
+# In a model, the layer says whether attention is causal (`module.is_causal`). Here is a BERT with random weights on a
+# batch with padding, with both implementations:
 
 # %%
 from transformers import BertConfig, BertModel
@@ -592,8 +592,8 @@ print(
 # ## 2.7 · Generating text: two phases, and a cache
 # *Core · 14 minutes*
 #
-# To write the next token, a model needs the keys and values of all tokens before it. They do not change any more: a causal
-# mask keeps the past from looking ahead. So they are kept, in the *KV cache*, and generation has two phases:
+# To write the next token, a model needs the keys and values of all earlier tokens. These never change, because a causal
+# mask keeps the past from looking ahead. The model stores them in the *KV cache*, and generation has two phases:
 #
 # | phase | queries | keys | |
 # | --- | --- | --- | --- |
@@ -602,8 +602,8 @@ print(
 #
 # ![Prefill: all queries meet all keys, a triangle, and the keys and values go into the cache. Decode: one query meets the whole cache, one row, and adds one key and value.](../theory/figures/prefill-decode.png)
 #
-# In the decode phase there are more keys than queries, and "causal" needs care. PyTorch's `is_causal=True` aligns the mask at the
-# top left. What does a single new query see then?
+# When decoding, there are more keys than queries. PyTorch's `is_causal=True` aligns the mask at the top left. What does
+# a single new query see then?
 
 # %% tags=["nbval-check-output"]
 torch.manual_seed(0)
@@ -615,7 +615,7 @@ print("is that right?", torch.allclose(top_left, right))
 
 
 # %% [markdown]
-# It sees the first token of the text, and nothing else. There is no error; the text just becomes nonsense.
+# It sees only the first token of the text. There is no error; the text just becomes nonsense.
 
 # %% [markdown]
 # ### Exercise 2-3 · Who sees whom, while text is generated
@@ -629,18 +629,19 @@ print("is that right?", torch.allclose(top_left, right))
 # | returns, without `valid` | `(seqlen_q, seqlen_k)`, boolean | `True` where a query may look |
 # | returns, with `valid` | `(batch, 1, seqlen_q, seqlen_k)`, boolean | the 1 stands for the heads |
 #
-# A key is visible if it does not stand later than the query, and is not padding. Nothing else counts, also for a query that is
-# padding itself. With padding on the left such a query sees nothing, and its row stays `False` throughout. SDPA and FlashAttention
-# define its output as 0, and nobody reads it.
+# A key is visible if it does not come after the query, and is not padding. This also holds if the query itself is
+# padding. With
+# padding on the left, such a query sees nothing: its row is all `False`. SDPA and FlashAttention define its output as
+# 0, and nothing reads it.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# At which position of the whole text does query 0 stand, when 3 new tokens follow 8 old ones?
+# When 3 new tokens follow 8 old ones, at which position is query 0?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Query `i` is at position `i + seqlen_k - seqlen_q`. `tril` takes a `diagonal`. Indexing with `None` adds a dimension of
-# size 1: which two does `valid` lack, and where?
+# Query `i` is at position `i + seqlen_k - seqlen_q`. `tril` takes a `diagonal`. Indexing with `None` adds a dimension
+# of size 1: which two does `valid` lack, and where?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -684,8 +685,8 @@ checks.check_visible_decoding(visible, seed=33)
 # %% [markdown]
 # ### What the cache is worth, and what it costs
 #
-# Without a cache each new token is a prefill of the whole text so far. Guess: how many times as long does a step take without it,
-# after a prompt of 256 tokens?
+# Without a cache, each new token is a prefill of the whole text so far. Guess: how many times as long does a step take
+# without it, after a prompt of 256 tokens?
 
 # %%
 predicted_cache = None  # your guess, a number
@@ -717,14 +718,14 @@ print(f"by formula: 2 · layers · kv_heads · head_dim · 4 bytes = {per_token:
 print(f"in the cache: {held / 256:,.0f} bytes a token")
 
 # %% [markdown]
-# The formula has `kv_heads` in it, not `heads`. SmolLM2's nine query heads share three of keys and values, and its cache is a
-# third of what it would be. That is what *grouped-query attention* is for. Long texts need it:
+# The formula contains `kv_heads`, not `heads`. SmolLM2's nine query heads share three key/value heads (*grouped-query
+# attention*), so its cache is a third as large as with nine. Long texts need it:
 #
 # ![Size of the KV cache of Llama-3-8B against the number of tokens, for 32, 8 and 1 heads of keys and values: it outgrows the model, and sharing divides it.](../theory/figures/kv-cache.png)
 #
 # ### Both kinds of attention, one prompt
 #
-# Prefill and decode, timed apart. Guess: how many times as fast is *decoding* with FlashAttention?
+# The next cell times prefill and decode separately. Guess: how many times as fast is *decoding* with FlashAttention?
 
 # %%
 predicted_decode = None  # your guess, a number
@@ -738,21 +739,22 @@ checks.compare_prediction("Decoding, flash over standard", predicted_decode, rat
 print(compared)
 
 # %% [markdown]
-# The prefill gains a little at this length. A decode step gains next to nothing. Its scores are one *row* per head: there is no
-# N × N to avoid. What a step does is read all weights and the whole cache once, and FlashAttention reads them just as the
-# textbook does. By its FLOPs a byte it is *memory-bound*; in fact, at batch 1, the
-# overhead of starting hundreds of small operations takes the larger part of the time on most machines (section 2.12).
+# Prefill gains a little at this length, a decode step almost nothing. Its scores are one *row* per head, so there is no
+# N × N to avoid. With either attention it reads all weights and the whole cache once. By its FLOPs a byte it is
+# *memory-bound*; in fact, at batch 1, starting hundreds of small operations takes most of the time on most machines
+# (section 2.12).
 #
-# The report also compares the logits. The two differ, by rounding, within a bound that is measured rather than assumed:
-# the distance of each from the same model in float64. Where two tokens are almost equally likely, rounding may pick another one,
-# and from there on the texts differ. That is no mistake, as long as the logits are within the bound.
+# The report also compares the logits. They differ by rounding, within a measured bound: the distance of each from the
+# same model in
+# float64. Where two tokens are almost equally likely, rounding may pick another one, and the texts differ from there
+# on. As long as the logits are within the bound, this is not an error.
 
 # %% [markdown]
 # ## 2.8 · One request, or many
 # *Further (optional) · 5 minutes*
 #
-# A decode step reads every weight of the model, for one token. It could multiply them with the tokens of other requests in the
-# same pass. Guess: how many times as many tokens per second does the model write for 16 requests at once?
+# A decode step reads every weight for one token. It could use them for other requests' tokens in the same pass. Guess:
+# how many times as many tokens per second does the model write for 16 requests together?
 
 # %%
 predicted_throughput = None  # your guess, a number
@@ -773,9 +775,10 @@ if not 1 < many < 16:
 serving.round(1)
 
 # %% [markdown]
-# A step for 16 requests takes longer than one for a single request. Is it 16 times as long? It should be far less, since the weights
-# are read once a step, for all requests together. So *throughput* (tokens per second, for all) and *latency* (time per token, for one) pull in different directions, and a benchmark
-# that names one without the batch size says little. FlashAttention has nothing to do with it.
+# A step for 16 requests takes longer than one for a single request, but should take far less than 16 times as long,
+# since all share one reading of the weights. So *throughput* (tokens per second, for all) and *latency* (time per
+# token, for one) pull in different directions, and a benchmark without the batch size says little. FlashAttention plays
+# no part in this.
 #
 # ![Left, prefill and decode under the roof of an H200; right, tokens per second at most against the batch: batching lifts the linear layers, but not attention.](../theory/figures/inference-bounds.png)
 
@@ -783,8 +786,7 @@ serving.round(1)
 # ## 2.9 · What does not get faster, and why
 # *Core · 23 minutes*
 #
-# You have met three cases without much gain: short texts, decode steps, and everything in a model that is not attention. The
-# third one has a law.
+# Three cases gain little: short texts, decode steps, and everything in a model that is not attention. The third follows a law.
 
 # %%
 predicted_half = (
@@ -796,12 +798,12 @@ predicted_half = (
 # ### Exercise 2-4 · How much faster does the whole model get?
 # ●○○ · 20 minutes · 3 points
 #
-# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share` of the
-# time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
+# `amdahl(share, speedup)` returns how many times as fast the whole becomes, when a part that takes the fraction `share`
+# of the time (0 to 1) becomes `speedup` times as fast. (G. Amdahl noticed in 1967 that the other part sets the limit.)
 #
-# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns the fraction
-# of attention in the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens, from 0 to 1. Count a
-# multiplication with its addition as 2 FLOPs, and these terms only:
+# `attention_flop_share(seqlen, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, causal=True)` returns
+# attention's fraction (0 to 1) of the floating-point operations (FLOPs) of one pass of a Llama over `seqlen` tokens.
+# Count a multiplication with its addition as 2 FLOPs, and only these terms:
 #
 # | where | matrix products | how often |
 # | --- | --- | --- |
@@ -812,12 +814,12 @@ predicted_half = (
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Add up *times*, not speed-ups. And which of the table's rows grow with the square of the length?
+# Add up *times*, not speed-ups. Which rows of the table grow with the square of the length?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Before: time 1. After: `1 - share`, and what is left of `share`. A product of a vector with a matrix of $a \times b$ numbers
-# takes $2ab$ FLOPs. Query heads that share a key head still compute their own scores.
+# The time before is 1. The time after is `1 - share`, plus what is left of `share`. A product of a vector with a matrix
+# of $a \times b$ numbers takes $2ab$ FLOPs. Query heads that share a key head still compute their own scores.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -884,9 +886,9 @@ plotting.plot_share(
 
 
 # %% [markdown]
-# Now use the law. It needs two numbers. How much faster does attention *alone* become? That is notebook 1's measurement, with
-# this model's heads. And which share of the *time* does attention take? After section 2.3 this is easy to measure: give the model
-# an attention that does *nothing*, and see what is left.
+# Now use the law. It needs two numbers. The first is the gain of attention *alone*: notebook 1's measurement, with this
+# model's heads. The second is attention's share of the *time*: give the model an attention that does *nothing*, and see
+# how much time is left.
 
 
 # %%
@@ -896,7 +898,7 @@ def nothing(module, query, key, value, attention_mask, **kwargs):
 
 models.register_attention("nothing", nothing)
 attentions = ["standard", "nothing", "flash"]
-whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-1:])
+whole = models.measure_model(model, ids, attentions=attentions, lengths=lengths[-1:])  # about 10 s
 ran = models.attention_used(model)[0].backend  # what "flash" stands for here
 ms = whole.set_index("backend").median_ms
 cases = grid(["standard", ran], lengths[-1:], **smollm2_heads)
@@ -920,21 +922,22 @@ table = pd.DataFrame({f"here, {lengths[-1]:,} tokens": law})
 table.assign(**{"recorded, two quiet CPU cores, 1,024": quiet}).round(2)
 
 # %% [markdown]
-# *Limit* is the gain if attention took no time at all. Three readings:
+# *Limit* is the gain if attention took no time. Note:
 #
-# - The textbook takes a larger share of the time than of the FLOPs. A part of that surplus is arithmetic after all: it computes the
-#   hidden pairs, too, which these FLOPs leave out (with `causal=False` they are 0.21 of all at 1,024 tokens). The rest is the
-#   traffic of $S$ and $P$, the mask, the exponentials.
-# - Prediction and measurement should be near each other, not equal: timed alone, attention finds its inputs in the caches. A share
-#   outside 0 to 1, or a gain far from the prediction, is noise.
+# - The textbook's share of the time is larger than its share of the FLOPs. Part of the surplus is
+#   arithmetic: it also computes the hidden pairs, which these FLOPs leave out (with `causal=False` the share is 0.21 at
+#   1,024 tokens). The rest is the traffic of $S$ and
+#   $P$, the mask, and the exponentials.
+# - Prediction and measurement should be close but not equal: timed alone, attention finds its inputs in the caches. A
+#   share outside 0 to 1, or a gain far from the prediction, is noise.
 # - The share grows with the length. In a short text the MLPs decide, and no attention kernel can help.
 #
 # ## 2.10 · Heads, head dimension, dtype
 # *Further (optional) · 4 minutes*
 #
-# The same width of 512 can be cut into many small heads or few large ones. And what about half precision? Attention alone, 512
-# tokens, causal, in five variants: 16 heads of 32, 8 of 64, 4 of 128, a batch of 4, and bfloat16. Guess: in which of them does
-# FlashAttention gain most over the textbook, and in which least?
+# The next cell measures attention alone, 512 tokens, causal, width 512, in five variants: 16 heads of 32, 8 of 64, 4 of
+# 128, a batch of 4, and bfloat16. Guess: in which of them does FlashAttention gain most over the textbook, and in which
+# least?
 
 # %%
 predicted_most, predicted_least = None, None  # such as "batch 4"
@@ -958,18 +961,20 @@ axes = ["batch", "heads", "head_dim", "dtype", "backend"]
 configured[[*axes, "time, ms", "speedup", "extra memory, MiB"]].round(2)
 
 # %% [markdown]
-# - **Heads.** The products take the same FLOPs however the width is cut. The textbook's memory does not: each head has scores of its
-#   own. FlashAttention's hardly changes.
-# - **Batch.** FLOPs and memory grow in proportion, and FlashAttention's time about so. The textbook's may grow faster: four times the
-#   scores may no longer fit into a cache.
-# - **dtype.** Is the gain smaller in bfloat16, or even a loss? On many CPUs it is: there the textbook calls matrix products that use the processor's bfloat16
-#   instructions, while PyTorch's CPU FlashAttention gains little from them. Memory is still saved (half of the bytes, as each score has half as many). On a GPU half precision is where FlashAttention is at home. Measure on the machine that counts.
+# - **Heads.** The products take the same FLOPs for every cut of the width. The textbook's memory grows with the number
+#   of heads, since each has its own scores; FlashAttention's hardly changes.
+# - **Batch.** FLOPs, memory and roughly FlashAttention's time grow in proportion. The textbook's time may grow faster:
+#   four times the scores may no longer fit into a cache.
+# - **dtype.** On many CPUs the gain is smaller in bfloat16, or even a loss: the textbook's matrix products use the
+#   processor's bfloat16 instructions, from which PyTorch's CPU FlashAttention gains little. It still saves memory (half
+#   of the bytes, as each score has half as many). On GPUs, FlashAttention is made for half precision. Measure on the
+#   machine that you will use.
 #
 # ## 2.11 · A precision policy
 # *Further (optional) · 17 minutes*
 #
-# Half precision halves the weights, and a decode step waits for the weights. But notebook 1 has shown what float16 cannot hold:
-# anything from 65,520 on. Is that a danger in practice? Look at the *residual stream*, the sum that runs through all
+# Half precision halves the weights, and a decode step waits for the weights. But float16 cannot hold numbers from
+# 65,520 on (notebook 1). Does this happen in practice? Look at the *residual stream*, the sum that runs through all
 # layers and to which each adds its part:
 
 # %%
@@ -986,9 +991,10 @@ figure.headline("A few numbers of the stream are far larger than the rest", "Smo
 figure
 
 # %% [markdown]
-# Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, and it stays: more than a third of the
-# way to float16's end. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z. Kolter, Z. Liu: *Massive
-# Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for them, at the price of coarser steps.
+# Somewhere between layers 9 and 12 the largest number jumps to ten thousand times the median, more than a third of
+# float16's limit, and stays there. Such *massive activations* are normal in pretrained Llamas (M. Sun, X. Chen, J. Z.
+# Kolter, Z. Liu: *Massive Activations in Large Language Models*, 2024, arXiv:2402.17762). bfloat16 has the range for
+# them, but coarser steps.
 
 # %%
 from labsupport.precision import FlashAttentionConfig, apply_precision_policy
@@ -1000,8 +1006,7 @@ FlashAttentionConfig()
 # ### Exercise 2-5 · A precision policy for inference
 # ●●○ · 15 minutes · 4 points
 #
-# A `FlashAttentionConfig` names a dtype for each component of a model, and `apply_precision_policy(model, config)` puts the model
-# under it.
+# A `FlashAttentionConfig` names a dtype for each component of a model; `apply_precision_policy(model, config)` applies it.
 #
 # | component | what it is |
 # | --- | --- |
@@ -1012,7 +1017,7 @@ FlashAttentionConfig()
 # | `residual` | the stream that runs through all layers |
 # | `loss`, `optimizer` | training only |
 #
-# Write `my_policy(device_type, capability)`, which returns one for running a pretrained Llama.
+# Write `my_policy(device_type, capability)`, which returns a config for running a pretrained Llama.
 #
 # | `device_type` | `capability` | what it has |
 # | --- | --- | --- |
@@ -1020,16 +1025,16 @@ FlashAttentionConfig()
 # | `"cuda"` | a pair such as `(9, 0)`, at least `(8, 0)` | bfloat16 and float16; FlashAttention's kernels take these two only |
 # | `"cuda"` | before `(8, 0)`, such as `(7, 5)` | float16, but no bfloat16 |
 #
-# What the checks measure, on a small Llama, for eight devices:
+# The checks run a small Llama for eight devices:
 #
-# - **Dtypes.** Each component gets a dtype that the device has. `norm_statistics` stay in float32. (The softmax does so by itself,
-#   inside the kernel.)
-# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at the first token of a text, an MLP
-#   adds one huge number to the residual stream. Two MLPs do that. On devices with bfloat16 each of them adds 100,000. On older GPUs
-#   each adds 40,000: that fits into float16. Does the sum of both?
+# - **Dtypes.** The device has each component's dtype. `norm_statistics` stay in float32. (Kernels compute the softmax
+#   in float32 anyway.)
+# - **Range.** No NaN, and logits within 2% of float32's (in norm), with *massive activations*: at a text's first token,
+#   two MLPs each add one huge number to the residual stream. On devices with bfloat16 it is 100,000. On older GPUs it
+#   is 40,000, which fits into float16. Does the sum of both?
 # - **Memory.** The weights take at most 55% of float32's bytes.
 #
-# What you say about the loss and the optimizer does not matter: there is neither in inference.
+# Inference has neither loss nor optimizer, so those dtypes do not matter.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1037,8 +1042,9 @@ FlashAttentionConfig()
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Begin with `FlashAttentionConfig()`, printed above, and name what has to differ, as in `FlashAttentionConfig(mlp=torch.float16)`.
-# Pairs are compared entry by entry: `(7, 5) < (8, 0)` is `True`. `None` is not comparable with a pair.
+# Begin with `FlashAttentionConfig()`, printed above, and name what has to differ, as in
+# `FlashAttentionConfig(mlp=torch.float16)`. Pairs are compared entry by entry: `(7, 5) < (8, 0)` is `True`. `None`
+# cannot be compared with a pair.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1075,11 +1081,11 @@ checks.check_policy_range(my_policy, seed=52)
 checks.check_policy_memory(my_policy)
 
 # %% [markdown]
-# The picture is from a recorded *training*, where the gradients need range, too:
+# This picture is from a recorded *training* run, where the gradients need range, too:
 #
 # ![Recorded: a small GPT-2 trained under several policies. bfloat16, and float16 with a scaled loss, follow float32 more closely than another seed does; float16 with an unscaled loss does not.](../theory/figures/gpt2-policies.png)
 #
-# And the real model? The same text, once under `FlashAttentionConfig.bfloat16()` and once in float32. Guess: by how much does
+# Now the real model reads the same text under `FlashAttentionConfig.bfloat16()` and in float32. Guess: by how much does
 # the NLL of 2.50 change?
 
 # %%
@@ -1098,22 +1104,22 @@ checks.compare_prediction("Change of the NLL", predicted_change, change, "nats")
 print(f"weights: {weights[0]:.0f} MiB in float32, {weights[1]:.0f} MiB under the policy")
 
 # %% [markdown]
-# Every layer now rounds to three digits, and still the model predicts as well: rounding errors average out. What does *not*
-# average out is an overflow. So the range decides first, and the digits second.
+# Every layer now rounds to three digits, and the model predicts as well as before: rounding errors average out. An
+# overflow does not. So check the range first, and the digits second.
 #
 # ## 2.12 · Recorded: longer texts, and a data-centre GPU
 # *Further (optional) · 3 minutes*
 #
-# What follows was recorded with commands of this lab; `provenance` has the command, device and date of each. (The chart at the top of this
-# notebook is `smollm2-cpu`.) Guess: writing on an H200, one request at a time, how many times as many tokens per second does one CUDA
-# graph for the whole step bring over an ordinary loop?
+# These results were recorded with the lab's commands; `provenance` has the command, device and date of each. (The chart
+# at the top of this notebook is `smollm2-cpu`.) Guess: writing for one request on an H200, how many times as many
+# tokens per second does one CUDA graph for the whole step bring over an ordinary loop?
 
 # %%
 predicted_graph = None  # your guess, a number
 
 # %% [markdown]
-# A Llama of 110 million parameters in bfloat16, random weights (for the time they do not matter), one
-# request. *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
+# A Llama of 110 million parameters in bfloat16 serves one request (its weights are random, which does not change the
+# time). *Bound* is the rate at which the memory could deliver weights and cache, by its measured bandwidth.
 
 # %% tags=["nbval-check-output"]
 from labsupport.profiling import load_run
@@ -1129,61 +1135,62 @@ checks.compare_prediction("Graph over loop", predicted_graph, times, "times")
 print(decode.round({"ms a step": 2, "tokens/s": 0, "bound, tokens/s": 0}).to_string())
 
 # %% [markdown]
-# All loops compute the same. What separates 160 from 2,600 tokens a second is everything *around* the arithmetic: an ordinary loop
-# launches several hundred kernels for each token, from Python, one after the other. `graphed`
-# (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. Even so, it is seven times
-# slower than the memory would allow.
+# All loops compute the same. The difference between 160 and 2,600 tokens a second is everything *around* the
+# arithmetic: an ordinary loop launches several hundred kernels for each token from Python, one after the other.
+# `graphed` (`labsupport/models/generation/cuda_graph.py`) compiles the step and records it as one CUDA graph. It is
+# still seven times slower than the memory would allow.
 #
-# Finally, training GPT-2 medium there, 8,192 tokens a step, in sequences of growing length:
+# Finally, training GPT-2 medium on this GPU, 8,192 tokens a step, in sequences of growing length:
 
 # %%
 steps = load_run("h200-training").rename(columns={"name": "backend"}).drop(columns="batch")
 steps["direction"] = "forward+backward"
 plotting.plot_memory(
     steps,
-    title="With eager, 8,192 tokens do not fit; with FlashAttention the length is free",
+    title="With eager, 8,192 tokens do not fit; FlashAttention's memory stays the same",
     references=[plotting.Reference("memory of the GPU", 139.8 * 1024)],
 )
 
 
 # %% [markdown]
-# 8,192 tokens in one sequence or in eight: for FlashAttention's memory it is the same. (What remains is the model, its
-# gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is full: the
-# cross. `flash_triton` is this lab's own kernel; notebook 4 opens it.
+# FlashAttention needs the same memory for 8,192 tokens in one sequence or in eight. (What remains is the model, its
+# gradients, the optimizer's step, and the logits.) With `eager` the memory grows with the length, until the card is
+# full: the cross. `flash_triton` is this lab's kernel; notebook 4 explains it.
 
 # %% [markdown]
 # ## 2.13 · A cache of your own
 #
 # *Core · 40 minutes*
 #
-# Until now Transformers kept the cache. Now you write one, and then do what serving programs do with it: attend in parts, store
-# it in pages, and squeeze the keys into 8 bits.
+# So far, Transformers managed the cache. Now you write one, and do what serving programs do with it: attend in parts,
+# store it in pages, and compress the keys to 8 bits.
 #
 # ### Exercise 2-6 · A cache, in parts, in pages, in 8 bits
 # ●●● · 35 minutes · 5 points
 #
 # #### Step 1 · Append · 12 minutes, 2 points
 #
-# A layer's keys and values lie in two buffers, `self.k` and `self.v`, of shape `(batch, kv_heads, room, head_dim)`. The
-# first `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`, and returns
-# all keys and all values so far, `(batch, kv_heads, length, head_dim)`. Where the room does not suffice, make two new buffers and copy what
-# is there: twice the room, or as much as the new tokens need, if that is more. The checks call your class through the function `replay`
-# below it; don't change that function.
+# Two buffers, `self.k` and `self.v`, `(batch, kv_heads, room, head_dim)`, hold a layer's keys and values. The first
+# `self.length` of the `room` tokens are filled. `append(k, v)` takes new tokens, `(batch, kv_heads, new, head_dim)`,
+# and returns all keys and values so far, `(batch, kv_heads, length, head_dim)`. If the room is too small, make two new
+# buffers and copy the old tokens: twice the room, or as much as the new tokens need, if that is more. Don't change the
+# function `replay`, through which the checks call your class.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Where in the buffer does the first of the new tokens belong? It is not 0, except for the first call.
+# Where in the buffer does the first new token belong? It is 0 only for the first call.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# The new tokens go to `self.k[:, :, self.length : end]`, with `end = self.length + k.shape[2]`. If `end` is larger than the room,
-# enlarge both buffers first. `F.pad(x, (0, 0, 0, more))` adds `more` rows of zeros at the end of the second last dimension.
+# The new tokens go to `self.k[:, :, self.length : end]`, with `end = self.length + k.shape[2]`. If `end` is larger than
+# the room, enlarge both buffers first. `F.pad(x, (0, 0, 0, more))` adds `more` rows of zeros at the end of the second
+# last dimension.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
 # 1. First call: start with empty buffers, `k[:, :, :0]` and `v[:, :, :0]`.
 # 2. Compute `end`, and compare it with the room, `self.k.shape[2]`. Enlarge to `max(end, 2 * room)`.
-# 3. Write `k` and `v` behind the old tokens, and set `self.length = end`.
+# 3. Write `k` and `v` after the old tokens, and set `self.length = end`.
 # 4. Return the filled part of both, as slices: they copy nothing.
 # </details>
 # </details>
@@ -1233,7 +1240,7 @@ checks.check_cache_growth(replay, seed=32)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now it serves a real model: each of SmolLM2's 30 layers gets one of your caches. Is the text the same as with Transformers' own?
+# Each of SmolLM2's 30 layers now gets one of your caches. Is the text the same as with Transformers' cache?
 
 # %%
 models.set_attention(model, "flash")
@@ -1248,9 +1255,9 @@ print("the same text as with Transformers' cache:", texts[0] == texts[1])
 # %% [markdown]
 # #### Step 2 · Decode in parts · 15 minutes, 1 point
 #
-# A kernel starts one *program* for each block of queries of each head, and each of a GPU's
-# multiprocessors computes one or two programs at a time. An H200 has 132 of them. A decode step of one request has one query and, say, 32
-# heads: 32 programs. **Predict first**: the lab's forward kernel works like that. Which share of the memory's bandwidth does it
+# A kernel starts one *program* for each block of queries of each head. Each multiprocessor of a GPU computes one or two
+# programs at a time, and an H200 has 132 of them. A decode step of one request has one query and, say, 32 heads: 32
+# programs. The lab's forward kernel works like that. **Predict first**: which share of the memory's bandwidth does it
 # reach with 32 heads and 32,768 keys?
 
 # %%
@@ -1272,10 +1279,10 @@ chart.axes[0].set_xlabel("keys")
 chart
 
 # %% [markdown]
-# *Keys in parts* is the lab's decode kernel. It splits the keys: each program attends to one part of them, and a second, small kernel
-# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32 of 132, probably
-# because a program alone on its multiprocessor has too few loads on their way. (1.03 is no error: the unit is the bandwidth of a plain
-# copy, and reading alone can be a little faster.)
+# *Keys in parts* is the lab's decode kernel: each program attends to one part of the keys, and a second, small kernel
+# merges the parts. Now there are enough programs to keep the memory busy. Without parts the share is even less than 32
+# of 132, probably because a program alone on its multiprocessor has too few loads in flight. (1.03 is no error: the
+# unit is the bandwidth of a plain copy, and reading alone can be a little faster.)
 #
 # The merge is exact. With the log-sum-exp $L_p = \log \sum_{j \in p} e^{s_j}$ of each part $p$, and its output $o_p$:
 #
@@ -1292,25 +1299,26 @@ print("softmax of all three:", [f"{x:.3f}" for x in torch.cat(parts).softmax(0).
 
 
 # %% [markdown]
-# The second part's weight is the probability of its only key, and the first part's that of its two keys together.
+# The second part's weight is the probability of its only key; the first part's is that of its two keys together.
 #
-# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are `(heads, seqlen_k, head_dim)`, and the
-# result is like `q`. Attend to each of `num_splits` parts of the keys alone, and merge. `num_splits` need not divide `seqlen_k`, and may
-# be larger.
+# Write `split_decode(q, k, v, num_splits)`: `q` is `(heads, 1, head_dim)`, `k` and `v` are
+# `(heads, seqlen_k, head_dim)`; the result has the shape of `q`. Attend to each of `num_splits` parts of the keys
+# separately, and merge. `num_splits` need not divide `seqlen_k`, and may be larger.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# What of each part do you have to keep? Two things: its output, and one number for each head.
+# Store two things for each part: its output, and one number for each head.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; some may be empty, and those are left out. The weights $w_p$ are
-# a softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
+# `k.tensor_split(num_splits, 1)` cuts into parts of nearly equal size; skip the empty ones. The weights $w_p$ are a
+# softmax over the parts' log-sum-exps: `torch.softmax` subtracts the maximum for you.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# For each part: `scores` = q Kᵀ / √head_dim, `lse` = its `logsumexp` (with `keepdim=True`), output = `exp(scores - lse)` V. Stack outputs and
-# log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps along it, multiply, and add up.
+# For each part: `scores` = q Kᵀ / √head_dim, `lse` = its `logsumexp` (with `keepdim=True`), output =
+# `exp(scores - lse)` V. Stack outputs and log-sum-exps along a new first dimension, take `softmax` of the log-sum-exps
+# along it, multiply, and add up.
 # </details>
 # </details>
 # </details>
@@ -1340,35 +1348,35 @@ checks.check_split_decode(split_decode, seed=33)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Notebook 3 needs the same merge: there the parts lie on several devices.
+# Notebook 3 uses the same merge for parts on several devices.
 #
 # #### Step 3 · Pages, and 8 bits · 8 minutes, 2 points
 #
-# A server does not know how long an answer becomes. Buffers for the longest case would waste most of the
-# memory, so it cuts memory into *pages* of 16 tokens, and each text has a table that lists its pages:
+# A server does not know how long an answer becomes, and buffers for the longest case would waste most of the memory. So
+# it cuts memory into *pages* of 16 tokens, and each text has a table of its pages:
 #
 # ![A pool of eight pages. Text A lies in pages 5, 0 and 7, text B in pages 2 and 6, each in the order of its table; three pages are free.](../theory/figures/kv-pages.png)
 #
 # Write:
 #
-# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one text, its first page first;
-#   return its first `length` tokens, `(length, kv_heads, head_dim)`.
-# - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head a `scale`,
-#   `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
+# - `gather_pages(pool, table, length)`: `pool` is `(pages, 16, kv_heads, head_dim)`, `table` lists the pages of one
+#   text in order; return its first `length` tokens, `(length, kv_heads, head_dim)`.
+# - `quantise_keys(k)`: `k` is `(heads, seqlen, head_dim)`. Return `codes` in int8, from -127 to 127, and for each head
+#   a `scale`, `(heads, 1, 1)`, so that `codes * scale` is about `k`. The head's largest absolute value becomes 127.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# A tensor of indices between brackets picks rows, in any order. Over which dimensions does a head have its largest value?
+# A tensor of indices between brackets picks rows, in any order. Over which dimensions do you take a head's largest value?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several dimensions, and
-# `keepdim=True`.
+# `pool[table]` is `(len(table), 16, kv_heads, head_dim)`: merge the first two dimensions. `amax` takes several
+# dimensions, and `keepdim=True`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` = `(k / scale)`,
-# rounded, then `.to(torch.int8)`.
+# `pool[table].flatten(0, 1)`, then the first `length` rows. `scale` = the largest absolute value / 127; `codes` =
+# `(k / scale)`, rounded, then `.to(torch.int8)`.
 # </details>
 # </details>
 # </details>
@@ -1403,8 +1411,8 @@ checks.check_quantise_keys(quantise_keys, seed=35)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# What does it cost in accuracy? The keys of one layer of SmolLM2, those that section 2.7 kept, in 8 bits and, for comparison, in
-# bfloat16. **Predict first**: whose keys have the smaller error?
+# What does that cost in accuracy? Compare the keys of one layer of SmolLM2 (from section 2.7) in 8 bits and in
+# bfloat16. **Predict first**: which error is smaller?
 
 # %%
 predicted_smaller = None  # your guess, "int8" or "bfloat16"
@@ -1423,21 +1431,24 @@ for name, rounded in {"int8": codes * scale, "bfloat16": keys.bfloat16().float()
     print(f"{name:9} keys {error:.2%} off, output {(out - exact).norm() / exact.norm():.2%} off")
 
 # %% [markdown]
-# bfloat16 has 8 significant bits at every size. int8 has 7 and a sign for the largest number of the head, and fewer for smaller ones. One
-# outlier in a head costs all its other keys. That is why serving programs take a scale for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation) goes on from here.
+# bfloat16 has 8 significant bits at every size. int8 has 7 and a sign for the head's largest number, and fewer for
+# smaller ones, so one outlier makes all other keys of its head less precise. That is why serving programs use a scale
+# for each channel or for small blocks. [Chapter 9](../theory/09-inference.md#paging-continuous-batching-speculation)
+# continues from here.
 
 # %% [markdown]
 # ## 2.14 · Masks and scores of your own: FlexAttention
 # *Further (optional) · 30 minutes*
 #
-# A sliding window, documents side by side in one sequence, scores with a limit: each needed a new kernel once. PyTorch's *FlexAttention* takes
-# them as small functions of positions, and compiles these into a fused kernel. There are two kinds of functions, *mods*:
+# Sliding windows, several documents in one sequence, scores with a limit: each once needed a new kernel. PyTorch's
+# *FlexAttention* takes them as small functions of positions, *mods*, and compiles these into a fused kernel. There are
+# two kinds:
 #
 # - `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` may see key `kv_idx`, in text `b` of the batch and head `h`;
-# - `score_mod(score, b, h, q_idx, kv_idx)` returns what stands in the place of the score.
+# - `score_mod(score, b, h, q_idx, kv_idx)` returns the score to use instead.
 #
-# Both are called once, with tensors of *all* positions. So there is no `if`, no `and`, no `min`: write `&`, `|`, comparisons and
-# arithmetic on tensors. An example: each query sees itself and every third key before it.
+# Each is called once, with tensors of *all* positions, so `if`, `and` and `min` do not work: write `&`, `|`,
+# comparisons and arithmetic on tensors. For example, each query sees itself and every third key before it:
 
 # %%
 import warnings
@@ -1462,24 +1473,24 @@ plotting.plot_weights({"every third": create_mask(every_third, None, None, 12, 1
 #
 # #### Step 1 · Three masks · 10 minutes
 #
-# There are as many queries as keys. Extra arguments come first, before the four indices: `partial(window_mask, 4)` makes a mod of it.
+# There are as many queries as keys. Extra arguments come first: `partial(window_mask, 4)` makes a mod of it.
 #
 # | function | `True` where query `q_idx` may see key `kv_idx` |
 # | --- | --- |
-# | `causal_mask(b, h, q_idx, kv_idx)` | the key is the query's own or stands before it |
-# | `window_mask(window, b, h, q_idx, kv_idx)` | the same, and it stands at most `window` places before it |
+# | `causal_mask(b, h, q_idx, kv_idx)` | the key is the query's own or comes before it |
+# | `window_mask(window, b, h, q_idx, kv_idx)` | the same, and it is at most `window` places before the query |
 # | `document_mask(ids, b, h, q_idx, kv_idx)` | causal, and both belong to the same document. `ids`, `(batch, seqlen)`, has the number of each token's document |
 #
 # The indices are integer tensors that can be broadcast to `(batch, heads, seqlen, seqlen)`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Each sentence of the table is one comparison, or two with "and" between them.
+# Each row of the table is one comparison, or two with "and" between them.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `&` binds more strongly than `<=`: put each comparison into parentheses. Indices may themselves be looked up in a tensor, one index for each of
-# its dimensions.
+# `&` binds more strongly than `<=`: put each comparison into parentheses. You can look an index up in a tensor, with
+# one index for each of its dimensions.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1540,7 +1551,7 @@ checks.check_document_mask(document_mask, seed=72)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.tanh` works on tensors. A tensor of slopes is indexed by the number of the head, and `abs()` is a method.
+# `torch.tanh` works on tensors. Index the slopes by the number of the head; `abs()` is a method.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1579,8 +1590,8 @@ checks.check_alibi(alibi, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now let them work: `flex_attention` with your mods, against the options of the lab's `attention` that do the same, and against the formula for the
-# cap, which `attention` does not have. (SDPA's layout on one side, flash-attn's on the other.)
+# Now compare `flex_attention` with your mods against the same options of the lab's `attention`, and the cap against its
+# formula, since `attention` has no cap. (One side takes SDPA's layout, the other flash-attn's.)
 
 # %%
 from labsupport.attention import attention, attention_varlen
@@ -1644,14 +1655,15 @@ plotting.plot_weights(
 # %% [markdown]
 # #### Step 3 · Which tiles can be skipped? · 10 minutes
 #
-# A mask alone saves nothing: asking a function for each pair costs as much as the pair. `create_block_mask` asks beforehand, once, and notes for each *tile*
-# whether nothing, a part or all of it is visible. The kernel then skips, masks, or computes without asking. Write this count.
+# A mask alone saves nothing: evaluating it for each pair costs as much as the pair. `create_block_mask` evaluates it
+# once, beforehand, and notes for each *tile* whether nothing, a part or all of it is visible. The kernel then skips the
+# tile, masks it, or computes it without the mask. Write this count.
 #
 # | `tile_counts(mask, block_q, block_k)` | |
 # | --- | --- |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean |
-# | `block_q`, `block_k` | rows and columns of a tile; the last tiles may reach beyond the mask; what lies beyond counts as hidden |
-# | returns | three integers: tiles that are skipped, that need the mask, and that are visible throughout |
+# | `block_q`, `block_k` | rows and columns of a tile; the last tiles may reach beyond the mask; pairs beyond it count as hidden |
+# | returns | three integers: skipped tiles, tiles that need the mask, and fully visible tiles |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1659,8 +1671,8 @@ plotting.plot_weights(
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split` along one dimension and then along the other cuts a matrix into tiles. Those at the ends come out smaller; compare their sum
-# with the size of a whole tile.
+# `split` along one dimension and then along the other cuts a matrix into tiles. Tiles at the ends may be smaller;
+# compare their sum with the size of a whole tile.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1707,9 +1719,9 @@ plotting.plot_block_mask(tiles)
 # %% [markdown]
 # ### When is it compiled again?
 #
-# What you ran here was not the fused kernel: called without `torch.compile`, `flex_attention` computes all scores, as the textbook does. That is for
-# trying mods out. `torch.compile(flex_attention)` makes the kernel, which takes seconds. A compiled function is valid for what it was
-# compiled for, so how often does that happen? Guess for each line of the next cell. Instead of a compiler, a function that counts its calls is plugged in:
+# So far you ran no fused kernel: without `torch.compile`, `flex_attention` computes all scores, as the textbook does,
+# which is enough to try mods out. `torch.compile(flex_attention)` makes the kernel, in seconds. When does it compile
+# again? Guess for each line of the next cell, where a function that counts its calls replaces the compiler:
 
 # %%
 predicted_compilations = None  # five numbers of 0 or 1, such as (1, 0, 0, 0, 0)
@@ -1739,17 +1751,18 @@ for name, back, rows in (
     print(f"{name}: {len(compilations) - before}")
 
 # %% [markdown]
-# The code of a mod, and the Python numbers that it captures, are compiled in: another number, another compilation. (After the second one, PyTorch
-# takes an integer for a variable; a captured `float` it refused with an error in version 2.13.) A captured *tensor* is an input: it may change as it likes. Other
-# shapes, dtypes and devices compile again, too. So make a mod once, capture tensors, and keep a block mask for as long as the mask stays: it is
-# made anew for each batch of documents only. On a CPU FlexAttention has no backward pass. Further:
-# [chapter 10](../theory/10-field-guide.md#choose), for when `flex` is the backend to take, and [Dong 2024](../theory/references.md).
+# A mod's code, and the Python numbers that it captures, are compiled in: another number needs another compilation.
+# (After the second one, PyTorch treats an integer as a variable; a captured `float` was refused with an error in
+# version 2.13.) A captured *tensor* is an input, so its values may change. Other shapes, dtypes and devices compile
+# again, too. So make a mod once, capture tensors, and keep a block mask as long as the mask is the same: with
+# documents, make one for each batch. On a CPU FlexAttention has no backward pass. Further reading: [chapter
+# 10](../theory/10-field-guide.md#choose), on when to choose `flex`, and [Dong 2024](../theory/references.md).
 
 # %% [markdown]
 # ## 2.15 · Find the fault
 # *Further (optional) · 15 minutes*
 #
-# The following model has ten layers, runs in float16, and computes its attention with a function of its own. Its logits are NaN.
+# This model with ten layers runs in float16 and has its own attention function. Its logits are NaN.
 
 # %%
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -1775,7 +1788,7 @@ sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hi
 sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 ten_layers = LlamaForCausalLM(LlamaConfig(**sizes)).half().to(device).eval()
 sharpness = 900 * torch.rand(10, generator=torch.Generator().manual_seed(3009)) ** 2
-with torch.no_grad():  # as training may do it: some layers attend more sharply than others
+with torch.no_grad():  # some layers attend more sharply, as after training
     for layer, factor in zip(ten_layers.model.layers, sharpness, strict=True):
         layer.self_attn.q_proj.weight *= factor
         layer.self_attn.k_proj.weight *= factor
@@ -1794,19 +1807,19 @@ with torch.inference_mode(), PrecisionTracker(ten_layers) as tracker:
     ten_layers(words)
 print(tracker.report())
 frame = tracker.to_dataframe()  # a row for each call of a module: name, dtypes, largest, nan, ...
-plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, NaN")
+plotting.plot_dtype_flow(frame, title="float16 throughout, and NaN from one module on")
 
 
 # %% [markdown]
 # ### Exercise 2-8 · NaN in one of ten layers
 # ●●○ · 12 minutes · 0 points (optional)
 #
-# Write two functions. Cells of your own are welcome: `frame` has the ranges of all modules, and `heard[i]` is q, k, v of layer `i`.
+# Write two functions. You can add cells: `frame` has the ranges of all modules, and `heard[i]` is q, k, v of layer `i`.
 #
 # | function | returns |
 # | --- | --- |
 # | `cause()` | the layer in which the first NaN appears, counted from 0, and the letter of the cause, such as `(0, "A")` |
-# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line. (A cast of q and k to float32 on the way is allowed) |
+# | `repaired(q, k, v)` | what `plain_attention` should return, in float16: copy it, and change one line. (You may cast q and k to float32 on the way.) |
 #
 # | | possible causes |
 # | --- | --- |
@@ -1823,8 +1836,8 @@ plotting.plot_dtype_flow(frame, title="float16 throughout; from one module on, N
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Take that layer's q and k out of `heard`, and compute `plain_attention` line by line, in float16 and in float32. What is the largest magnitude
-# after each step, and where does float16 end?
+# Take that layer's q and k from `heard`, and compute `plain_attention` line by line, in float16 and in float32. What is
+# the largest magnitude after each step, and where does float16 end?
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1883,20 +1896,21 @@ with torch.inference_mode():
     print("NaN in the logits:", ten_layers(words).logits.isnan().any().item())
 
 # %% [markdown]
-# No NaN; but the largest score, 33,803, is where float16 has steps of 32, so that near keys tie. FlashAttention's kernels keep the tile of scores in float32,
-# and meet neither. A textbook in float16 meets both, as soon as one layer attends sharply. More ways to NaN, by likelihood: [the field
-# guide](../theory/10-field-guide.md#nan).
+# The NaN is gone. But at the largest score, 33,803, float16 has steps of 32, so scores close to each other become
+# equal. A textbook in float16 meets both problems, as soon as one layer attends sharply; FlashAttention's kernels store
+# the tile of scores in float32, and meet neither. The [field guide](../theory/10-field-guide.md#nan) lists more causes
+# of NaN, by likelihood.
 
 # %% [markdown]
 # ## 2.16 · Training in low precision
 # *Further (optional) · 35 minutes*
 #
-# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may simply not learn, without any error. Here is one that
-# does not: one layer of attention, which begins to learn 33 letters. It is small enough for the CPU, on every machine.
+# The policy of section 2.11 was for inference. A model that is *trained* in 16 bits may fail to learn, without any error.
+# Here is an example: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
 
 # %%
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
-SHARE = 32 / (15_360 * 4_096)  # our 32 of the tokens of one step
+SHARE = 32 / (15_360 * 4_096)  # our 32 tokens' share of one step
 
 
 class OneLayer(torch.nn.Module):
@@ -1924,10 +1938,10 @@ def one_layer(dtype):
 
 
 # %% [markdown]
-# `SHARE` is there because large models take large steps. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens in each
-# ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each part of the step
-# contributes its own loss times its share. We compute one such part only. Adam doesn't mind: it divides each gradient by the usual size of
-# that gradient. What does the tracker say?
+# `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a
+# step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each
+# part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it
+# divides each gradient by that gradient's usual size. What does the tracker say?
 
 # %%
 frames, trackers = {}, {}
@@ -1939,7 +1953,7 @@ for dtype in (torch.float32, torch.float16):
 print(trackers[torch.float16].report())
 
 # %% [markdown]
-# And the same gradients in float32, against the range of float16 (dotted):
+# The same gradients in float32, against the range of float16 (dotted):
 
 # %%
 trackers[torch.float32].plot()
@@ -1956,12 +1970,12 @@ trackers[torch.float32].plot()
 # | --- | --- |
 # | `pass` | "forward", or "backward" for the gradient of a call's output |
 # | `largest`, `smallest` | magnitudes |
-# | `zero`, `bottom`, `entries` | numbers of entries: that are 0; that have 1 to 3 bits left in float16; of all |
+# | `zero`, `bottom`, `entries` | numbers of entries: those that are 0; those with 1 to 3 bits left in float16; all |
 #
 # | function | returns |
 # | --- | --- |
-# | `lost_share(frame)` | the share of all entries of all gradients that are 0, a number from 0 to 1 |
-# | `largest_scale(frame)` | the largest power of 2 by which all gradients may be multiplied, so that none of them exceeds 65,504 |
+# | `lost_share(frame)` | the share of the entries of all gradients that are 0, from 0 to 1 |
+# | `largest_scale(frame)` | the largest power of 2 by which you may multiply all gradients, so that none exceeds 65,504 |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -1969,8 +1983,8 @@ trackers[torch.float32].plot()
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a quotient of two sums.
-# A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
+# `frame[condition]` selects rows, and `frame["name"]` is a column, with the methods `sum()` and `max()`. The share is a
+# quotient of two sums. A power of 2 has an integer as its logarithm, and `math.floor` rounds down.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2016,7 +2030,7 @@ checks.check_largest_scale(largest_scale, seed=92)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now your functions on the two frames. The scale is asked of the float32 run: in float16 there is nothing left to measure.
+# Now run your functions on the two frames. The scale comes from the float32 run, since float16 has nothing left to measure.
 
 # %%
 from labsupport.checks import loss_scaling
@@ -2036,26 +2050,27 @@ print(f"a loss may be multiplied by up to 2^{math.log2(start):.0f}")
 # %% [markdown]
 # #### Step 2 · A scale that adapts · 10 minutes
 #
-# Multiply the loss by a *scale*, and all gradients are multiplied by it, as the chain rule says. Small ones are no longer lost. Divide them
-# in float32, and Adam sees what it would have seen. The best scale is as large as possible, and it changes during training: gradients grow
-# and shrink, and those of weights, which the tracker does not record, are sums over all tokens. So one tries:
+# Multiply the loss by a *scale*, and the chain rule multiplies all gradients by it, so that small ones are no longer
+# lost. Divide them in float32, and Adam gets gradients of the original size. The best scale is as large as possible,
+# and it changes during training: gradients grow and shrink, and those of weights, which the tracker does not record,
+# are sums over all tokens. So find it by trying:
 #
 # - A gradient is infinite or NaN: the scale was too large. **Skip** this step, **halve** the scale.
 # - `interval` good steps in a row: **double** it.
 #
 # | function | returns |
 # | --- | --- |
-# | `unscale(gradients, scale)` | two values: a list of the gradients in float32, divided by `scale`; and `True` if all entries of all gradients are finite, otherwise `False`. `gradients` is a list of tensors in float16, bfloat16 or float32, of any shapes |
+# | `unscale(gradients, scale)` | two values: a list of the gradients in float32, divided by `scale`; and `True` if all their entries are finite, otherwise `False`. `gradients` is a list of tensors in float16, bfloat16 or float32, of any shapes |
 # | `next_scale(scale, good_steps, finite, interval)` | two values: the next step's scale and `good_steps`. `good_steps` counts the good steps since the scale last changed, without this one; `finite` says if this one is good |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# float16 divided by a Python number is float16. And a step that completes the interval is itself a good one.
+# float16 divided by a Python number is float16. The step that completes the interval is itself a good one.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth values.
-# `next_scale` has three cases; in two of them the count begins with 0 again.
+# `isfinite()` is a method of tensors, and neither infinity nor NaN is finite. Python's `all` takes a list of truth
+# values. `next_scale` has three cases; in two of them the count restarts at 0.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2104,24 +2119,26 @@ checks.check_next_scale(next_scale, seed=94)
 # %% [markdown]
 # #### Step 3 · Master weights · 10 minutes
 #
-# A gradient that arrives is not yet a weight that changes. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add 0.001 to a weight of 1, and
-# it is 1 again, in every step. So the optimizer changes *master weights* in float32, and the model gets a rounded copy of them.
+# Even a gradient that is not lost may not change its weight. Numbers of bfloat16 between 1 and 2 are 1/128 apart: add
+# 0.001 to a weight of 1, and the result is 1, in every step. So the optimizer changes *master weights* in float32, and
+# the model gets a rounded copy of them.
 #
 # | `master_step(weights, masters, gradients, optimizer)` | one step; changes tensors in place and returns nothing |
 # | --- | --- |
 # | `weights` | list of the model's parameters, in float16 or bfloat16 |
-# | `masters` | list of tensors in float32, one for each weight, of its shape; the optimizer's parameters |
-# | `gradients` | list of tensors in float32, what `unscale` returned |
+# | `masters` | the optimizer's parameters: a list of tensors in float32, one of the same shape for each weight |
+# | `gradients` | list of tensors in float32, as returned by `unscale` |
 # | `optimizer` | a PyTorch optimizer of the masters: `step()` reads each master's `.grad` and changes the master |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Three lists of the same length, and three things to do. Nothing goes from the weights to the masters: what was rounded away has to stay.
+# There are three lists of the same length, and three things to do. Never copy from the weights to the masters: the
+# masters must keep what rounding removes.
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter that requires gradients
-# PyTorch allows this only inside `with torch.no_grad():`.
+# `zip` goes through lists in parallel. `a.copy_(b)` writes b's numbers into a, rounded to a's dtype. For a parameter
+# that requires gradients, PyTorch allows this only inside `with torch.no_grad():`.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -2153,8 +2170,8 @@ checks.check_master_step(master_step, seed=95)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your three functions train now. Each run has the same weights and letters; without masters, what was rounded away is forgotten after each step.
-# Guess: which of the two does *bfloat16* need, "scaling" or "masters"?
+# Now train with your three functions. Each run has the same weights and letters. Without masters, each step loses what
+# rounding removes. Guess: which of the two does *bfloat16* need, "scaling" or "masters"?
 
 # %%
 predicted_need = None  # "scaling", "masters", "both" or "neither"
@@ -2191,7 +2208,7 @@ def train(dtype, scaled=False, masters=True, steps=100):
 
 # %%
 threads = torch.get_num_threads()
-torch.set_num_threads(1)  # tensors this small are faster so
+torch.set_num_threads(1)  # faster for tensors this small
 F16, BF16 = torch.float16, torch.bfloat16
 runs = {
     "float32": train(torch.float32),
@@ -2220,10 +2237,10 @@ for (name, run), colour in zip(runs.items(), (BLUE, PINK, PINK, ORANGE, ORANGE),
     axes.plot(run.loss, color=colour, linestyle=look, linewidth=4 - 2 * repaired_run, label=name)
 axes.set(xlabel="step", ylabel="loss (nats a letter)")
 axes.legend(frameon=False, fontsize=9, loc="lower left")
-near = [name for name in runs if "masters" in name and abs(off[name]) < 0.01]
+near = sum("masters" in name and abs(off[name]) < 0.01 for name in runs)
 figure.say(
-    f"{len(near)} of the 2 repaired runs end within 1% of float32; "
-    f"plain float16 ends {off['float16']:.0%} above it, plain bfloat16 {off['bfloat16']:.0%}",
+    f"{'Both' if near == 2 else f'{near} of 2'} repaired runs ended within 1% of float32; "
+    f"plain float16 ended {off['float16']:.0%} above it, plain bfloat16 {off['bfloat16']:.0%}",
     "CPU, one layer, 32 letters, Adam with 5e-4",
 )
 figure
@@ -2233,14 +2250,15 @@ needs = "masters" if off["bfloat16"] > 0.05 and abs(off["bfloat16, masters"]) < 
 print(f"bfloat16 needs: you predicted {predicted_need}, it is {needs}.")
 
 # %% [markdown]
-# - **float16** has the digits, but not the range. Unscaled, every gradient is 0, and the weights stay where they are. With a scale it follows
-#   float32, except for the steps that were skipped.
-# - **bfloat16** has float32's range: it needs no scaling. But a step of 0.0005 is below half of the distance between its numbers from 0.25
-#   on, so that updates of larger weights are lost.
-# - Both have their price: the masters cost 4 bytes a parameter, a skipped step costs a batch.
+# - **float16** has the digits, but not the range. Without scaling, every gradient is 0, and the weights do not change.
+#   With a scale it follows float32, except for the skipped steps.
+# - **bfloat16** has float32's range, so it needs no scaling. But for weights from 0.25 on, a step of 0.0005 is less
+#   than half of the distance between its numbers, so those updates are lost.
+# - The masters cost 4 bytes a parameter, a skipped step costs a batch.
 #
-# In the lab's library, `apply_precision_policy` puts `MixedPrecisionLayerNorm` (statistics in float32) in the place of the norm, `compute_loss` casts the
-# logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is your `next_scale` with an interval of 2,000:
+# In the lab's library, `apply_precision_policy` replaces the norm by `MixedPrecisionLayerNorm` (statistics in float32),
+# `compute_loss` casts the logits, and `MixedPrecisionOptimizer` has the masters and PyTorch's `GradScaler`, which is
+# your `next_scale` with an interval of 2,000:
 
 # %%
 from labsupport.precision import MixedPrecisionOptimizer, compute_loss
@@ -2261,20 +2279,20 @@ print(
 assert abs(loss.item() / final["float32"] - 1) < 0.01
 
 # %% [markdown]
-# The formulas, and how small an update may be: [chapter 6](../theory/06-precision.md#mixed-precision-training). Source: P. Micikevicius et al.:
-# *Mixed Precision Training* (2018), arXiv:1710.03740.
+# [Chapter 6](../theory/06-precision.md#mixed-precision-training) has the formulas, and says how small an update may be.
+# Source: P. Micikevicius et al.: *Mixed Precision Training* (2018), arXiv:1710.03740.
 
 # %% [markdown]
 # ## What you measured
 #
-# - Exchanging the attention of a model changes its outputs by rounding only: NLL, logits, gradients, greedy text.
-# - Names alone prove nothing: `use_flash_attn=True` does nothing at all. A record of what ran proves something.
-# - Reading and training long texts gain in time and memory, and more so the longer they are. Short ones do not.
-# - In decoding, queries are the *last* tokens: bottom-right. The KV cache is worth its memory.
+# - Exchanging a model's attention changes its NLL, logits, gradients and greedy text by rounding only.
+# - `use_flash_attn=True` has no effect; only a record of what ran proves something.
+# - Long texts gain time and memory in reading and training; short ones do not.
+# - In decoding, queries are the *last* tokens: align the mask at the bottom right. The KV cache is worth its memory.
 # - A decode step waits for weights and cache. Batches, graphs, fewer key/value heads and smaller dtypes help it;
 #   FlashAttention does not.
-# - Amdahl's law ties it together: share and gain in, gain of the whole out.
-# - Range decides about a dtype before precision does.
+# - Amdahl's law: the share and the gain of a part give the gain of the whole.
+# - When you choose a dtype, range comes before precision.
 # - FlexAttention compiles a mask given as a function, and skips the tiles that it hides.
 # - Training in float16 needs a scaled loss; bfloat16 needs master weights.
 #
@@ -2282,35 +2300,36 @@ assert abs(loss.item() / final["float32"] - 1) < 0.01
 #
 # <details><summary>1. A colleague replaced attention by FlashAttention and sees no gain in tokens per second. The model answers short questions, one at a time. What do you say?</summary>
 #
-# That this was to be expected. Time goes to decode steps, which are bound by reading weights, and at batch 1 by launching
-# kernels. A CUDA graph, a larger batch or a smaller dtype would help. For long prompts the *time to the first token* will fall.
+# This was to be expected. The time goes to decode steps, which are bound by reading weights, and at batch 1 by
+# launching kernels. A CUDA graph, a larger batch or a smaller dtype would help. For long prompts the *time to the first
+# token* will fall.
 # </details>
 #
 # <details><summary>2. Why does a registered attention function also need a mask function?</summary>
 #
-# Transformers asks that function for the mask of each batch. Where there is none, layers get no mask, and padding is
-# attended to like text. There is no error; only the results are wrong.
+# Transformers calls it to make the mask of each batch. Without one, layers attend to padding like text. There is no
+# error; only the results are wrong.
 # </details>
 #
 # <details><summary>3. In a static cache 600 of 1,024 slots are filled, and 4 new tokens come. Which keys may the first of them see, and what would a bottom-right mask over all slots say?</summary>
 #
-# It is at position 600, so it sees keys 0 to 600. Aligned with the buffer's end, the mask would let it see keys up to 1,020: slots
-# that hold nothing yet. The end that counts is that of the *filled* keys, 604.
+# It is at position 600, so it sees keys 0 to 600. Aligned with the buffer's end, the mask would let it see keys up to
+# 1,020, in slots that are still empty. Align it with the end of the *filled* keys, 604.
 # </details>
 #
 # ### Read on
 #
 # - [Chapter 9 of the theory](../theory/09-inference.md): both phases on the roofline, split-KV decoding, paging, speculation.
 # - [Chapter 6](../theory/06-precision.md), for sections 2.11 and 2.16.
-# - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et al.:
-#   *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
-# - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a Llama in
-#   sixty lines.
+# - N. Shazeer: *Fast Transformer Decoding: One Write-Head is All You Need* (2019), arXiv:1911.02150, and J. Ainslie et
+#   al.: *GQA* (2023), arXiv:2305.13245. Why keys and values are shared.
+# - `labsupport/models/integration/`: how padding becomes packed sequences; `labsupport/models/generation/steps.py`: a
+#   Llama in sixty lines.
 
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on your definitions. (`labsupport progress`, in a terminal, reads the saved notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress

@@ -42,9 +42,11 @@ def check_policy_devices(student: Student, seed: int = 0) -> None:
     for policy, capability, where in _policies(student):
         low = [f for f in COMPUTES if getattr(policy, f) == torch.bfloat16]
         if low and not _has_bfloat16(capability):
+            multiplied = low[0] in ("attention", *WEIGHTS)
+            lack = "tensor cores and no attention kernels" if multiplied else "arithmetic"
             raise CheckFailed(
-                f"{where}{low[0]} is bfloat16. GPUs before compute capability 8.0 have no "
-                "tensor cores and no attention kernels for it."
+                f"{where}{low[0]} is bfloat16. GPUs before compute capability 8.0 have no {lack} "
+                "for it."
             )
         flash_on_gpu = capability is not None and capability >= (8, 0)
         if flash_on_gpu and policy.attention not in (torch.float16, torch.bfloat16):

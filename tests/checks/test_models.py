@@ -91,9 +91,9 @@ def test_other_right_policies_pass_without_a_warning(edit):
 POLICIES = {
     "float16 everywhere": (RANGE, (OLD, "True"), "float16 cannot hold it. bfloat16 can"),
     "float16 stream": (RANGE, ("residual=torch.float32", "residual=torch.float16"), "the stream is their sum"),
-    "bfloat16 on a T4": (DEVICES, (OLD, "False"), "before compute capability 8.0"),
+    "bfloat16 on a T4": (DEVICES, (OLD, "False"), "have no tensor cores and no attention kernels for it"),
     "bfloat16 on Turing": (DEVICES, ("(8, 0)", "(7, 5)"), "my_policy('cuda', (7, 5)), a T4"),
-    "bfloat16 stream on a V100": (DEVICES, ("residual=torch.float32", "residual=torch.bfloat16"), "residual is bfloat16"),
+    "bfloat16 stream on a V100": (DEVICES, ("residual=torch.float32", "residual=torch.bfloat16"), "residual is bfloat16. GPUs before compute capability 8.0 have no arithmetic for it"),
     "float32 everywhere": (DEVICES, (NEW, "FlashAttentionConfig.float32("), "FlashAttention's kernels for GPUs"),
     "float32 in memory": (POLICY_MEMORY, (NEW, "FlashAttentionConfig.float32("), "the weights take 100%"),
     "float32 MLP": (POLICY_MEMORY, ("residual=torch.float32", "mlp=torch.float32"), "32 bits or more: mlp"),
