@@ -1909,6 +1909,8 @@ with torch.inference_mode():
 # Here is an example: one layer of attention, which begins to learn 33 letters. It is small enough for every CPU.
 
 # %%
+from labsupport.precision import FlashAttentionConfig, PrecisionTracker, apply_precision_policy
+
 LETTERS = torch.tensor([list(b"To be, or not to be, that is the ")])
 SHARE = 32 / (15_360 * 4_096)  # our 32 tokens' share of one step
 
@@ -1940,8 +1942,9 @@ def one_layer(dtype):
 # %% [markdown]
 # `SHARE` imitates the large steps of large models. DeepSeek-V3 was trained on 15,360 sequences of up to 4,096 tokens a
 # step ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 4.2). The loss is a mean over all of them, so each
-# part of the step contributes its own loss times its share. We compute only one such part. Adam doesn't mind: it
-# divides each gradient by that gradient's usual size. What does the tracker say?
+# part of the step contributes its own loss times its share. We compute only one of the 1.97
+# million parts; Adam divides each gradient by that gradient's usual size, so a small part trains like the whole. What
+# does the tracker say?
 
 # %%
 frames, trackers = {}, {}
@@ -2030,7 +2033,8 @@ checks.check_largest_scale(largest_scale, seed=92)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now run your functions on the two frames. The scale comes from the float32 run, since float16 has nothing left to measure.
+# Now run your functions on the two frames. The scale comes from the float32 run: of the float16 run only the gradient of
+# the loss itself is left, which is in float32. The tracker's advice was eight times smaller, so that gradients may grow.
 
 # %%
 from labsupport.checks import loss_scaling
