@@ -11,37 +11,35 @@
 #
 # ![Memory against sequence length: textbook attention needs 100 GiB at some ten thousand tokens, FlashAttention at a hundred thousand.](../theory/figures/memory-by-length.png)
 #
-# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same numbers, exactly, in a memory that grows
+# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes exactly the same numbers, in memory that grows
 # with the length instead of its square. In this notebook you write it.
 #
 # **After this notebook you can**
 #
-# - write attention as the textbook does, with a mask, and say what it costs in memory;
-# - explain why that cost, not the arithmetic, makes it slow;
-# - write FlashAttention yourself: online softmax, tiled forward, backward by recomputation;
-# - call the fast implementations through one function, know which kernel ran, and compare them
-#   honestly: time, memory, error;
+# - write textbook attention with a mask, and say how much memory it needs;
+# - explain why memory traffic, not arithmetic, makes it slow;
+# - write FlashAttention: online softmax, tiled forward, backward by recomputation;
+# - call the fast implementations through one function, know which kernel ran, and compare their time, memory and error;
 # - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
-# - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9. The backward pass (1.6) then waits for another day.
-# - *In half an hour or a little more*, for the curious: the chart above, section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
+# - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9, without the backward pass (1.6).
+# - *In a little over half an hour*: section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
 #
-# **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a GPU: PyTorch has a real FlashAttention kernel for CPUs,
+# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a real FlashAttention kernel for CPUs,
 # and this notebook runs it. If you have a GPU, the same cells use it, at larger sizes.
 #
-# **To read beside it**, before or after: the theory chapters [1, Attention's memory
+# **Further reading:** the theory chapters [1, Attention's memory
 # bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
 # backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
-# [glossary](../theory/glossary.md) fixes the words.
+# [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** Run the cells in order. Eight exercises ask you to write code where it says
-# `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong, and hints unfold in three stages: a
-# nudge, the idea, an outline. Once your checks pass, look at the lab's own copy of this notebook (in `notebooks/`): where solutions
-# are given out, it holds one way to write each. Before each measurement, write down a guess: a wrong guess that you noticed is worth more
-# than a right one that you read. (*Run All* stops at the first exercise that is not solved, and leaves you at the end of the notebook:
-# scroll up to the red message.)
+# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check cells
+# below each exercise tell you what is still wrong. The hints unfold in three stages: a nudge, the idea, an outline. When your
+# checks pass, compare your code with the lab's own copy of this notebook (in `notebooks/`), if your course hands out solutions.
+# Write down a guess before each measurement: you learn most from a wrong guess. (*Run All* stops at the first exercise that you
+# have not solved, but shows you the end of the notebook: scroll up to the red message.)
 
 # %%
 import math
@@ -56,10 +54,10 @@ torch.manual_seed(0)
 environment_card()
 
 # %% [markdown]
-# The card above names your device and the attention implementations, called *backends*, that can run on
-# it. For the others it says why not. Nothing is missing that you need today: `flash_torch` runs anywhere
-# and `standard` is the textbook. A terminal command, `labsupport doctor`, says the same in more detail,
-# with the command that fixes each problem, and whether this machine is busy: on a busy one, times mislead.
+# The card above names your device and lists the attention implementations, called *backends*, that run on it. For each of
+# the others it gives the reason. The ones that run are enough for this notebook: `standard` is textbook attention, and
+# `flash_torch`, FlashAttention in plain PyTorch, runs on any device. In a terminal, `labsupport doctor` says more: how to fix each
+# problem, and whether other programs keep this machine busy, which would make your measured times too long.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
 
@@ -83,8 +81,8 @@ lengths = [512, 1024, 2048, 4096]
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
 # queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
 #
-# How do you hide a key? Its weight is $e^{s}/\sum e^{s}$, so its score $s$ must become $-\infty$. Some programs write a large
-# negative number instead. Watch that fail; and see where $-\infty$ needs care, too.
+# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. Some programs write a large
+# negative number instead. The next cell shows how that fails, and where $-\infty$ needs care.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -100,9 +98,9 @@ plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6
 
 
 # %% [markdown]
-# The number $-10^9$ does not fit into float16, whose largest value is 65,504. And $-\infty$ is right, but
-# a row that is hidden completely becomes $0/0$ = NaN. Such rows are real: padding in a batch makes them.
-# FlashAttention and PyTorch's SDPA *define* their output as 0. So will you.
+# The number $-10^9$ does not fit into float16, whose largest value is 65,504. With $-\infty$, a row that is hidden completely
+# becomes $0/0$ = NaN. Such rows occur in practice: padding in a batch makes them.
+# FlashAttention and PyTorch's SDPA *define* their output as 0, and so will you.
 
 # %% [markdown]
 # ### Exercise 1-1 · Textbook attention with a mask
@@ -114,15 +112,15 @@ plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean, or `None` | `True` where a query may look |
 # | returns `output` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
-# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 where a query may look nowhere |
+# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 if the query sees no key |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which dimension of the scores belongs to the keys? And what must a hidden score be, so that its weight is exactly 0?
+# Which dimension of the scores belongs to the keys? Which score gives a weight of exactly 0?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with some entries replaced. The
+# `k.mT` transposes the last two dimensions. `masked_fill` returns a copy with some entries replaced. The
 # head dimension is `q.shape[-1]`; the name `head_dim` belongs to another cell.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -171,8 +169,8 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Look at your own weights. With the identity matrix as values, the output *is* the weights. Each row is a query, each column a key,
-# and dark is a large weight.
+# Look at the weights of your function. With the identity matrix as values, the output *is* the weights. Each row is a query,
+# each column a key, and dark means a large weight.
 
 # %%
 from labsupport.attention import standard_attention
@@ -189,14 +187,14 @@ plotting.plot_weights(
 
 
 # %% [markdown]
-# Queries and keys are the same vectors here, so each token attends most to itself, where it may. In the last picture the first six queries see
-# nothing, and their rows are 0, as you defined.
+# Queries and keys are the same vectors here, so each token attends most to itself, if it may. In the last picture the first six
+# queries see nothing, and their rows are 0, as you defined.
 
 # %% [markdown]
 # ## 1.2 · What it costs: N × N
 # *Core · 8 minutes*
 #
-# Textbook attention holds $S$ and $P$ at the same time, each with `seqlen` × `seqlen` entries, for every
+# Textbook attention holds $S$ and $P$ in memory at the same time. Each has `seqlen` × `seqlen` entries, for every
 # head and every sequence of the batch.
 #
 # ### Exercise 1-2 · The memory of N × N
@@ -206,8 +204,8 @@ plotting.plot_weights(
 #
 # | | returns |
 # | --- | --- |
-# | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, a whole number |
-# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, as an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes; `memory` is an integer, too |
+# | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, an integer |
+# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes (an integer, too) |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -252,9 +250,8 @@ checks.check_largest_length(longest_that_fits, seed=22)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# A formula is a claim. Measure it. `measure_peak_memory` counts every byte that a call allocates beyond
-# what was there before it. First your guess: what does the textbook need at 4,096 tokens on your device,
-# in MiB?
+# Now check the formula by measuring. `measure_peak_memory` counts the bytes that a call allocates at its peak, in addition to what
+# was allocated before. First guess: how many MiB does textbook attention need at 4,096 tokens on your device?
 
 # %%
 predicted_mib = None  # your guess, a number, before you run the next cells
@@ -286,15 +283,15 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Each doubling of the length takes four times the memory, as the formula says; the small rest is the output.
+# Each doubling of the length takes four times the memory, as the formula says. The small rest is the output.
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
-# The scores before they were scaled, or before they were masked: as long as a name (`scores`, say) still holds the old matrix, it
+# The scores before they were scaled or masked. As long as a name (`scores`, say) refers to the old matrix, it
 # stays in memory while the next one is made.
 # </details>
 #
-# Follow the formula a little further: a model with 32 heads in float16, one sequence.
+# Now apply the formula to a model with 32 heads in float16, and one sequence.
 
 # %% tags=["nbval-check-output"]
 for seqlen in (4096, 16_384, 65_536, 131_072):
@@ -302,15 +299,15 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
     print(f"{seqlen:>7,} tokens: {gib:8,.0f} GiB for S and P of one layer")
 
 # %% [markdown]
-# No GPU has 2,048 GiB. And training keeps $P$ of *every layer* for the backward pass.
+# No GPU has 2,048 GiB. And training stores $P$ of *every layer* for the backward pass.
 
 # %% [markdown]
 # ## 1.3 · Memory is slow, arithmetic is fast
 # *Core · 6 minutes*
 #
-# Big matrices would only be a problem of size if they cost no time. They do. A processor computes on small, fast
-# memory next to its arithmetic units (SRAM: a GPU's shared memory, a CPU's caches). The large memory (HBM on a
-# data-centre GPU, DRAM in a laptop) is far away and slow. How small, how large?
+# Big matrices also cost time. A processor computes on small, fast memory next to its arithmetic units (SRAM: a GPU's shared memory,
+# a CPU's caches). The large memory (HBM on a data-centre GPU, DRAM in a laptop) is far away and slow. The next table shows the
+# sizes:
 
 # %%
 from labsupport.profiling import hardware_table, measured_ceilings
@@ -327,16 +324,15 @@ pd.DataFrame(
 
 # %% [markdown]
 # These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.)
-# All SRAM together is thousands of times smaller than the memory, and each multiprocessor computes with its own small
-# part of it. Compare that with the scores of a single head:
+# The memory is about 2,000 to 6,600 times as large as all SRAM together, and each multiprocessor computes with its own small
+# part of the SRAM. Compare that part with the scores of a single head:
 
 # %% tags=["nbval-check-output"]
 print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB")
 print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB")
 
 # %% [markdown]
-# They do not fit. So textbook
-# attention sends $S$ and $P$ through the slow memory, at least four times:
+# They do not fit. So textbook attention sends $S$ and $P$ through the slow memory, at least four times:
 #
 # | step | reads | writes |
 # | --- | --- | --- |
@@ -346,11 +342,13 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
-# once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
-# arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
-# *measures* both speeds on your device, and takes those of an H200 from the table. On the H200, which of the two bounds is larger,
-# and by what factor?
+# PyTorch's version needs more than four, because it scales, masks and normalises in separate steps. Each of them reads and writes
+# the whole matrix once more.
+#
+# The time of a pass cannot be shorter than either of two numbers: the time to move the bytes at the speed of the memory, and the time
+# to do the arithmetic ($4N^2d$ floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells
+# *measure* both speeds on your device, and take those of an H200 from the table. Guess: on the H200, how many times as long do the
+# bytes take as the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -382,26 +380,25 @@ ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
 checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
-# Moved four times, the scores are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
-# H200 the textbook's bytes take 6.5 times as long as the arithmetic: its multiplying units would wait most of the time.
+# The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
+# H200 the textbook's bytes take 6.5 times as long as the arithmetic, so its arithmetic units would wait most of the time.
 #
-# What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
-# bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
-# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8. (Is float16 far slower than
+# Now look at the row of your device. On a CPU the arithmetic is slow as well, and is often the larger of the two
+# bounds. The textbook still needs far longer than either: it makes more than four trips, allocates fresh memory for each
+# matrix, and computes its exponentials in a separate pass. Section 1.8 shows by how much. (Is float16 far slower than
 # float32 on your CPU? Many CPUs have no fast instructions for it.)
 
 # %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
-# So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
-# there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
+# So the aim is not fewer operations but fewer trips to the slow memory: **never write $S$ and $P$
+# there**. Compute a small tile of them in fast memory, use it, and discard it. Three ideas make that possible:
 #
 # 1. *Tiling*: cut $Q$, $K$, $V$ into blocks, so that a tile of $S$ fits on the chip.
 # 2. *Online softmax*: normalise a row without having seen all of it.
 # 3. *Recomputation*: in the backward pass compute the tiles again, instead of storing them.
 #
-# An implementation in one kernel (*fusion*) then keeps each tile on the chip from the first multiplication
-# to the last.
+# *Fusion*, an implementation in one kernel, then keeps each tile on the chip from the first multiplication to the last.
 #
 # > **A common error.** "FlashAttention's memory accesses are $O(N)$." Its extra *memory* is $O(N)$. Its
 # > accesses are $\Theta(N^2 d^2 / M)$ for an on-chip memory of $M$ elements, against
@@ -412,8 +409,7 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 # ## 1.4 · The obstacle: softmax wants the whole row
 # *Core · 23 minutes*
 #
-# To normalise a row you need its largest entry and the sum over all its entries. Why the largest entry?
-# Because $e^{s}$ overflows:
+# To normalise a row you need the sum over all its entries. You also need its largest entry, because $e^{s}$ overflows for large $s$:
 
 # %% tags=["nbval-check-output"]
 row = torch.tensor([998.0, 1000.0, 999.0, 1001.0])
@@ -422,8 +418,8 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# Can we not just take the softmax of each block, and add up? This is a common piece of pseudo-code. It is
-# wrong, and not by rounding:
+# Can you take the softmax of each block, and add up the results? You'll find this in some pseudo-code. It is wrong, and the error is
+# not a rounding error:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -433,13 +429,13 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 
 
 # %% [markdown]
-# Each block was normalised to 1 by itself, so the blocks lost their weight relative to each other. The
-# remedy is to postpone the division, and to carry two numbers for each row:
+# Each block was normalised to 1 on its own, so the blocks lost their weight relative to each other. To avoid that, divide
+# only at the end, and carry two numbers for each row:
 #
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
 #
-# Do it once by hand. A row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time:
+# Here is an example: a row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time.
 #
 # | block | $m$ before → after | the old $\ell$ shrinks | the block adds | $\ell$ |
 # | --- | --- | --- | --- | --- |
@@ -452,16 +448,15 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell.
 #
-# Now in general. A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
-# computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, so we correct it by one
-# multiplication:
+# In general, a new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far was
+# computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, and one multiplication corrects it:
 #
 # $$
 # m' = \max\bigl(m, \max_j s'_j\bigr), \qquad
 # \ell' = e^{m - m'}\,\ell + \sum_j e^{s'_j - m'}
 # $$
 #
-# This holds because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$. No approximation is made anywhere.
+# This is exact, because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$.
 
 # %% [markdown]
 # ### Exercise 1-3 · The running maximum and sum
@@ -482,8 +477,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new maximum first, then
-# correct the old `l` by it, then add what the block brings.
+# `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new maximum first,
+# then use it to correct the old `l`, then add the block's sum.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -530,13 +525,13 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 checks.check_running_streams(running_max_and_sum)
 
 # %% [markdown]
-# The blocks need not come one after the other. Any order of merging ends in the same pair, here for the row of section 1.4:
+# You can merge the blocks in any order, and get the same pair. Here are two orders for the row of section 1.4:
 #
 # ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
 #
 # The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
-# $L = m + \ln \ell = \ln \sum e^{s}$. It has a pleasant property: two attention results over *different keys*
-# can be merged if you know the $L$ of each. The weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
+# $L = m + \ln \ell = \ln \sum e^{s}$. If you know the $L$ of two attention results over *different keys*, you can merge them.
+# Their weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
 # $L = \ln(e^{L_a} + e^{L_b})$. Ring attention and split-KV decoding, in later notebooks, are built on this.
 
 # %% tags=["nbval-check-output"]
