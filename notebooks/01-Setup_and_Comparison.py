@@ -550,7 +550,7 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # ## 1.5 · FlashAttention, forward
 # *Core · 43 minutes*
 #
-# Now put both ideas together. $Q$ is cut into blocks of $B_r$ rows, $K$ and $V$ into blocks of $B_c$ rows. For
+# Now combine both ideas. Cut $Q$ into blocks of $B_r$ rows, and $K$ and $V$ into blocks of $B_c$ rows. For
 # each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output
 # $O$ along. $O$ is a sum of $e^{s-m} v$, so it is corrected exactly like $\ell$:
 #
@@ -562,16 +562,16 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # ![Left, the forward pass: one block of queries meets all blocks of keys, row by row. Right, the backward pass: one block of keys meets all blocks of queries.](../theory/figures/loop-order.png)
 #
-# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and $m$, $\ell$ and $O$ of that block stay
-# with it. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
-# had the loops the other way round and normalised in each step.)
+# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and keeps $m$, $\ell$ and $O$ of that
+# block. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. In version 1 the outer
+# loop ran over $K$ and $V$, and each step normalised.)
 
 # %% [markdown]
 # ### Exercise 1-4 · The tiled forward, in three steps
 # ●●● · 40 minutes · 7 points
 #
-# You write one function, and let it grow: one block of rows, then all rows, then a causal mask. After each step run its cell again, and
-# the checks of that step.
+# You write one function, and extend it in each step: one block of rows, then all rows, then a causal mask. After each step run the
+# function's cell again, then the checks of that step.
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -582,13 +582,13 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # | returns `out` | `(..., seqlen_q, head_dim)` | |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
 #
-# No tensor of `seqlen_q` × `seqlen_k` may be created, not even a mask. A query that sees no key gets output 0.
+# Create no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets output 0.
 # You need not skip empty tiles.
 #
 # #### Step 1 · One block of rows · 15 minutes, 3 points
 #
-# Take all queries as one block, and leave `block_q` and `is_causal` aside. What is left is the inner loop: go through the blocks of keys and
-# values, and carry $m$, $\ell$ and $O$. It is exercise 1-3 with one line more.
+# Treat all queries as one block, and ignore `block_q` and `is_causal`. Write the inner loop: go through the blocks of keys and
+# values, and carry $m$, $\ell$ and $O$. It is exercise 1-3 with one more line.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -596,8 +596,9 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor, whatever leading dimensions it has. $m$ and $\ell$ have one number
-# for each query, $O$ has one row: beside a tile or $O$, write `m[..., None]`. Divide by $\ell$ once, after the last block.
+# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor with any leading dimensions. $m$ and $\ell$ have one number
+# for each query, $O$ has one row: to combine them with a tile or with $O$, write `m[..., None]`. Divide by $\ell$ once, after the
+# last block.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -608,7 +609,7 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #     s = the tile of scores: q times the block of k transposed, times scale
 #     m_new = the larger one of m and the tile's row maximum
 #     p = exp(s - m_new), alpha = exp(m - m_new)
-#     l and o, each times alpha, plus what the tile brings
+#     l and o, each times alpha, plus the tile's part
 #     m = m_new
 # return o divided by l, and m + log(l)
 # ```
@@ -663,16 +664,16 @@ checks.check_forward_lse(my_flash_forward, seed=42)
 # %% [markdown]
 # #### Step 2 · All rows · 10 minutes, 1 point
 #
-# Now cut `q` into blocks of `block_q` rows. Go up to your function, and put an outer loop around what you have: each block of queries starts
-# with its own $m$, $\ell$ and $O$, and stores its rows of `out` and `lse` when its inner loop ends.
+# Now cut `q` into blocks of `block_q` rows. In your function, put an outer loop around what you have: each block of queries starts
+# with fresh $m$, $\ell$ and $O$, and stores its rows of `out` and `lse` when its inner loop ends.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which of your lines must run once for each block of queries, and which once in all?
+# Which of your lines must run once for each block of queries, and which only once?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Make `out` and `lse` first, of the right shape, and write a block of rows into them at a time. The last block may be shorter than
+# Make `out` and `lse` first, of the right shape, and write one block of rows into them at a time. The last block may be shorter than
 # the others.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -695,9 +696,9 @@ checks.check_forward_values(my_flash_forward, seed=41)
 # %% [markdown]
 # #### Step 3 · A causal mask · 15 minutes, 3 points
 #
-# "Lower triangle" is clear only when there are as many queries as keys. During generation there is one new
-# query and a long cache of keys. That query is the *last* token: it must see everything. So the mask is
-# aligned at the bottom right. flash-attn (version 2.1 and later) does that, and so does this lab. PyTorch's
+# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new
+# query and a long cache of keys. That query is the *last* token, so it must see everything, and the mask is
+# aligned at the bottom right. flash-attn (version 2.1 and later) and this lab do that. PyTorch's
 # `is_causal=True` aligns at the top left:
 
 # %% tags=["nbval-check-output"]
@@ -712,8 +713,8 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 
 # %% [markdown]
-# Tiles above the diagonal need not be computed at all, and only tiles on the diagonal need a mask. (You may compute and mask all of
-# them.) Add the mask of one tile to your function. Mind the rows that see no key: `seqlen_q` may be larger than `seqlen_k`.
+# Tiles above the diagonal can be skipped, and only tiles on the diagonal need a mask. (You may compute and mask all of
+# them.) Add the mask of one tile to your function. Some rows may see no key, because `seqlen_q` may be larger than `seqlen_k`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -721,7 +722,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Compare positions: with `i` the row numbers of the whole sequence (a column vector) and `j` the column numbers,
+# Compare positions: with `i` the row numbers in the whole sequence (a column vector) and `j` the column numbers,
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask. `torch.arange(start, stop)` counts them. Hidden scores are `-inf`.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -729,7 +730,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 # ```text
 # if is_causal: in the tile, scores become -inf where j > i + seqlen_k - seqlen_q
 # m_new may still be -inf: subtract 0 there, so that exp gives 0 and not NaN
-# l may still be 0 at the end: divide by 1 there; m + log(l) is -inf by itself
+# l may still be 0 at the end: divide by 1 there; m + log(l) is then -inf, as required
 # ```
 # </details></details></details>
 
@@ -744,34 +745,34 @@ checks.check_forward_memory(my_flash_forward)
 
 
 # %% [markdown]
-# You have just written FlashAttention's forward pass. What a GPU kernel adds is not another algorithm: it
+# You have just written FlashAttention's forward pass. A GPU kernel uses the same algorithm, but it
 # keeps the tile, $m$, $\ell$ and $O$ in on-chip memory through the inner loop, and runs many blocks of $Q$ in
-# parallel. In PyTorch, each of the lines above is a kernel of its own that reads and writes main memory (or,
-# on a CPU, hopefully a cache).
+# parallel. In PyTorch, each of your lines is a separate kernel that reads and writes main memory (or,
+# on a CPU, often a cache).
 
 # %% [markdown]
 # ## 1.6 · FlashAttention, backward
 # *Further (optional) · 49 minutes*
 #
-# The backward pass needs $P$ again. The textbook keeps it from the forward pass. FlashAttention keeps only
-# $L$, one number a row, because any tile of $P$ follows from it:
-# $P_{ij} = e^{S_{ij} - L_i}$. With the gradient $dO$ of the output:
+# The backward pass needs $P$ again. The textbook stores it in the forward pass. FlashAttention stores only
+# $L$, one number a row, and computes each tile of $P$ from it: $P_{ij} = e^{S_{ij} - L_i}$.
+# With the gradient $dO$ of the output:
 #
 # $$
 # dV = P^\top dO, \qquad dP = dO\, V^\top, \qquad
 # dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
 # $$
 #
-# Where does $D$ come from? The derivative of a softmax row is $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
-# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part
-# of it. Must the pass go over each row twice? No: $D$ follows from tensors of the inputs' size, which are there in full. In step 2 you find out
-# how.
+# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
+# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, but a tile is only a part
+# of it. A second pass over each row is not needed: $D$ also follows from tensors of the inputs' size, which you have complete. In
+# step 2 you find out how.
 #
-# The right half of the drawing in section 1.5 is the loop: $dK$ and $dV$ of one block of keys stay with their worker, and $dQ$ is
-# added up from all of them.
+# The right half of the drawing in section 1.5 is the loop: one worker keeps $dK$ and $dV$ of one block of keys, and
+# all workers add to $dQ$.
 #
-# > **A common error.** "The backward costs twice the forward." It does five matrix products where the forward
-# > does two ($QK^\top$ again, and four above): 2.5 times the FLOPs.
+# > **A common error.** "The backward costs twice the forward." It does five matrix products ($QK^\top$ again, and four above), the
+# > forward does two: 2.5 times the FLOPs.
 #
 # ![Matrix products of a training step, seven instead of six, and measured times on an H200: with the one more it is still several times as fast.](../theory/figures/products-and-time.png)
 
@@ -779,7 +780,7 @@ checks.check_forward_memory(my_flash_forward)
 # ### Exercise 1-5 · The backward, by recomputation, in three steps
 # ●●● · 45 minutes · 6 points
 #
-# Again one function grows: first `dv`, and in the end all three gradients. In between you write a small second one.
+# Again you extend one function: first it returns `dv`, in the end all three gradients. In step 2 you write a small second function.
 #
 # | `my_flash_backward` | shape | |
 # | --- | --- | --- |
@@ -787,7 +788,7 @@ checks.check_forward_memory(my_flash_forward)
 # | `lse` | `(..., seqlen_q)` | from the forward pass |
 # | returns `dq`, `dk`, `dv` | as `q`, `k`, `v` | |
 #
-# The other arguments are those of exercise 1-4, and the same rule holds: no tensor of `seqlen_q` × `seqlen_k`. A
+# The other arguments are those of exercise 1-4. Again, create no tensor of `seqlen_q` × `seqlen_k`. A
 # query that sees no key (`lse` is `-inf`) contributes nothing.
 #
 # #### Step 1 · P again, and dV · 15 minutes, 1 point
@@ -800,8 +801,8 @@ checks.check_forward_memory(my_flash_forward)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Let the outer loop run over the blocks of keys, as version 2's backward does: `dv` of a block is then finished when its inner loop ends. A tile of
-# $P$ is $e^{S - L}$, with `lse` as a column beside the tile.
+# Let the outer loop run over the blocks of keys, as version 2's backward does: then `dv` of a block is finished when its inner loop
+# ends. A tile of $P$ is $e^{S - L}$; `lse` needs a last dimension of 1 there.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -855,12 +856,12 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 #
 # ![One query: of its rows of P and dP the tile has two of eight entries; its rows of O and dO are there in full.](../theory/figures/row-and-tile.png)
 #
-# Take pencil and paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Find
-# $D$ without any sum over $k$. Then write $dS$ of one tile.
+# On paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Express
+# $D$ without a sum over $k$. Then write $dS$ of one tile.
 #
 # | `score_gradient` | shape | |
 # | --- | --- | --- |
-# | `p` | `(..., rows, cols)` | one tile of $P$; the other columns are not here |
+# | `p` | `(..., rows, cols)` | one tile of $P$, without the other columns |
 # | `dout`, `out` | `(..., rows, head_dim)` | the tile's rows of $dO$ and $O$ |
 # | `v` | `(..., cols, head_dim)` | the tile's rows of $V$ |
 # | returns `ds` | `(..., rows, cols)` | $P \circ (dP - D)$ |
@@ -875,8 +876,8 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# The second sum is row $i$ of $O$. So $D_i = dO_i \cdot O_i$: multiply `dout` and `out` entry by entry, and add up each row. In code $D$ needs
-# a last dimension of 1 beside the tile (`keepdim=True`). Then $dP = dO\, V^\top$, and $dS = P \circ (dP - D)$.
+# The second sum is row $i$ of $O$. So $D_i = dO_i \cdot O_i$: multiply `dout` and `out` entry by entry, and add up each row. In code
+# $D$ needs a last dimension of 1 (`keepdim=True`). Then $dP = dO\, V^\top$, and $dS = P \circ (dP - D)$.
 # </details></details></details>
 
 
@@ -900,8 +901,8 @@ checks.check_score_gradient(score_gradient, seed=54)
 #
 # ![Two loop orders. Left, queries outside: O of a block stays. Right, keys outside: dK and dV of a block stay, while the queries pass.](../theory/figures/loop-order.png)
 #
-# Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up. (Call
-# `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then the causal mask, as in exercise 1-4.
+# Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up.
+# (Call `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then add the causal mask, as in exercise 1-4.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -937,10 +938,10 @@ checks.check_backward_edges(my_flash_backward, seed=52)
 checks.check_backward_memory(my_flash_backward)
 
 # %% [markdown]
-# Both halves together make a `torch.autograd.Function`. The lab has one, `FlashAttentionFunction`, written to
-# be read beside the paper (`labsupport/attention/flash_torch.py`). If your two functions pass, the next
-# cell builds the same from *yours*. It asks two questions. Are the gradients right, by finite
-# differences? And what is kept between forward and backward?
+# The two passes together make a `torch.autograd.Function`. The lab's version is `FlashAttentionFunction`
+# (`labsupport/attention/flash_torch.py`), written to be read next to the paper. If your two functions pass their checks, the next
+# cell builds the same from *yours*. The cell after it compares your gradients with finite
+# differences, and shows what is stored between forward and backward.
 
 # %%
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
@@ -985,10 +986,10 @@ out = MyFlashAttention.apply(*inputs, True, 16)
 print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])
 
 # %% [markdown]
-# Q, K, V, O and one vector. Nothing has two dimensions of length 20.
+# Q, K, V, O and one vector are stored. None has two dimensions of length 20.
 #
-# Now let it work. `register_backend` gives your function a name, `"mine"`, by which the lab's tables, charts and models take it
-# from here on, with larger blocks:
+# Now use your function. `register_backend` gives it a name, `"mine"`, under which the lab's tables, charts and models can use
+# it. The blocks are larger here:
 
 # %%
 from labsupport.attention import register_backend
@@ -1002,8 +1003,8 @@ else:
 # ## 1.7 · The fast ones, through one door
 # *Core · 2 minutes*
 #
-# Many libraries implement FlashAttention. They disagree about layout, option names, the alignment of causal
-# masks and even the log-sum-exp of an empty row. The lab puts one function in front of them, with the conventions of
+# Many libraries implement FlashAttention. They differ in layout, option names, the alignment of causal
+# masks and even the log-sum-exp of an empty row. The lab has one function for all of them, with the conventions of
 # flash-attn:
 #
 # ```python
@@ -1013,10 +1014,10 @@ else:
 # ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
 # Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
-# stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
-# `(batch, heads, seqlen, head_dim)`. Mixing them up is the classic mistake: shapes still fit, and each token
-# then attends across heads. The lab's function raises an error when it sees more than 128 heads. A shorter sequence in the wrong
-# layout passes silently. So look at your shapes.
+# stands there. Models written for `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
+# `(batch, heads, seqlen, head_dim)`. People often mix them up: shapes still fit, but each token
+# then attends across heads. The lab's function raises an error if it sees more than 128 heads. It can't detect a shorter sequence in
+# the wrong layout, so check your shapes.
 
 # %%
 q, k, v = (
@@ -1028,7 +1029,7 @@ except ValueError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# Now in the right layout. Which backend will run here, by the card at the top? Write its name down first.
+# Now with the right layout. Which backend will run here, according to the card at the top?
 
 # %%
 predicted_backend = None  # a name, such as "sdpa_flash"
@@ -1039,16 +1040,17 @@ out = attention(q, k, v, causal=True)
 print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 
 # %% [markdown]
-# `last_call()` says which backend ran, which kernel, and why others were passed over. Ask for a backend by name
-# and you get that one, or an error with every reason; you never get another one silently.
-# `flash_attention(...)` is the same door without the textbook implementations.
+# `last_call()` shows which backend and which kernel ran, and why others were not chosen. If you ask for a backend by name,
+# you get that one, or an error with every reason, but never another one silently.
+# `flash_attention(...)` is the same function without the textbook implementations.
 #
-# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it takes its
+# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its
 # > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
-# > generation: on Hopper and Blackwell it tries cuDNN's kernel first; float32, or an explicit mask, is enough to lose FlashAttention. Look, do not assume.
+# > generation. On Hopper and Blackwell it tries cuDNN's kernel first. With float32 or an explicit mask you don't get FlashAttention.
+# > `last_call()` tells you which kernel ran.
 #
 # > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
-# > On older GPUs use `sdpa_efficient`. `available_backends()` says what is true on your machine:
+# > On older GPUs use `sdpa_efficient`. `available_backends()` lists what runs on your machine:
 
 # %%
 available_backends(device=device)
