@@ -1114,10 +1114,10 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the formula's line; the others
-# rise far more slowly, yours among them. (At the left end of theirs, fixed costs dominate: `flash_torch` and `mine` hold one tile for
-# all heads at once, `sdpa_flash` some scratch memory for each thread.) In time yours is a loop in Python, with a kernel for each line;
-# in memory it is FlashAttention.
+# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. All others, yours included,
+# rise far more slowly. (At short lengths fixed costs dominate: `flash_torch` and `mine` need one tile for
+# all heads together, `sdpa_flash` needs some scratch memory for each thread.) Your function has FlashAttention's memory, but not its
+# speed: it is a loop in Python, with a kernel for each line.
 
 # %% [markdown]
 # And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
@@ -1141,9 +1141,9 @@ readable(training)
 #
 # ### What a causal mask changes
 #
-# With a causal mask, FlashAttention skips the tiles above the diagonal: half of the arithmetic. The textbook computes
-# all of it, and then spends further passes on hiding half. A speed-up that is quoted for causal attention therefore mixes
-# two things: memory saved, and work skipped. Keep them apart. Times as fast as the textbook, at 2,048 tokens:
+# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes
+# all of it, and then needs more passes to hide half. So a speed-up for causal attention combines
+# two effects: memory saved, and work skipped. The next table separates them. It shows the speed-up over the textbook at 2,048 tokens:
 
 # %%
 cases = grid(["standard", fused], [2048], **shape, causal=[False, True])
@@ -1154,8 +1154,8 @@ masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails everywhere. On a CPU the lab predicts the failure instead of freezing your
-# machine; on a GPU it tries, and catches the error. Either way it is a row in the table, not a crash.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure instead of freezing your
+# machine; on a GPU it tries, and catches the error. Either way you get a row in the table, not a crash.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -1169,10 +1169,9 @@ for row in wall.itertuples():
 #
 # ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
 #
-# In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
-# differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
-# nothing without a dtype and a measure. The table compares each implementation with an *oracle*: the same mathematics in float64,
-# exact enough to judge the others. Guess first: how
+# In exact arithmetic the results are equal. In floating point, sums in another order round
+# differently, and a fixed tolerance such as $10^{-5}$ means nothing without a dtype and a measure. The next table compares each
+# implementation with an *oracle*: the same mathematics in float64. Guess: how
 # many times larger is the textbook's error in bfloat16 than in float32?
 
 # %%
@@ -1188,22 +1187,23 @@ checks.compare_prediction("Error, bfloat16 over float32", predicted_growth, grow
 errors
 
 # %% [markdown]
-# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So the yardstick is
-# the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
-# textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
-# is *closer* to the truth than the textbook, because it keeps scores and sums in float32. Fused kernels
-# round twice: once $P$, once the output. `flash_torch` rounds only the output. Compare their relative errors.
+# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So compare an
+# implementation with the textbook *in the same dtype*. flash-attn's tests use this rule: the maximum error may be at most twice the
+# textbook's (three times for gradients), plus $10^{-5}$. The column *allowed* shows that limit.
+#
+# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused kernels
+# round $P$ and the output. `flash_torch` rounds only the output. Compare their relative errors.
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
 # *Further (optional) · 20 minutes*
 #
-# Two things go wrong here, in this order: an error message about dtypes, and later a NaN. First, what can each dtype hold?
+# A dtype can cause an error message, or, worse, a NaN. These are the ranges:
 #
 # ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
-# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that runs
-# partly in one and partly in the other soon hands a kernel three tensors that do not match:
+# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. In a model
+# that runs partly in one and partly in the other, a kernel may get three tensors that do not match:
 
 # %%
 q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
@@ -1213,7 +1213,7 @@ except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(". ")[0])
 
 # %% [markdown]
-# Kernels want *one* dtype for q, k and v. Which ones depends on the kernel and on the device:
+# Kernels want *one* dtype for q, k and v. The kernel and the device decide which ones they take:
 #
 # | kernel | takes |
 # | --- | --- |
@@ -1221,14 +1221,14 @@ except RuntimeError as error:
 # | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): there the matrix units are fast |
 # | FlexAttention, this lab's `flash_triton` | float16, bfloat16, float32 |
 #
-# > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
-# > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
+# > **Two common errors.** "FlashAttention refuses float32." The GPU kernels do; the algorithm does not. "Mixed dtypes
+# > raise `TypeError`." They raise the error above. Inside `torch.autocast` they raise nothing: SDPA casts silently.
 #
 # ### Small inputs, large scores
 #
 # Take q and k with 40 in every entry, in float16. Each score is $40 \cdot 40 \cdot 64 = 102{,}400$ before it is scaled, and
-# float16 ends at 65,504. What will come out: of the textbook in float16, and of FlashAttention in float16? Guess how many of the
-# 1,024 output numbers are NaN in each.
+# float16 ends at 65,504. Guess: how many of the 1,024 output numbers are NaN, with the textbook in float16 and with FlashAttention in
+# float16?
 
 # %%
 predicted_nan_textbook, predicted_nan_flash = None, None  # two numbers from 0 to 1,024
@@ -1247,23 +1247,23 @@ overflow
 
 
 # %% [markdown]
-# The textbook stores the scores in float16: infinity, and the softmax of infinities is NaN. FlashAttention keeps its tile of
-# scores in float32, inside the kernel. So for FlashAttention the size of $QK^\top$ does *not* decide which dtype you may use.
-# Only the inputs themselves have to fit.
+# The textbook stores the scores in float16 as infinity, and the softmax of infinities is NaN. FlashAttention keeps its tile of
+# scores in float32, inside the kernel. So with FlashAttention only the inputs have to fit into the dtype; the size of $QK^\top$ does
+# *not* matter.
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
 # ●●○ · 15 minutes · 4 points
 #
-# Make inputs of any floating dtypes fit a kernel that takes float16 and bfloat16 only.
+# Cast inputs of any floating dtypes for a kernel that takes only float16 and bfloat16.
 #
 # | `half_dtype(q, k, v)` returns | when |
 # | --- | --- |
 # | `torch.bfloat16` | one of the three is bfloat16 already, or holds a finite number that float16 would turn into infinity: a magnitude of 65,520 or more |
 # | `torch.float16` | otherwise: its steps are finer |
 #
-# (Why 65,520, when float16 ends at 65,504? Its last step is 32 wide. What lies less than half a step above the end is rounded down to
-# it; from half a step on, 65,504 + 16, rounding gives infinity.)
+# (float16 ends at 65,504, and its last step is 32 wide. Numbers less than half a step above the end are rounded down to
+# it; from half a step on, 65,504 + 16, they become infinity.)
 #
 # ![The last numbers of float16 on a line, 32 apart: what lies below 65,520 rounds to 65,504, and from 65,520 on to infinity.](../theory/figures/float16-end.png)
 #
@@ -1272,12 +1272,12 @@ overflow
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries are lost already, whatever you choose?
+# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries can neither dtype save?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Infinite and NaN entries cannot be repaired: leave them out with `isfinite()` before you look for the largest magnitude. `.to(dtype)`
-# is differentiable, and its backward casts the gradient back; there is nothing to do for that.
+# Ignore infinite and NaN entries, with `isfinite()`, before you look for the largest magnitude. `.to(dtype)`
+# is differentiable, and its backward casts the gradient back, so you need no code for that.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1329,9 +1329,10 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` goes further. If the kernel accepts float32, it casts up to float32 rather than down, and tensors that
-# are too *small* for float16 send it to bfloat16 as well. Its report says what it did, and what that cost, measured on a sample of
-# the queries. (`PrecisionTracker` looks at the inputs of a whole model before the kernels do.) `dtypes=` plays the GPU on a CPU:
+# The lab's `safe_flash_attention` does more. If the kernel accepts float32, it casts up to float32 rather than down. It also uses
+# bfloat16 for tensors that are too *small* for float16. Its report says what it did, and estimates the error on a sample of
+# the queries. (`PrecisionTracker` checks the inputs of a whole model before the kernels run.) Here, `dtypes=` lets a CPU behave like a
+# GPU:
 
 # %%
 import warnings
@@ -1344,21 +1345,21 @@ _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_repor
 print(report)
 
 # %% [markdown]
-# The size of the scores decides something else: how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
-# 0.5, and then a key that was second by a hair may win.
+# The size of the scores also decides how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
+# 0.5, which is enough to change which of two close keys gets the larger weight.
 #
 # ![Relative error of the output against the size of the scores, for bfloat16, float16 and float32: it grows with the scores in each of them.](../theory/figures/error-by-scale.png)
 #
-# No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k.
-# [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs in which
-# dtype, each row with its experiment.
+# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small, by the factor $1/\sqrt d$ and
+# by normalising q and k. [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a
+# model belongs in which dtype, each row with its experiment.
 
 # %% [markdown]
 # ## 1.11 · On a data-centre GPU
 # *Further (optional) · 4 minutes*
 #
-# What follows was recorded on another machine with a command of this lab; the small print names device and date. If
-# you have a GPU, compare it with your own numbers above.
+# These measurements were recorded on another machine; the small print names device and date. If
+# you have a GPU, compare them with your own above.
 
 # %%
 from labsupport.profiling import load_run
@@ -1381,17 +1382,17 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Read it off: at which length does the best kernel come within a factor of two of the dotted line, and why not before?
+# At which length does the best kernel come within a factor of two of the dotted line, and why not before?
 #
 # <details><summary>An answer</summary>
 #
-# At 16K tokens. The *distance* to the line tells how well a kernel uses the GPU; at 512 tokens the work is too small to fill it.
+# At 16K tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to fill it.
 # </details>
 #
-# `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a kernel of
-# its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds. (`sdpa_math` is PyTorch's own textbook.)
+# `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a separate kernel,
+# in float32, and the GPU's tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
-# And here, too, a causal mask changes the ratios, because it lets the fused kernels skip half of the work:
+# A causal mask changes the ratios here, too, because the fused kernels skip half of the work. At 4,096 tokens:
 
 # %% tags=["nbval-check-output"]
 at_4k = everything[(everything.seqlen == 4096) & (everything.direction == "forward")]
@@ -1399,7 +1400,8 @@ print("Times as fast as the textbook, H200, 4,096 tokens")
 print(at_4k.pivot(index="backend", columns="causal", values="speedup").round(1).to_string())
 
 # %% [markdown]
-# The command that recorded this run is part of it, and repeats it on any GPU:
+# The recorded run includes the command that made it. From a copy of the project that has its `benchmarks` folder, the command
+# repeats the run on any GPU:
 
 # %%
 print(recorded.attrs["provenance"]["command"])
@@ -1408,8 +1410,8 @@ print(recorded.attrs["provenance"]["command"])
 # ## 1.12 · Eight bits, and outliers
 # *Further (optional) · 25 minutes*
 #
-# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. The format for
-# queries and keys is e4m3: a sign, 4 bits of exponent, 3 of significand. What is left of a number?
+# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. Queries
+# and keys use the format e4m3: a sign, 4 bits of exponent, 3 of significand. This is how it rounds numbers:
 
 # %% tags=["nbval-check-output"]
 for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
@@ -1418,8 +1420,8 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 
 
 # %% [markdown]
-# Rounding costs up to 6% of a number, as long as it is not below $2^{-6}$; smaller numbers lose more. The range ends at 448. So a
-# tensor is divided by a *scale* first, and multiplied by it afterwards.
+# Rounding costs up to 6% of a number, unless it is below $2^{-6}$; smaller numbers lose more. The range ends at 448. So you
+# divide a tensor by a *scale* first, and multiply by it afterwards.
 #
 # ![The positive numbers of FP8 and of int8 up to 448: FP8's lie close together near 1 and far apart near 448, those of int8 at equal distances.](../theory/figures/fp8-steps.png)
 #
@@ -1437,16 +1439,16 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 # | `block` | integer, or `None` | this many rows of one head share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
 # | returns | like `x`, float32 | `x` rounded to `torch.float8_e4m3fn`, and scaled back |
 #
-# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, also where a whole block is zero.
+# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, even if a whole block is zero.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Over which dimensions is the largest absolute value taken: without a block, and with one?
+# Over which dimensions do you take the largest absolute value: without a block, and with one?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its largest value.
-# A cast to `torch.float8_e4m3fn` rounds; a cast back to float32 changes nothing more.
+# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its largest
+# value. A cast to `torch.float8_e4m3fn` rounds; a cast back to float32 changes nothing more.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1490,7 +1492,8 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 # #### Step 2 · A rotation · 10 minutes
 #
 # In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix $R$,
-# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
+# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: rotating queries and keys alike leaves the scores unchanged. A good $R$ mixes every
+# column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, whose entries all have the same size:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
 #
@@ -1507,8 +1510,8 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.cat` puts matrices side by side (`dim=1`) or below each other (`dim=0`). Multiplying by `signs` flips the columns; the product with the
-# matrix comes after that.
+# `torch.cat` puts matrices side by side (`dim=1`) or below each other (`dim=0`). Multiply by `signs` to flip the columns, then
+# by the matrix.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1553,7 +1556,8 @@ checks.check_rotation(rotate, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now measure. Two of 64 channels are ten times as large as the rest. What brings more: a scale for each block of 64 rows, or the rotation?
+# Now measure, with two of 64 channels ten times as large as the rest. Which helps more: a scale for each block of 64 rows, or the
+# rotation?
 
 # %%
 predicted_better = None  # your guess, "blocks" or "rotation"
@@ -1589,26 +1593,25 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 
 # %% [markdown]
-# Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks bring next to
-# nothing. Why? e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of itself, whatever the scale; a scale only keeps numbers in the
-# range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) But a score is a sum, and where two
-# products of outliers dominate it, their two rounding errors are its error. Turned, the same sum comes from 64 products of similar size, and
-# their errors average out.
+# Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks
+# have almost no effect. The reason is that e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of
+# itself, whatever the scale; a scale only keeps numbers in the range. (int8 would profit from blocks: its steps are as wide for small
+# numbers as for the largest.) If two products of outliers dominate a score, the rounding errors of these two dominate its error.
+# After the rotation the same score is a sum of 64 products of similar size, and their errors average out.
 #
-# Both ideas are in flash-attn 3 ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)); blocks pay where the *range* does not
-# suffice, as with a token that is 100,000 times as large as others.
+# flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the *range* is too
+# small, for example if one token is 100,000 times as large as the others.
 # [Chapter 6](../theory/06-precision.md#eight-bits) has the sizes of both effects.
 
 # %% [markdown]
 # ## 1.13 · Find the fault
 # *Further (optional) · 15 minutes*
 #
-# The following program lets each token look for similar tokens that stand *at least* `gap` places before it. The last token lies in the
-# future of all others:
+# In the following program each token looks for similar tokens *at least* `gap` places before it:
 #
 # ![An 8 by 8 square of tokens for a gap of 3: token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../theory/figures/gap-mask.png)
 #
-# So if the last token changes, no output but its own may change:
+# The last token is in the future of all others. So if it changes, only its own output may change:
 
 
 # %% tags=["nbval-check-output"]
@@ -1632,7 +1635,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 # ### Exercise 1-8 · A token sees the future
 # ●●○ · 12 minutes · 0 points (optional)
 #
-# Write three functions. You may change, print and measure whatever you like in cells of your own.
+# Write three functions. Use your own cells to change, print and measure whatever you like.
 #
 # | function | returns |
 # | --- | --- |
@@ -1651,12 +1654,12 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# `change.amax(dim=-1)` has a number for each row. Which rows change? What is special about them?
+# `change.amax(dim=-1)` has a number for each row. Which rows change, and what do they have in common?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Look at the weights of such a row, and compare them with the softmax of the row's scores *before* anything was added to them. Each suspect
-# can be tried: change what it accuses, and see whether the change of the outputs goes away.
+# Compare the weights of such a row with the softmax of its scores *before* anything was added to them. You can test each possible
+# cause: change what it blames, and see whether the outputs still change.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1710,33 +1713,33 @@ checks.check_recall(repaired, seed=82)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# A program like this passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. A *change* of one input,
-# and a look at what else changed, finds such a leak in one line. It works for any mask, and for models that somebody else wrote.
+# Such a program passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. To find such a
+# leak in one line, *change* one input and look at what else changes. This works for any mask, and for models that somebody else wrote.
 
 # %% [markdown]
 # ## What you measured
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
 # - Softmax can be computed block by block, exactly, with a running maximum and sum.
-# - FlashAttention's forward and backward are two nested loops over tiles. They keep one number a row instead
+# - FlashAttention's forward and backward are two nested loops over tiles. They store one number a row instead
 #   of one a pair.
 # - The gain depends on length, device and dtype. You have your own numbers for it.
-# - Two correct implementations differ by rounding. The yardstick is the textbook in the same dtype.
+# - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
 # - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
-# - In FP8 a scale saves the range, and a rotation of queries and keys the digits.
+# - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys keeps their digits.
 #
 # ### Three questions
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
 # Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads
-# matrices of $N \times N$ several times, and waits for memory meanwhile. Arithmetic is the cheaper of the two.
+# matrices of $N \times N$ several times, and waits for memory meanwhile. That takes longer than the arithmetic.
 # </details>
 #
 # <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
 #
-# The backward needs $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$: only the combination matters. One number a row instead
-# of two, and results over different keys can be merged with it.
+# The backward needs only the combination: $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$. It is one number a row instead
+# of two, and you can merge results over different keys with it.
 # </details>
 #
 # <details><summary>3. Your running sum is right, but the output is wrong from the second block of keys on. What is the likely mistake?</summary>
@@ -1759,7 +1762,7 @@ checks.check_recall(repaired, seed=82)
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on what you have defined. (In a terminal, `labsupport progress` reads the saved notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress
