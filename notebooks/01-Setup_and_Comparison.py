@@ -16,7 +16,7 @@
 #
 # **After this notebook you can**
 #
-# - write textbook attention with a mask, and say how much memory it needs;
+# - write textbook attention, and say how much memory it needs;
 # - explain why memory traffic, not arithmetic, makes it slow;
 # - write FlashAttention: online softmax, tiled forward, backward by recomputation;
 # - call the fast implementations through one function, know which kernel ran, and compare their time, memory and error;
@@ -27,19 +27,19 @@
 # - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9, without the backward pass (1.6).
 # - *In a little over half an hour*: section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
 #
-# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a real FlashAttention kernel for CPUs,
-# and this notebook runs it. If you have a GPU, the same cells use it, at larger sizes.
+# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a FlashAttention kernel for CPUs,
+# too. If you have a GPU, the cells use it, at larger sizes.
 #
 # **Further reading:** the theory chapters [1, Attention's memory
 # bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
 # backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
 # [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check cells
-# below each exercise tell you what is still wrong. The hints unfold in three stages: a nudge, the idea, an outline. When your
-# checks pass, compare your code with the lab's own copy of this notebook (in `notebooks/`), if your course hands out solutions.
-# Write down a guess before each measurement: you learn most from a wrong guess. (*Run All* stops at the first exercise that you
-# have not solved, but shows you the end of the notebook: scroll up to the red message.)
+# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check
+# cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your code with the lab's
+# copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess before each measurement.
+# (*Run All* stops at the first exercise that you have not solved, but shows you the end of the notebook: scroll up to the red
+# message.)
 
 # %%
 import math
@@ -54,10 +54,10 @@ torch.manual_seed(0)
 environment_card()
 
 # %% [markdown]
-# The card above names your device and lists the attention implementations, called *backends*, that run on it. For each of
-# the others it gives the reason. The ones that run are enough for this notebook: `standard` is textbook attention, and
-# `flash_torch`, FlashAttention in plain PyTorch, runs on any device. In a terminal, `labsupport doctor` says more: how to fix each
-# problem, and whether other programs keep this machine busy, which would make your measured times too long.
+# The card above names your device and lists the attention implementations, called *backends*, that run on it. For the others
+# it gives the reason. Those that run are enough for this notebook: `standard` is textbook attention, and `flash_torch`,
+# FlashAttention in plain PyTorch, runs on any device. In a terminal, `labsupport doctor` says how to fix each problem, and
+# whether other programs keep the machine busy: measured times are then too long.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
 
@@ -81,8 +81,8 @@ lengths = [512, 1024, 2048, 4096]
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
 # queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
 #
-# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. Some programs write a large
-# negative number instead. The next cell shows how that fails, and where $-\infty$ needs care.
+# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. The next cell shows how a large
+# negative number fails instead, and where $-\infty$ needs care.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -169,8 +169,8 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Look at the weights of your function. With the identity matrix as values, the output *is* the weights. Each row is a query,
-# each column a key, and dark means a large weight.
+# With the identity matrix as values, the output *is* the weights. Each row is a query, each column a key, and dark means a
+# large weight.
 
 # %%
 from labsupport.attention import standard_attention
@@ -305,9 +305,8 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
 # ## 1.3 · Memory is slow, arithmetic is fast
 # *Core · 6 minutes*
 #
-# Big matrices also cost time. A processor computes on small, fast memory next to its arithmetic units (SRAM: a GPU's shared memory,
-# a CPU's caches). The large memory (HBM on a data-centre GPU, DRAM in a laptop) is far away and slow. The next table shows the
-# sizes:
+# Big matrices also cost time. A processor computes on small, fast memory next to its arithmetic units (SRAM: a GPU's shared
+# memory, a CPU's caches). The large memory (HBM on a data-centre GPU, DRAM in a laptop) is far away and slow:
 
 # %%
 from labsupport.profiling import hardware_table, measured_ceilings
@@ -342,13 +341,11 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# PyTorch's version needs more than four, because it scales, masks and normalises in separate steps. Each of them reads and writes
-# the whole matrix once more.
+# In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
 #
-# The time of a pass cannot be shorter than either of two numbers: the time to move the bytes at the speed of the memory, and the time
-# to do the arithmetic ($4N^2d$ floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells
-# *measure* both speeds on your device, and take those of an H200 from the table. Guess: on the H200, how many times as long do the
-# bytes take as the arithmetic?
+# Two times bound a pass from below: moving the bytes at the speed of the memory, and doing the arithmetic ($4N^2d$
+# floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells *measure* both speeds on your
+# device, and take the H200's from the table. Guess: on the H200, how many times as long do the bytes take as the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -383,16 +380,15 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 # The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
 # H200 the textbook's bytes take 6.5 times as long as the arithmetic, so its arithmetic units would wait most of the time.
 #
-# Now look at the row of your device. On a CPU the arithmetic is slow as well, and is often the larger of the two
-# bounds. The textbook still needs far longer than either: it makes more than four trips, allocates fresh memory for each
-# matrix, and computes its exponentials in a separate pass. Section 1.8 shows by how much. (Is float16 far slower than
-# float32 on your CPU? Many CPUs have no fast instructions for it.)
+# On a CPU the arithmetic is slow as well, and often the larger bound. The textbook still needs far longer than either (section
+# 1.8): it makes more than four trips, allocates memory for each matrix, and computes its exponentials in a separate pass. (Is
+# float16 far slower than float32 on your CPU? Many CPUs have no fast instructions for it.)
 
 # %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
-# So the aim is not fewer operations but fewer trips to the slow memory: **never write $S$ and $P$
-# there**. Compute a small tile of them in fast memory, use it, and discard it. Three ideas make that possible:
+# So the aim is fewer trips to the slow memory, not fewer operations: **never write $S$ and $P$ there**. Compute a small tile
+# of them in fast memory, use it, and discard it. Three ideas make that possible:
 #
 # 1. *Tiling*: cut $Q$, $K$, $V$ into blocks, so that a tile of $S$ fits on the chip.
 # 2. *Online softmax*: normalise a row without having seen all of it.
@@ -418,8 +414,7 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# Can you take the softmax of each block, and add up the results? You'll find this in some pseudo-code. It is wrong, and the error is
-# not a rounding error:
+# Some pseudo-code takes the softmax of each block, and adds up the results. That is wrong, and not by rounding:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -448,8 +443,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell.
 #
-# In general, a new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far was
-# computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, and one multiplication corrects it:
+# A new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far is relative to the old maximum, so it is
+# too large by exactly $e^{m' - m}$. One multiplication corrects it:
 #
 # $$
 # m' = \max\bigl(m, \max_j s'_j\bigr), \qquad
@@ -525,7 +520,7 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 checks.check_running_streams(running_max_and_sum)
 
 # %% [markdown]
-# You can merge the blocks in any order, and get the same pair. Here are two orders for the row of section 1.4:
+# You can merge blocks in any order, and get the same pair:
 #
 # ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
 #
@@ -745,10 +740,9 @@ checks.check_forward_memory(my_flash_forward)
 
 
 # %% [markdown]
-# You have just written FlashAttention's forward pass. A GPU kernel uses the same algorithm, but it
-# keeps the tile, $m$, $\ell$ and $O$ in on-chip memory through the inner loop, and runs many blocks of $Q$ in
-# parallel. In PyTorch, each of your lines is a separate kernel that reads and writes main memory (or,
-# on a CPU, often a cache).
+# You have written FlashAttention's forward pass. A GPU kernel runs the same algorithm, but keeps the tile, $m$, $\ell$ and $O$
+# in on-chip memory through the inner loop, and runs many blocks of $Q$ in parallel. In PyTorch, each of your lines is a
+# separate kernel that reads and writes main memory (or, on a CPU, a cache if you are lucky).
 
 # %% [markdown]
 # ## 1.6 · FlashAttention, backward
@@ -763,10 +757,9 @@ checks.check_forward_memory(my_flash_forward)
 # dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
 # $$
 #
-# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
-# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, but a tile is only a part
-# of it. A second pass over each row is not needed: $D$ also follows from tensors of the inputs' size, which you have complete. In
-# step 2 you find out how.
+# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a column, one
+# number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part of it. But
+# $D$ also follows from tensors of the inputs' size, without a second pass over the row. In step 2 you find out how.
 #
 # The right half of the drawing in section 1.5 is the loop: one worker keeps $dK$ and $dV$ of one block of keys, and
 # all workers add to $dQ$.
@@ -1013,11 +1006,10 @@ else:
 #
 # ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
-# Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
-# stands there. Models written for `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
-# `(batch, heads, seqlen, head_dim)`. People often mix them up: shapes still fit, but each token
-# then attends across heads. The lab's function raises an error if it sees more than 128 heads. It can't detect a shorter sequence in
-# the wrong layout, so check your shapes.
+# In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads` is. Models written for
+# `torch.nn.functional.scaled_dot_product_attention` (SDPA) use `(batch, heads, seqlen, head_dim)`. If you mix them up, shapes
+# still fit, but each token attends across heads. The lab's function raises an error if it sees more than 128 heads. It cannot
+# detect a shorter sequence in the wrong layout, so check your shapes.
 
 # %%
 q, k, v = (
@@ -1040,9 +1032,8 @@ out = attention(q, k, v, causal=True)
 print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 
 # %% [markdown]
-# `last_call()` shows which backend and which kernel ran, and why others were not chosen. If you ask for a backend by name,
-# you get that one, or an error with every reason, but never another one silently.
-# `flash_attention(...)` is the same function without the textbook implementations.
+# `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get that one,
+# or an error with every reason. `flash_attention(...)` is the same function without the textbook implementations.
 #
 # > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its
 # > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
@@ -1059,9 +1050,10 @@ available_backends(device=device)
 # ## 1.8 · The comparison
 # *Core · 5 minutes*
 #
-# Half a minute of measuring. We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), yours (`mine`), and
-# PyTorch's FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
-# dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than the textbook?
+# The measurement takes about half a minute. It compares the textbook (`standard`), the lab's FlashAttention in plain PyTorch
+# (`flash_torch`), yours (`mine`), and PyTorch's FlashAttention kernel (`sdpa_flash`) at four lengths. All get the same inputs
+# in the same dtype, without a mask. Guess: at 4,096 tokens, how many times as fast as the textbook is the forward pass of
+# `sdpa_flash`?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -1098,12 +1090,10 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The dotted line is what the arithmetic alone would take at the matrix-multiplication speed that you measured in
-# section 1.3. An implementation that reached it would do nothing but multiply matrices.
+# The dotted line is the time of the arithmetic alone, at the matrix-multiplication speed that you measured in section 1.3.
 #
-# Look at the left end before you look at the right end. At 512 tokens there is little memory to save, and each
-# implementation has fixed costs: the gap is small, and may even turn round. The gain grows with the length,
-# until memory sets the textbook's pace everywhere; from there on it stays about the same.
+# At 512 tokens there is little memory to save, and each implementation has fixed costs: the gap is small, or even reversed.
+# The gain grows with the length until memory alone limits the textbook; from there on it stays about the same.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
@@ -1120,8 +1110,8 @@ plotting.plot_memory(
 # speed: it is a loop in Python, with a kernel for each line.
 
 # %% [markdown]
-# And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
-# at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)
+# Now with the backward pass, for which the textbook stores $P$ and FlashAttention recomputes it. Guess: at 512 tokens, forward
+# and backward together, how many times as fast is `sdpa_flash`? (Less than 1 means slower.)
 
 # %%
 predicted_small = None  # your guess, a number, before you run the next cell
@@ -1141,9 +1131,9 @@ readable(training)
 #
 # ### What a causal mask changes
 #
-# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes
-# all of it, and then needs more passes to hide half. So a speed-up for causal attention combines
-# two effects: memory saved, and work skipped. The next table separates them. It shows the speed-up over the textbook at 2,048 tokens:
+# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes all of
+# it, and needs more passes to hide half. So the speed-up for causal attention combines memory saved and work skipped. Speed-up
+# over the textbook at 2,048 tokens:
 
 # %%
 cases = grid(["standard", fused], [2048], **shape, causal=[False, True])
