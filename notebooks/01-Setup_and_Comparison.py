@@ -17,10 +17,10 @@
 # **After this notebook you can**
 #
 # - write textbook attention, and say how much memory it needs;
-# - explain why memory traffic, not arithmetic, makes it slow;
+# - explain why memory traffic makes it slow;
 # - write FlashAttention: online softmax, tiled forward, backward by recomputation;
-# - call the fast implementations through one function, know which kernel ran, and compare their time, memory and error;
-# - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
+# - call the fast implementations, know which kernel ran, and compare their time, memory and error;
+# - choose a dtype that neither overflows nor wastes digits.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
@@ -37,9 +37,8 @@
 #
 # **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check
 # cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your code with the lab's
-# copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess before each measurement.
-# (*Run All* stops at the first exercise that you have not solved, but shows you the end of the notebook: scroll up to the red
-# message.)
+# copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess before each measurement. *Run
+# All* stops at the first unsolved exercise, but shows you the end of the notebook: scroll up to the red message.
 
 # %%
 import math
@@ -81,8 +80,8 @@ lengths = [512, 1024, 2048, 4096]
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
 # queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
 #
-# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. The next cell shows how a large
-# negative number fails instead, and where $-\infty$ needs care.
+# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. The next cell shows what goes wrong
+# with a large negative number instead, and where $-\infty$ needs care.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -94,7 +93,7 @@ except RuntimeError as error:
     print("-1e9 in float16:", error)
 
 print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).tolist())
-plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6, 6).tril()})
+plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6, 6).tril()})
 
 
 # %% [markdown]
@@ -187,15 +186,15 @@ plotting.plot_weights(
 
 
 # %% [markdown]
-# Queries and keys are the same vectors here, so each token attends most to itself, if it may. In the last picture the first six
-# queries see nothing, and their rows are 0, as you defined.
+# Queries and keys are the same vectors here, so each token attends most to itself, if it may. In the last picture the first
+# six queries see nothing: their rows are 0.
 
 # %% [markdown]
 # ## 1.2 · What it costs: N × N
 # *Core · 8 minutes*
 #
-# Textbook attention holds $S$ and $P$ in memory at the same time. Each has `seqlen` × `seqlen` entries, for every
-# head and every sequence of the batch.
+# Textbook attention stores $S$ and $P$ at the same time, with `seqlen` × `seqlen` entries each, for every head and sequence of
+# the batch.
 #
 # ### Exercise 1-2 · The memory of N × N
 # ●○○ · 5 minutes · 3 points
@@ -250,8 +249,8 @@ checks.check_largest_length(longest_that_fits, seed=22)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now check the formula by measuring. `measure_peak_memory` counts the bytes that a call allocates at its peak, in addition to what
-# was allocated before. First guess: how many MiB does textbook attention need at 4,096 tokens on your device?
+# Now measure. `measure_peak_memory` counts the bytes that a call allocates at its peak, beyond those allocated before. Guess:
+# how many MiB does textbook attention need at 4,096 tokens on your device?
 
 # %%
 predicted_mib = None  # your guess, a number, before you run the next cells
@@ -283,12 +282,11 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Each doubling of the length takes four times the memory, as the formula says. The small rest is the output.
+# Twice the length takes four times the memory, as the formula says. The small rest is the output.
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
-# The scores before they were scaled or masked. As long as a name (`scores`, say) refers to the old matrix, it
-# stays in memory while the next one is made.
+# The scores before they were scaled or masked. While a name (`scores`, say) refers to the old matrix, it stays in memory.
 # </details>
 #
 # Now apply the formula to a model with 32 heads in float16, and one sequence.
@@ -322,9 +320,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.)
-# The memory is about 2,000 to 6,600 times as large as all SRAM together, and each multiprocessor computes with its own small
-# part of the SRAM. Compare that part with the scores of a single head:
+# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.) The
+# memory is about 2,000 to 6,600 times as large as all SRAM together, and each multiprocessor has only its own part of the
+# SRAM. Compare that part with the scores of one head:
 
 # %% tags=["nbval-check-output"]
 print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB")
@@ -424,13 +422,13 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 
 
 # %% [markdown]
-# Each block was normalised to 1 on its own, so the blocks lost their weight relative to each other. To avoid that, divide
-# only at the end, and carry two numbers for each row:
+# Each block was normalised to 1 on its own, so the blocks lost their relative weight. Instead, divide only at the end, and
+# carry two numbers for each row:
 #
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
 #
-# Here is an example: a row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time.
+# For example, a row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time.
 #
 # | block | $m$ before → after | the old $\ell$ shrinks | the block adds | $\ell$ |
 # | --- | --- | --- | --- | --- |
@@ -565,8 +563,7 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # ### Exercise 1-4 · The tiled forward, in three steps
 # ●●● · 40 minutes · 7 points
 #
-# You write one function, and extend it in each step: one block of rows, then all rows, then a causal mask. After each step run the
-# function's cell again, then the checks of that step.
+# You extend one function in each step. Then run its cell again, and the checks of that step.
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -582,8 +579,8 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # #### Step 1 · One block of rows · 15 minutes, 3 points
 #
-# Treat all queries as one block, and ignore `block_q` and `is_causal`. Write the inner loop: go through the blocks of keys and
-# values, and carry $m$, $\ell$ and $O$. It is exercise 1-3 with one more line.
+# Treat all queries as one block, and ignore `block_q` and `is_causal`. Go through the blocks of keys and values, and carry
+# $m$, $\ell$ and $O$: exercise 1-3 with one more line.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -659,8 +656,8 @@ checks.check_forward_lse(my_flash_forward, seed=42)
 # %% [markdown]
 # #### Step 2 · All rows · 10 minutes, 1 point
 #
-# Now cut `q` into blocks of `block_q` rows. In your function, put an outer loop around what you have: each block of queries starts
-# with fresh $m$, $\ell$ and $O$, and stores its rows of `out` and `lse` when its inner loop ends.
+# Put an outer loop over blocks of `block_q` queries around your loop. Each block starts with fresh $m$, $\ell$ and $O$, and
+# stores its rows of `out` and `lse` when its inner loop ends.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -691,10 +688,9 @@ checks.check_forward_values(my_flash_forward, seed=41)
 # %% [markdown]
 # #### Step 3 · A causal mask · 15 minutes, 3 points
 #
-# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new
-# query and a long cache of keys. That query is the *last* token, so it must see everything, and the mask is
-# aligned at the bottom right. flash-attn (version 2.1 and later) and this lab do that. PyTorch's
-# `is_causal=True` aligns at the top left:
+# During generation there is one new query and a long cache of keys. That query is the *last* token, so it must see everything:
+# flash-attn (version 2.1 and later) and this lab align the mask at the bottom right. PyTorch's `is_causal=True` aligns at the
+# top left:
 
 # %% tags=["nbval-check-output"]
 ones = torch.ones(2, 5, dtype=torch.bool)
@@ -931,10 +927,9 @@ checks.check_backward_edges(my_flash_backward, seed=52)
 checks.check_backward_memory(my_flash_backward)
 
 # %% [markdown]
-# The two passes together make a `torch.autograd.Function`. The lab's version is `FlashAttentionFunction`
-# (`labsupport/attention/flash_torch.py`), written to be read next to the paper. If your two functions pass their checks, the next
-# cell builds the same from *yours*. The cell after it compares your gradients with finite
-# differences, and shows what is stored between forward and backward.
+# The two passes together make a `torch.autograd.Function`. The lab's is `FlashAttentionFunction`
+# (`labsupport/attention/flash_torch.py`). If your two functions pass their checks, the next cell builds the same from *yours*.
+# The cell after it compares the gradients with finite differences, and shows what is stored for the backward pass.
 
 # %%
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
@@ -981,8 +976,8 @@ print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tenso
 # %% [markdown]
 # Q, K, V, O and one vector are stored. None has two dimensions of length 20.
 #
-# Now use your function. `register_backend` gives it a name, `"mine"`, under which the lab's tables, charts and models can use
-# it. The blocks are larger here:
+# `register_backend` gives your function a name, `"mine"`, under which the lab's tables, charts and models can use it, here
+# with larger blocks:
 
 # %%
 from labsupport.attention import register_backend
@@ -996,9 +991,8 @@ else:
 # ## 1.7 · The fast ones, through one door
 # *Core · 2 minutes*
 #
-# Many libraries implement FlashAttention. They differ in layout, option names, the alignment of causal
-# masks and even the log-sum-exp of an empty row. The lab has one function for all of them, with the conventions of
-# flash-attn:
+# Libraries that implement FlashAttention differ in layout, option names, the alignment of causal masks and even the
+# log-sum-exp of an empty row. The lab has one function for all, with the conventions of flash-attn:
 #
 # ```python
 # attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
@@ -1526,7 +1520,7 @@ def hadamard(n):
 
 
 def rotate(q, k, signs):
-    """Queries and keys, turned alike."""
+    """Queries and keys, rotated by the same matrix."""
     ### BEGIN SOLUTION
     h = hadamard(q.shape[-1])
     return q * signs @ h, k * signs @ h
@@ -1670,7 +1664,7 @@ def rows_that_leak(seqlen, gap):
 
 
 def repaired(x, gap):
-    """What `recall` should return."""
+    """The output that `recall` should return."""
     ### BEGIN SOLUTION
     i = torch.arange(len(x))
     visible = i[:, None] - i >= gap
