@@ -439,7 +439,7 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # ![The eight scores with the running maximum above, and below the running sum, which shrinks when the maximum rises.](../theory/figures/running-max-and-sum.png)
 #
-# Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell.
+# Check, on paper or in a cell, that 1.646 is the sum over the whole row, relative to its maximum 5.
 #
 # A new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far is relative to the old maximum, so it is
 # too large by exactly $e^{m' - m}$. One multiplication corrects it:
@@ -665,8 +665,7 @@ checks.check_forward_lse(my_flash_forward, seed=42)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Make `out` and `lse` first, of the right shape, and write one block of rows into them at a time. The last block may be shorter than
-# the others.
+# Make `out` and `lse` first, and write one block of rows into them at a time. The last block may be shorter.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -988,7 +987,7 @@ else:
     print("Your own line in the charts below waits for exercises 1-4 and 1-5.")
 
 # %% [markdown]
-# ## 1.7 · The fast ones, through one door
+# ## 1.7 · The fast ones, through one function
 # *Core · 2 minutes*
 #
 # Libraries that implement FlashAttention differ in layout, option names, the alignment of causal masks and even the
@@ -1029,10 +1028,9 @@ print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 # `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get that one,
 # or an error with every reason. `flash_attention(...)` is the same function without the textbook implementations.
 #
-# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its
-# > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
-# > generation. On Hopper and Blackwell it tries cuDNN's kernel first. With float32 or an explicit mask you don't get FlashAttention.
-# > `last_call()` tells you which kernel ran.
+# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its FlashAttention
+# > kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU generation: on Hopper and Blackwell it tries
+# > cuDNN's kernel first, and with float32 or an explicit mask you don't get FlashAttention. Check with `last_call()`.
 #
 # > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
 # > On older GPUs use `sdpa_efficient`. `available_backends()` lists what runs on your machine:
@@ -1138,8 +1136,8 @@ masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure instead of freezing your
-# machine; on a GPU it tries, and catches the error. Either way you get a row in the table, not a crash.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure; on a GPU it tries, and catches
+# the error. Either way you get a row in the table.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -1153,10 +1151,10 @@ for row in wall.itertuples():
 #
 # ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
 #
-# In exact arithmetic the results are equal. In floating point, sums in another order round
-# differently, and a fixed tolerance such as $10^{-5}$ means nothing without a dtype and a measure. The next table compares each
-# implementation with an *oracle*: the same mathematics in float64. Guess: how
-# many times larger is the textbook's error in bfloat16 than in float32?
+# In exact arithmetic the implementations give equal results. In floating point, sums in another order round differently, and a
+# fixed tolerance such as $10^{-5}$ means nothing without a dtype and a measure. The next table compares each implementation
+# with an *oracle*, the same mathematics in float64. Guess: how many times as large is the textbook's error in bfloat16 as in
+# float32?
 
 # %%
 predicted_growth = None  # your guess, a number, before you run the next cell
@@ -1172,8 +1170,8 @@ errors
 
 # %% [markdown]
 # From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So compare an
-# implementation with the textbook *in the same dtype*. flash-attn's tests use this rule: the maximum error may be at most twice the
-# textbook's (three times for gradients), plus $10^{-5}$. The column *allowed* shows that limit.
+# implementation with the textbook *in the same dtype*. In flash-attn's tests the maximum error may be at most twice the
+# textbook's (three times for gradients), plus $10^{-5}$: the column *allowed*.
 #
 # FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused kernels
 # round $P$ and the output. `flash_torch` rounds only the output. Compare their relative errors.
@@ -1182,12 +1180,12 @@ errors
 # ## 1.10 · Which dtype?
 # *Further (optional) · 20 minutes*
 #
-# A dtype can cause an error message, or, worse, a NaN. These are the ranges:
+# A wrong dtype can cause an error message or, worse, a NaN. The ranges:
 #
 # ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
-# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. In a model
-# that runs partly in one and partly in the other, a kernel may get three tensors that do not match:
+# float16 has a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that mixes
+# both may hand a kernel tensors that do not match:
 
 # %%
 q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
@@ -1231,9 +1229,8 @@ overflow
 
 
 # %% [markdown]
-# The textbook stores the scores in float16 as infinity, and the softmax of infinities is NaN. FlashAttention keeps its tile of
-# scores in float32, inside the kernel. So with FlashAttention only the inputs have to fit into the dtype; the size of $QK^\top$ does
-# *not* matter.
+# In the textbook's float16 the scores are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
+# scores in float32, inside the kernel. So only the inputs have to fit into the dtype; the size of $QK^\top$ does *not* matter.
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
@@ -1313,10 +1310,9 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` does more. If the kernel accepts float32, it casts up to float32 rather than down. It also uses
-# bfloat16 for tensors that are too *small* for float16. Its report says what it did, and estimates the error on a sample of
-# the queries. (`PrecisionTracker` checks the inputs of a whole model before the kernels run.) Here, `dtypes=` lets a CPU behave like a
-# GPU:
+# The lab's `safe_flash_attention` does more: it casts up to float32 if the kernel accepts that, and uses bfloat16 also for
+# tensors that are too *small* for float16. Its report says what it did, with the error measured on a sample of the queries.
+# (`PrecisionTracker` checks the inputs of a whole model.) Here, `dtypes=` makes a CPU behave like a GPU:
 
 # %%
 import warnings
@@ -1334,16 +1330,16 @@ print(report)
 #
 # ![Relative error of the output against the size of the scores, for bfloat16, float16 and float32: it grows with the scores in each of them.](../theory/figures/error-by-scale.png)
 #
-# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small, by the factor $1/\sqrt d$ and
-# by normalising q and k. [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a
-# model belongs in which dtype, each row with its experiment.
+# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small by the factor $1/\sqrt
+# d$ and by normalising q and k. [Chapter 6](../theory/06-precision.md) derives this, and has a table of which component of a
+# model belongs in which dtype, with experiments.
 
 # %% [markdown]
 # ## 1.11 · On a data-centre GPU
 # *Further (optional) · 4 minutes*
 #
-# These measurements were recorded on another machine; the small print names device and date. If
-# you have a GPU, compare them with your own above.
+# The small print of each chart names the device and date of the recorded measurements. If you have a GPU, compare them with
+# your own.
 
 # %%
 from labsupport.profiling import load_run
@@ -1373,8 +1369,8 @@ plotting.plot_memory(
 # At 16K tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to fill it.
 # </details>
 #
-# `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a separate kernel,
-# in float32, and the GPU's tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
+# `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
+# tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
 # A causal mask changes the ratios here, too, because the fused kernels skip half of the work. At 4,096 tokens:
 
@@ -1384,8 +1380,7 @@ print("Times as fast as the textbook, H200, 4,096 tokens")
 print(at_4k.pivot(index="backend", columns="causal", values="speedup").round(1).to_string())
 
 # %% [markdown]
-# The recorded run includes the command that made it. From a copy of the project that has its `benchmarks` folder, the command
-# repeats the run on any GPU:
+# The run stores its command. You can repeat it on any GPU if your copy of the lab has a `benchmarks` folder:
 
 # %%
 print(recorded.attrs["provenance"]["command"])
@@ -1431,8 +1426,8 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its largest
-# value. A cast to `torch.float8_e4m3fn` rounds; a cast back to float32 changes nothing more.
+# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its
+# largest value. A cast to `torch.float8_e4m3fn` rounds; cast back to float32 after it.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1577,11 +1572,11 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 
 # %% [markdown]
-# Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks
-# have almost no effect. The reason is that e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of
-# itself, whatever the scale; a scale only keeps numbers in the range. (int8 would profit from blocks: its steps are as wide for small
-# numbers as for the largest.) If two products of outliers dominate a score, the rounding errors of these two dominate its error.
-# After the rotation the same score is a sum of 64 products of similar size, and their errors average out.
+# With outliers, the rotation divides the error of the scores by four, and blocks have almost no effect. e4m3 is a
+# *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of itself, and a scale only keeps numbers in
+# the range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) If two products of
+# outliers dominate a score, their rounding errors dominate its error. After the rotation the same score is a sum of 64
+# products of similar size, whose errors average out.
 #
 # flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the *range* is too
 # small, for example if one token is 100,000 times as large as the others.
@@ -1619,7 +1614,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 # ### Exercise 1-8 · A token sees the future
 # ●●○ · 12 minutes · 0 points (optional)
 #
-# Write three functions. Use your own cells to change, print and measure whatever you like.
+# Write three functions. Experiment in cells of your own.
 #
 # | function | returns |
 # | --- | --- |
@@ -1642,8 +1637,8 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Compare the weights of such a row with the softmax of its scores *before* anything was added to them. You can test each possible
-# cause: change what it blames, and see whether the outputs still change.
+# Compare the weights of such a row with the softmax of its scores *before* anything was added to them. Test each cause: change
+# what it blames, and see whether the outputs still change.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1697,17 +1692,16 @@ checks.check_recall(repaired, seed=82)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Such a program passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. To find such a
-# leak in one line, *change* one input and look at what else changes. This works for any mask, and for models that somebody else wrote.
+# Such a program passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. To find
+# a leak, *change* one input and look at what else changes. This works for any mask and any model.
 
 # %% [markdown]
 # ## What you measured
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
 # - Softmax can be computed block by block, exactly, with a running maximum and sum.
-# - FlashAttention's forward and backward are two nested loops over tiles. They store one number a row instead
-#   of one a pair.
-# - The gain depends on length, device and dtype. You have your own numbers for it.
+# - FlashAttention's forward and backward are two nested loops over tiles, and store one number a row instead of one a pair.
+# - The gain depends on length, device and dtype.
 # - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
 # - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
 # - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys keeps their digits.
@@ -1716,9 +1710,8 @@ checks.check_recall(repaired, seed=82)
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
-# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads
-# matrices of $N \times N$ several times, and waits for memory meanwhile. That takes longer than the arithmetic.
-# </details>
+# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads matrices of $N \times
+# N$ several times, which takes longer. </details>
 #
 # <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
 #
@@ -1728,9 +1721,7 @@ checks.check_recall(repaired, seed=82)
 #
 # <details><summary>3. Your running sum is right, but the output is wrong from the second block of keys on. What is the likely mistake?</summary>
 #
-# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block is right because there is
-# nothing to rescale yet.
-# </details>
+# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block needs no rescaling. </details>
 #
 # ### Read on
 #
