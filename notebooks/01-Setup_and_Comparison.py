@@ -17,10 +17,10 @@
 # **After this notebook you can**
 #
 # - write textbook attention, and say how much memory it needs;
-# - explain why memory traffic makes it slow;
+# - explain why memory traffic, not arithmetic, makes it slow;
 # - write FlashAttention: online softmax, tiled forward, backward by recomputation;
 # - call the fast implementations, know which kernel ran, and compare their time, memory and error;
-# - choose a dtype that neither overflows nor wastes digits.
+# - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
@@ -341,9 +341,10 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
 #
-# Two times bound a pass from below: moving the bytes at the speed of the memory, and doing the arithmetic ($4N^2d$
-# floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells *measure* both speeds on your
-# device, and take the H200's from the table. Guess: on the H200, how many times as long do the bytes take as the arithmetic?
+# A pass takes at least as long as each of two steps: moving the bytes at the speed of the memory, and doing the arithmetic
+# ($4N^2d$ floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells *measure* both
+# speeds on your device, and take the H200's from the table. Guess: on the H200, how many times as long do the bytes take as
+# the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -375,12 +376,13 @@ ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
 checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
-# The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
-# H200 the textbook's bytes take 6.5 times as long as the arithmetic, so its arithmetic units would wait most of the time.
+# The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer.
+# On the H200 the textbook's bytes take 6.5 times as long as the arithmetic, so the GPU's arithmetic units would wait most of
+# the time.
 #
-# On a CPU the arithmetic is slow as well, and often the larger bound. The textbook still needs far longer than either (section
-# 1.8): it makes more than four trips, allocates memory for each matrix, and computes its exponentials in a separate pass. (Is
-# float16 far slower than float32 on your CPU? Many CPUs have no fast instructions for it.)
+# On a CPU the arithmetic is slow as well, and often takes longer than the bytes. The textbook still needs far longer than
+# either (section 1.8): it makes more than four trips, allocates memory for each matrix, and computes its exponentials in a
+# separate pass. (Is float16 far slower than float32 on your CPU? Many CPUs have no fast instructions for it.)
 
 # %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
@@ -412,7 +414,7 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# Some pseudo-code takes the softmax of each block, and adds up the results. That is wrong, and not by rounding:
+# Some pseudo-code takes the softmax of each block, and adds up the results. That is wrong, by far more than rounding:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -687,9 +689,9 @@ checks.check_forward_values(my_flash_forward, seed=41)
 # %% [markdown]
 # #### Step 3 · A causal mask · 15 minutes, 3 points
 #
-# During generation there is one new query and a long cache of keys. That query is the *last* token, so it must see everything:
-# flash-attn (version 2.1 and later) and this lab align the mask at the bottom right. PyTorch's `is_causal=True` aligns at the
-# top left:
+# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new query and a long
+# cache of keys. That query is the *last* token, so it must see everything: flash-attn (version 2.1 and later) and this lab
+# align the mask at the bottom right. PyTorch's `is_causal=True` aligns at the top left:
 
 # %% tags=["nbval-check-output"]
 ones = torch.ones(2, 5, dtype=torch.bool)
@@ -1136,8 +1138,8 @@ masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure; on a GPU it tries, and catches
-# the error. Either way you get a row in the table.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does not
+# freeze; on a GPU it tries, and catches the error. Either way you get a row in the table.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -1572,11 +1574,11 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 
 # %% [markdown]
-# With outliers, the rotation divides the error of the scores by four, and blocks have almost no effect. e4m3 is a
-# *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of itself, and a scale only keeps numbers in
-# the range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) If two products of
-# outliers dominate a score, their rounding errors dominate its error. After the rotation the same score is a sum of 64
-# products of similar size, whose errors average out.
+# Without outliers, neither method helps nor is needed. With them, the rotation divides the error of the scores by four, and
+# blocks have almost no effect. e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of
+# itself, and a scale only keeps numbers in the range. (int8 would profit from blocks: its steps are as wide for small numbers
+# as for the largest.) If two products of outliers dominate a score, their rounding errors dominate its error. After the
+# rotation the same score is a sum of 64 products of similar size, whose errors average out.
 #
 # flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the *range* is too
 # small, for example if one token is 100,000 times as large as the others.
