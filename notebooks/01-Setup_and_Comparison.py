@@ -1368,8 +1368,8 @@ plotting.plot_memory(
 #
 # <details><summary>An answer</summary>
 #
-# At 16K tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to fill it.
-# </details>
+# At 4,096 tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to
+# fill it. </details>
 #
 # `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
 # tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
