@@ -11,37 +11,34 @@
 #
 # ![Memory against sequence length: textbook attention needs 100 GiB at some ten thousand tokens, FlashAttention at a hundred thousand.](../theory/figures/memory-by-length.png)
 #
-# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes the same numbers, exactly, in a memory that grows
+# Textbook attention (black) outgrows every GPU. FlashAttention (blue) computes exactly the same numbers, in memory that grows
 # with the length instead of its square. In this notebook you write it.
 #
 # **After this notebook you can**
 #
-# - write attention as the textbook does, with a mask, and say what it costs in memory;
-# - explain why that cost, not the arithmetic, makes it slow;
-# - write FlashAttention yourself: online softmax, tiled forward, backward by recomputation;
-# - call the fast implementations through one function, know which kernel ran, and compare them
-#   honestly: time, memory, error;
+# - write textbook attention, and say how much memory it needs;
+# - explain why memory traffic, not arithmetic, makes it slow;
+# - write FlashAttention: online softmax, tiled forward, backward by recomputation;
+# - call the fast implementations, know which kernel ran, and compare their time, memory and error;
 # - choose a dtype that neither overflows nor wastes digits, and read the errors that a wrong one gives.
 #
 # **Time** about 220 minutes; the exercises take 172 of them. Sections marked *further* are optional.
 #
-# - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9. The backward pass (1.6) then waits for another day.
-# - *In half an hour or a little more*, for the curious: the chart above, section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
+# - *In an afternoon*, 107 minutes: the core, sections 1.1 to 1.5 and 1.7 to 1.9, without the backward pass (1.6).
+# - *In a little over half an hour*: section 1.4 with exercise 1-3, and step 1 of exercise 1-4.
 #
-# **You need** PyTorch (tensors, autograd, `matmul`). You do not need CUDA or a GPU: PyTorch has a real FlashAttention kernel for CPUs,
-# and this notebook runs it. If you have a GPU, the same cells use it, at larger sizes.
+# **You need** PyTorch (tensors, autograd, `matmul`), but no CUDA and no GPU: PyTorch has a FlashAttention kernel for CPUs,
+# too. If you have a GPU, the cells use it, at larger sizes.
 #
-# **To read beside it**, before or after: the theory chapters [1, Attention's memory
+# **Further reading:** the theory chapters [1, Attention's memory
 # bottleneck](../theory/01-memory-bottleneck.md), [2, Online softmax](../theory/02-online-softmax.md), [3, Forward and
 # backward](../theory/03-forward-and-backward.md) and [6, Precision](../theory/06-precision.md). The
-# [glossary](../theory/glossary.md) fixes the words.
+# [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** Run the cells in order. Eight exercises ask you to write code where it says
-# `raise NotImplementedError`. The check cells below each exercise tell you what is still wrong, and hints unfold in three stages: a
-# nudge, the idea, an outline. Once your checks pass, look at the lab's own copy of this notebook (in `notebooks/`): where solutions
-# are given out, it holds one way to write each. Before each measurement, write down a guess: a wrong guess that you noticed is worth more
-# than a right one that you read. (*Run All* stops at the first exercise that is not solved, and leaves you at the end of the notebook:
-# scroll up to the red message.)
+# **How to work.** Run the cells in order. In eight exercises you replace `raise NotImplementedError` with your code. The check
+# cells tell you what is still wrong, and hints unfold in three stages. When your checks pass, compare your code with the lab's
+# copy of this notebook (in `notebooks/`), if your course hands out solutions. Write down a guess before each measurement. *Run
+# All* stops at the first unsolved exercise, but shows you the end of the notebook: scroll up to the red message.
 
 # %%
 import math
@@ -56,10 +53,10 @@ torch.manual_seed(0)
 environment_card()
 
 # %% [markdown]
-# The card above names your device and the attention implementations, called *backends*, that can run on
-# it. For the others it says why not. Nothing is missing that you need today: `flash_torch` runs anywhere
-# and `standard` is the textbook. A terminal command, `labsupport doctor`, says the same in more detail,
-# with the command that fixes each problem, and whether this machine is busy: on a busy one, times mislead.
+# The card above names your device and lists the attention implementations, called *backends*, that run on it. For the others
+# it gives the reason. Those that run are enough for this notebook: `standard` is textbook attention, and `flash_torch`,
+# FlashAttention in plain PyTorch, runs on any device. In a terminal, `labsupport doctor` says how to fix each problem, and
+# whether other programs keep the machine busy: measured times are then too long.
 #
 # The following cell picks sizes that suit your device. `heads` and `head_dim` are those of a small model.
 
@@ -83,8 +80,8 @@ lengths = [512, 1024, 2048, 4096]
 # Row $i$ of $P$ says how much query $i$ takes from each value. A *mask* hides some keys from some
 # queries: their weight must be 0. A language model hides the future this way (a *causal* mask).
 #
-# How do you hide a key? Its weight is $e^{s}/\sum e^{s}$, so its score $s$ must become $-\infty$. Some programs write a large
-# negative number instead. Watch that fail; and see where $-\infty$ needs care, too.
+# To hide a key, set its score $s$ to $-\infty$, because its weight is $e^{s}/\sum e^{s}$. The next cell shows what goes wrong
+# with a large negative number instead, and where $-\infty$ needs care.
 
 # %%
 scores = torch.zeros(2, 3, dtype=torch.float16)
@@ -96,13 +93,13 @@ except RuntimeError as error:
     print("-1e9 in float16:", error)
 
 print("-inf, then softmax:", scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).tolist())
-plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6, 6).tril()})
+plotting.plot_weights({"this mask (dark: visible)": mask, "causal": torch.ones(6, 6).tril()})
 
 
 # %% [markdown]
-# The number $-10^9$ does not fit into float16, whose largest value is 65,504. And $-\infty$ is right, but
-# a row that is hidden completely becomes $0/0$ = NaN. Such rows are real: padding in a batch makes them.
-# FlashAttention and PyTorch's SDPA *define* their output as 0. So will you.
+# The number $-10^9$ does not fit into float16, whose largest value is 65,504. With $-\infty$, a row that is hidden completely
+# becomes $0/0$ = NaN. Such rows occur in practice: padding in a batch makes them.
+# FlashAttention and PyTorch's SDPA *define* their output as 0, and so will you.
 
 # %% [markdown]
 # ### Exercise 1-1 · Textbook attention with a mask
@@ -114,15 +111,15 @@ plotting.plot_weights({"this mask: dark, may look": mask, "causal": torch.ones(6
 # | `k`, `v` | `(..., seqlen_k, head_dim)` | keys and values |
 # | `mask` | `(seqlen_q, seqlen_k)`, boolean, or `None` | `True` where a query may look |
 # | returns `output` | `(..., seqlen_q, head_dim)` | in the dtype of `q` |
-# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 where a query may look nowhere |
+# | returns `weights` | `(..., seqlen_q, seqlen_k)` | rows sum to 1, or to 0 if the query sees no key |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which dimension of the scores belongs to the keys? And what must a hidden score be, so that its weight is exactly 0?
+# Which dimension of the scores belongs to the keys? Which score gives a weight of exactly 0?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `k.mT` transposes the last two dimensions, whatever comes before them. `masked_fill` returns a copy with some entries replaced. The
+# `k.mT` transposes the last two dimensions. `masked_fill` returns a copy with some entries replaced. The
 # head dimension is `q.shape[-1]`; the name `head_dim` belongs to another cell.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -171,8 +168,8 @@ checks.check_textbook_empty_rows(textbook_attention, seed=13)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Look at your own weights. With the identity matrix as values, the output *is* the weights. Each row is a query, each column a key,
-# and dark is a large weight.
+# With the identity matrix as values, the output *is* the weights. Each row is a query, each column a key, and dark means a
+# large weight.
 
 # %%
 from labsupport.attention import standard_attention
@@ -189,15 +186,15 @@ plotting.plot_weights(
 
 
 # %% [markdown]
-# Queries and keys are the same vectors here, so each token attends most to itself, where it may. In the last picture the first six queries see
-# nothing, and their rows are 0, as you defined.
+# Queries and keys are the same vectors here, so each token attends most to itself, if it may. In the last picture the first
+# six queries see nothing: their rows are 0.
 
 # %% [markdown]
 # ## 1.2 · What it costs: N × N
 # *Core · 8 minutes*
 #
-# Textbook attention holds $S$ and $P$ at the same time, each with `seqlen` × `seqlen` entries, for every
-# head and every sequence of the batch.
+# Textbook attention stores $S$ and $P$ at the same time, with `seqlen` × `seqlen` entries each, for every head and sequence of
+# the batch.
 #
 # ### Exercise 1-2 · The memory of N × N
 # ●○○ · 5 minutes · 3 points
@@ -206,8 +203,8 @@ plotting.plot_weights(
 #
 # | | returns |
 # | --- | --- |
-# | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, a whole number |
-# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, as an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes; `memory` is an integer, too |
+# | `score_bytes(batch, heads, seqlen, bytes_per_element)` | the bytes of $S$ and $P$ together, an integer |
+# | `longest_that_fits(memory, batch, heads, bytes_per_element)` | the length, an integer, of the longest sequence whose $S$ and $P$ fit into `memory` bytes (an integer, too) |
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -252,9 +249,8 @@ checks.check_largest_length(longest_that_fits, seed=22)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# A formula is a claim. Measure it. `measure_peak_memory` counts every byte that a call allocates beyond
-# what was there before it. First your guess: what does the textbook need at 4,096 tokens on your device,
-# in MiB?
+# Now measure. `measure_peak_memory` counts the bytes that a call allocates at its peak, beyond those allocated before. Guess:
+# how many MiB does textbook attention need at 4,096 tokens on your device?
 
 # %%
 predicted_mib = None  # your guess, a number, before you run the next cells
@@ -286,15 +282,14 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Each doubling of the length takes four times the memory, as the formula says; the small rest is the output.
+# Twice the length takes four times the memory, as the formula says. The small rest is the output.
 #
 # <details><summary>Does <em>your</em> function need about 1.5 times the formula? Which third matrix is alive at the same time?</summary>
 #
-# The scores before they were scaled, or before they were masked: as long as a name (`scores`, say) still holds the old matrix, it
-# stays in memory while the next one is made.
+# The scores before they were scaled or masked. While a name (`scores`, say) refers to the old matrix, it stays in memory.
 # </details>
 #
-# Follow the formula a little further: a model with 32 heads in float16, one sequence.
+# Now apply the formula to a model with 32 heads in float16, and one sequence.
 
 # %% tags=["nbval-check-output"]
 for seqlen in (4096, 16_384, 65_536, 131_072):
@@ -302,15 +297,14 @@ for seqlen in (4096, 16_384, 65_536, 131_072):
     print(f"{seqlen:>7,} tokens: {gib:8,.0f} GiB for S and P of one layer")
 
 # %% [markdown]
-# No GPU has 2,048 GiB. And training keeps $P$ of *every layer* for the backward pass.
+# No GPU has 2,048 GiB. And training stores $P$ of *every layer* for the backward pass.
 
 # %% [markdown]
 # ## 1.3 · Memory is slow, arithmetic is fast
 # *Core · 6 minutes*
 #
-# Big matrices would only be a problem of size if they cost no time. They do. A processor computes on small, fast
-# memory next to its arithmetic units (SRAM: a GPU's shared memory, a CPU's caches). The large memory (HBM on a
-# data-centre GPU, DRAM in a laptop) is far away and slow. How small, how large?
+# Big matrices also cost time. A processor computes on small, fast memory next to its arithmetic units (SRAM: a GPU's shared
+# memory, a CPU's caches). The large memory (HBM on a data-centre GPU, DRAM in a laptop) is far away and slow:
 
 # %%
 from labsupport.profiling import hardware_table, measured_ceilings
@@ -326,17 +320,16 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.)
-# All SRAM together is thousands of times smaller than the memory, and each multiprocessor computes with its own small
-# part of it. Compare that with the scores of a single head:
+# These are specifications, from `data/hardware.csv`, where each row names its source. (Older GPUs have no bfloat16.) The
+# memory is about 2,000 to 6,600 times as large as all SRAM together, and each multiprocessor has only its own part of the
+# SRAM. Compare that part with the scores of one head:
 
 # %% tags=["nbval-check-output"]
 print(f"SRAM of one multiprocessor: up to {gpus.shared_kib_per_sm.max():.0f} KiB")
 print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB")
 
 # %% [markdown]
-# They do not fit. So textbook
-# attention sends $S$ and $P$ through the slow memory, at least four times:
+# They do not fit. So textbook attention sends $S$ and $P$ through the slow memory, at least four times:
 #
 # | step | reads | writes |
 # | --- | --- | --- |
@@ -346,11 +339,12 @@ print(f"scores of one head, 4,096 tokens, float16: {4096**2 * 2 / 1024:,.0f} KiB
 #
 # ![Textbook attention as four kernels, which pass S and P to one another through the slow memory; beside it FlashAttention, one kernel that reads Q, K and V and writes O.](../theory/figures/textbook-passes.png)
 #
-# (At least: PyTorch scales, masks and normalises in separate steps, each of which reads and writes the whole matrix
-# once more.) Two numbers bound the time of a pass from below: the bytes that must be moved, at the speed of the memory; and the
-# arithmetic ($4N^2d$ floating-point operations, FLOPs, a head), at the speed of matrix multiplication. The next cell
-# *measures* both speeds on your device, and takes those of an H200 from the table. On the H200, which of the two bounds is larger,
-# and by what factor?
+# In PyTorch it is more than four: scaling, masking and normalising each read and write the whole matrix once more.
+#
+# A pass takes at least as long as each of two steps: moving the bytes at the speed of the memory, and doing the arithmetic
+# ($4N^2d$ floating-point operations, FLOPs, a head) at the speed of matrix multiplication. The next cells *measure* both
+# speeds on your device, and take the H200's from the table. Guess: on the H200, how many times as long do the bytes take as
+# the arithmetic?
 
 # %%
 predicted_ratio = None  # H200: how many times as long do the bytes take as the arithmetic?
@@ -382,26 +376,25 @@ ratio = h200["textbook's bytes, ms"] / h200["arithmetic, ms"]
 checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio, "times")
 
 # %% [markdown]
-# Moved four times, the scores are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer. On the
-# H200 the textbook's bytes take 6.5 times as long as the arithmetic: its multiplying units would wait most of the time.
+# The scores, moved four times, are $4N^2$ numbers. Q, K, V and O, moved once, are $4Nd$: `seqlen / head_dim` = 64 times fewer.
+# On the H200 the textbook's bytes take 6.5 times as long as the arithmetic, so the GPU's arithmetic units would wait most of
+# the time.
 #
-# What does the row of your own device say? On a CPU the arithmetic is slow as well, and is often the larger of the two
-# bounds. Even so the textbook needs far longer than either: it makes more trips than four, allocates fresh memory for each
-# matrix, and computes its exponentials in a pass of their own. You will see by how much in section 1.8. (Is float16 far slower than
-# float32 on your CPU? Many CPUs have no fast instructions for it.)
+# On a CPU the arithmetic is slow as well, and often takes longer than the bytes. The textbook still needs far longer than
+# either (section 1.8): it makes more than four trips, allocates memory for each matrix, and computes its exponentials in a
+# separate pass. (Is float16 far slower than float32 on your CPU? Many CPUs have no fast instructions for it.)
 
 # %% [markdown]
 # ![Speed against FLOPs per byte on an H200: the textbook lies far down the slope that the memory sets, the fused kernels are near the roof of the arithmetic.](../theory/figures/roofline-h200.png)
 #
-# So the aim is not fewer operations. It is fewer trips to the slow memory: **never write $S$ and $P$
-# there**. Compute a small tile of them in fast memory, use it, forget it. Three ideas make that possible:
+# So the aim is fewer trips to the slow memory, not fewer operations: **never write $S$ and $P$ there**. Compute a small tile
+# of them in fast memory, use it, and discard it. Three ideas make that possible:
 #
 # 1. *Tiling*: cut $Q$, $K$, $V$ into blocks, so that a tile of $S$ fits on the chip.
 # 2. *Online softmax*: normalise a row without having seen all of it.
 # 3. *Recomputation*: in the backward pass compute the tiles again, instead of storing them.
 #
-# An implementation in one kernel (*fusion*) then keeps each tile on the chip from the first multiplication
-# to the last.
+# *Fusion*, an implementation in one kernel, then keeps each tile on the chip from the first multiplication to the last.
 #
 # > **A common error.** "FlashAttention's memory accesses are $O(N)$." Its extra *memory* is $O(N)$. Its
 # > accesses are $\Theta(N^2 d^2 / M)$ for an on-chip memory of $M$ elements, against
@@ -412,8 +405,7 @@ checks.compare_prediction("Bytes over arithmetic, H200", predicted_ratio, ratio,
 # ## 1.4 · The obstacle: softmax wants the whole row
 # *Core · 23 minutes*
 #
-# To normalise a row you need its largest entry and the sum over all its entries. Why the largest entry?
-# Because $e^{s}$ overflows:
+# To normalise a row you need the sum over all its entries. You also need its largest entry, because $e^{s}$ overflows for large $s$:
 
 # %% tags=["nbval-check-output"]
 row = torch.tensor([998.0, 1000.0, 999.0, 1001.0])
@@ -422,8 +414,7 @@ for name, s in (("as it stands", row), ("maximum subtracted", shifted)):
     print(f"{name:20}", [f"{p:.4f}" for p in s.exp() / s.exp().sum()])
 
 # %% [markdown]
-# Can we not just take the softmax of each block, and add up? This is a common piece of pseudo-code. It is
-# wrong, and not by rounding:
+# Some pseudo-code takes the softmax of each block, and adds up the results. That is wrong, by far more than rounding:
 
 # %% tags=["nbval-check-output"]
 values = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
@@ -433,13 +424,13 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 
 
 # %% [markdown]
-# Each block was normalised to 1 by itself, so the blocks lost their weight relative to each other. The
-# remedy is to postpone the division, and to carry two numbers for each row:
+# Each block was normalised to 1 on its own, so the blocks lost their relative weight. Instead, divide only at the end, and
+# carry two numbers for each row:
 #
 # - $m$, the largest score seen so far, and
 # - $\ell = \sum e^{s - m}$ over the scores seen so far.
 #
-# Do it once by hand. A row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time:
+# For example, a row has the eight scores 2, 1, 4, 3, 1, 0, 5, 2, and we see two at a time.
 #
 # | block | $m$ before → after | the old $\ell$ shrinks | the block adds | $\ell$ |
 # | --- | --- | --- | --- | --- |
@@ -450,18 +441,17 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # ![The eight scores with the running maximum above, and below the running sum, which shrinks when the maximum rises.](../theory/figures/running-max-and-sum.png)
 #
-# Is 1.646 the sum over the whole row, relative to its maximum 5? Add it up on paper, or in a cell.
+# Check, on paper or in a cell, that 1.646 is the sum over the whole row, relative to its maximum 5.
 #
-# Now in general. A new block with scores $s'$ may raise the maximum from $m$ to $m'$. Everything summed up to now was
-# computed relative to the old maximum. It is too large by exactly $e^{m' - m}$, so we correct it by one
-# multiplication:
+# A new block with scores $s'$ may raise the maximum from $m$ to $m'$. The sum so far is relative to the old maximum, so it is
+# too large by exactly $e^{m' - m}$. One multiplication corrects it:
 #
 # $$
 # m' = \max\bigl(m, \max_j s'_j\bigr), \qquad
 # \ell' = e^{m - m'}\,\ell + \sum_j e^{s'_j - m'}
 # $$
 #
-# This holds because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$. No approximation is made anywhere.
+# This is exact, because $e^{m-m'} \sum e^{s-m} = \sum e^{s-m'}$.
 
 # %% [markdown]
 # ### Exercise 1-3 · The running maximum and sum
@@ -482,8 +472,8 @@ print(f"right {right.item():.4f}, block softmaxes added up {blocks.item():.4f}")
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new maximum first, then
-# correct the old `l` by it, then add what the block brings.
+# `scores.split(block_size, dim=-1)` cuts the blocks. Start with `m` full of `-inf` and `l` full of 0. Find the new maximum first,
+# then use it to correct the old `l`, then add the block's sum.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -530,13 +520,13 @@ checks.check_running_extremes(running_max_and_sum, seed=31)
 checks.check_running_streams(running_max_and_sum)
 
 # %% [markdown]
-# The blocks need not come one after the other. Any order of merging ends in the same pair, here for the row of section 1.4:
+# You can merge blocks in any order, and get the same pair:
 #
 # ![Two trees of merges for the eight scores, a chain and a balanced tree: both end in m = 5 and a sum of 1.646.](../theory/figures/merge-orders.png)
 #
 # The pair $(m, \ell)$ is often stored as one number, the *log-sum-exp*
-# $L = m + \ln \ell = \ln \sum e^{s}$. It has a pleasant property: two attention results over *different keys*
-# can be merged if you know the $L$ of each. The weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
+# $L = m + \ln \ell = \ln \sum e^{s}$. If you know the $L$ of two attention results over *different keys*, you can merge them.
+# Their weights are $e^{L_a - L}$ and $e^{L_b - L}$ with
 # $L = \ln(e^{L_a} + e^{L_b})$. Ring attention and split-KV decoding, in later notebooks, are built on this.
 
 # %% tags=["nbval-check-output"]
@@ -555,7 +545,7 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # ## 1.5 · FlashAttention, forward
 # *Core · 43 minutes*
 #
-# Now put both ideas together. $Q$ is cut into blocks of $B_r$ rows, $K$ and $V$ into blocks of $B_c$ rows. For
+# Now combine both ideas. Cut $Q$ into blocks of $B_r$ rows, and $K$ and $V$ into blocks of $B_c$ rows. For
 # each block of $Q$, go through the blocks of $K$ and $V$, and carry $m$, $\ell$ and the *unnormalised* output
 # $O$ along. $O$ is a sum of $e^{s-m} v$, so it is corrected exactly like $\ell$:
 #
@@ -567,16 +557,15 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # ![Left, the forward pass: one block of queries meets all blocks of keys, row by row. Right, the backward pass: one block of keys meets all blocks of queries.](../theory/figures/loop-order.png)
 #
-# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and $m$, $\ell$ and $O$ of that block stay
-# with it. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. Version 1
-# had the loops the other way round and normalised in each step.)
+# The left half of the drawing is the forward pass: one *worker* takes one block of $Q$, and keeps $m$, $\ell$ and $O$ of that
+# block. (This is version 2 of the algorithm: the outer loop runs over $Q$, and the division happens once. In version 1 the outer
+# loop ran over $K$ and $V$, and each step normalised.)
 
 # %% [markdown]
 # ### Exercise 1-4 · The tiled forward, in three steps
 # ●●● · 40 minutes · 7 points
 #
-# You write one function, and let it grow: one block of rows, then all rows, then a causal mask. After each step run its cell again, and
-# the checks of that step.
+# You extend one function in each step. Then run its cell again, and the checks of that step.
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -587,13 +576,13 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 # | returns `out` | `(..., seqlen_q, head_dim)` | |
 # | returns `lse` | `(..., seqlen_q)` | $L$, natural logarithm; `-inf` for a query that sees no key |
 #
-# No tensor of `seqlen_q` × `seqlen_k` may be created, not even a mask. A query that sees no key gets output 0.
+# Create no tensor of `seqlen_q` × `seqlen_k`, not even a mask. A query that sees no key gets output 0.
 # You need not skip empty tiles.
 #
 # #### Step 1 · One block of rows · 15 minutes, 3 points
 #
-# Take all queries as one block, and leave `block_q` and `is_causal` aside. What is left is the inner loop: go through the blocks of keys and
-# values, and carry $m$, $\ell$ and $O$. It is exercise 1-3 with one line more.
+# Treat all queries as one block, and ignore `block_q` and `is_causal`. Go through the blocks of keys and values, and carry
+# $m$, $\ell$ and $O$: exercise 1-3 with one more line.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -601,8 +590,9 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor, whatever leading dimensions it has. $m$ and $\ell$ have one number
-# for each query, $O$ has one row: beside a tile or $O$, write `m[..., None]`. Divide by $\ell$ once, after the last block.
+# `x[..., cols, :]`, with `cols` a slice, takes a block out of a tensor with any leading dimensions. $m$ and $\ell$ have one number
+# for each query, $O$ has one row: to combine them with a tile or with $O$, write `m[..., None]`. Divide by $\ell$ once, after the
+# last block.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -613,7 +603,7 @@ print("plain average = whole:", torch.allclose((first[0] + second[0]) / 2, whole
 #     s = the tile of scores: q times the block of k transposed, times scale
 #     m_new = the larger one of m and the tile's row maximum
 #     p = exp(s - m_new), alpha = exp(m - m_new)
-#     l and o, each times alpha, plus what the tile brings
+#     l and o, each times alpha, plus the tile's part
 #     m = m_new
 # return o divided by l, and m + log(l)
 # ```
@@ -668,17 +658,16 @@ checks.check_forward_lse(my_flash_forward, seed=42)
 # %% [markdown]
 # #### Step 2 · All rows · 10 minutes, 1 point
 #
-# Now cut `q` into blocks of `block_q` rows. Go up to your function, and put an outer loop around what you have: each block of queries starts
-# with its own $m$, $\ell$ and $O$, and stores its rows of `out` and `lse` when its inner loop ends.
+# Put an outer loop over blocks of `block_q` queries around your loop. Each block starts with fresh $m$, $\ell$ and $O$, and
+# stores its rows of `out` and `lse` when its inner loop ends.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Which of your lines must run once for each block of queries, and which once in all?
+# Which of your lines must run once for each block of queries, and which only once?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Make `out` and `lse` first, of the right shape, and write a block of rows into them at a time. The last block may be shorter than
-# the others.
+# Make `out` and `lse` first, and write one block of rows into them at a time. The last block may be shorter.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -700,10 +689,9 @@ checks.check_forward_values(my_flash_forward, seed=41)
 # %% [markdown]
 # #### Step 3 · A causal mask · 15 minutes, 3 points
 #
-# "Lower triangle" is clear only when there are as many queries as keys. During generation there is one new
-# query and a long cache of keys. That query is the *last* token: it must see everything. So the mask is
-# aligned at the bottom right. flash-attn (version 2.1 and later) does that, and so does this lab. PyTorch's
-# `is_causal=True` aligns at the top left:
+# "Lower triangle" is clear only if there are as many queries as keys. During generation there is one new query and a long
+# cache of keys. That query is the *last* token, so it must see everything: flash-attn (version 2.1 and later) and this lab
+# align the mask at the bottom right. PyTorch's `is_causal=True` aligns at the top left:
 
 # %% tags=["nbval-check-output"]
 ones = torch.ones(2, 5, dtype=torch.bool)
@@ -717,8 +705,8 @@ print("bottom-right (flash-attn, here) ", ones.tril(diagonal=5 - 2).int().tolist
 plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 
 # %% [markdown]
-# Tiles above the diagonal need not be computed at all, and only tiles on the diagonal need a mask. (You may compute and mask all of
-# them.) Add the mask of one tile to your function. Mind the rows that see no key: `seqlen_q` may be larger than `seqlen_k`.
+# Tiles above the diagonal can be skipped, and only tiles on the diagonal need a mask. (You may compute and mask all of
+# them.) Add the mask of one tile to your function. Some rows may see no key, because `seqlen_q` may be larger than `seqlen_k`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -726,7 +714,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Compare positions: with `i` the row numbers of the whole sequence (a column vector) and `j` the column numbers,
+# Compare positions: with `i` the row numbers in the whole sequence (a column vector) and `j` the column numbers,
 # `j <= i + seqlen_k - seqlen_q` is the tile of the mask. `torch.arange(start, stop)` counts them. Hidden scores are `-inf`.
 #
 # <details><summary>Hint 3: an outline</summary>
@@ -734,7 +722,7 @@ plotting.plot_tiles(seqlen_q=48, seqlen_k=64, block_q=8, block_k=8)
 # ```text
 # if is_causal: in the tile, scores become -inf where j > i + seqlen_k - seqlen_q
 # m_new may still be -inf: subtract 0 there, so that exp gives 0 and not NaN
-# l may still be 0 at the end: divide by 1 there; m + log(l) is -inf by itself
+# l may still be 0 at the end: divide by 1 there; m + log(l) is then -inf, as required
 # ```
 # </details></details></details>
 
@@ -749,34 +737,32 @@ checks.check_forward_memory(my_flash_forward)
 
 
 # %% [markdown]
-# You have just written FlashAttention's forward pass. What a GPU kernel adds is not another algorithm: it
-# keeps the tile, $m$, $\ell$ and $O$ in on-chip memory through the inner loop, and runs many blocks of $Q$ in
-# parallel. In PyTorch, each of the lines above is a kernel of its own that reads and writes main memory (or,
-# on a CPU, hopefully a cache).
+# You have written FlashAttention's forward pass. A GPU kernel runs the same algorithm, but keeps the tile, $m$, $\ell$ and $O$
+# in on-chip memory through the inner loop, and runs many blocks of $Q$ in parallel. In PyTorch, each of your lines is a
+# separate kernel that reads and writes main memory (or, on a CPU, a cache if you are lucky).
 
 # %% [markdown]
 # ## 1.6 · FlashAttention, backward
 # *Further (optional) · 49 minutes*
 #
-# The backward pass needs $P$ again. The textbook keeps it from the forward pass. FlashAttention keeps only
-# $L$, one number a row, because any tile of $P$ follows from it:
-# $P_{ij} = e^{S_{ij} - L_i}$. With the gradient $dO$ of the output:
+# The backward pass needs $P$ again. The textbook stores it in the forward pass. FlashAttention stores only
+# $L$, one number a row, and computes each tile of $P$ from it: $P_{ij} = e^{S_{ij} - L_i}$.
+# With the gradient $dO$ of the output:
 #
 # $$
 # dV = P^\top dO, \qquad dP = dO\, V^\top, \qquad
 # dS = P \circ (dP - D), \qquad dQ = \tfrac{1}{\sqrt d}\, dS\, K, \qquad dK = \tfrac{1}{\sqrt d}\, dS^\top Q
 # $$
 #
-# Where does $D$ come from? The derivative of a softmax row is $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a
-# column, one number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part
-# of it. Must the pass go over each row twice? No: $D$ follows from tensors of the inputs' size, which are there in full. In step 2 you find out
-# how.
+# $D$ comes from the derivative of a softmax row, $ds_j = p_j \bigl(dp_j - \sum_k p_k\, dp_k\bigr)$. So $D$ is a column, one
+# number for each query: $D_i = \sum_k P_{ik}\, dP_{ik}$. The sum runs over the whole row, and a tile is only a part of it. But
+# $D$ also follows from tensors of the inputs' size, without a second pass over the row. In step 2 you find out how.
 #
-# The right half of the drawing in section 1.5 is the loop: $dK$ and $dV$ of one block of keys stay with their worker, and $dQ$ is
-# added up from all of them.
+# The right half of the drawing in section 1.5 is the loop: one worker keeps $dK$ and $dV$ of one block of keys, and
+# all workers add to $dQ$.
 #
-# > **A common error.** "The backward costs twice the forward." It does five matrix products where the forward
-# > does two ($QK^\top$ again, and four above): 2.5 times the FLOPs.
+# > **A common error.** "The backward costs twice the forward." It does five matrix products ($QK^\top$ again, and four above), the
+# > forward does two: 2.5 times the FLOPs.
 #
 # ![Matrix products of a training step, seven instead of six, and measured times on an H200: with the one more it is still several times as fast.](../theory/figures/products-and-time.png)
 
@@ -784,7 +770,7 @@ checks.check_forward_memory(my_flash_forward)
 # ### Exercise 1-5 · The backward, by recomputation, in three steps
 # ●●● · 45 minutes · 6 points
 #
-# Again one function grows: first `dv`, and in the end all three gradients. In between you write a small second one.
+# Again you extend one function: first it returns `dv`, in the end all three gradients. In step 2 you write a small second function.
 #
 # | `my_flash_backward` | shape | |
 # | --- | --- | --- |
@@ -792,7 +778,7 @@ checks.check_forward_memory(my_flash_forward)
 # | `lse` | `(..., seqlen_q)` | from the forward pass |
 # | returns `dq`, `dk`, `dv` | as `q`, `k`, `v` | |
 #
-# The other arguments are those of exercise 1-4, and the same rule holds: no tensor of `seqlen_q` × `seqlen_k`. A
+# The other arguments are those of exercise 1-4. Again, create no tensor of `seqlen_q` × `seqlen_k`. A
 # query that sees no key (`lse` is `-inf`) contributes nothing.
 #
 # #### Step 1 · P again, and dV · 15 minutes, 1 point
@@ -805,8 +791,8 @@ checks.check_forward_memory(my_flash_forward)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Let the outer loop run over the blocks of keys, as version 2's backward does: `dv` of a block is then finished when its inner loop ends. A tile of
-# $P$ is $e^{S - L}$, with `lse` as a column beside the tile.
+# Let the outer loop run over the blocks of keys, as version 2's backward does: then `dv` of a block is finished when its inner loop
+# ends. A tile of $P$ is $e^{S - L}$; `lse` needs a last dimension of 1 there.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -860,12 +846,12 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 #
 # ![One query: of its rows of P and dP the tile has two of eight entries; its rows of O and dO are there in full.](../theory/figures/row-and-tile.png)
 #
-# Take pencil and paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Find
-# $D$ without any sum over $k$. Then write $dS$ of one tile.
+# On paper: $D_i = \sum_k P_{ik}\, dP_{ik}$, where $dP_{ik}$ is the product of row $i$ of $dO$ with row $k$ of $V$. Express
+# $D$ without a sum over $k$. Then write $dS$ of one tile.
 #
 # | `score_gradient` | shape | |
 # | --- | --- | --- |
-# | `p` | `(..., rows, cols)` | one tile of $P$; the other columns are not here |
+# | `p` | `(..., rows, cols)` | one tile of $P$, without the other columns |
 # | `dout`, `out` | `(..., rows, head_dim)` | the tile's rows of $dO$ and $O$ |
 # | `v` | `(..., cols, head_dim)` | the tile's rows of $V$ |
 # | returns `ds` | `(..., rows, cols)` | $P \circ (dP - D)$ |
@@ -880,8 +866,8 @@ checks.check_backward_dv(my_flash_backward, seed=53)
 #
 # <details><summary>Hint 3: an outline</summary>
 #
-# The second sum is row $i$ of $O$. So $D_i = dO_i \cdot O_i$: multiply `dout` and `out` entry by entry, and add up each row. In code $D$ needs
-# a last dimension of 1 beside the tile (`keepdim=True`). Then $dP = dO\, V^\top$, and $dS = P \circ (dP - D)$.
+# The second sum is row $i$ of $O$. So $D_i = dO_i \cdot O_i$: multiply `dout` and `out` entry by entry, and add up each row. In code
+# $D$ needs a last dimension of 1 (`keepdim=True`). Then $dP = dO\, V^\top$, and $dS = P \circ (dP - D)$.
 # </details></details></details>
 
 
@@ -905,8 +891,8 @@ checks.check_score_gradient(score_gradient, seed=54)
 #
 # ![Two loop orders. Left, queries outside: O of a block stays. Right, keys outside: dK and dV of a block stay, while the queries pass.](../theory/figures/loop-order.png)
 #
-# Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up. (Call
-# `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then the causal mask, as in exercise 1-4.
+# Go back to `my_flash_backward`. Each tile's $dS$ gives a part of `dk` for its columns and a part of `dq` for its rows: add them up.
+# (Call `score_gradient`, or compute $D$ once before the loops, which is cheaper.) Then add the causal mask, as in exercise 1-4.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -942,10 +928,9 @@ checks.check_backward_edges(my_flash_backward, seed=52)
 checks.check_backward_memory(my_flash_backward)
 
 # %% [markdown]
-# Both halves together make a `torch.autograd.Function`. The lab has one, `FlashAttentionFunction`, written to
-# be read beside the paper (`labsupport/attention/flash_torch.py`). If your two functions pass, the next
-# cell builds the same from *yours*. It asks two questions. Are the gradients right, by finite
-# differences? And what is kept between forward and backward?
+# The two passes together make a `torch.autograd.Function`. The lab's is `FlashAttentionFunction`
+# (`labsupport/attention/flash_torch.py`). If your two functions pass their checks, the next cell builds the same from *yours*.
+# The cell after it compares the gradients with finite differences, and shows what is stored for the backward pass.
 
 # %%
 from labsupport.attention.flash_torch import flash_attention_backward, flash_attention_forward
@@ -990,10 +975,10 @@ out = MyFlashAttention.apply(*inputs, True, 16)
 print("kept for the backward:", [tuple(t.shape) for t in out.grad_fn.saved_tensors])
 
 # %% [markdown]
-# Q, K, V, O and one vector. Nothing has two dimensions of length 20.
+# Q, K, V, O and one vector are stored. None has two dimensions of length 20.
 #
-# Now let it work. `register_backend` gives your function a name, `"mine"`, by which the lab's tables, charts and models take it
-# from here on, with larger blocks:
+# `register_backend` gives your function a name, `"mine"`, under which the lab's tables, charts and models can use it, here
+# with larger blocks:
 
 # %%
 from labsupport.attention import register_backend
@@ -1004,12 +989,11 @@ else:
     print("Your own line in the charts below waits for exercises 1-4 and 1-5.")
 
 # %% [markdown]
-# ## 1.7 · The fast ones, through one door
+# ## 1.7 · The fast ones, through one function
 # *Core · 2 minutes*
 #
-# Many libraries implement FlashAttention. They disagree about layout, option names, the alignment of causal
-# masks and even the log-sum-exp of an empty row. The lab puts one function in front of them, with the conventions of
-# flash-attn:
+# Libraries that implement FlashAttention differ in layout, option names, the alignment of causal masks and even the
+# log-sum-exp of an empty row. The lab has one function for all, with the conventions of flash-attn:
 #
 # ```python
 # attention(q, k, v, causal=False, backend="auto")   # (batch, seqlen, heads, head_dim)
@@ -1017,11 +1001,10 @@ else:
 #
 # ![A token's vector, in which the heads lie side by side, in two layouts: token by token, and head by head.](../theory/figures/layouts.png)
 #
-# Note the layout. In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads`
-# stands there. Models that come from `torch.nn.functional.scaled_dot_product_attention` (SDPA) use
-# `(batch, heads, seqlen, head_dim)`. Mixing them up is the classic mistake: shapes still fit, and each token
-# then attends across heads. The lab's function raises an error when it sees more than 128 heads. A shorter sequence in the wrong
-# layout passes silently. So look at your shapes.
+# In the exercises, `seqlen` was the last dimension but one; in flash-attn's layout `heads` is. Models written for
+# `torch.nn.functional.scaled_dot_product_attention` (SDPA) use `(batch, heads, seqlen, head_dim)`. If you mix them up, shapes
+# still fit, but each token attends across heads. The lab's function raises an error if it sees more than 128 heads. It cannot
+# detect a shorter sequence in the wrong layout, so check your shapes.
 
 # %%
 q, k, v = (
@@ -1033,7 +1016,7 @@ except ValueError as error:
     print(type(error).__name__, "-", error)
 
 # %% [markdown]
-# Now in the right layout. Which backend will run here, by the card at the top? Write its name down first.
+# Now with the right layout. Which backend will run here, according to the card at the top?
 
 # %%
 predicted_backend = None  # a name, such as "sdpa_flash"
@@ -1044,16 +1027,15 @@ out = attention(q, k, v, causal=True)
 print(f"you predicted {predicted_backend}; it was:", last_call(), sep="\n")
 
 # %% [markdown]
-# `last_call()` says which backend ran, which kernel, and why others were passed over. Ask for a backend by name
-# and you get that one, or an error with every reason; you never get another one silently.
-# `flash_attention(...)` is the same door without the textbook implementations.
+# `last_call()` shows which backend and kernel ran, and why others did not. If you ask for a backend by name, you get that one,
+# or an error with every reason. `flash_attention(...)` is the same function without the textbook implementations.
 #
-# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it takes its
-# > FlashAttention kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU
-# > generation: on Hopper and Blackwell it tries cuDNN's kernel first; float32, or an explicit mask, is enough to lose FlashAttention. Look, do not assume.
+# > **A common error.** "SDPA means FlashAttention." SDPA chooses among several kernels. On a CPU it uses its FlashAttention
+# > kernel by default. On a GPU the choice depends on dtype, mask, shape and GPU generation: on Hopper and Blackwell it tries
+# > cuDNN's kernel first, and with float32 or an explicit mask you don't get FlashAttention. Check with `last_call()`.
 #
 # > **A common error.** "flash-attn runs from compute capability 7.5." Since version 2.0, flash-attn needs 8.0 (Ampere).
-# > On older GPUs use `sdpa_efficient`. `available_backends()` says what is true on your machine:
+# > On older GPUs use `sdpa_efficient`. `available_backends()` lists what runs on your machine:
 
 # %%
 available_backends(device=device)
@@ -1062,9 +1044,10 @@ available_backends(device=device)
 # ## 1.8 · The comparison
 # *Core · 5 minutes*
 #
-# Half a minute of measuring. We compare at four lengths: the textbook (`standard`), the lab's readable FlashAttention (`flash_torch`), yours (`mine`), and
-# PyTorch's FlashAttention kernel (`sdpa_flash`). All compute the same function, without a mask, on the same inputs, in the same
-# dtype. Guess first: at 4,096 tokens, forward pass, how many times faster is `sdpa_flash` than the textbook?
+# The measurement takes about half a minute. It compares the textbook (`standard`), the lab's FlashAttention in plain PyTorch
+# (`flash_torch`), yours (`mine`), and PyTorch's FlashAttention kernel (`sdpa_flash`) at four lengths. All get the same inputs
+# in the same dtype, without a mask. Guess: at 4,096 tokens, how many times as fast as the textbook is the forward pass of
+# `sdpa_flash`?
 
 # %%
 predicted_speedup = None  # your guess, a number, before you run the next cells
@@ -1101,12 +1084,10 @@ plotting.plot_time(
 )
 
 # %% [markdown]
-# The dotted line is what the arithmetic alone would take at the matrix-multiplication speed that you measured in
-# section 1.3. An implementation that reached it would do nothing but multiply matrices.
+# The dotted line is the time of the arithmetic alone, at the matrix-multiplication speed that you measured in section 1.3.
 #
-# Look at the left end before you look at the right end. At 512 tokens there is little memory to save, and each
-# implementation has fixed costs: the gap is small, and may even turn round. The gain grows with the length,
-# until memory sets the textbook's pace everywhere; from there on it stays about the same.
+# At 512 tokens there is little memory to save, and each implementation has fixed costs: the gap is small, or even reversed.
+# The gain grows with the length until memory alone limits the textbook; from there on it stays about the same.
 
 # %%
 saving = longest.peak_memory_bytes["standard"] / longest.peak_memory_bytes[fused]
@@ -1117,14 +1098,14 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# This is the chart to remember. The textbook's line rises by a factor of 4 per doubling, the formula's line; the others
-# rise far more slowly, yours among them. (At the left end of theirs, fixed costs dominate: `flash_torch` and `mine` hold one tile for
-# all heads at once, `sdpa_flash` some scratch memory for each thread.) In time yours is a loop in Python, with a kernel for each line;
-# in memory it is FlashAttention.
+# Remember this chart. The textbook's memory rises by a factor of 4 per doubling, as the formula says. All others, yours included,
+# rise far more slowly. (At short lengths fixed costs dominate: `flash_torch` and `mine` need one tile for
+# all heads together, `sdpa_flash` needs some scratch memory for each thread.) Your function has FlashAttention's memory, but not its
+# speed: it is a loop in Python, with a kernel for each line.
 
 # %% [markdown]
-# And with the backward pass? The textbook must keep $P$ from the forward pass; FlashAttention recomputes it. Guess:
-# at 512 tokens, forward and backward together, how many times faster is `sdpa_flash`? (Less than 1 means slower.)
+# Now with the backward pass, for which the textbook stores $P$ and FlashAttention recomputes it. Guess: at 512 tokens, forward
+# and backward together, how many times as fast is `sdpa_flash`? (Less than 1 means slower.)
 
 # %%
 predicted_small = None  # your guess, a number, before you run the next cell
@@ -1144,9 +1125,9 @@ readable(training)
 #
 # ### What a causal mask changes
 #
-# With a causal mask, FlashAttention skips the tiles above the diagonal: half of the arithmetic. The textbook computes
-# all of it, and then spends further passes on hiding half. A speed-up that is quoted for causal attention therefore mixes
-# two things: memory saved, and work skipped. Keep them apart. Times as fast as the textbook, at 2,048 tokens:
+# With a causal mask, FlashAttention skips the tiles above the diagonal, half of the arithmetic. The textbook computes all of
+# it, and needs more passes to hide half. So the speed-up for causal attention combines memory saved and work skipped. Speed-up
+# over the textbook at 2,048 tokens:
 
 # %%
 cases = grid(["standard", fused], [2048], **shape, causal=[False, True])
@@ -1157,8 +1138,8 @@ masked.pivot(index="backend", columns="causal", values="speedup").round(1)
 # %% [markdown]
 # ### Out of memory is a result
 #
-# At 262,144 tokens the textbook fails everywhere. On a CPU the lab predicts the failure instead of freezing your
-# machine; on a GPU it tries, and catches the error. Either way it is a row in the table, not a crash.
+# At 262,144 tokens the textbook fails on every device. On a CPU the lab predicts the failure, so that your machine does not
+# freeze; on a GPU it tries, and catches the error. Either way you get a row in the table.
 
 # %%
 cases = grid(["standard"], [262_144], heads=heads, head_dim=head_dim, dtype="float32")
@@ -1172,11 +1153,10 @@ for row in wall.itertuples():
 #
 # ![Relative error of one row in float32 against its number of keys: many rescalings hardly add to it, and many small blocks cost more than few large ones.](../theory/figures/rescaling-error.png)
 #
-# In exact arithmetic, yes: rescaling and merging are identities. In floating point, sums in another order round
-# differently. How different may two *correct* implementations be? A fixed tolerance such as $10^{-5}$ says
-# nothing without a dtype and a measure. The table compares each implementation with an *oracle*: the same mathematics in float64,
-# exact enough to judge the others. Guess first: how
-# many times larger is the textbook's error in bfloat16 than in float32?
+# In exact arithmetic the implementations give equal results. In floating point, sums in another order round differently, and a
+# fixed tolerance such as $10^{-5}$ means nothing without a dtype and a measure. The next table compares each implementation
+# with an *oracle*, the same mathematics in float64. Guess: how many times as large is the textbook's error in bfloat16 as in
+# float32?
 
 # %%
 predicted_growth = None  # your guess, a number, before you run the next cell
@@ -1191,22 +1171,23 @@ checks.compare_prediction("Error, bfloat16 over float32", predicted_growth, grow
 errors
 
 # %% [markdown]
-# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So the yardstick is
-# the textbook *in the same dtype*. The rule, from flash-attn's tests: the maximum error may be at most twice the
-# textbook's (three times for gradients), plus $10^{-5}$. That is the column *allowed*. Often FlashAttention
-# is *closer* to the truth than the textbook, because it keeps scores and sums in float32. Fused kernels
-# round twice: once $P$, once the output. `flash_torch` rounds only the output. Compare their relative errors.
+# From float32 to bfloat16 the error grows by three to four orders of magnitude, for the textbook as well. So compare an
+# implementation with the textbook *in the same dtype*. In flash-attn's tests the maximum error may be at most twice the
+# textbook's (three times for gradients), plus $10^{-5}$: the column *allowed*.
+#
+# FlashAttention often has a *smaller* error than the textbook, because it keeps scores and sums in float32. Fused kernels
+# round $P$ and the output. `flash_torch` rounds only the output. Compare their relative errors.
 
 # %% [markdown]
 # ## 1.10 · Which dtype?
 # *Further (optional) · 20 minutes*
 #
-# Two things go wrong here, in this order: an error message about dtypes, and later a NaN. First, what can each dtype hold?
+# A wrong dtype can cause an error message or, worse, a NaN. The ranges:
 #
 # ![Ranges of float32, TF32, bfloat16 and float16 on a logarithmic axis: float16 ends at 65,504, bfloat16 reaches as far as float32.](../theory/figures/dtype-ranges.png)
 #
-# float16 has fine steps and a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that runs
-# partly in one and partly in the other soon hands a kernel three tensors that do not match:
+# float16 has a small range. bfloat16 has float32's range, and steps eight times as coarse as float16's. A model that mixes
+# both may hand a kernel tensors that do not match:
 
 # %%
 q, k, v = (torch.randn(1, 128, 4, 64, device=device) for _ in range(3))
@@ -1216,7 +1197,7 @@ except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(". ")[0])
 
 # %% [markdown]
-# Kernels want *one* dtype for q, k and v. Which ones depends on the kernel and on the device:
+# Kernels want *one* dtype for q, k and v. The kernel and the device decide which ones they take:
 #
 # | kernel | takes |
 # | --- | --- |
@@ -1224,14 +1205,14 @@ except RuntimeError as error:
 # | PyTorch's FlashAttention for GPUs, flash-attn | float16, bfloat16 (flash-attn 3 also FP8): there the matrix units are fast |
 # | FlexAttention, this lab's `flash_triton` | float16, bfloat16, float32 |
 #
-# > **Two common errors.** "FlashAttention refuses float32." Those kernels do; the algorithm does not. "Mixed dtypes
-# > raise `TypeError`." You just saw what they raise. Inside `torch.autocast` they raise nothing: SDPA casts silently.
+# > **Two common errors.** "FlashAttention refuses float32." The GPU kernels do; the algorithm does not. "Mixed dtypes
+# > raise `TypeError`." They raise the error above. Inside `torch.autocast` they raise nothing: SDPA casts silently.
 #
 # ### Small inputs, large scores
 #
 # Take q and k with 40 in every entry, in float16. Each score is $40 \cdot 40 \cdot 64 = 102{,}400$ before it is scaled, and
-# float16 ends at 65,504. What will come out: of the textbook in float16, and of FlashAttention in float16? Guess how many of the
-# 1,024 output numbers are NaN in each.
+# float16 ends at 65,504. Guess: how many of the 1,024 output numbers are NaN, with the textbook in float16 and with FlashAttention in
+# float16?
 
 # %%
 predicted_nan_textbook, predicted_nan_flash = None, None  # two numbers from 0 to 1,024
@@ -1250,23 +1231,22 @@ overflow
 
 
 # %% [markdown]
-# The textbook stores the scores in float16: infinity, and the softmax of infinities is NaN. FlashAttention keeps its tile of
-# scores in float32, inside the kernel. So for FlashAttention the size of $QK^\top$ does *not* decide which dtype you may use.
-# Only the inputs themselves have to fit.
+# In the textbook's float16 the scores are infinite, and the softmax of infinities is NaN. FlashAttention keeps its tile of
+# scores in float32, inside the kernel. So only the inputs have to fit into the dtype; the size of $QK^\top$ does *not* matter.
 
 # %% [markdown]
 # ### Exercise 1-6 · Half precision, without regret
 # ●●○ · 15 minutes · 4 points
 #
-# Make inputs of any floating dtypes fit a kernel that takes float16 and bfloat16 only.
+# Cast inputs of any floating dtypes for a kernel that takes only float16 and bfloat16.
 #
 # | `half_dtype(q, k, v)` returns | when |
 # | --- | --- |
 # | `torch.bfloat16` | one of the three is bfloat16 already, or holds a finite number that float16 would turn into infinity: a magnitude of 65,520 or more |
 # | `torch.float16` | otherwise: its steps are finer |
 #
-# (Why 65,520, when float16 ends at 65,504? Its last step is 32 wide. What lies less than half a step above the end is rounded down to
-# it; from half a step on, 65,504 + 16, rounding gives infinity.)
+# (float16 ends at 65,504, and its last step is 32 wide. Numbers less than half a step above the end are rounded down to
+# it; from half a step on, 65,504 + 16, they become infinity.)
 #
 # ![The last numbers of float16 on a line, 32 apart: what lies below 65,520 rounds to 65,504, and from 65,520 on to infinity.](../theory/figures/float16-end.png)
 #
@@ -1275,12 +1255,12 @@ overflow
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries are lost already, whatever you choose?
+# Two reasons lead to bfloat16. How do you find each of them in one tensor? Which entries can neither dtype save?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Infinite and NaN entries cannot be repaired: leave them out with `isfinite()` before you look for the largest magnitude. `.to(dtype)`
-# is differentiable, and its backward casts the gradient back; there is nothing to do for that.
+# Ignore infinite and NaN entries, with `isfinite()`, before you look for the largest magnitude. `.to(dtype)`
+# is differentiable, and its backward casts the gradient back, so you need no code for that.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1332,9 +1312,9 @@ checks.check_half_attention(half_attention, seed=63)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# The lab's `safe_flash_attention` goes further. If the kernel accepts float32, it casts up to float32 rather than down, and tensors that
-# are too *small* for float16 send it to bfloat16 as well. Its report says what it did, and what that cost, measured on a sample of
-# the queries. (`PrecisionTracker` looks at the inputs of a whole model before the kernels do.) `dtypes=` plays the GPU on a CPU:
+# The lab's `safe_flash_attention` does more: it casts up to float32 if the kernel accepts that, and uses bfloat16 also for
+# tensors that are too *small* for float16. Its report says what it did, with the error measured on a sample of the queries.
+# (`PrecisionTracker` checks the inputs of a whole model.) Here, `dtypes=` makes a CPU behave like a GPU:
 
 # %%
 import warnings
@@ -1347,21 +1327,21 @@ _, report = safe_flash_attention(q, k.bfloat16(), v, dtypes=halves, return_repor
 print(report)
 
 # %% [markdown]
-# The size of the scores decides something else: how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
-# 0.5, and then a key that was second by a hair may win.
+# The size of the scores also decides how much *rounding* matters. A score of 1,000 with a relative error of 0.0005 is off by
+# 0.5, which is enough to change which of two close keys gets the larger weight.
 #
 # ![Relative error of the output against the size of the scores, for bfloat16, float16 and float32: it grows with the scores in each of them.](../theory/figures/error-by-scale.png)
 #
-# No kernel is to blame: rounding the *inputs* did it. Models keep their scores small, by the factor $1/\sqrt d$ and by normalising q and k.
-# [Chapter 6 of the theory](../theory/06-precision.md) derives this, and has a table of which component of a model belongs in which
-# dtype, each row with its experiment.
+# This error comes from rounding the *inputs*, so no kernel can avoid it. Models keep their scores small by the factor $1/\sqrt
+# d$ and by normalising q and k. [Chapter 6](../theory/06-precision.md) derives this, and has a table of which component of a
+# model belongs in which dtype, with experiments.
 
 # %% [markdown]
 # ## 1.11 · On a data-centre GPU
 # *Further (optional) · 4 minutes*
 #
-# What follows was recorded on another machine with a command of this lab; the small print names device and date. If
-# you have a GPU, compare it with your own numbers above.
+# The small print of each chart names the device and date of the recorded measurements. If you have a GPU, compare them with
+# your own.
 
 # %%
 from labsupport.profiling import load_run
@@ -1384,17 +1364,17 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# Read it off: at which length does the best kernel come within a factor of two of the dotted line, and why not before?
+# At which length does the best kernel come within a factor of two of the dotted line, and why not before?
 #
 # <details><summary>An answer</summary>
 #
-# At 16K tokens. The *distance* to the line tells how well a kernel uses the GPU; at 512 tokens the work is too small to fill it.
-# </details>
+# At 4,096 tokens. The *distance* to the line shows how well a kernel uses the GPU; at 512 tokens there is too little work to
+# fill it. </details>
 #
-# `flash_torch`, the algorithm in plain PyTorch, saves the memory but not the time: each of its small steps is a kernel of
-# its own, in float32, and the GPU's tensor cores stay idle. That is what *fusion* adds. (`sdpa_math` is PyTorch's own textbook.)
+# `flash_torch` saves the memory but not the time: each of its small steps is a separate kernel, in float32, and the GPU's
+# tensor cores stay idle. *Fusion* fixes that. (`sdpa_math` is PyTorch's own textbook.)
 #
-# And here, too, a causal mask changes the ratios, because it lets the fused kernels skip half of the work:
+# A causal mask changes the ratios here, too, because the fused kernels skip half of the work. At 4,096 tokens:
 
 # %% tags=["nbval-check-output"]
 at_4k = everything[(everything.seqlen == 4096) & (everything.direction == "forward")]
@@ -1402,7 +1382,7 @@ print("Times as fast as the textbook, H200, 4,096 tokens")
 print(at_4k.pivot(index="backend", columns="causal", values="speedup").round(1).to_string())
 
 # %% [markdown]
-# The command that recorded this run is part of it, and repeats it on any GPU:
+# The run stores its command. You can repeat it on any GPU if your copy of the lab has a `benchmarks` folder:
 
 # %%
 print(recorded.attrs["provenance"]["command"])
@@ -1411,8 +1391,8 @@ print(recorded.attrs["provenance"]["command"])
 # ## 1.12 · Eight bits, and outliers
 # *Further (optional) · 25 minutes*
 #
-# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. The format for
-# queries and keys is e4m3: a sign, 4 bits of exponent, 3 of significand. What is left of a number?
+# GPUs from Hopper on multiply 8-bit floats, *FP8*, twice as fast as 16-bit ones, and flash-attn 3 has a forward pass for them. Queries
+# and keys use the format e4m3: a sign, 4 bits of exponent, 3 of significand. This is how it rounds numbers:
 
 # %% tags=["nbval-check-output"]
 for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
@@ -1421,8 +1401,8 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 
 
 # %% [markdown]
-# Rounding costs up to 6% of a number, as long as it is not below $2^{-6}$; smaller numbers lose more. The range ends at 448. So a
-# tensor is divided by a *scale* first, and multiplied by it afterwards.
+# Rounding costs up to 6% of a number, unless it is below $2^{-6}$; smaller numbers lose more. The range ends at 448. So you
+# divide a tensor by a *scale* first, and multiply by it afterwards.
 #
 # ![The positive numbers of FP8 and of int8 up to 448: FP8's lie close together near 1 and far apart near 448, those of int8 at equal distances.](../theory/figures/fp8-steps.png)
 #
@@ -1440,16 +1420,16 @@ for number in (1.0, 1.06, 1.07, 300.0, 448.0, 0.001):
 # | `block` | integer, or `None` | this many rows of one head share a scale; the last block may be shorter. `None`: one scale for the whole tensor |
 # | returns | like `x`, float32 | `x` rounded to `torch.float8_e4m3fn`, and scaled back |
 #
-# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, also where a whole block is zero.
+# Choose each scale so that the largest absolute value of its group becomes 448. Zeros stay zeros, even if a whole block is zero.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# Over which dimensions is the largest absolute value taken: without a block, and with one?
+# Over which dimensions do you take the largest absolute value: without a block, and with one?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its largest value.
-# A cast to `torch.float8_e4m3fn` rounds; a cast back to float32 changes nothing more.
+# `split(block, dim=-2)` cuts rows into blocks, and `amax` with a tuple of dimensions and `keepdim=True` gives each head its
+# largest value. A cast to `torch.float8_e4m3fn` rounds; cast back to float32 after it.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1493,7 +1473,8 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 # #### Step 2 · A rotation · 10 minutes
 #
 # In real models some *channels* (columns of $Q$ and $K$) are far larger than the others. For any orthogonal matrix $R$,
-# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: turning queries and keys alike leaves the scores. A good $R$ mixes every column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, which has entries of one size:
+# $(QR)(KR)^\top = Q R R^\top K^\top = QK^\top$: rotating queries and keys alike leaves the scores unchanged. A good $R$ mixes every
+# column into all others. flash-attn 3 takes random signs, then a *Hadamard matrix*, whose entries all have the same size:
 #
 # $$H_1 = (1), \qquad H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad R = \operatorname{diag}(\text{signs})\; \tfrac{1}{\sqrt n} H_n$$
 #
@@ -1510,8 +1491,8 @@ checks.check_fp8_blocks(round_to_fp8, seed=72)
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# `torch.cat` puts matrices side by side (`dim=1`) or below each other (`dim=0`). Multiplying by `signs` flips the columns; the product with the
-# matrix comes after that.
+# `torch.cat` puts matrices side by side (`dim=1`) or below each other (`dim=0`). Multiply by `signs` to flip the columns, then
+# by the matrix.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1536,7 +1517,7 @@ def hadamard(n):
 
 
 def rotate(q, k, signs):
-    """Queries and keys, turned alike."""
+    """Queries and keys, rotated by the same matrix."""
     ### BEGIN SOLUTION
     h = hadamard(q.shape[-1])
     return q * signs @ h, k * signs @ h
@@ -1556,7 +1537,8 @@ checks.check_rotation(rotate, seed=74)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Now measure. Two of 64 channels are ten times as large as the rest. What brings more: a scale for each block of 64 rows, or the rotation?
+# Now measure, with two of 64 channels ten times as large as the rest. Which helps more: a scale for each block of 64 rows, or the
+# rotation?
 
 # %%
 predicted_better = None  # your guess, "blocks" or "rotation"
@@ -1592,26 +1574,25 @@ print(pd.DataFrame(fp8_errors).T.map("{:.1%}".format).to_string())
 
 
 # %% [markdown]
-# Without outliers nothing helps, and nothing is needed. With them the rotation divides the error of the scores by four, and blocks bring next to
-# nothing. Why? e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of itself, whatever the scale; a scale only keeps numbers in the
-# range. (int8 would profit from blocks: its steps are as wide for small numbers as for the largest.) But a score is a sum, and where two
-# products of outliers dominate it, their two rounding errors are its error. Turned, the same sum comes from 64 products of similar size, and
-# their errors average out.
+# Without outliers, neither method helps nor is needed. With them, the rotation divides the error of the scores by four, and
+# blocks have almost no effect. e4m3 is a *floating-point* format: each number that is not below $2^{-6}$ loses up to 6% of
+# itself, and a scale only keeps numbers in the range. (int8 would profit from blocks: its steps are as wide for small numbers
+# as for the largest.) If two products of outliers dominate a score, their rounding errors dominate its error. After the
+# rotation the same score is a sum of 64 products of similar size, whose errors average out.
 #
-# Both ideas are in flash-attn 3 ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)); blocks pay where the *range* does not
-# suffice, as with a token that is 100,000 times as large as others.
+# flash-attn 3 uses both ideas ([chapter 5](../theory/05-from-v1-to-v4.md#version-3-nobody-waits)). Blocks help if the *range* is too
+# small, for example if one token is 100,000 times as large as the others.
 # [Chapter 6](../theory/06-precision.md#eight-bits) has the sizes of both effects.
 
 # %% [markdown]
 # ## 1.13 · Find the fault
 # *Further (optional) · 15 minutes*
 #
-# The following program lets each token look for similar tokens that stand *at least* `gap` places before it. The last token lies in the
-# future of all others:
+# In the following program each token looks for similar tokens *at least* `gap` places before it:
 #
 # ![An 8 by 8 square of tokens for a gap of 3: token 3 may look at token 0, token 7 at tokens 0 to 4, and the first three tokens at none.](../theory/figures/gap-mask.png)
 #
-# So if the last token changes, no output but its own may change:
+# The last token is in the future of all others. So if it changes, only its own output may change:
 
 
 # %% tags=["nbval-check-output"]
@@ -1635,7 +1616,7 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 # ### Exercise 1-8 · A token sees the future
 # ●●○ · 12 minutes · 0 points (optional)
 #
-# Write three functions. You may change, print and measure whatever you like in cells of your own.
+# Write three functions. Experiment in cells of your own.
 #
 # | function | returns |
 # | --- | --- |
@@ -1654,12 +1635,12 @@ print(f"largest change of the outputs before the last token: {change.max():.2f};
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
-# `change.amax(dim=-1)` has a number for each row. Which rows change? What is special about them?
+# `change.amax(dim=-1)` has a number for each row. Which rows change, and what do they have in common?
 #
 # <details><summary>Hint 2: the idea</summary>
 #
-# Look at the weights of such a row, and compare them with the softmax of the row's scores *before* anything was added to them. Each suspect
-# can be tried: change what it accuses, and see whether the change of the outputs goes away.
+# Compare the weights of such a row with the softmax of its scores *before* anything was added to them. Test each cause: change
+# what it blames, and see whether the outputs still change.
 #
 # <details><summary>Hint 3: an outline</summary>
 #
@@ -1680,7 +1661,7 @@ def rows_that_leak(seqlen, gap):
 
 
 def repaired(x, gap):
-    """What `recall` should return."""
+    """The output that `recall` should return."""
     ### BEGIN SOLUTION
     i = torch.arange(len(x))
     visible = i[:, None] - i >= gap
@@ -1713,40 +1694,36 @@ checks.check_recall(repaired, seed=82)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# A program like this passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. A *change* of one input,
-# and a look at what else changed, finds such a leak in one line. It works for any mask, and for models that somebody else wrote.
+# Such a program passes most tests: its loss goes down, its shapes are right, and all rows but the first few are exact. To find
+# a leak, *change* one input and look at what else changes. This works for any mask and any model.
 
 # %% [markdown]
 # ## What you measured
 #
 # - Textbook attention needs $2 \cdot B \cdot H \cdot N^2$ elements for $S$ and $P$: formula and measurement agree.
 # - Softmax can be computed block by block, exactly, with a running maximum and sum.
-# - FlashAttention's forward and backward are two nested loops over tiles. They keep one number a row instead
-#   of one a pair.
-# - The gain depends on length, device and dtype. You have your own numbers for it.
-# - Two correct implementations differ by rounding. The yardstick is the textbook in the same dtype.
+# - FlashAttention's forward and backward are two nested loops over tiles, and store one number a row instead of one a pair.
+# - The gain depends on length, device and dtype.
+# - Two correct implementations differ by rounding. Judge one by the textbook in the same dtype.
 # - A kernel wants one dtype for q, k and v; inputs, not scores, decide whether float16 can hold them.
-# - In FP8 a scale saves the range, and a rotation of queries and keys the digits.
+# - In FP8 a scale keeps numbers in the range, and a rotation of queries and keys keeps their digits.
 #
 # ### Three questions
 #
 # <details><summary>1. FlashAttention does <em>more</em> floating-point operations than the textbook, in the backward pass. Why is it faster?</summary>
 #
-# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads
-# matrices of $N \times N$ several times, and waits for memory meanwhile. Arithmetic is the cheaper of the two.
-# </details>
+# Recomputing $S$ costs one more matrix product: five instead of four. But the textbook writes and reads matrices of $N \times
+# N$ several times, which takes longer. </details>
 #
 # <details><summary>2. Why does the forward pass return the log-sum-exp and not m and ℓ?</summary>
 #
-# The backward needs $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$: only the combination matters. One number a row instead
-# of two, and results over different keys can be merged with it.
+# The backward needs only the combination: $e^{s-m}/\ell = e^{s - (m + \ln \ell)}$. It is one number a row instead
+# of two, and you can merge results over different keys with it.
 # </details>
 #
 # <details><summary>3. Your running sum is right, but the output is wrong from the second block of keys on. What is the likely mistake?</summary>
 #
-# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block is right because there is
-# nothing to rescale yet.
-# </details>
+# The accumulator $O$ was not rescaled by $e^{m - m'}$ when the maximum rose. The first block needs no rescaling. </details>
 #
 # ### Read on
 #
@@ -1762,7 +1739,7 @@ checks.check_recall(repaired, seed=82)
 # %% [markdown]
 # ### How far you are
 #
-# The checks run once more, on what you have defined. (`labsupport progress`, in a terminal, reads the saved notebooks.)
+# The checks run once more, on what you have defined. (In a terminal, `labsupport progress` reads the saved notebooks.)
 
 # %%
 from labsupport.course.progress import show_progress
