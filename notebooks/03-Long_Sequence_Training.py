@@ -11,28 +11,29 @@
 #
 # ![GPU memory of a training step of GPT-2 small's shape against tokens, from 1K to 1M, both logarithmic: standard attention rises four-fold for each doubling and crosses 16 GiB near 6K; FlashAttention is a straight line through 16 GiB near 16K; with the loss in chunks, checkpointing and the MLP in chunks the crossing moves beyond 200K, and with a 16-bit stream beyond 400K; measured steps, as dots, lie on the lines. On the right, parts of the step at 128K tokens](../theory/figures/long-context-memory.png)
 #
-# The same model in the same 16 GiB: 4,096 tokens at first, several hundred thousand in the end. In this notebook you write what it takes.
+# The same model in the same 16 GiB takes 4,096 tokens at first and several hundred thousand in the end. In this
+# notebook you write what makes the difference.
 #
 # **After this notebook you can**
 #
-# - show, with a real model and a real text, what a longer context is good for, and what it is not;
-# - turn queries and keys by their positions (RoPE), and tell its two conventions apart before they cost you a week;
-# - say what fills the memory in a training step, part by part, and predict the longest sequence that fits;
-# - move the wall: a loss without all the logits, checkpointing, an MLP in chunks, each with its price;
-# - pack documents into one sequence without letting them see each other;
-# - train, stop, and go on as if nothing had happened; and judge whether FlashAttention changed the training;
+# - show, with a real model and a real text, when a longer context helps and when it does not;
+# - rotate queries and keys by their positions (RoPE), and recognise which of its two conventions a checkpoint uses;
+# - say what fills the memory in a training step, and predict the longest sequence that fits;
+# - fit longer sequences with a loss in chunks, checkpointing and an MLP in chunks, and say what each costs;
+# - pack documents into one sequence so that they do not see each other;
+# - stop a training run and resume it exactly, and judge whether FlashAttention changed the training;
 # - in part two: spread one sequence, or one model, over several devices, and know what that costs.
 #
-# **Time** part one about 70 minutes, its exercises take 47 of them; part two about 156, with exercises of 112
-# (93 of these are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
-# tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of both parts fits an
-# afternoon.
+# **Time** part one about 70 minutes, 47 of them for exercises; part two about 156, with exercises of 112 (93 of these
+# are further ones, without points). **You need** notebooks 1 and 2. A laptop is enough: on a CPU you train at 8,192
+# tokens, and two processes stand for two devices. Each section is marked *core* or *further (optional)*; the core of
+# both parts fits an afternoon.
 #
-# **To read beside it**, before or after: the theory chapters [7, Long context](../theory/07-long-context.md), for part one,
-# and [11, Several devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) fixes the words.
+# **Background**: theory chapters [7, Long context](../theory/07-long-context.md), for part one, and [11, Several
+# devices](../theory/11-several-devices.md), for part two. The [glossary](../theory/glossary.md) defines the terms.
 #
-# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake you
-# made.
+# **How to work.** As before: run the cells in order, write your guesses down, and let the checks tell you which mistake
+# you made.
 
 # %%
 import tempfile
@@ -60,10 +61,10 @@ gpu = device.type == "cuda"
 # %% [markdown]
 # ## 3.1 · Why longer?
 #
-# *Core.* FlashAttention made long contexts affordable. But what are they good for? SmolLM2, of notebook 2, reads a file of source code. A
-# passage of 128 tokens from another file stands in it twice, 1,024 tokens apart. How well does the model predict the second
-# occurrence, if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*: nats a token. Guessing blindly among 49,152
-# tokens costs 10.8.)
+# *Core.* FlashAttention made long contexts affordable. What are they good for? SmolLM2, from notebook 2, reads a file
+# of source code that contains a passage of 128 tokens from another file twice, 1,024 tokens apart. How well does the
+# model predict the second occurrence if it sees the last 256, 896 or 1,024 tokens before it? (*NLL*, the negative
+# log-likelihood, is in nats a token. Guessing blindly among 49,152 tokens costs 10.8.)
 #
 # **Predict first**: how many times smaller is the NLL once the window reaches the first occurrence?
 
@@ -84,9 +85,10 @@ checks.compare_prediction("Fall of the NLL", predicted_fall, fall, "times")
 by_window.round(2)
 
 # %% [markdown]
-# Nothing happens for a long time, and then everything: the model *copies*. And without a planted repetition? The same model in
-# three real files, on the 64 tokens after position 4,096, in a recorded run (`python -m benchmarks tasks`). In one of them
-# something returns by itself; can you tell in which, and how far back?
+# The NLL hardly changes until the window reaches the first occurrence; then the model *copies* it. What happens without
+# a planted repetition? The next cell shows the same model in three real files, on the 64 tokens after position 4,096,
+# from a recorded run (`python -m benchmarks tasks`). One of the files contains a repetition. Can you tell which, and
+# how far back?
 
 # %%
 context = load_run("context-cpu")
@@ -104,22 +106,23 @@ plotting.plot_by_window(
 
 
 # %% [markdown]
-# Two files gain almost nothing: code needs mostly what stands near. (configparser has nearly the same method twice, 561 tokens
-# apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a definition, a name, who
-# said what. Section 3.9 comes back to that, with scores.
+# Two files gain almost nothing: code mostly needs what is near. (configparser has nearly the same method twice, 561
+# tokens apart: a window of 512 just misses it.) Long contexts pay where something *far away is needed again*: a
+# definition, a name, who said what. Section 3.9 measures that.
 #
 # ## 3.2 · A position for every token
 #
-# *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a vector for each of
-# 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, has no table and no end: it turns each query
-# and each key by angles that grow with the position. A dot product of two turned vectors depends on the angle *between* them
-# only, so a score depends on how far apart two tokens stand.
+# *Core.* Attention sees a set: without positions, "dog bites man" and "man bites dog" are the same. GPT-2 *learned* a
+# vector for each of 1,024 positions, and has none for the 1,025th. *Rotary position embedding*, RoPE, needs no table
+# and has no last position: it rotates each query and each key by angles that grow with the position. The dot product of
+# two rotated vectors depends only on the angle *between* them, so a score depends on how far apart two tokens are.
 
 # %% [markdown]
 # ### Exercise 3-1 · Turn by position
 # ●●○ · 12 minutes · 5 points
 #
-# Pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$ at position $t$, in radians:
+# At position $t$, pair $i$ of a head, $i = 0 \dots d/2 - 1$ with $d$ = `head_dim`, turns by the angle $t \cdot f_i$, in
+# radians:
 #
 # $$f_i = \text{base}^{-2i/d}, \qquad x' = x\cos(t f_i) - y\sin(t f_i), \qquad y' = y\cos(t f_i) + x\sin(t f_i)$$
 #
@@ -129,10 +132,10 @@ plotting.plot_by_window(
 # | `apply_rope(x, cos, sin)` | `x`: `(batch, seqlen, heads, head_dim)`, float32 or bfloat16; `cos`, `sin` as above | a new tensor of `x`'s shape and dtype, computed in float32 |
 # | `pairs_to_halves(weight, heads)` | `weight`: `(heads * head_dim, width)`, a query or key projection made for *neighbours* | a new weight of the same shape, for *halves* |
 #
-# Two conventions say which two numbers of a head are a pair $(x, y)$. With *halves* (Transformers), number $i$ belongs to number
-# $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number $2i + 1$. `apply_rope` works with
-# halves, so a model that was made for neighbours needs its rows moved: in a head of eight, rows `0 1 2 3 4 5 6 7` become
-# `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
+# There are two conventions for which two numbers of a head form a pair $(x, y)$. With *halves* (Transformers), number
+# $i$ belongs to number $i + d/2$. With *neighbours* (the RoFormer paper, llama2.c), number $2i$ belongs to number
+# $2i + 1$. `apply_rope` works with halves, so the rows of a model made for neighbours must be reordered: in a head of
+# eight, rows `0 1 2 3 4 5 6 7` become `0 2 4 6 1 3 5 7`. That is `pairs_to_halves`.
 #
 # ![A head of eight numbers. Halves: 0 belongs to 4, 1 to 5, 2 to 6, 3 to 7. Neighbours: 0 belongs to 1, 2 to 3, 4 to 5, 6 to 7. Each pair has a frequency of its own.](../theory/figures/rotary-pairs.png)
 #
@@ -213,9 +216,9 @@ checks.check_rope_conventions(pairs_to_halves, seed=14)
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# Your functions can drive a real model. Here are SmolLM2's weights in a small decoder of this lab (`labsupport.training.Decoder`: you
-# will train one below). Its method `turn` gets the positions and returns the function that turns queries and keys. We put yours in
-# its place:
+# Your functions can drive a real model. The next cell loads SmolLM2's weights into a small decoder of this lab
+# (`labsupport.training.Decoder`; you train one below). Its method `turn` gets the positions and returns the function
+# that rotates queries and keys. We put yours in its place:
 
 # %%
 own_angles = checks.solution_or_reference(rotary_angles, labs_angles, checks.check_rope_angles)
@@ -247,8 +250,8 @@ print(f"NLL of SmolLM2: with the lab's RoPE {labs:.4f}, with yours {right:.4f}")
 assert abs(right - labs) < 1e-3
 
 # %% [markdown]
-# Both conventions are in use. What if the weights of one meet the code of the other? The shapes fit, nothing is NaN. First we move
-# SmolLM2's rows to where llama2.c keeps them, then back by your `pairs_to_halves`:
+# Both conventions are in use. What if weights of one meet code of the other? The shapes fit, and nothing is NaN. First
+# we move SmolLM2's rows into llama2.c's order, then back with your `pairs_to_halves`:
 
 # %%
 own_rows = checks.solution_or_reference(
@@ -274,21 +277,22 @@ print(f"NLL: right {right:.2f}, conventions mixed {mixed:.2f}, after pairs_to_ha
 assert back == right
 
 # %% [markdown]
-# About twice the NLL, and not one complaint. Trained from scratch with either convention, a model is equally good; it is only a
-# *checkpoint* that belongs to one. So look up which, before anything else.
+# The NLL about doubles, and no error is raised. A model trained from scratch is equally good with either convention;
+# only a *checkpoint* belongs to one. So look up which one first.
 #
-# Positions are only numbers here. The second half of a sequence, on another device, takes positions from the middle on; and a
-# longer context than a model was trained on can be had by turning slower
-# ([chapter 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, the slow ones only.
+# Positions are only numbers here. On another device, the second half of a sequence gets positions from the middle on.
+# And a model can read a longer context than it was trained on if its pairs turn more slowly ([chapter
+# 7](../theory/07-long-context.md#longer-than-in-training)): either all pairs, or, with a larger base, only the slow
+# ones.
 #
 # ![Turns of each of 32 pairs at the last token, logarithmic: trained on 1,024 tokens, and at 8,192 as it is, interpolated, and with a larger base. Interpolated falls on the trained line; the larger base starts with the line of 8,192 and meets the trained line at the last pair only; below one turn everything above the trained line is new to the model](../theory/figures/long-context-turns.png)
 #
 # ## 3.3 · What a long step costs
 #
-# *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A *step* is forward,
-# backward, and AdamW. With standard attention and with FlashAttention, all else equal, all in
-# float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only; there another kernel of the same idea steps in,
-# memory-efficient attention. The column *kernel* names what ran.)
+# *Core.* Now we train. The `tiny` decoder has 4 layers of width 128, 4 heads, and reads bytes: 0.8 million weights. A
+# *step* is forward, backward, and AdamW. We compare standard attention with FlashAttention, with everything else equal,
+# in float32. (On a GPU, FlashAttention's kernels take 16-bit numbers only, so memory-efficient attention, a kernel
+# based on the same idea, runs instead. The column *kernel* names what ran.)
 #
 # **Predict first**: if a sequence gets 8 times as long, how many times as much memory does a step with FlashAttention take?
 
@@ -320,8 +324,9 @@ plotting.plot_memory(
 )
 
 # %% [markdown]
-# *Predicted* rows were not run: by the plan (section 3.5) they would need more than the limit. On a logarithmic chart a power
-# $a N^b$ is a straight line, and $b$ is its slope. Fitted to the two longest lengths of each:
+# Rows marked *predicted* were not run: the plan (section 3.5) says that they need more than the limit. On a logarithmic
+# chart a power $a N^b$ is a straight line, and $b$ is its slope. Here are the slopes fitted to the two longest lengths
+# of each:
 
 # %%
 slopes = {
@@ -335,17 +340,18 @@ pd.DataFrame(slopes).round(2)
 
 
 # %% [markdown]
-# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the memory, and
-# memory's slopes lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without. FlashAttention's *time* is not
-# linear, and never will be: all pairs are still computed. The slope of time is a mixture: matrices grow with $N$, attention with
-# $N^2$, and the longer the sequence, the more attention weighs. (The textbook's may exceed 2, where its scores outgrow a cache.
-# A slope of time below 1 is not possible: then another program used the cores, so run the cell again.)
+# Weights and AdamW's states (the line in the chart) do not grow, so 8 times the length takes less than 8 times the
+# memory, and the slopes of memory lie below 1 and 2. What grows is linear with FlashAttention, and quadratic without.
+# FlashAttention's *time* is not linear, because it still computes all pairs. The slope of time is a mixture: matrices
+# grow with $N$, attention with $N^2$, and the longer the sequence, the more attention weighs. (The textbook's slope may
+# exceed 2 where its scores outgrow a cache. A slope of time below 1 means that another program used the cores: run the
+# cell again.)
 #
 # ## 3.4 · The largest tensor is not attention's
 #
-# *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier gives each position a number for
-# every one of them. For 4,096 tokens that is 0.8 GB of logits, as much again for the log-softmax, and again for its gradient. All
-# that for one number, the loss, to which each token contributes by itself.
+# *Core.* Real models read words, not bytes. GPT-2's vocabulary has 50,257 tokens, and the classifier computes a number
+# for each of them at every position. For 4,096 tokens these logits take 0.8 GB, the log-softmax as much again, and its
+# gradient too. All of it serves one number, the loss, which is a sum over tokens.
 
 # %% [markdown]
 # ### Exercise 3-2 · A loss without all the logits
@@ -356,10 +362,10 @@ pd.DataFrame(slopes).round(2)
 # $$z = W h, \qquad \text{loss} = \ln \textstyle\sum_j e^{z_j} - z_\text{label}, \qquad d = \text{softmax}(z) -
 # \text{onehot}(\text{label})$$
 #
-# and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the tokens whose
-# label is not -100. (If there is none, it is 0, and so are its gradients.)
+# and its gradients are $W^\top d$ for $h$, and $d\,h^\top$ for $W$. The loss of a sequence is the **mean** over the
+# tokens whose label is not -100. (If there is none, the loss and its gradients are 0.)
 #
-# Write it as a `torch.autograd.Function`. Its `forward` gets `ctx`, in which `backward` finds what it needs, and then
+# Write it as a `torch.autograd.Function`. Its `forward` gets `ctx`, which stores what `backward` needs, and then
 #
 # | | shape | |
 # | --- | --- | --- |
@@ -369,12 +375,12 @@ pd.DataFrame(slopes).round(2)
 # | `chunk` | an int | tokens at a time; need not divide `tokens`, may be larger |
 # | returns | `()` | the mean loss |
 #
-# `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of `hidden` and
-# `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
+# Then `backward(ctx, grad_loss)` gets the gradient of the loss, one number, and returns four values: the gradients of
+# `hidden` and `weight`, and `None` for `labels` and for `chunk`. All gradients are multiplied by `grad_loss`.
 #
-# Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or `weight`. And
-# no logits may be kept for the backward pass. There are two ways, both right: work the gradients out in `forward` and keep those, or
-# work the logits out again in `backward`.
+# Neither pass may create a tensor that is larger than one chunk's logits, except for tensors of the size of `hidden` or
+# `weight`. And no logits may be kept for the backward pass. There are two ways, both right: compute the gradients in
+# `forward` and keep those, or compute the logits again in `backward`.
 #
 # <details><summary>Hint 1: a nudge</summary>
 #
@@ -453,7 +459,8 @@ checks.check_loss_memory(ChunkedLoss)
 
 
 # %% [markdown]
-# Does it pay? The loss alone, on 512 tokens of width 128. Beside yours is the lab's, `training.chunked_cross_entropy`:
+# How much memory does it save? The next cell measures the loss alone, on 512 tokens of width 128, beside the lab's
+# `training.chunked_cross_entropy`:
 
 
 # %%
@@ -488,20 +495,21 @@ pd.Series(peaks, name="peak, MiB").round().astype(int).to_frame()
 
 
 # %% [markdown]
-# The gradient of the weight alone takes 25 MiB, which nobody can save. If you worked the gradients out in `forward`, nothing is
-# computed twice; if in `backward`, the logits are. Both are allowed. Does yours need more than the lab's? *Further (optional)*: look
-# for tensors of the weight's size. `grad_weight += d.T @ h` first makes the product, a second one; `grad_weight.addmm_(d.T, h)` adds
-# in place. `grad * grad_loss` is a third.
+# The gradient of the weight alone takes 25 MiB, which no method can save. If you computed the gradients in `forward`,
+# nothing is computed twice; if in `backward`, the logits are. Both are allowed. *Further (optional)*: does yours need
+# more than the lab's? Look for tensors of the weight's size. `grad_weight += d.T @ h` first makes the product, a second
+# one; `grad_weight.addmm_(d.T, h)` adds in place. `grad * grad_loss` is a third.
 #
 # ## 3.5 · What a layer keeps
 #
-# *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer keeps it. Here
-# are two training steps of a small decoder, measured at every allocation and release:
+# *Core.* Where does the rest of the memory go? A backward pass needs what the forward pass computed, so every layer
+# keeps it. Here are two training steps of a small decoder, measured at every allocation and release:
 #
 # ![Memory of two training steps over time. Above, textbook attention: memory climbs in four steps, one for each block, jumps at the loss, and falls in the backward pass, with a small peak in each block. Below, FlashAttention with the loss in chunks and checkpointing: hardly any climb, a low loss, and a bump for each block that is computed again.](../theory/figures/step-memory.png)
 #
-# The forward pass climbs, because every block adds what it keeps. The loss adds its logits. The backward pass goes back block by
-# block: it frees what a block had kept, after a short peak for that block's gradients. The rules are simple enough to be counted.
+# In the forward pass memory climbs, because every block adds what it keeps. The loss adds its logits. The backward pass
+# works back block by block: after a short peak for a block's gradients, it frees what the block had kept. You can
+# predict this by counting.
 
 # %% [markdown]
 # ### Exercise 3-3 · What a layer keeps
