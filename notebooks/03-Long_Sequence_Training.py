@@ -1209,7 +1209,7 @@ print(f"four ranks and one device agree to float32's rounding: {bool(error < 2e-
 
 # %% [markdown]
 # This is no approximation: the sums are the same, in another order. The backward pass goes around the ring, too: the gradients of K and V
-# travel behind their keys, collect what each rank adds, and come home (theory chapter 11).
+# travel along with their keys, collect what each rank adds, and come home (theory chapter 11).
 #
 # ## 3.12 · Equal work
 #
@@ -1359,6 +1359,12 @@ plotting.plot_weights(  # what rank 1's queries see, step by step
 
 # %% [markdown]
 # Shard positions together with their tokens. A mask from the wrong positions raises no error and gives a wrong result.
+#
+# ## 3.13 · Real processes
+#
+# *Core.* Now we replace the list of shards by real processes, with your merge and your order. `launch` starts two on this machine,
+# gives them your function, and returns what each of them returned. `send_on` sends keys and values to the next rank; call what it
+# returns to wait for those of the previous one (`labsupport/distributed/minimal_ring.py`).
 
 
 # %%
